@@ -1,0 +1,1 @@
+"""Documents, vocabularies, token stores, and the readers that turn them into batches."""

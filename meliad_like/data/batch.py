@@ -1,0 +1,26 @@
+"""What a reader hands to the training step, whichever reader it is."""
+
+from typing import NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int32
+
+AnyArray: TypeAlias = np.ndarray | jax.Array
+
+
+class Batch(NamedTuple):
+    """One segment of every lane: numpy arrays on the host, jax arrays on the devices; the lane axis comes first."""
+
+    inputs: Int32[AnyArray, "b n"]
+    """Token ids; 0 where there is nothing to read."""
+    targets: Int32[AnyArray, "b n"]
+    """The token after each input; 0 where there is none."""
+    loss_mask: Bool[AnyArray, "b n"]
+    """True where the target counts."""
+    start: Bool[AnyArray, "b c"]
+    """True where a document begins with this block: what the lane remembered is gone."""
+    document: Int32[AnyArray, "b c"]
+    """Index of the block's document in its split; -1 where the lane is idle."""
+    position: Int32[AnyArray, "b c"]
+    """Offset, in tokens, of the block's first input in its document."""

@@ -1,0 +1,103 @@
+"""Batches made in background threads and moved to the devices ahead of the step that needs them."""
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Self
+
+import grain
+import jax
+import numpy as np
+
+from meliad_like.data.batch import Batch
+from meliad_like.data.readers import Reader
+from meliad_like.errors import UserError
+
+
+def local_lanes(sharding: jax.sharding.Sharding, num_lanes: int) -> np.ndarray:
+    """The rows of a batch that this process's devices hold, in ascending order.
+
+    Args:
+      sharding: of an array whose first axis is the lane.
+
+    Raises:
+      UserError: the lanes can't be shared out evenly.
+    """
+    try:
+        indices = sharding.addressable_devices_indices_map((num_lanes,))
+    except ValueError as error:
+        raise UserError(
+            f"{num_lanes} lanes (tokens_per_step / segment_length) can't be shared out evenly over the mesh: {sharding}"
+        ) from error
+    held = np.zeros(num_lanes, bool)
+    for index in indices.values():
+        assert index is not None
+        held[index] = True
+    return np.flatnonzero(held)
+
+
+class BatchIterator(Iterator[Batch]):
+    """Batches on the devices, in the order of their steps. Close it, or use it in a `with`, to end its threads."""
+
+    def __init__(self, batches: "grain.DatasetIterator[Batch]"):
+        self._batches = batches
+        self.seconds_waited = 0.0
+        """Seconds that the consumer has spent in `next`, over all batches so far."""
+
+    def __next__(self) -> Batch:
+        """
+        Raises:
+          StopIteration: after the reader's last step.
+          Exception: what the reader raised in the background, as it was.
+        """
+        began = time.perf_counter()
+        try:
+            return next(self._batches)
+        finally:
+            self.seconds_waited += time.perf_counter() - began
+
+    def close(self) -> None:
+        self._batches.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def load_batches(
+    reader: Reader,
+    sharding: jax.sharding.Sharding,
+    start_step: int = 0,
+    *,
+    num_threads: int = 2,
+    batches_ahead: int = 4,
+    device_batches_ahead: int = 2,
+) -> BatchIterator:
+    """Batches from `start_step` on, each host making only the lanes that its devices hold.
+
+    Args:
+      reader: what to read.
+      sharding: of the batch's arrays over the lane axis, which is their first.
+      start_step: the first step wanted.
+      num_threads, batches_ahead, device_batches_ahead: as in `ReaderConfig`.
+
+    Raises:
+      UserError: the lanes can't be shared out evenly over the devices.
+    """
+    lanes = local_lanes(sharding, reader.num_lanes).tolist()
+
+    def to_devices(batch: Batch) -> Batch:
+        def put(local: np.ndarray) -> jax.Array:
+            return jax.make_array_from_process_local_data(sharding, local, (reader.num_lanes, *local.shape[1:]))
+
+        return jax.tree.map(put, batch)
+
+    num_steps = sys.maxsize if reader.num_steps is None else reader.num_steps
+    batches = grain.MapDataset.range(start_step, num_steps).map(lambda step: reader.batch(step, lanes))
+    made = batches.to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=batches_ahead))
+    placed = grain.experimental.ThreadPrefetchIterDataset(
+        made.map(to_devices), prefetch_buffer_size=device_batches_ahead
+    )
+    return BatchIterator(iter(placed))

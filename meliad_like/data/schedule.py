@@ -1,0 +1,119 @@
+"""Which lane reads which blocks of which document, when: arithmetic on the documents' lengths and a seed.
+
+Documents come as a stream, epoch after epoch, and each is dealt to the lane that is free first. The stream does not
+depend on who asks for what, so every host computes the same schedule, and a run that resumes finds its place again.
+"""
+
+import heapq
+import threading
+from array import array
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+
+from meliad_like.errors import UserError
+
+
+class Run(NamedTuple):
+    """Consecutive blocks of one document in one lane."""
+
+    block: int
+    """The first of them, counted from the beginning of the lane."""
+    num_blocks: int
+    document: int
+    offset: int
+    """The first of them, counted from the beginning of the document."""
+    epoch: int
+
+
+class Schedule:
+    """Deals documents to lanes, as far ahead as anyone has asked.
+
+    Keeps 16 bytes for each document dealt. Safe to ask from several threads, and in any order.
+    """
+
+    def __init__(
+        self,
+        document_blocks: np.ndarray,
+        num_lanes: int,
+        seed: int,
+        *,
+        shuffle: bool = True,
+        epochs: int | None = None,
+    ):
+        """
+        Args:
+          document_blocks: int64[documents], their lengths in blocks; documents of 0 blocks are left out.
+          num_lanes: lanes over all hosts.
+          seed: not negative; with the epoch's number it decides that epoch's order.
+          shuffle: a new random order each epoch; otherwise the longest documents come first, which lets the lanes of a
+            finite schedule finish at nearly the same time.
+          epochs: how often each document is read; None: without end.
+
+        Raises:
+          UserError: no document has a block.
+        """
+        self.num_lanes = num_lanes
+        self._document_blocks = document_blocks
+        self._documents = np.flatnonzero(document_blocks)
+        if not self._documents.size:
+            raise UserError("no document has a token to predict: prepare a token store from longer documents")
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epochs = epochs
+        self._epochs_dealt = 0
+        # One integer a lane, (the block at which it is free) * num_lanes + lane: ties go to the lowest lane.
+        self._free = list(range(num_lanes))
+        self._starts = [array("q") for _ in range(num_lanes)]
+        # What is dealt is kept as epoch * number of documents + document.
+        self._dealt = [array("q") for _ in range(num_lanes)]
+        self._ends = [0] * num_lanes
+        self._lock = threading.Lock()
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Blocks until the last lane is done; None where the schedule has no end."""
+        if self._epochs is None:
+            return None
+        with self._lock:
+            while self._epochs_dealt < self._epochs:
+                self._deal_epoch()
+            return max(self._ends)
+
+    def runs(self, lane: int, first: int, count: int) -> list[Run]:
+        """What the lane reads in its blocks [first, first + count), in order; nothing where it is idle."""
+        with self._lock:
+            # A lane's past never changes, so that it does not matter how far the other lanes are.
+            while self._ends[lane] < first + count and self._epochs_dealt != self._epochs:
+                self._deal_epoch()
+            starts, dealt = self._starts[lane], self._dealt[lane]
+            found = []
+            for index in range(max(bisect_right(starts, first) - 1, 0), len(starts)):
+                if starts[index] >= first + count:
+                    break
+                epoch, document = divmod(dealt[index], len(self._document_blocks))
+                block = max(first, starts[index])
+                end = min(first + count, starts[index] + int(self._document_blocks[document]))
+                if block < end:
+                    found.append(Run(block, end - block, document, block - starts[index], epoch))
+            return found
+
+    def _deal_epoch(self) -> None:
+        order = self._order(self._epochs_dealt)
+        first = self._epochs_dealt * len(self._document_blocks)
+        free, num_lanes = self._free, self.num_lanes
+        for document, blocks in zip(order.tolist(), self._document_blocks[order].tolist(), strict=True):
+            start, lane = divmod(free[0], num_lanes)
+            heapq.heapreplace(free, free[0] + blocks * num_lanes)
+            self._starts[lane].append(start)
+            self._dealt[lane].append(first + document)
+            self._ends[lane] = start + blocks
+        self._epochs_dealt += 1
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return self._documents[np.argsort(-self._document_blocks[self._documents], kind="stable")]
+        # numpy promises the same raw bits of a bit generator in every version, but not the same permutation.
+        keys = np.random.PCG64([self._seed, epoch]).random_raw(self._documents.size)
+        return self._documents[np.argsort(keys, kind="stable")]
