@@ -1,0 +1,122 @@
+"""Learning rates as functions of the step (specification: the reference's training loop and optimizer files).
+
+The rate that is applied at a step is `multiplier * schedule(max(step, warmup)) * min(step, warmup) / warmup`: a line
+from 0 (at step 0 nothing is learned) up to where the schedule stands when the warmup ends, then the schedule. The
+schedule's own clock starts at step 0, not at the end of the warmup.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from optax import Schedule
+
+from meliad_like.errors import UserError
+
+# The inverse square roots would be infinite at step 0.
+FIRST_STEP_OF_INVERSE_SQUARE_ROOT = 100
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate moves with the step."""
+
+    name: str = "cosine"
+    """One of SCHEDULES: cosine, linear, exponential, inverse_square_root (the Block-Recurrent paper's:
+    1 / sqrt(step)), scaled_inverse_square_root (min_rate / sqrt(step / num_steps), at most max_rate), constant."""
+    max_rate: float | None = None
+    """The highest rate. None: 0.01, or 0.05 for scaled_inverse_square_root. inverse_square_root has none."""
+    min_rate: float = 0.001
+    """The rate at the last scheduled step. Cosine and linear then halve every num_steps; exponential and the inverse
+    square roots go on as they are."""
+    warmup_steps: int = 1000
+    """Steps over which the rate grows from 0; 0: none."""
+    multiplier: float = 1.0
+    """Factor on everything above."""
+    max_scheduled_steps: int | None = None
+    """The schedule's length in steps where it is not that of the run."""
+    spike_steps: int = 0
+    """Cosine only: a second line, from spike_rate at step 0 to zero at this step; the higher of the two counts."""
+    spike_rate: float = 0.0
+    """Cosine only: where that line begins."""
+
+    def __post_init__(self):
+        if self.name not in SCHEDULES:
+            raise UserError(f"ScheduleConfig.name={self.name!r} is none of {', '.join(SCHEDULES)}")
+        if self.warmup_steps < 0 or self.spike_steps < 0:
+            raise UserError(f"warmup_steps={self.warmup_steps} and spike_steps={self.spike_steps} must not be negative")
+        if self.max_scheduled_steps is not None and self.max_scheduled_steps < 1:
+            raise UserError(f"max_scheduled_steps={self.max_scheduled_steps} must be at least 1")
+        if not 0 < self.min_rate <= self.highest_rate:
+            raise UserError(f"min_rate={self.min_rate} must be positive and at most max_rate={self.highest_rate}")
+        if self.spike_steps and self.name != "cosine":
+            raise UserError(f"spike_steps={self.spike_steps} needs the cosine schedule, not {self.name}")
+
+    @property
+    def highest_rate(self) -> float:
+        if self.max_rate is not None:
+            return self.max_rate
+        return 0.05 if self.name == "scaled_inverse_square_root" else 0.01
+
+
+def make_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
+    """A function from the step (int32 scalar, from 0) to the learning rate (float32 scalar) of a run of `num_steps`."""
+    length = config.max_scheduled_steps or num_steps
+    base_schedule = SCHEDULES[config.name]
+    warmup = config.warmup_steps
+
+    def learning_rate(step):
+        # float32 holds every whole number up to 16.7 million exactly.
+        step = jnp.asarray(step, jnp.float32)
+        rate = base_schedule(config, length, jnp.maximum(step, warmup))
+        if warmup:
+            rate = rate * jnp.minimum(step, warmup) / warmup
+        return rate * config.multiplier
+
+    return learning_rate
+
+
+def _decay_after(config: ScheduleConfig, length: int, step, rate):
+    """`rate` for the first `length` steps, then half of min_rate for every further `length` steps (continuous)."""
+    return jnp.where(step < length, rate, 2 * config.min_rate * 0.5 ** (step / length))
+
+
+def _cosine(config: ScheduleConfig, length: int, step):
+    wave = 0.5 * (1 + jnp.cos(math.pi * jnp.minimum(step, length) / length))
+    rate = _decay_after(config, length, step, config.min_rate + wave * (config.highest_rate - config.min_rate))
+    if config.spike_steps:
+        rate = jnp.maximum(rate, config.spike_rate * (config.spike_steps - step) / config.spike_steps)
+    return rate
+
+
+def _linear(config: ScheduleConfig, length: int, step):
+    rate = config.highest_rate - (config.highest_rate - config.min_rate) * step / length
+    return _decay_after(config, length, step, rate)
+
+
+def _exponential(config: ScheduleConfig, length: int, step):
+    return config.highest_rate * (config.min_rate / config.highest_rate) ** (step / length)
+
+
+def _inverse_square_root(config: ScheduleConfig, length: int, step):
+    return 1 / jnp.sqrt(jnp.maximum(step, FIRST_STEP_OF_INVERSE_SQUARE_ROOT))
+
+
+def _scaled_inverse_square_root(config: ScheduleConfig, length: int, step):
+    rate = config.min_rate / jnp.sqrt(jnp.maximum(step, FIRST_STEP_OF_INVERSE_SQUARE_ROOT) / length)
+    return jnp.minimum(rate, config.highest_rate)
+
+
+def _constant(config: ScheduleConfig, length: int, step):
+    return jnp.full_like(step, config.highest_rate)
+
+
+SCHEDULES: dict[str, Callable] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "exponential": _exponential,
+    "inverse_square_root": _inverse_square_root,
+    "scaled_inverse_square_root": _scaled_inverse_square_root,
+    "constant": _constant,
+}

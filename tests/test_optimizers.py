@@ -1,0 +1,101 @@
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from meliad_like.errors import UserError
+from meliad_like.training.optimizers import OptimizerConfig, applied_rate, make_optimizer
+
+# Three steps of the reference's optimizers; of the results, the first 16 entries of the first axis.
+GOLDEN = np.load(Path(__file__).parent / "golden" / "e_adafactor_three_steps.npz")
+
+
+def golden_tree(prefix: str) -> dict[str, jax.Array]:
+    return {key.removeprefix(prefix): jnp.asarray(GOLDEN[key]) for key in GOLDEN if key.startswith(prefix)}
+
+
+def scheduled(step):
+    return jnp.asarray(GOLDEN["learning_rates"])[step]
+
+
+def one_update(config: OptimizerConfig, params, gradients):
+    optimizer = make_optimizer(config, lambda step: jnp.float32(0.1))
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    return updates
+
+
+@pytest.mark.parametrize(
+    "case, config, schedule",
+    [
+        ("mom0.9", OptimizerConfig(), scheduled),
+        ("nomom", OptimizerConfig(momentum=0), scheduled),
+        ("const0.01", OptimizerConfig(), lambda step: jnp.float32(0.01)),
+        ("adam", OptimizerConfig(name="adam", base_rate=1.0), scheduled),
+    ],
+)
+def test_golden_updates(case, config, schedule):
+    optimizer = make_optimizer(config, schedule)
+    params = golden_tree("params0/")
+    state = optimizer.init(params)
+    for step in range(3):
+        updates, state = jax.jit(optimizer.update)(golden_tree(f"step{step}/grads/"), state, params)
+        params = optax.apply_updates(params, updates)
+    for name, expected in golden_tree(f"{case}/params/").items():
+        np.testing.assert_allclose(params[name][:16], expected, rtol=1e-6, atol=5e-7, err_msg=name)
+
+
+def test_factored_parameters_need_no_full_second_moment():
+    params = {"large": jnp.ones((128, 200)), "small": jnp.ones((127, 200))}
+    state = optax.tree_utils.tree_get(make_optimizer(OptimizerConfig(), scheduled).init(params), "v")
+    assert {name: array.shape for name, array in state.items()} == {"large": (1,), "small": (127, 200)}
+
+
+def test_state_is_float32():
+    state = make_optimizer(OptimizerConfig(), scheduled).init({"kernel": jnp.ones((128, 128))})
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
+
+
+def test_adafactor_ignores_the_scale_of_the_loss():
+    params, gradients = golden_tree("params0/"), golden_tree("step0/grads/")
+    updates = one_update(OptimizerConfig(), params, gradients)
+    scaled = one_update(OptimizerConfig(), params, jax.tree.map(lambda gradient: 4096 * gradient, gradients))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), updates, scaled)
+
+
+def test_clipping_bounds_the_norm_of_the_whole_gradient():
+    params = {"a": jnp.ones(2), "b": jnp.ones(1)}
+    gradients = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
+    config = OptimizerConfig(name="adam", weight_decay=0.0, momentum=0.0, clip_norm=1.0)
+    optimizer = make_optimizer(config, lambda step: jnp.float32(0.1))
+    _, state = optimizer.update(gradients, optimizer.init(params), params)
+    np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mu")["a"], [0.6, 0], rtol=1e-6)
+    np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mu")["b"], [0.8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name, removed", [("adam", 0.02 * 0.1 * 0.05), ("adafactor", 0.02)])
+def test_weight_decay(name, removed):
+    params, gradients = {"a": jnp.full(3, 2.0)}, {"a": jnp.zeros(3)}
+    updates = one_update(OptimizerConfig(name=name, weight_decay=0.02), params, gradients)
+    np.testing.assert_allclose(updates["a"], -2 * removed, rtol=1e-5)
+
+
+def test_applied_rate_has_the_optimizers_factor():
+    np.testing.assert_allclose(applied_rate(OptimizerConfig(name="adam"), scheduled)(2), 0.005 * 0.05, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"name": "adagrad"}, "'adagrad' is none of adafactor, adam"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"base_rate": 0.0}, "base_rate=0.0"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+    ],
+)
+def test_wrong_fields_are_named(fields, message):
+    with pytest.raises(UserError, match=message):
+        OptimizerConfig(**fields)
