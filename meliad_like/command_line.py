@@ -1,0 +1,53 @@
+"""Flags that the entry points share, and how a mistake on the command line is reported."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from absl import app, flags
+
+from meliad_like.errors import UserError
+
+if TYPE_CHECKING:
+    from meliad_like.config import RunConfig
+
+GIN_FILE = flags.DEFINE_multi_string(
+    "gin_file", [], "A gin file, by path or as named under gin/ (size/tiny.gin). Repeatable, in any order."
+)
+GIN_PARAM = flags.DEFINE_multi_string(
+    "gin_param", [], "One binding on top of the files, such as DecoderConfig.num_layers=3. Repeatable; the last wins."
+)
+
+
+def read_config() -> "RunConfig":
+    """The run described by `--gin_file` and `--gin_param`."""
+    # Importing the configs imports jax, which takes seconds: a mistyped flag is reported before.
+    from meliad_like import config
+
+    return config.parse(GIN_FILE.value, GIN_PARAM.value)
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Parses the flags and exits with what `main` returns; a UserError is one line on stderr and exit status 2."""
+
+    def report(argv: list[str]) -> int | None:
+        try:
+            if argv[1:]:
+                raise UserError(f"unexpected argument {argv[1]!r}; flags are written --name=value")
+            return main()
+        except UserError as error:
+            return _fail(error)
+
+    app.run(report, flags_parser=_parse_flags)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(_fail(error))
+
+
+def _fail(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2

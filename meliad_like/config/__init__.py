@@ -1,0 +1,10 @@
+"""From gin files to one frozen `RunConfig`, and from there to JSON and back.
+
+gin files are read here and nowhere else: everything below the entry points takes plain dataclasses, because a value
+read while jax traces is frozen into the compiled program, and a worker process has no gin state at all.
+"""
+
+from meliad_like.config.run import RunConfig, build, parse
+from meliad_like.config.saved import differences, from_json, save, to_gin, to_json
+
+__all__ = ["RunConfig", "build", "differences", "from_json", "parse", "save", "to_gin", "to_json"]

@@ -1,0 +1,80 @@
+"""The config of a whole run, and how bindings become one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meliad_like.config.bindings import Bindings, collect
+from meliad_like.config.fields import field_types, fit
+from meliad_like.config.search import nearest
+from meliad_like.data.documents import SourceConfig
+from meliad_like.data.readers import ReaderConfig
+from meliad_like.data.vocabulary import VocabularyConfig
+from meliad_like.errors import UserError
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.training.loop import TrainingConfig
+from meliad_like.training.mesh import MeshConfig
+from meliad_like.training.optimizers import OptimizerConfig
+from meliad_like.training.schedules import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run, except the machine and the working folder."""
+
+    model: DecoderConfig = field(default_factory=DecoderConfig)
+    """The network."""
+    source: SourceConfig = field(default_factory=SourceConfig)
+    """Where the documents come from."""
+    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
+    """How text becomes tokens."""
+    data: ReaderConfig = field(default_factory=ReaderConfig)
+    """How documents become batches."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """What turns gradients into updates."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The learning rate of each step."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """The loop: number of steps, seed, what happens how often."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How the devices are laid out."""
+
+    def __post_init__(self) -> None:
+        segment_length, window_length = self.data.segment_length, self.model.window_length
+        if segment_length % window_length:
+            raise UserError(f"segment_length={segment_length} must be a multiple of window_length={window_length}")
+
+
+PARTS: dict[str, type] = field_types(RunConfig)
+
+
+def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunConfig:
+    """The run that `base.gin`, these `--gin_file`s and these `--gin_param`s describe.
+
+    Args:
+      gin_files: names as `--gin_file` takes them, in any order.
+      gin_params: bindings such as `DecoderConfig.num_layers = 3`; they win over every file.
+
+    Raises:
+      UserError: anything about them is wrong, on one line.
+    """
+    return build(collect(gin_files, gin_params))
+
+
+def build(bindings: Bindings) -> RunConfig:
+    """A RunConfig from bindings, each of which must be a field of one of its parts."""
+    field_names = {part.__name__: name for name, part in PARTS.items()}
+    arguments: dict[str, dict] = {name: {} for name in PARTS}
+    for key, binding in bindings.items():
+        class_name, _, parameter = key.rpartition(".")
+        if class_name not in field_names:
+            raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, list(field_names))}")
+        part = field_names[class_name]
+        parameters = field_types(PARTS[part])
+        if parameter not in parameters:
+            hint = nearest(parameter, list(parameters))
+            raise UserError(f"{binding.origin}: {class_name} has no parameter {parameter}{hint}")
+        try:
+            arguments[part][parameter] = fit(binding.value, parameters[parameter], key)
+        except UserError as error:
+            raise UserError(f"{binding.origin}: {error}") from None
+    return RunConfig(**{name: part(**arguments[name]) for name, part in PARTS.items()})
