@@ -32,7 +32,9 @@ find_python() {
     done
     [[ -z "$without_venv" ]] ||
         stop "$without_venv cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv"
-    stop "${PYTHON:-no python3 on the PATH} is Python 3.11 or newer; install one and name it: PYTHON=/path/to/python3.12"
+    local found="no python3 on the PATH is"
+    [[ -z "${PYTHON:-}" ]] || found="$PYTHON is not"
+    stop "$found Python 3.11 or newer; install one and name it: PYTHON=/path/to/python3.12"
 }
 
 make_environment() {
@@ -44,7 +46,7 @@ make_environment() {
     .venv/bin/python -m ensurepip --default-pip >/dev/null
 }
 
-# set_up_environment [dev]: dev adds the tools of the tests and the linters. Holds a lock on setup.py (its last
+# set_up_environment [dev]: dev adds the tools of the tests and the linters. Holds a lock on this file (its last
 # line), so that the quick start and the tests may be started side by side.
 set_up_environment() {
     local extra="${1:-base}" wanted stamp begin=$SECONDS
@@ -75,4 +77,4 @@ set_up_environment() {
     rm -f .venv/installed-* .venv/unfinished
     printf '%s\n' "$wanted" >".venv/installed-$extra"
     say "Installed in $((SECONDS - begin)) s"
-} 9<setup.py
+} 9<launch/environment.sh

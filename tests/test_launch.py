@@ -1,0 +1,164 @@
+"""The launch scripts and the packaging: what a person meets before any Python of ours runs."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
+
+# Stands in for every Python: logs what it makes and installs, and fails, or kills the script, on demand.
+FAKE_PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    *version_info*) exit "${TOO_OLD:-0}" ;;
+    *"import ensurepip"*) exit "${NO_VENV:-0}" ;;
+    *"-m venv"*) echo make >>"$LOG" && rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"pip install"*)
+        echo "install ${!#}" >>"$LOG"
+        [[ -z "${KILLED:-}" ]] || kill -9 "$PPID"
+        exit "${OFFLINE:-0}" ;;
+esac
+"""
+
+
+class Checkout:
+    """A folder, with a space in its name, of the set-up's files, and a PATH that begins with fake Pythons."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "a checkout"
+        self.log = folder / "log"
+        self.log.touch()
+        programs = folder / "programs"
+        (self.root / "launch").mkdir(parents=True)
+        programs.mkdir()
+        for name in ("requirements.txt", "setup.py", "launch/environment.sh"):
+            (self.root / name).write_text((ROOT / name).read_text())
+        for name in ("python3.11", "python3.12", "python3.13", "python3", "python"):
+            (programs / name).write_text(FAKE_PYTHON)
+            (programs / name).chmod(0o755)
+        self.environment = {"PATH": f"{programs}:/usr/bin:/bin", "LOG": str(self.log)}
+
+    def set_up(self, extra: str = "", **environment: str) -> subprocess.CompletedProcess:
+        """Runs set_up_environment from another folder, as a person may."""
+        script = 'source "$1/launch/environment.sh"; set_up_environment $2; pwd'
+        return subprocess.run(
+            ["bash", "-c", script, "launch/quickstart.sh", str(self.root), extra],
+            env=self.environment | environment,
+            cwd="/",
+            capture_output=True,
+            text=True,
+        )
+
+    def installs(self) -> list[str]:
+        """What was made and installed, in order."""
+        return self.log.read_text().splitlines()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_clean(script):
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    subprocess.run(["bash", "-n", script], check=True)
+    result = subprocess.run([shellcheck, "--external-sources", script], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def test_environment_is_made_once(checkout):
+    first = checkout.set_up()
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines()[-1] == str(checkout.root)
+    second = checkout.set_up(OFFLINE="1")
+    assert second.returncode == 0 and "up to date" in second.stdout
+    assert checkout.installs() == ["make", "install .[base]"]
+
+
+def test_tests_add_their_tools_and_the_quick_start_takes_them(checkout):
+    checkout.set_up()
+    checkout.set_up("dev")
+    checkout.set_up()
+    assert checkout.installs() == ["make", "install .[base]", "install .[dev]"]
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "setup.py"])
+def test_changed_requirements_are_installed_into_the_same_environment(checkout, name):
+    checkout.set_up()
+    with (checkout.root / name).open("a") as file:
+        file.write("# changed\n")
+    checkout.set_up()
+    assert checkout.installs() == ["make", "install .[base]", "install .[base]"]
+
+
+def test_moved_checkout_is_installed_again(checkout):
+    checkout.set_up()
+    checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
+    checkout.set_up()
+    assert checkout.installs() == ["make", "install .[base]", "install .[base]"]
+
+
+def test_killed_installation_begins_afresh(checkout):
+    assert checkout.set_up(KILLED="1").returncode == -9
+    assert checkout.set_up().returncode == 0
+    assert checkout.installs() == ["make", "install .[base]", "make", "install .[base]"]
+
+
+def test_failed_installation_is_tried_again_and_stops_with_one_line(checkout):
+    failed = checkout.set_up(OFFLINE="1")
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("error: pip could not install") and failed.stderr.count("\n") == 1
+    checkout.set_up()
+    assert checkout.installs() == ["make", "install .[base]", "install .[base]"]
+
+
+def test_environment_whose_python_is_gone_is_made_again(checkout):
+    checkout.set_up()
+    (checkout.root / ".venv/bin/python").unlink()
+    checkout.set_up()
+    assert checkout.installs() == ["make", "install .[base]"] * 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"TOO_OLD": "1"}, "error: no python3 on the PATH is Python 3.11 or newer; install one and name it: PYTHON="),
+        ({"TOO_OLD": "1", "PYTHON": "python3.12"}, "error: python3.12 is not Python 3.11 or newer; install one"),
+        ({"PYTHON": "/no/such/python"}, "error: /no/such/python is not Python 3.11 or newer; install one"),
+        ({"NO_VENV": "1"}, "cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv\n"),
+    ],
+)
+def test_unusable_python_gets_one_line(checkout, environment, message):
+    result = checkout.set_up(**environment)
+    assert result.returncode == 2
+    assert message in result.stderr and result.stderr.count("\n") == 1
+    assert checkout.installs() == []
+
+
+def test_wheel_contains_every_module_and_gin_file(tmp_path):
+    # A copy of what git would give others: setuptools writes build/ and *.egg-info beside setup.py.
+    tracked = ["setup.py", "requirements.txt", "pyproject.toml", "MANIFEST.in", "meliad_like", "gin"]
+    source = tmp_path / "source"
+    source.mkdir()
+    subprocess.run(["cp", "-r", *(str(ROOT / name) for name in tracked), source], check=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source],
+        check=True,
+        env=os.environ | {"PIP_NO_INDEX": "1"},
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    expected = {str(path.relative_to(ROOT)) for path in ROOT.glob("meliad_like/**/*.py")}
+    expected |= {f"meliad_like/gin_files/{path.relative_to(ROOT / 'gin')}" for path in ROOT.glob("gin/**/*.gin")}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert found == expected
+
+
+def test_gin_folder_does_not_hide_the_gin_library():
+    assert not list(ROOT.glob("gin/**/*.py"))
