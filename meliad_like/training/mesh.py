@@ -1,0 +1,181 @@
+"""The device mesh, and the one table that says which logical axis of an array lies along which axis of the mesh.
+
+`data` and `fsdp` share out the lanes; `fsdp` also cuts every parameter along the model width and `tensor` along heads,
+feed-forward width and vocabulary. Arrays are placed by `NamedSharding`, and the compiler derives everything between.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from meliad_like.errors import UserError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
+    "lanes": ("data", "fsdp"),
+    "vocabulary": "tensor",
+    "heads": "tensor",
+    "feedforward": "tensor",
+    "model": "fsdp",
+    "states": None,
+    None: None,
+}
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Number of devices along each axis of the mesh; their product is the number of devices."""
+
+    data: int = -1
+    """Copies of the parameters, each with its own lanes; -1: all devices that the other two leave."""
+    fsdp: int = 1
+    """Parts that parameters and optimizer state are cut into along the model width; each has its own lanes too."""
+    tensor: int = 1
+    """Parts that heads, feed-forward width and vocabulary are cut into; these devices share their lanes."""
+
+    def __post_init__(self):
+        for name in ("fsdp", "tensor"):
+            if getattr(self, name) < 1:
+                raise UserError(f"MeshConfig.{name}={getattr(self, name)} must be at least 1")
+        if self.data < 1 and self.data != -1:
+            raise UserError(f"MeshConfig.data={self.data} must be at least 1, or -1 for all remaining devices")
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of Auto axes `data`, `fsdp`, `tensor` over `devices` (default: all, of all processes).
+
+    Raises:
+      UserError: the shape doesn't fit the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    inner = config.fsdp * config.tensor
+    data = len(devices) // inner if config.data == -1 else config.data
+    if data * inner != len(devices):
+        raise UserError(
+            f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} does not fit {len(devices)} "
+            f"device(s): the product must be their number (data=-1 takes what the others leave)"
+        )
+    # jax.make_mesh makes Explicit axes unless told otherwise.
+    axis_types = (AxisType.Auto,) * len(MESH_AXES)
+    return jax.make_mesh((data, config.fsdp, config.tensor), MESH_AXES, axis_types=axis_types, devices=devices)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
+    """For every array whose first axis is the lane: all arrays of a batch, all leaves of a carry.
+
+    Raises:
+      UserError: the lanes can't be shared out evenly.
+    """
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if num_lanes % shards:
+        raise UserError(
+            f"{num_lanes} lanes (tokens_per_step / segment_length) do not divide by mesh data={mesh.shape['data']} x "
+            f"fsdp={mesh.shape['fsdp']}: choose tokens_per_step so that the number of lanes is a multiple of {shards}"
+        )
+    return NamedSharding(mesh, PartitionSpec(MESH_AXES_OF["lanes"]))
+
+
+def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
+    """Where every parameter lies.
+
+    Args:
+      axes: tree like the parameters, with a tuple of logical axis names (or None) for each array.
+      abstract_params: the parameters, or their shapes.
+
+    Returns:
+      The same tree, of NamedShardings.
+
+    Raises:
+      UserError: a dimension does not divide by the mesh; names the parameter, the dimension and the axis.
+    """
+
+    def sharding(path, names: tuple[str | None, ...], array) -> NamedSharding:
+        for dimension, (name, size) in enumerate(zip(names, array.shape, strict=True)):
+            mesh_axis = MESH_AXES_OF[name]
+            if isinstance(mesh_axis, str) and size % mesh.shape[mesh_axis]:
+                raise UserError(
+                    f"dimension {dimension} ({name}, {size}) of parameter {'/'.join(_names(path))} does not divide by "
+                    f"mesh axis {mesh_axis}={mesh.shape[mesh_axis]}: choose another mesh, or another {name} size"
+                )
+        return NamedSharding(mesh, PartitionSpec(*(MESH_AXES_OF[name] for name in names)))
+
+    return jax.tree.map_with_path(sharding, axes, abstract_params, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: Any, shardings: Any) -> Any:
+    """Where every array of an optax state lies: with the parameter that it belongs to.
+
+    A state's array belongs to the parameter whose path its own path ends with. An array of the parameter's shape
+    (momentum, second moment) lies as the parameter does. Adafactor's `v_row` and `v_col` lack one of its two largest
+    dimensions, so their sharding lacks that entry. Counters and Adafactor's placeholders of shape (1,) are replicated.
+
+    Args:
+      abstract_state: the state, or its shapes, as `jax.eval_shape(optimizer.init, params)` gives them.
+      abstract_params: the parameters, or their shapes.
+      shardings: of the parameters, as `parameter_shardings` gives them.
+
+    Returns:
+      A tree like the state, of NamedShardings.
+    """
+    parameters = {
+        _names(path): (tuple(array.shape), sharding.spec)
+        for (path, array), sharding in zip(jax.tree.leaves_with_path(abstract_params), jax.tree.leaves(shardings))
+    }
+
+    def sharding(path, array) -> NamedSharding:
+        names = _names(path)
+        start = next((start for start in range(len(names)) if names[start:] in parameters), None)
+        if start is None or array.shape == (1,):
+            return replicated(mesh)
+        shape, spec = parameters[names[start:]]
+        if array.shape != shape:
+            # optax drops the largest dimension for v_row and the second largest for v_col, by this very argsort.
+            dropped = {"v_row": -1, "v_col": -2}[names[start - 1]]
+            dimension = int(np.argsort(shape)[dropped])
+            spec = PartitionSpec(*(entry for index, entry in enumerate(spec) if index != dimension))
+        return NamedSharding(mesh, spec)
+
+    return jax.tree.map_with_path(sharding, abstract_state)
+
+
+def _names(path) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def initialize_distributed(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout_seconds: int = 300,
+) -> None:
+    """Joins this process to the others of the run; must come before anything that asks jax for its devices.
+
+    Without arguments the cluster says who is who (a TPU pod, SLURM, GKE or MPI, as jax detects them); with all three,
+    the processes meet at `coordinator_address` ("host:port", where process 0 listens).
+
+    Where the others don't come within `timeout_seconds`, jax itself ends the process and says so.
+
+    Raises:
+      UserError: no cluster was detected, or the arguments don't fit together.
+    """
+    given = (coordinator_address, num_processes, process_id)
+    if any(value is None for value in given) and any(value is not None for value in given):
+        raise UserError(
+            f"coordinator_address={coordinator_address}, num_processes={num_processes} and process_id={process_id} "
+            "must be given together, or not at all on a cluster that jax detects"
+        )
+    # Used by processes that compute on CPUs alone; accelerators have their own.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(*given, initialization_timeout=timeout_seconds)
+    except ValueError as error:
+        raise UserError(f"this machine is part of no cluster that jax detects ({error})") from error

@@ -1,0 +1,138 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from meliad_like.errors import UserError
+from meliad_like.training import mesh as mesh_lib
+from meliad_like.training.mesh import MeshConfig, make_mesh
+from meliad_like.training.optimizers import OptimizerConfig, make_optimizer
+
+AXES = {
+    "embedding": ("vocabulary", "model"),
+    "layer0": {
+        "kernel": ("model", "feedforward"),
+        "square": ("model", "heads"),
+        "scale": ("model",),
+        "states": ("states", "model"),
+    },
+    "untied": (None, "model", "heads"),
+}
+SHAPES = {
+    "embedding": (40, 16),
+    "layer0": {"kernel": (16, 64), "square": (16, 16), "scale": (16,), "states": (5, 16)},
+    "untied": (3, 8, 16),
+}
+
+
+def make_params(seed: int):
+    generator = np.random.default_rng(seed)
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree.map(lambda shape: jnp.asarray(generator.normal(size=shape), jnp.float32), SHAPES, is_leaf=is_shape)
+
+
+def optimizer_of(name: str):
+    return make_optimizer(OptimizerConfig(name=name, adafactor_size=8), lambda step: jnp.float32(0.01))
+
+
+def two_updates(optimizer, params, state):
+    @jax.jit
+    def update(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for seed in (1, 2):
+        params, state = update(params, state, make_params(seed))
+    return params, state
+
+
+def place(mesh, optimizer, params):
+    """Parameters, and the state made from them, on the mesh."""
+    shardings = mesh_lib.parameter_shardings(mesh, AXES, params)
+    state = jax.eval_shape(optimizer.init, params)
+    state_shardings = mesh_lib.optimizer_state_shardings(mesh, state, params, shardings)
+    params = jax.device_put(params, shardings)
+    return params, jax.jit(optimizer.init, out_shardings=state_shardings)(params)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8)])
+@pytest.mark.parametrize("name", ["adafactor", "adam"])
+def test_sharded_updates_equal_unsharded(shape, name):
+    optimizer = optimizer_of(name)
+    params = make_params(0)
+    expected = two_updates(optimizer, params, optimizer.init(params))
+    mesh = make_mesh(MeshConfig(*shape))
+    with jax.set_mesh(mesh):
+        actual = two_updates(optimizer, *place(mesh, optimizer, params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), actual, expected)
+
+
+def test_shardings_of_parameters_and_adafactor_state():
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    params, state = place(mesh, optimizer_of("adafactor"), make_params(0))
+    spec = lambda tree: jax.tree.map(lambda array: array.sharding.spec, tree)  # noqa: E731
+    # v_row is the mean over the largest dimension, v_col over the second largest.
+    v_row, v_col, v, momentum = (
+        spec(optax.tree_utils.tree_get(state, name)) for name in ("v_row", "v_col", "v", "ema")
+    )
+    assert spec(params)["embedding"] == PartitionSpec("tensor", "fsdp")
+    assert momentum["layer0"] == spec(params)["layer0"]
+    assert (v_row["embedding"], v_col["embedding"]) == (PartitionSpec("fsdp"), PartitionSpec("tensor"))
+    assert (v_row["layer0"]["kernel"], v_col["layer0"]["kernel"]) == (PartitionSpec("fsdp"), PartitionSpec("tensor"))
+    assert (v_row["untied"], v_col["untied"]) == (PartitionSpec(None, "fsdp"), PartitionSpec(None, "tensor"))
+    assert (v["layer0"]["states"], v["embedding"]) == (PartitionSpec(None, "fsdp"), PartitionSpec())
+
+
+def test_each_device_holds_only_its_part():
+    params, _ = place(make_mesh(MeshConfig(1, 4, 2)), optimizer_of("adafactor"), make_params(0))
+    assert params["embedding"].addressable_shards[0].data.shape == (20, 4)
+
+
+def test_data_axis_takes_the_remaining_devices():
+    mesh = make_mesh(MeshConfig(fsdp=2))
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "tensor": 1}
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+def test_lanes_are_shared_out_over_data_and_fsdp():
+    sharding = mesh_lib.lane_sharding(make_mesh(MeshConfig(2, 2, 2)), num_lanes=8)
+    batch = jax.device_put(jnp.zeros((8, 3)), sharding)
+    assert {shard.data.shape for shard in batch.addressable_shards} == {(2, 3)}
+
+
+@pytest.mark.parametrize("config", [MeshConfig(3), MeshConfig(fsdp=3), MeshConfig(8, 2), MeshConfig(tensor=16)])
+def test_a_mesh_that_does_not_fit_the_devices(config):
+    message = f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} does not fit 8 device"
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_mesh(config)
+
+
+def test_lanes_that_do_not_divide():
+    with pytest.raises(UserError, match=re.escape("6 lanes (tokens_per_step / segment_length) do not divide by mesh")):
+        mesh_lib.lane_sharding(make_mesh(MeshConfig(4, 2)), num_lanes=6)
+
+
+def test_a_dimension_that_does_not_divide_is_named():
+    message = "dimension 0 (vocabulary, 257) of parameter layer/embedding does not divide by mesh axis tensor=2"
+    with pytest.raises(UserError, match=re.escape(message)):
+        mesh_lib.parameter_shardings(
+            make_mesh(MeshConfig(tensor=2)),
+            {"layer": {"embedding": ("vocabulary", "model")}},
+            {"layer": {"embedding": jax.ShapeDtypeStruct((257, 16), jnp.float32)}},
+        )
+
+
+@pytest.mark.parametrize("fields", [{"fsdp": 0}, {"tensor": -1}, {"data": 0}])
+def test_wrong_fields_are_named(fields):
+    ((name, value),) = fields.items()
+    with pytest.raises(UserError, match=f"MeshConfig.{name}={value}"):
+        MeshConfig(**fields)
+
+
+def test_distributed_needs_all_three_or_a_cluster():
+    with pytest.raises(UserError, match="num_processes=2 and process_id=None must be given together"):
+        mesh_lib.initialize_distributed("localhost:1", 2)
