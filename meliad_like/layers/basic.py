@@ -1,0 +1,87 @@
+"""The parts that every layer is made of: parameters with logical axes, linear maps, norms, feed-forward, dropout."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+fan_in = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+def parameter(key: PRNGKeyArray, initializer, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+    """A float32 parameter that knows its logical axes; `training.mesh` maps those to axes of the device mesh."""
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} and axes {axes} differ in length")
+    return nnx.Param(initializer(key, shape, jnp.float32), axes=axes)
+
+
+class Linear(nnx.Module):
+    """`x @ kernel (+ bias)`, computed in the dtype of `x`. The kernel is [in, out], fan-in truncated normal."""
+
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        axes: tuple[str | None, str | None],
+        *,
+        rngs: nnx.Rngs,
+        initializer=fan_in,
+        bias_initializer=None,
+    ):
+        self.kernel = parameter(rngs.params(), initializer, (size_in, size_out), axes)
+        self.bias = (
+            parameter(rngs.params(), bias_initializer, (size_out,), axes[1:]) if bias_initializer is not None else None
+        )
+
+    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        y = x @ self.kernel[...].astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm with a learned scale; its statistics are float32 whatever the dtype of `x`."""
+
+    epsilon = 1e-6
+
+    def __init__(self, model_width: int, *, rngs: nnx.Rngs):
+        self.scale = parameter(rngs.params(), jax.nn.initializers.ones, (model_width,), ("model",))
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+        return (y * self.scale[...]).astype(x.dtype)
+
+
+class FeedForward(nnx.Module):
+    """`relu(x W1) W2` without biases.
+
+    The two halves are called apart by the recurrent cell, whose gate reads the hidden layer.
+    """
+
+    def __init__(self, size_in: int, feedforward_width: int, model_width: int, *, rngs: nnx.Rngs, axis_in="model"):
+        self.hidden = Linear(size_in, feedforward_width, (axis_in, "feedforward"), rngs=rngs)
+        self.output = Linear(feedforward_width, model_width, ("feedforward", "model"), rngs=rngs)
+
+    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... d"]:
+        return self.output(jax.nn.relu(self.hidden(x)))
+
+
+def dropout_multiplier(key: PRNGKeyArray, rate: float, shape: tuple[int, ...], dtype) -> Array:
+    """An array of 0 and 1 / (1 - rate), to multiply with."""
+    keep = jax.random.bernoulli(key, 1.0 - rate, shape)
+    return jnp.where(keep, 1.0 / (1.0 - rate), 0.0).astype(dtype)
+
+
+def tiled_dropout(x: Float[Array, "b n d"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "b n d"]:
+    """Dropout whose mask is a tile of at most 128 tokens, shared by all lanes and repeated along the segment.
+
+    As in the reference (specification, section 4): drawing the mask costs a thousandth of the tokens' own size.
+    """
+    if key is None or rate == 0.0:
+        return x
+    n, d = x.shape[1:]
+    tile = math.gcd(n, 128)
+    mask = dropout_multiplier(key, rate, (1, 1, tile, d), x.dtype)
+    return (x.reshape(x.shape[0], n // tile, tile, d) * mask).reshape(x.shape)

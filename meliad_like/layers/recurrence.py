@@ -1,0 +1,153 @@
+"""The horizontal half of the recurrent layer: states that attend to a block of tokens and pass a gate.
+
+Block-Recurrent Transformers, sections 3.1 to 3.4. Only this half is inside the scan over blocks; the tokens' own side
+is computed for all blocks at once, before (their keys and values) and after (their cross-attention to the states).
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from meliad_like.layers.attention import attend, unit
+from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter
+
+GateKind = Literal["fixed", "lstm"]
+CellKind = Literal["skip", "single", "dual"]
+
+
+class FixedGate(nnx.Module):
+    """`g * state + (1 - g) * update` with `g = sigmoid(bias)`: a learned moving average (section 3.2)."""
+
+    def __init__(self, hidden_width: int, model_width: int, hidden_axis: str, *, rngs: nnx.Rngs):
+        del hidden_width, hidden_axis  # this gate doesn't look at its input
+        self.bias = parameter(rngs.params(), jax.nn.initializers.normal(0.1), (model_width,), ("model",))
+
+    def __call__(
+        self, state: Float[Array, "b r d"], hidden: Float[Array, "b r f"], update: Float[Array, "b r d"]
+    ) -> Float[Array, "b r d"]:
+        gate = jax.nn.sigmoid(self.bias[...]).astype(state.dtype)
+        return gate * state + (1 - gate) * update
+
+
+class LstmGate(nnx.Module):
+    """`f * state + i * update`, both gates read from `hidden`, biased to remember (section 3.2)."""
+
+    def __init__(self, hidden_width: int, model_width: int, hidden_axis: str, *, rngs: nnx.Rngs):
+        small = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
+        bias = jax.nn.initializers.normal(0.1)
+        size = (hidden_width, model_width, (hidden_axis, "model"))
+        self.forget = Linear(*size, rngs=rngs, initializer=small, bias_initializer=bias)
+        self.input = Linear(*size, rngs=rngs, initializer=small, bias_initializer=bias)
+
+    def __call__(
+        self, state: Float[Array, "b r d"], hidden: Float[Array, "b r f"], update: Float[Array, "b r d"]
+    ) -> Float[Array, "b r d"]:
+        forget = jax.nn.sigmoid(self.forget(hidden) + 1)
+        return forget * state + jax.nn.sigmoid(self.input(hidden) - 1) * update
+
+
+GATES = {"fixed": FixedGate, "lstm": LstmGate}
+
+
+class StateHeads(NamedTuple):
+    """What the states of one block attend with: [b, r, h, k] each, keys and queries of unit length times scale."""
+
+    key: Array
+    value: Array
+    query: Array
+    cross_query: Array
+
+
+class StateCell(nnx.Module):
+    """Updates the states of a layer by one block of tokens.
+
+    The three cells differ in where the feed-forward network and the gates stand (section 3.3):
+    `skip` has one gate and no network, `single` puts the network alone behind the attention, `dual` has a gate after
+    the attention and another after the network, as the two residual connections of a transformer layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_states: int,
+        model_width: int,
+        num_heads: int,
+        head_size: int,
+        feedforward_width: int,
+        gate: GateKind,
+        cell: CellKind,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads, self.head_size = num_heads, head_size
+        inner = num_heads * head_size
+        normal = jax.nn.initializers.normal
+        self.initial = parameter(rngs.params(), normal(0.1), (num_states, model_width), ("states", "model"))
+        self.identity = parameter(rngs.params(), normal(1.0), (num_states, model_width), ("states", "model"))
+        self.norm = RMSNorm(model_width, rngs=rngs)
+        self.key = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
+        self.value = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
+        self.query = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
+        self.cross_query = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
+        ones = jax.nn.initializers.ones
+        self.attention_scale = parameter(rngs.params(), ones, (num_heads,), ("heads",))
+        self.cross_attention_scale = parameter(rngs.params(), ones, (num_heads,), ("heads",))
+        gate_class = GATES[gate]
+        if cell in ("skip", "dual"):
+            self.output = Linear(2 * inner, model_width, ("heads", "model"), rngs=rngs)
+            self.attention_gate = gate_class(2 * inner, model_width, "heads", rngs=rngs)
+        if cell == "dual":
+            self.feedforward_norm = RMSNorm(model_width, rngs=rngs)
+            self.feedforward = FeedForward(model_width, feedforward_width, model_width, rngs=rngs)
+        if cell == "single":
+            self.feedforward = FeedForward(2 * inner, feedforward_width, model_width, rngs=rngs, axis_in="heads")
+        if cell in ("single", "dual"):
+            self.feedforward_gate = gate_class(feedforward_width, model_width, "feedforward", rngs=rngs)
+        self.cell = cell
+
+    def initial_states(self, b: int, dtype) -> Float[Array, "b r d"]:
+        """The learned states at the start of a document."""
+        return jnp.broadcast_to(self.initial[...].astype(dtype), (b, *self.initial.shape))
+
+    def heads(self, states: Float[Array, "b r d"]) -> StateHeads:
+        """Projects the states. The state ids are added after the norm, so they reach the values as well."""
+        x = self.norm(states) + self.identity[...].astype(states.dtype)
+        projections = (self.key, self.value, self.query, self.cross_query)
+        # One product instead of four: inside the scan the matrices are small.
+        kernels = jnp.stack([projection.kernel[...] for projection in projections], axis=1).astype(x.dtype)
+        y = jnp.einsum("brd,djx->jbrx", x, kernels)
+        y = y.reshape(4, *states.shape[:2], self.num_heads, self.head_size)
+        scale = jnp.abs(self.attention_scale[...]).astype(x.dtype)[:, None]
+        cross_scale = jnp.abs(self.cross_attention_scale[...]).astype(x.dtype)[:, None]
+        return StateHeads(unit(y[0]), y[1], unit(y[2]) * scale, unit(y[3]) * cross_scale)
+
+    def update(
+        self,
+        states: Float[Array, "b r d"],
+        heads: StateHeads,
+        key: Float[Array, "b s h k"],
+        value: Float[Array, "b s h k"],
+        valid: Bool[Array, "b s"],
+    ) -> Float[Array, "b r d"]:
+        """The next states: attention among the states and to the tokens of the block and the one before, then gates.
+
+        Args:
+            states: before the block.
+            heads: `self.heads(states)`.
+            key, value: of the tokens.
+            valid: which tokens belong to the same document.
+        """
+        own = attend(heads.query, heads.key, heads.value)
+        cross = attend(heads.cross_query, key, value, mask=valid[:, None, None, :])
+        mixed = jnp.concatenate([own, cross], axis=-2).reshape(*states.shape[:2], -1)
+        if self.cell in ("skip", "dual"):
+            states = self.attention_gate(states, mixed, self.output(mixed))
+        if self.cell == "dual":
+            hidden = jax.nn.relu(self.feedforward.hidden(self.feedforward_norm(states)))
+            states = self.feedforward_gate(states, hidden, self.feedforward.output(hidden))
+        if self.cell == "single":
+            hidden = jax.nn.relu(self.feedforward.hidden(mixed))
+            states = self.feedforward_gate(states, hidden, jnp.tanh(self.feedforward.output(hidden)))
+        return states

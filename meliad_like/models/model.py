@@ -1,0 +1,64 @@
+"""The functional core: a model is built once, and its parameters are a plain tree that everything jitted takes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import PRNGKeyArray
+
+from meliad_like.models.decoder import Decoder
+from meliad_like.models.decoder_config import DecoderConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A language model without its parameters; hashable, so that it can be a static argument."""
+
+    config: DecoderConfig
+    vocabulary_size: int
+
+    def _build(self, key: PRNGKeyArray) -> nnx.Module:
+        return Decoder(self.config, self.vocabulary_size, rngs=nnx.Rngs(key))
+
+    @functools.cached_property
+    def _abstract(self) -> tuple[nnx.GraphDef, nnx.State]:
+        return nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The logical axes of every parameter: the tree of `init` with tuples of names for arrays."""
+        state = self._abstract[1]
+        flat = nnx.to_flat_state(state)
+        return _nested({path: variable.get_metadata("axes") for path, variable in flat})
+
+    @property
+    def abstract_params(self) -> dict[str, Any]:
+        """Shapes and dtypes of the parameters."""
+        return nnx.to_pure_dict(self._abstract[1])
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
+
+    def init(self, key: PRNGKeyArray) -> dict[str, Any]:
+        """Fresh parameters: nested dictionaries of float32 arrays."""
+        return nnx.to_pure_dict(nnx.state(self._build(key), nnx.Param))
+
+    def bind(self, params: dict[str, Any]) -> Decoder:
+        """The module with these parameters; cheap, meant to be called inside a jitted function."""
+        graphdef, abstract = self._abstract
+        state = jax.tree.map(lambda x: x, abstract)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graphdef, state)
+
+
+def _nested(flat: dict[tuple, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = value
+    return tree

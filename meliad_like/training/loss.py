@@ -1,0 +1,40 @@
+"""Cross-entropy by slices of the segment, so that logits for all of it never exist."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class TokenLosses(NamedTuple):
+    nats: Float[Array, "b n"]
+    """Minus the log-probability of each target, float32."""
+    correct: Bool[Array, "b n"]
+    """Whether the target was the most likely token."""
+
+
+def token_losses(module, hidden: Float[Array, "b n d"], targets: Int[Array, "b n"], slice_length: int) -> TokenLosses:
+    """The loss of every target, whether it counts or not.
+
+    Args:
+        module: has `logits(hidden) -> [..., v]`.
+        hidden: one vector a token.
+        targets: the tokens that come next.
+        slice_length: tokens of a lane whose logits exist at once; if it doesn't divide n, the largest divisor below.
+    """
+    n = hidden.shape[1]
+    length = max(i for i in range(1, min(n, slice_length) + 1) if n % i == 0)
+
+    def losses(hidden, targets):
+        logits = module.logits(hidden)
+        target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        nats = jax.nn.logsumexp(logits, axis=-1) - target_logits
+        return TokenLosses(nats, jnp.argmax(logits, axis=-1) == targets)
+
+    if length == n:
+        return losses(hidden, targets)
+    slices = [jnp.moveaxis(y.reshape(y.shape[0], n // length, length, *y.shape[2:]), 1, 0) for y in (hidden, targets)]
+    # Logits are computed again in the backward pass instead of being kept.
+    by_slice = jax.lax.map(lambda y: jax.checkpoint(losses)(*y), tuple(slices))
+    return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(targets.shape), by_slice)
