@@ -6,7 +6,7 @@ binding nobody consumes is silently dropped; both have trained the wrong model b
 
 import io
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,16 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     Raises:
       UserError: an unknown file, bad syntax, contradicting files, an undefined macro, or a macro that nothing reads.
     """
-    base = search.gin_root() / search.BASE
-    bindings = _read_file(base, search.BASE)
-    base_names = bindings.keys()
-    paths = {name: search.find(name) for name in gin_files}
-    files = _merge(_read_file(path, name) for name, path in paths.items() if path.resolve() != base.resolve())
     parameters: Bindings = {}
     for text in gin_params:
-        parameters |= _read_text(text, f"--gin_param={text}")[0]
-    bindings = bindings | files | parameters
+        parameters |= _read_text(text, f"--gin_param={text}", set())[0]
+    settled = set(parameters)
+    base_path = search.gin_root() / search.BASE
+    base = _read_file(base_path, search.BASE, settled)
+    paths = {name: search.find(name) for name in gin_files}
+    others = {name: path for name, path in paths.items() if path.resolve() != base_path.resolve()}
+    files = _merge([_read_file(path, name, settled) for name, path in others.items()], settled)
+    bindings = base | files | parameters
 
     read: set[str] = set()
     resolved = {
@@ -81,26 +82,31 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     }
     for name, binding in bindings.items():
         # Size files set base.gin's macros for rows that may not be there; nobody passes --gin_param for that.
-        optional = name in base_names and name not in parameters
+        optional = name in base and name not in parameters
         if "." not in name and name not in read and not optional:
-            known = [key for key in base_names if "." not in key]
-            raise UserError(f"{binding.origin}: nothing reads {name}{search.nearest(name, known)}")
+            known = [key for key in base if "." not in key]
+            hint = "" if name in base else search.nearest(name, known)
+            raise UserError(f"{binding.origin}: nothing reads {name}{hint}")
     return resolved
 
 
-def _read_file(path: epath.Path, name: str, including: tuple[str, ...] = ()) -> Bindings:
+def _read_file(path: epath.Path, name: str, settled: Set[str], including: tuple[str, ...] = ()) -> Bindings:
+    """Bindings of a file over those of the files it includes; the names in `settled` need not agree."""
     if name in including:
         raise UserError(f"gin files include each other: {' -> '.join((*including, name))}")
-    own, includes = _read_text(path.read_text(), name)
-    return _merge(_read_file(search.find(include), include, (*including, name)) for include in includes) | own
+    own, includes = _read_text(path.read_text(), name, settled)
+    inner = [_read_file(search.find(include), include, settled, (*including, name)) for include in includes]
+    return _merge(inner, settled) | own
 
 
-def _read_text(text: str, name: str) -> tuple[Bindings, list[str]]:
+def _read_text(text: str, name: str, settled: Set[str]) -> tuple[Bindings, list[str]]:
     """(bindings, included files) of one file or `--gin_param`."""
     bindings: Bindings = {}
     includes = []
     for statement in _statements(text, name):
         if isinstance(statement, config_parser.IncludeStatement):
+            if name.startswith("--"):
+                raise UserError(f"{name}: pass it as --gin_file={statement.filename}")
             includes.append(statement.filename)
         elif isinstance(statement, config_parser.BindingStatement):
             line = statement.location.line_num
@@ -108,7 +114,7 @@ def _read_text(text: str, name: str) -> tuple[Bindings, list[str]]:
             if statement.scope:
                 raise UserError(f"{origin}: scopes are not supported: {statement.scope}/{statement.selector}")
             key = f"{statement.selector}.{statement.arg_name}" if statement.arg_name else statement.selector
-            bindings = _merge([bindings, {key: Binding(statement.value, origin)}])
+            bindings = _merge([bindings, {key: Binding(statement.value, origin)}], settled)
         elif isinstance(statement, config_parser.ImportStatement):
             raise UserError(f"{name}: gin imports are not supported: import {statement.module}")
     return bindings, includes
@@ -123,12 +129,12 @@ def _statements(text: str, name: str) -> Iterator[Any]:
         raise UserError(f"{place}: bad gin syntax: {message}; expected Class.parameter = value") from None
 
 
-def _merge(tables: Iterable[Bindings]) -> Bindings:
+def _merge(tables: Sequence[Bindings], settled: Set[str]) -> Bindings:
     merged: Bindings = {}
     for table in tables:
         for key, binding in table.items():
             other = merged.setdefault(key, binding)
-            if other.value != binding.value:
+            if other.value != binding.value and key not in settled:
                 raise UserError(
                     f"{key} is {other.value!r} in {other.origin} and {binding.value!r} in {binding.origin}: "
                     "leave one of them out, or settle it with --gin_param"

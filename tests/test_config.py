@@ -1,0 +1,224 @@
+"""From gin files to RunConfig and back, and what a mistake is told."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meliad_like import config
+from meliad_like.errors import UserError
+
+
+def write(folder, name, text):
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def message(gin_files=(), gin_params=()):
+    with pytest.raises(UserError) as caught:
+        config.parse(gin_files, gin_params)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gin_params", "expected"),
+    [
+        (["DecoderConfig.num_layer = 3"], "DecoderConfig has no parameter num_layer (nearest: num_layers)"),
+        (["DecodrConfig.num_layers = 3"], "unknown class DecodrConfig (nearest: DecoderConfig)"),
+        (["DecoderConfig.num_layers = '3'"], "DecoderConfig.num_layers='3' must be int"),
+        (["DecoderConfig.num_layers = True"], "DecoderConfig.num_layers=True must be int"),
+        (["DecoderConfig.logit_scale = 'a'"], "DecoderConfig.logit_scale='a' must be float or None"),
+        (["DecoderConfig.recurrent_layers = 1"], "DecoderConfig.recurrent_layers=1 must be tuple[int, ...]"),
+        (["DecoderConfig.gate = 'open'"], "DecoderConfig.gate='open' must be 'fixed' or 'lstm'"),
+        (["DecoderConfig.num_layers = %LAYERS"], "%LAYERS has no value; bind LAYERS = ..."),
+        (["LAYERS = 3"], "nothing reads LAYERS (nearest: EXTRA_LAYERS)"),
+        (["EXTRA_LAYERS = 3"], "nothing reads EXTRA_LAYERS"),
+        (["EXTRA_LAYERS = %EXTRA_LAYERS", "DecoderConfig.num_layers = %EXTRA_LAYERS"], "%EXTRA_LAYERS has no value"),
+        (["train/DecoderConfig.num_layers = 3"], "scopes are not supported: train/DecoderConfig"),
+        (["DecoderConfig.gate = @lstm()"], "references are not supported: @lstm; write the value"),
+        (["import os"], "gin imports are not supported: import os"),
+        (["include 'size/tiny.gin'"], "pass it as --gin_file=size/tiny.gin"),
+        (["DecoderConfig.num_layers"], "bad gin syntax: "),
+        (["DecoderConfig.num_layers = (3"], "bad gin syntax: "),
+        (["DecoderConfig.num_layers = 3 4"], "bad gin syntax: "),
+        (["ReaderConfig.segment_length = 1000", "ReaderConfig.tokens_per_step = 1000"], "segment_length=1000 must be a "
+         "multiple of window_length=512"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_parameter_is_one_line(gin_params, expected):
+    assert expected in message(gin_params=gin_params)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("fixed_skip.gin", "block_recurrent/fixed_skip.gin"),
+        ("blok_recurrent/fixed_skip.gin", "block_recurrent/fixed_skip.gin"),
+        ("size/tinny.gin", "size/tiny.gin"),
+    ],
+)
+def test_an_unknown_file_is_told_the_nearest_name(name, nearest):
+    assert message([name]) == f"no gin file {name!r} (nearest: {nearest})"
+
+
+def test_files_that_contradict_each_other_are_named_with_their_values():
+    expected = (
+        "DecoderConfig.window_length is 16 in size/tiny.gin:8 and 512 in block_recurrent/xl_512.gin:3: "
+        "leave one of them out, or settle it with --gin_param"
+    )
+    assert message(["size/tiny.gin", "block_recurrent/xl_512.gin"]) == expected
+
+
+def test_a_parameter_settles_a_contradiction():
+    params = ["DecoderConfig.window_length = 32", "ReaderConfig.segment_length = 32"]
+    assert config.parse(["size/tiny.gin", "block_recurrent/xl_512.gin"], params).model.window_length == 32
+
+
+def test_files_that_agree_do_not_contradict(tmp_path):
+    same = write(tmp_path, "same.gin", "DecoderConfig.window_length = 512\nReaderConfig.segment_length = 512\n")
+    assert config.parse([same, "block_recurrent/xl_512.gin"]) == config.parse(["block_recurrent/xl_512.gin"])
+
+
+def test_a_file_may_not_contradict_itself(tmp_path):
+    name = write(tmp_path, "twice.gin", "DecoderConfig.num_layers = 2\nDecoderConfig.num_layers = 3\n")
+    assert f"is 2 in {name}:1 and 3 in {name}:2" in message([name])
+
+
+def test_the_last_parameter_wins_over_the_first_and_over_files():
+    params = ["DecoderConfig.num_layers = 5", "DecoderConfig.num_layers = 6"]
+    assert config.parse(["size/tiny.gin"], params).model.num_layers == 6
+
+
+def test_a_file_overrides_what_it_includes(tmp_path):
+    name = write(tmp_path, "mine.gin", "include 'size/tiny.gin'\nDecoderConfig.num_layers = 5\n")
+    model = config.parse([name]).model
+    assert (model.num_layers, model.model_width) == (5, 32)
+
+
+def test_an_included_file_that_contradicts_another_file_is_named(tmp_path):
+    name = write(tmp_path, "mine.gin", "include 'size/tiny.gin'\n")
+    assert "size/tiny.gin:8" in message([name, "option/window_128.gin"])
+
+
+def test_files_that_include_each_other_are_an_error(tmp_path):
+    first, second = str(tmp_path / "first.gin"), str(tmp_path / "second.gin")
+    write(tmp_path, "first.gin", f"include {second!r}\n")
+    write(tmp_path, "second.gin", f"include {first!r}\n")
+    assert message([first]) == f"gin files include each other: {first} -> {second} -> {first}"
+
+
+def test_a_syntax_error_names_file_and_line(tmp_path):
+    name = write(tmp_path, "bad.gin", "DecoderConfig.num_layers = 3\nDecoderConfig.gate lstm\n")
+    assert message([name]).startswith(f"{name}:2: bad gin syntax: ")
+
+
+def test_shipped_files_are_found_from_any_folder(tmp_path, monkeypatch):
+    # A folder of this name on the path is what gin's own search trips over.
+    (tmp_path / "size").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert config.parse(["size/tiny.gin"]).model.model_width == 32
+
+
+def test_a_file_of_the_current_folder_is_found(tmp_path, monkeypatch):
+    write(tmp_path, "mine.gin", "DecoderConfig.num_layers = 5\n")
+    monkeypatch.chdir(tmp_path)
+    assert config.parse(["mine.gin"]).model.num_layers == 5
+
+
+def test_one_parse_leaves_nothing_behind_for_the_next():
+    before = config.parse()
+    config.parse(["size/tiny.gin"], ["DecoderConfig.num_heads = 4"])
+    assert config.parse() == before
+
+
+def test_lists_become_tuples_and_whole_numbers_floats():
+    run = config.parse(gin_params=["DecoderConfig.recurrent_layers = [1, 2]", "DecoderConfig.logit_scale = 1"])
+    assert run.model.recurrent_layers == (1, 2)
+    assert type(run.model.logit_scale) is float
+
+
+def test_the_saved_gin_file_gives_the_same_run(tmp_path):
+    run = config.parse(["size/tiny.gin", "block_recurrent/lstm_dual.gin"], ["DecoderConfig.num_heads = 4"])
+    config.save(run, tmp_path)
+    assert config.parse([str(tmp_path / "config.gin")]) == run
+    assert config.from_json((tmp_path / "config.json").read_text()) == run
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda saved: saved["model"].update(num_layer=3), "unknown field model.num_layer (nearest: num_layers)"),
+        (lambda saved: saved["model"].pop("gate"), "lacks model.gate"),
+        (lambda saved: saved.pop("mesh"), "lacks mesh"),
+        (lambda saved: saved["model"].update(num_layers="3"), "model.num_layers='3' must be int"),
+        (lambda saved: saved.update(model=3), "has 3 where model should be an object"),
+    ],
+)
+def test_a_saved_config_of_another_version_is_an_error(change, expected):
+    saved = json.loads(config.to_json(config.parse()))
+    change(saved)
+    with pytest.raises(UserError) as caught:
+        config.from_json(json.dumps(saved))
+    assert expected in str(caught.value)
+
+
+def test_a_cut_short_config_is_an_error():
+    with pytest.raises(UserError, match="is not JSON"):
+        config.from_json(config.to_json(config.parse())[:100])
+
+
+def test_a_working_folder_refuses_another_config(tmp_path):
+    config.save(config.parse(["size/tiny.gin"]), tmp_path)
+    with pytest.raises(UserError) as caught:
+        config.save(config.parse(["size/tiny.gin", "option/no_dropout.gin"]), tmp_path)
+    assert "model.dropout_rate is 0.05 there, 0.0 here; choose another --workdir" in str(caught.value)
+
+
+def test_a_working_folder_accepts_a_longer_run_on_another_mesh(tmp_path):
+    config.save(config.parse(), tmp_path)
+    longer = config.parse(gin_params=["TrainingConfig.num_steps = 600000", "MeshConfig.tensor = 2"])
+    config.save(longer, tmp_path)
+    assert config.from_json((tmp_path / "config.json").read_text()) == longer
+
+
+def test_a_working_folder_refuses_another_seed(tmp_path):
+    config.save(config.parse(), tmp_path)
+    with pytest.raises(UserError, match=r"training\.seed is 0 there, 1 here"):
+        config.save(config.parse(gin_params=["TrainingConfig.seed = 1"]), tmp_path)
+
+
+PROGRAM = """
+from meliad_like import command_line
+
+def main():
+    print(command_line.read_config().model.num_layers)
+
+command_line.run(main)
+"""
+
+
+def run_program(*arguments):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, env=environment)
+
+
+def test_flags_reach_the_config():
+    result = run_program("--gin_file=size/tiny.gin", "--gin_param=DecoderConfig.num_layers = 5")
+    assert (result.stdout, result.returncode) == ("5\n", 0), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--gin_file=size/tinny.gin", "error: no gin file 'size/tinny.gin' (nearest: size/tiny.gin)\n"),
+        ("--gin_fil=size/tiny.gin", "error: Unknown command line flag 'gin_fil'. Did you mean: gin_file ?\n"),
+        ("size/tiny.gin", "error: unexpected argument 'size/tiny.gin'; flags are written --name=value\n"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_and_status_2(argument, expected):
+    result = run_program(argument)
+    assert (result.stderr, result.stdout, result.returncode) == (expected, "", 2)

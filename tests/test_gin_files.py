@@ -1,0 +1,137 @@
+"""Every shipped gin file, alone and combined."""
+
+import itertools
+
+import pytest
+
+from meliad_like import config
+from meliad_like.config.search import shipped_files
+from meliad_like.models.model import Model
+
+FILES = shipped_files()
+SIZES = [name for name in FILES if name.startswith("size/")]
+TASKS = [name for name in FILES if name.startswith("task/")]
+RECURRENT_ROWS = [name for name in FILES if name.startswith(("block_recurrent/fixed_", "block_recurrent/lstm_"))]
+SLIDE_ROWS = ["block_recurrent/slide_12l.gin", "block_recurrent/slide_13l.gin"]
+
+# Parameters with a vocabulary of 32,000. Slide, fixed:skip and lstm:dual are what the reference's models have; without
+# the embedding Slide of the default size has the paper's 151M.
+ROW_PARAMETERS = {
+    "xl_512": 183_791_712,
+    "xl_1024": 183_791_712,
+    "xl_2048": 183_791_712,
+    "slide_12l": 183_791_712,
+    "slide_13l": 196_376_936,
+    "fixed_skip": 193_230_968,
+    "fixed_single": 203_716_728,
+    "fixed_dual": 201_621_624,
+    "lstm_skip": 197_426_296,
+    "lstm_single": 212_106_360,
+    "lstm_dual": 214_206_584,
+}
+# Without the embedding: Slide, with the size's extra layers, fixed:skip.
+SIZE_PARAMETERS = {
+    "tiny": (24_998, 33_320, 34_284),
+    "quickstart": (3_148_560, 3_935_636, 3_738_908),
+    "small_37m": (37_764_704, 40_911_720, 40_387_192),
+    "small_75m": (75_513_440, 81_806_184, 80_233_080),
+    "medium_150m": (151_023_712, 163_608_936, 160_462_968),
+    "medium_300m": (302_021_824, 327_190_224, 319_849_712),
+    "large_600m": (604_037_312, 654_373_584, 639_693_040),
+    "large_1200m": (1_208_023_424, 1_308_691_872, 1_277_233_632),
+    "tall_600m": (604_042_624, 654_379_424, 639_698_400),
+    "tall_1200m": (1_208_072_576, 1_308_745_120, 1_279_384_032),
+}
+# The paper's table 1: segment, window, layers, recurrent layers (counted from 0), gate and cell.
+TABLE_1 = {
+    "xl_512": (512, 512, 12, set()),
+    "xl_1024": (1024, 1024, 12, set()),
+    "xl_2048": (2048, 2048, 12, set()),
+    "slide_12l": (4096, 512, 12, set()),
+    "slide_13l": (4096, 512, 13, set()),
+    "lstm_dual": (4096, 512, 12, {9}, "lstm", "dual"),
+    "lstm_single": (4096, 512, 12, {9}, "lstm", "single"),
+    "lstm_skip": (4096, 512, 12, {9}, "lstm", "skip"),
+    "fixed_dual": (4096, 512, 12, {9}, "fixed", "dual"),
+    "fixed_single": (4096, 512, 12, {9}, "fixed", "single"),
+    "fixed_skip": (4096, 512, 12, {9}, "fixed", "skip"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_shipped_file_alone_is_a_run_that_can_be_saved(name):
+    run = config.parse([name])
+    assert config.from_json(config.to_json(run)) == run
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_shipped_file_changes_something_or_says_what_base_says(name):
+    same_as_base = {
+        "base.gin",
+        "block_recurrent/slide_12l.gin",
+        "option/inverse_square_root.gin",
+        "option/states_512.gin",
+        "option/window_512.gin",
+        "size/medium_150m.gin",
+    }
+    assert bool(config.differences(config.parse(), config.parse([name]))) == (name not in same_as_base)
+
+
+@pytest.mark.parametrize("row", TABLE_1)
+def test_a_row_alone_is_the_model_of_table_1(row):
+    run = config.parse([f"block_recurrent/{row}.gin"])
+    model = run.model
+    recurrent = (model.gate, model.cell) if model.recurrent_layers else ()
+    actual = (run.data.segment_length, model.window_length, model.total_layers, set(model.recurrent_indices), *recurrent)
+    assert actual == TABLE_1[row]
+    assert run.data.tokens_per_step == 32 * 4096
+    assert run.training.num_steps == 500_000
+    assert model.dropout_rate == 0.05
+
+
+def test_every_row_is_in_table_1():
+    assert {f"block_recurrent/{row}.gin" for row in TABLE_1} == {n for n in FILES if n.startswith("block_recurrent/")}
+
+
+@pytest.mark.parametrize("row", ROW_PARAMETERS)
+def test_parameters_of_a_row(row):
+    run = config.parse([f"block_recurrent/{row}.gin"])
+    assert Model(run.model, 32_000).num_parameters == ROW_PARAMETERS[row]
+
+
+@pytest.mark.parametrize("size", [name.removeprefix("size/").removesuffix(".gin") for name in SIZES])
+def test_parameters_of_a_size(size):
+    rows = (*SLIDE_ROWS, "block_recurrent/fixed_skip.gin")
+    models = [config.parse([f"size/{size}.gin", row]).model for row in rows]
+    without_embedding = tuple(Model(m, 256).num_parameters - 256 * m.model_width for m in models)
+    assert without_embedding == SIZE_PARAMETERS[size]
+
+
+def test_the_24_layer_models_recur_at_the_papers_layers_10_and_20():
+    model = config.parse(["size/tall_1200m.gin", "block_recurrent/fixed_skip.gin"]).model
+    assert (model.total_layers, model.recurrent_indices) == (24, {9, 19})
+    assert config.parse(["block_recurrent/slide_13l.gin", "size/tall_1200m.gin"]).model.total_layers == 26
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_combines_with_every_row_and_task(size):
+    for row in RECURRENT_ROWS + SLIDE_ROWS:
+        run = config.parse([row, size])
+        assert bool(run.model.recurrent_layers) == (row in RECURRENT_ROWS)
+    for task in TASKS:
+        run = config.parse([task, size])
+        assert run.model == config.parse([size]).model
+        assert run.source == config.parse([task]).source
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("size/tiny.gin", "block_recurrent/lstm_dual.gin", "task/standard_library.gin", "option/cosine.gin"),
+        ("size/tall_600m.gin", "block_recurrent/slide_13l.gin", "option/window_1024.gin", "option/bfloat16.gin"),
+        ("size/small_37m.gin", "block_recurrent/xl_512.gin", "option/extra_layers.gin", "task/pg19_tokens.gin"),
+    ],
+)
+def test_the_order_of_files_never_matters(names):
+    runs = {config.parse(order) for order in itertools.permutations(names)}
+    assert len(runs) == 1
