@@ -12,7 +12,7 @@ import pytest
 from fake_split import FakeSplit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meliad_like.data.loading import load_batches, local_lanes
+from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
 
@@ -90,11 +90,6 @@ def test_the_time_waited_is_measured(sharding):
         next(batches)
         # The second batch was made while the consumer was busy, and its own time does not count.
         assert batches.seconds_waited - waited < 0.5
-
-
-def test_lanes_that_cannot_be_shared_out_are_an_error(sharding):
-    with pytest.raises(UserError, match=r"6 lanes .* can't be shared out evenly"):
-        local_lanes(sharding, 6)
 
 
 PROCESS = """

@@ -118,8 +118,9 @@ def test_padding_share_of_an_epoch():
 
 
 @pytest.mark.parametrize("num_lanes", [1, 3, 64])
-def test_padding_share_of_an_evaluation_is_what_the_masks_say(num_lanes):
-    reader = evaluation_reader(RANDOM_LENGTHS, num_lanes)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_padding_share_of_a_finite_reader_is_what_the_masks_say(num_lanes, epochs):
+    reader = reader_of(RANDOM_LENGTHS, num_lanes, shuffle=False, epochs=epochs)
     masks = [reader.batch(step, range(num_lanes)).loss_mask for step in range(reader.num_steps)]
     assert reader.padding_share == pytest.approx(1 - np.mean(masks))
 

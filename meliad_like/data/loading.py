@@ -11,7 +11,6 @@ import numpy as np
 
 from meliad_like.data.batch import Batch
 from meliad_like.data.readers import Reader
-from meliad_like.errors import UserError
 
 
 def local_lanes(sharding: jax.sharding.Sharding, num_lanes: int) -> np.ndarray:
@@ -19,18 +18,9 @@ def local_lanes(sharding: jax.sharding.Sharding, num_lanes: int) -> np.ndarray:
 
     Args:
       sharding: of an array whose first axis is the lane.
-
-    Raises:
-      UserError: the lanes can't be shared out evenly.
     """
-    try:
-        indices = sharding.addressable_devices_indices_map((num_lanes,))
-    except ValueError as error:
-        raise UserError(
-            f"{num_lanes} lanes (tokens_per_step / segment_length) can't be shared out evenly over the mesh: {sharding}"
-        ) from error
     held = np.zeros(num_lanes, bool)
-    for index in indices.values():
+    for index in sharding.addressable_devices_indices_map((num_lanes,)).values():
         assert index is not None
         held[index] = True
     return np.flatnonzero(held)
@@ -79,12 +69,9 @@ def load_batches(
 
     Args:
       reader: what to read.
-      sharding: of the batch's arrays over the lane axis, which is their first.
+      sharding: of the batch's arrays over the lane axis, which is their first (`training.mesh.lane_sharding`).
       start_step: the first step wanted.
       num_threads, batches_ahead, device_batches_ahead: as in `ReaderConfig`.
-
-    Raises:
-      UserError: the lanes can't be shared out evenly over the devices.
     """
     lanes = local_lanes(sharding, reader.num_lanes).tolist()
 

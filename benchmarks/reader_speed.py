@@ -1,0 +1,86 @@
+"""Tokens per second that the lanes reader delivers: made in the calling thread, and in the background on the devices.
+
+python benchmarks/reader_speed.py                  # synthetic documents in a memory-mapped file
+python benchmarks/reader_speed.py --store=FOLDER   # a token store written by `python -m meliad_like.prepare`
+"""
+
+import pathlib
+import tempfile
+import time
+
+import jax
+import numpy as np
+from absl import app, flags
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meliad_like.data.loading import load_batches
+from meliad_like.data.readers import LanesReader, ReaderConfig, Split
+from meliad_like.data.token_store import TokenStore
+
+STORE = flags.DEFINE_string("store", None, "Token store; without one, documents are made up.")
+SEGMENT_LENGTH = flags.DEFINE_integer("segment_length", 4096, "Tokens that each lane reads in a step.")
+WINDOW_LENGTH = flags.DEFINE_integer("window_length", 512, "Tokens in a block.")
+TOKENS_PER_STEP = flags.DEFINE_integer("tokens_per_step", 131072, "Tokens of a step over all lanes.")
+SECONDS = flags.DEFINE_float("seconds", 5.0, "How long each of the two measurements takes.")
+
+SYNTHETIC_VOCABULARY_SIZE = 32000
+
+
+class SyntheticSplit:
+    """1000 documents of 2 to 100,000 random tokens, 16 bits each, in a memory-mapped file: about 100 MB."""
+
+    def __init__(self, folder: str):
+        generator = np.random.default_rng(0)
+        self.lengths = generator.integers(2, 100_000, size=1000)
+        self.names = [str(index) for index in range(self.lengths.size)]
+        self._begins = np.cumsum(self.lengths) - self.lengths
+        path = pathlib.Path(folder) / "tokens.bin"
+        generator.integers(0, SYNTHETIC_VOCABULARY_SIZE, size=self.lengths.sum(), dtype=np.uint16).tofile(path)
+        self._tokens = np.memmap(path, np.uint16, "r")
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
+        begin = self._begins[document]
+        return self._tokens[begin + start : begin + stop].astype(np.int32)
+
+
+def measure(next_batch, seconds: float) -> tuple[float, float]:
+    """Tokens per second and milliseconds per batch, after one batch that does not count."""
+    tokens = next_batch().inputs.size
+    began = time.perf_counter()
+    count = 0
+    while (elapsed := time.perf_counter() - began) < seconds:
+        jax.block_until_ready(next_batch())
+        count += 1
+    return count * tokens / elapsed, 1000 * elapsed / count
+
+
+def report(split: Split, vocabulary_size: int) -> None:
+    config = ReaderConfig(segment_length=SEGMENT_LENGTH.value, tokens_per_step=TOKENS_PER_STEP.value)
+    reader = LanesReader(
+        split, config.num_lanes, config.segment_length, WINDOW_LENGTH.value, vocabulary_size=vocabulary_size
+    )
+    print(
+        f"{len(split.lengths)} documents, {split.lengths.sum():,} tokens; {config.num_lanes} lanes of "
+        f"{config.segment_length} tokens, window {WINDOW_LENGTH.value}; {reader.padding_share:.2%} padding"
+    )
+    print(f"{'':38}{'tokens/s':>14}{'ms/batch':>10}")
+    steps = iter(range(2**31))
+    speeds = {"reader alone": measure(lambda: reader.batch(next(steps), range(config.num_lanes)), SECONDS.value)}
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+    with load_batches(reader, sharding, num_threads=config.num_threads) as batches:
+        speeds["in the background, and on the devices"] = measure(lambda: next(batches), SECONDS.value)
+    for name, (tokens_per_second, milliseconds) in speeds.items():
+        print(f"{name:38}{tokens_per_second:>14,.0f}{milliseconds:>10.2f}")
+
+
+def main(_) -> None:
+    if STORE.value:
+        store = TokenStore(STORE.value)
+        report(store.split("train"), store.vocabulary.size)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            report(SyntheticSplit(folder), SYNTHETIC_VOCABULARY_SIZE)
+
+
+if __name__ == "__main__":
+    app.run(main)
