@@ -10,8 +10,8 @@ from meliad_like.data.documents import SourceConfig
 from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.models.decoder import DecoderConfig
-from meliad_like.training.loop import TrainingConfig
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.training.config import TrainingConfig
 from meliad_like.training.mesh import MeshConfig
 from meliad_like.training.optimizers import OptimizerConfig
 from meliad_like.training.schedules import ScheduleConfig
@@ -42,6 +42,11 @@ class RunConfig:
         segment_length, window_length = self.data.segment_length, self.model.window_length
         if segment_length % window_length:
             raise UserError(f"segment_length={segment_length} must be a multiple of window_length={window_length}")
+        num_lanes, parts = self.data.num_lanes, self.training.gradient_accumulation
+        if num_lanes % parts:
+            raise UserError(
+                f"gradient_accumulation={parts} must divide the {num_lanes} lanes (tokens_per_step / segment_length)"
+            )
 
 
 PARTS: dict[str, type] = field_types(RunConfig)
