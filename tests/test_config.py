@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from meliad_like import config
+from meliad_like.config import search
 from meliad_like.errors import UserError
 
 
@@ -127,6 +128,15 @@ def test_a_file_of_the_current_folder_is_found(tmp_path, monkeypatch):
     write(tmp_path, "mine.gin", "DecoderConfig.num_layers = 5\n")
     monkeypatch.chdir(tmp_path)
     assert config.parse(["mine.gin"]).model.num_layers == 5
+
+
+def test_an_installed_package_has_its_own_copy_of_the_files(tmp_path, monkeypatch):
+    (tmp_path / "package" / "gin_files").mkdir(parents=True)
+    write(tmp_path / "package" / "gin_files", "base.gin", "DecoderConfig.num_layers = 5\n")
+    # Beside an installed package lies the gin library, without base.gin.
+    (tmp_path / "gin").mkdir()
+    monkeypatch.setattr(search, "_PACKAGE", tmp_path / "package")
+    assert config.parse().model.num_layers == 5
 
 
 def test_one_parse_leaves_nothing_behind_for_the_next():
