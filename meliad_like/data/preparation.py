@@ -1,0 +1,194 @@
+"""Turns a source of documents into a token store."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from meliad_like.data.documents import (
+    SPLITS,
+    Source,
+    SourceConfig,
+    open_source,
+    source_fingerprint,
+)
+from meliad_like.data.encoding import encode_all, read_document
+from meliad_like.data.token_store import (
+    FORMAT_VERSION,
+    STORE_NAME,
+    SplitWriter,
+    StoreInfo,
+    TokenStore,
+    read_info,
+    short,
+    token_dtype,
+    write_info,
+)
+from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, make_vocabulary
+from meliad_like.errors import UserError
+
+
+def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Path, num_workers: int = 0) -> TokenStore:
+    """The token store of these documents and this vocabulary: the one in `folder`, or a new one written there.
+
+    A store appears in `folder` only once it is complete. Progress, warnings and a table go to standard error.
+
+    Args:
+      source: the documents.
+      vocabulary: how they become tokens.
+      folder: on a local disk.
+      num_workers: processes that read and tokenise (0: one per core). The store does not depend on it.
+
+    Raises:
+      UserError: `folder` holds something else, a document is bad, the disk is full.
+    """
+    folder = Path(folder).expanduser().absolute()
+    console = Console(stderr=True)
+    opened = open_source(source)
+    source_print = source_fingerprint(source, opened)
+    vocabulary_print = vocabulary.settings_fingerprint
+    with _locked(folder):
+        if folder.exists() and any(folder.iterdir()):
+            _check_same(folder, source_print, vocabulary_print)
+            console.print(f"reusing the token store {folder}", highlight=False, soft_wrap=True)
+        else:
+            with _complete_or_nothing(folder) as incomplete:
+                made = _make_vocabulary(source, opened, vocabulary, console)
+                made.save(incomplete)
+                if not made.lossless:
+                    console.print(
+                        "[yellow]this vocabulary does not keep text exactly (whitespace or rare characters): "
+                        "bits per byte are not comparable with those of other vocabularies"
+                    )
+                info = StoreInfo(
+                    version=FORMAT_VERSION,
+                    fingerprint=_combined(source_print, made.fingerprint),
+                    source=source_print,
+                    source_settings=source.settings_fingerprint,
+                    vocabulary=made.fingerprint,
+                    vocabulary_settings=vocabulary_print,
+                    dtype=token_dtype(made.size),
+                    splits={},
+                    skipped=(),
+                )
+                _write(incomplete, source, opened, made, info, num_workers, console)
+    store = TokenStore(folder)
+    for reason in store.info.skipped:
+        console.print(f"[yellow]left out: {reason}", highlight=False, soft_wrap=True)
+    console.print(_table(store))
+    return store
+
+
+def _write(
+    folder: Path,
+    config: SourceConfig,
+    source: Source,
+    vocabulary: Vocabulary,
+    info: StoreInfo,
+    num_workers: int,
+    console: Console,
+) -> None:
+    """Writes the tokens of all documents, in the source's order, and then `store.json`."""
+    writers = {split: SplitWriter(folder / split, vocabulary, info.dtype) for split in SPLITS}
+    skipped, names, num_bytes = [], set(), 0
+    columns = (TextColumn("tokenising"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[size]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("", total=source.num_documents, size="")
+        for result in encode_all(config, source, folder, num_workers):
+            if isinstance(result, str):
+                skipped.append(result)
+            else:
+                writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
+                skipped += result.skipped
+                num_bytes += result.num_bytes
+                if result.name in config.split_rule.listed:
+                    names.add(result.name)
+            progress.update(task, advance=1, size=f"{num_bytes / 1e6:,.1f} MB")
+    if unknown := config.split_rule.listed - names:
+        raise UserError(
+            f"validation_documents or test_documents names {min(unknown)!r}, which is no document of the source"
+        )
+    totals = {split: writer.close() for split, writer in writers.items()}
+    if not any(total.documents for total in totals.values()):
+        raise UserError(f"the {config.kind} source has no documents left: {len(skipped)} were left out")
+    write_info(folder, StoreInfo(**{**vars(info), "splits": totals, "skipped": tuple(skipped)}))
+
+
+def _make_vocabulary(
+    config: SourceConfig, source: Source, vocabulary: VocabularyConfig, console: Console
+) -> Vocabulary:
+    def texts() -> Iterator[str]:
+        for reference in source.references():
+            document = read_document(reference, config)
+            if not isinstance(document, str) and document.split == "train":
+                yield document.text
+
+    if not vocabulary.trained:
+        return make_vocabulary(vocabulary)
+    with console.status(f"training a {vocabulary.model_type} vocabulary of {vocabulary.size}"):
+        return make_vocabulary(vocabulary, texts())
+
+
+def _combined(source: str, vocabulary: str) -> str:
+    return hashlib.sha256(json.dumps([FORMAT_VERSION, source, vocabulary]).encode()).hexdigest()
+
+
+def _check_same(folder: Path, source: str, vocabulary: str) -> None:
+    """Raises a UserError unless the store in `folder` was made of this source and by these vocabulary settings."""
+    if not (folder / STORE_NAME).exists():
+        raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
+    info = read_info(folder)
+    for name, old, new in (("source", info.source, source), ("vocabulary", info.vocabulary_settings, vocabulary)):
+        if old != new:
+            raise UserError(
+                f"the token store {folder} was made of another {name} (fingerprint {short(old)} there, {short(new)} "
+                "here): delete it or choose another --store"
+            )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lets one process at a time work on this store; another waits, and finds the store complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _complete_or_nothing(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, which takes its place at the end, and is deleted if anything goes wrong."""
+    incomplete = folder.with_name(folder.name + ".incomplete")
+    shutil.rmtree(incomplete, ignore_errors=True)  # of a run that was killed
+    incomplete.mkdir()
+    try:
+        yield incomplete
+        incomplete.rename(folder)
+    except OSError as error:
+        shutil.rmtree(incomplete)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"the disk is full: no room for the token store {folder}") from None
+        raise
+    except BaseException:
+        shutil.rmtree(incomplete)
+        raise
+
+
+def _table(store: TokenStore) -> Table:
+    table = Table(title=f"{store.folder.name}, vocabulary of {store.vocabulary.size}", title_justify="left")
+    table.add_column("split")
+    for column in ("documents", "tokens", "bytes", "words", "longest document, tokens"):
+        table.add_column(column, justify="right")
+    for name, totals in store.info.splits.items():
+        longest = int(store.split(name).lengths.max()) if totals.documents else 0
+        counts = (totals.documents, totals.tokens, totals.bytes, totals.words, longest)
+        table.add_row(name, *(f"{count:,}" for count in counts))
+    return table

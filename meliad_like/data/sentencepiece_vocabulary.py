@@ -1,0 +1,143 @@
+"""SentencePiece vocabularies: loaded, and learned from documents."""
+
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import sentencepiece
+
+from meliad_like.data.table_vocabulary import TableVocabulary
+from meliad_like.errors import UserError
+
+if TYPE_CHECKING:
+    from meliad_like.data.vocabulary import VocabularyConfig
+
+MODEL_NAME = "sentencepiece.model"
+# SentencePiece learns from "sentences". Ours are some lines of text with their line ends, so that newlines and
+# indentation are learned like everything else, and short enough that a sample of them spans all documents.
+SENTENCE_LENGTH = 4096  # characters; SentencePiece counts bytes, at most four of them each
+
+
+class SentencePieceVocabulary(TableVocabulary):
+    """A SentencePiece model. Its end-of-sentence token ends documents; a model without one gets a new last id."""
+
+    def __init__(self, model: bytes, size_multiple: int = 1):
+        self._model = model
+        self._processor = processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        pieces = []
+        self._byte_ids: dict[int, int] = {}
+        for token in range(len(processor)):
+            piece = processor.id_to_piece(token)
+            if processor.is_byte(token):
+                byte = int(piece[3:-1], 16)  # written <0x41>
+                self._byte_ids[byte] = token
+                pieces.append(bytes([byte]))
+            elif processor.is_control(token) or processor.is_unused(token):
+                pieces.append(b"")
+            else:
+                pieces.append((" \u2047 " if processor.is_unknown(token) else piece.replace("\u2581", " ")).encode())
+        self._adds_prefix = processor.encode("a", out_type=str)[0].startswith("\u2581")
+        super().__init__(pieces, processor.eos_id() if processor.eos_id() >= 0 else len(processor), size_multiple)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._digest("sentencepiece", self._model)
+
+    @property
+    def lossless(self) -> bool:
+        probe = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n "
+        return self.decode(self.encode(probe)) == probe
+
+    def encode(self, text: str) -> np.ndarray:
+        if len(self._byte_ids) < 256 or self._adds_prefix:
+            return np.asarray(self._processor.encode(text), np.int32)
+        # SentencePiece writes a space as U+2581, so a U+2581 of the text itself would come back as a space.
+        escaped = [self._byte_ids[byte] for byte in "\u2581".encode()]
+        first, *others = self._processor.encode(text.split("\u2581"))
+        return np.asarray(first + [token for part in others for token in (*escaped, *part)], np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text = super().decode(ids)
+        return text.removeprefix(" ") if self._adds_prefix else text
+
+    def save(self, folder: str | Path) -> None:
+        self._save(folder, "sentencepiece")
+        (Path(folder) / MODEL_NAME).write_bytes(self._model)
+
+
+def read_model(path: str | Path) -> bytes:
+    """The contents of a SentencePiece model file.
+
+    Raises:
+      UserError: there is no such file, or it is no SentencePiece model.
+    """
+    try:
+        model = Path(path).expanduser().read_bytes()
+        sentencepiece.SentencePieceProcessor().LoadFromSerializedProto(model)
+    except OSError as error:
+        raise UserError(f"cannot read the SentencePiece model {path}: {error.strerror}") from None
+    except RuntimeError:
+        raise UserError(f"{path} is not a SentencePiece model") from None
+    return model
+
+
+def train_sentencepiece(config: "VocabularyConfig", texts: Iterable[str]) -> bytes:
+    """The serialised model learned from a random sample (of fixed seed) of `texts`, which are read once, as a stream.
+
+    With `keep_whitespace`, text is taken as it is: the identity as normalisation, no space put before the text, none
+    removed, and bytes for characters that are too rare for a piece (Appendix I of arXiv:2203.07852 discusses what
+    vocabularies that drop whitespace do to the measures). Ids: 0 unknown, 1 end of document, then 256 bytes, pieces.
+
+    Raises:
+      UserError: the texts do not hold `config.size` pieces.
+    """
+    keeping = {}
+    if config.keep_whitespace:
+        keeping = {
+            "normalization_rule_name": "identity",
+            "add_dummy_prefix": False,
+            "remove_extra_whitespaces": False,
+            "allow_whitespace_only_pieces": True,
+        }
+    model = io.BytesIO()
+    sentencepiece.set_random_generator_seed(0)
+    try:
+        sentencepiece.SentencePieceTrainer.train(  # type: ignore[attr-defined]  # made at import time
+            sentence_iterator=sentences(texts),
+            model_writer=model,
+            model_type=config.model_type,
+            vocab_size=config.size,
+            byte_fallback=True,
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            input_sentence_size=-(-config.training_bytes // SENTENCE_LENGTH),
+            max_sentence_length=4 * SENTENCE_LENGTH,
+            # Sums of floats depend on how they are shared out: a fixed number gives the same model on any machine.
+            num_threads=8,
+            minloglevel=2,
+            **keeping,
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"cannot train a vocabulary of VocabularyConfig.size = {config.size}: {reason}") from None
+    return model.getvalue()
+
+
+def sentences(texts: Iterable[str]) -> Iterator[str]:
+    """Cuts texts into pieces of at most `SENTENCE_LENGTH` characters, at line ends where there are any."""
+    for text in texts:
+        piece = ""
+        for line in text.splitlines(keepends=True):
+            if piece and len(piece) + len(line) > SENTENCE_LENGTH:
+                yield piece
+                piece = ""
+            piece += line
+            while len(piece) > SENTENCE_LENGTH:
+                yield piece[:SENTENCE_LENGTH]
+                piece = piece[SENTENCE_LENGTH:]
+        if piece:
+            yield piece

@@ -1,0 +1,107 @@
+"""Vocabularies: text to tokens and back, by bytes or SentencePiece. The end of a document is a token of its own."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meliad_like.data.sentencepiece_vocabulary import (
+    MODEL_NAME,
+    SentencePieceVocabulary,
+    read_model,
+    train_sentencepiece,
+)
+from meliad_like.data.table_vocabulary import SETTINGS_NAME, ByteVocabulary, StreamingDecoder, Vocabulary
+from meliad_like.errors import UserError
+
+__all__ = [
+    "ByteVocabulary",
+    "SentencePieceVocabulary",
+    "StreamingDecoder",
+    "Vocabulary",
+    "VocabularyConfig",
+    "load_vocabulary",
+    "make_vocabulary",
+]
+
+KINDS = ("bytes", "sentencepiece")
+MODEL_TYPES = ("unigram", "bpe")
+
+
+@dataclass(frozen=True)
+class VocabularyConfig:
+    """How text becomes tokens."""
+
+    kind: str = "bytes"
+    """`bytes`: the 256 bytes of UTF-8 and the end of a document, 257 in all. `sentencepiece`: loaded or trained."""
+    model_file: str = ""
+    """`sentencepiece`: a `.model` file to load; "": train one on the source's training documents."""
+    model_type: str = "unigram"
+    """Training: `unigram` or `bpe`."""
+    size: int = 32_000
+    """Training: number of tokens, with the end of a document, one unknown token and 256 bytes among them."""
+    keep_whitespace: bool = True
+    """Training: whether text comes back exactly as it was (no normalisation, spaces, tabs and newlines as they are,
+    rare characters as bytes). False: SentencePiece's own defaults, which lose newlines and repeated spaces."""
+    training_bytes: int = 100_000_000
+    """Training: size of the sample of text to learn from, in bytes (about)."""
+    size_multiple: int = 1
+    """Rounds the size up to a multiple that the hardware likes; the ids that this adds are never used."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"VocabularyConfig.kind = {self.kind!r} is not one of {', '.join(KINDS)}")
+        if self.model_type not in MODEL_TYPES:
+            raise UserError(f"VocabularyConfig.model_type = {self.model_type!r} is not one of {', '.join(MODEL_TYPES)}")
+        for name in ("size", "training_bytes", "size_multiple"):
+            if getattr(self, name) < 1:
+                raise UserError(f"VocabularyConfig.{name} = {getattr(self, name)} must be positive")
+
+    @property
+    def trained(self) -> bool:
+        """Whether the vocabulary has to be learned from documents."""
+        return self.kind == "sentencepiece" and not self.model_file
+
+    @property
+    def settings_fingerprint(self) -> str:
+        """SHA-256 of the settings that matter for this kind, and of the model file's contents.
+
+        Raises:
+          UserError: the model file cannot be read.
+        """
+        settings = {"kind": self.kind, "size_multiple": self.size_multiple}
+        if self.trained:
+            settings = {key: value for key, value in asdict(self).items() if key != "model_file"}
+        elif self.kind == "sentencepiece":
+            settings["model"] = hashlib.sha256(read_model(self.model_file)).hexdigest()
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def load_vocabulary(folder: str | Path) -> Vocabulary:
+    """The vocabulary that `save` wrote into a token store or a checkpoint.
+
+    Raises:
+      UserError: there is none.
+    """
+    path = Path(folder) / SETTINGS_NAME
+    try:
+        settings = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"there is no vocabulary in {folder}: {SETTINGS_NAME} is missing") from None
+    if settings["kind"] == "bytes":
+        return ByteVocabulary(settings["size_multiple"])
+    return SentencePieceVocabulary(read_model(Path(folder) / MODEL_NAME), settings["size_multiple"])
+
+
+def make_vocabulary(config: VocabularyConfig, texts: Iterable[str] = ()) -> Vocabulary:
+    """The vocabulary that the config describes, if need be learned from `texts`.
+
+    Raises:
+      UserError: the model file cannot be read, or the texts do not hold as many pieces as asked for.
+    """
+    if config.kind == "bytes":
+        return ByteVocabulary(config.size_multiple)
+    if config.trained:
+        return SentencePieceVocabulary(train_sentencepiece(config, texts), config.size_multiple)
+    return SentencePieceVocabulary(read_model(config.model_file), config.size_multiple)
