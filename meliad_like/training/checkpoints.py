@@ -1,0 +1,326 @@
+"""Checkpoints: asynchronous, atomic, checked for damage, and restored onto any mesh bit for bit.
+
+orbax writes a checkpoint into a temporary folder and renames that when all is there. Before the rename process 0 adds a
+manifest of checksums, so whatever happens to the files later is noticed and the checkpoint before is used. Arrays are
+stored under the names of their paths (`optimizer_state/0/v_row/embedding`), not under the classes of the tree, and
+parameters apart from the rest, so that evaluation reads nothing else.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+from jax.experimental import multihost_utils
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from meliad_like.errors import UserError
+from meliad_like.training.manifest import find_damage, write_manifest
+
+ABSENT = object()
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
+
+
+class Checkpoints:
+    """The checkpoints of a run, one folder a step. Close it, or use it in a `with`, so that the last one is finished.
+
+    With several processes all of them must make the same calls.
+    """
+
+    def __init__(
+        self,
+        folder: epath.PathLike,
+        *,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        read_only: bool = False,
+    ):
+        """
+        Args:
+          folder: where the steps' folders lie; local or gs://. Other files and folders in it are left alone.
+          keep_last: the newest so many are kept.
+          keep_every: steps that this divides are kept forever.
+          read_only: for evaluation, beside a run that may still be writing: nothing is created, moved or deleted.
+        """
+        if keep_last < 1:
+            raise UserError(f"keep_last={keep_last} must be at least 1")
+        _leave_orbax_errors_to_the_caller()
+        self.folder = epath.Path(folder).resolve()
+        self._read_only = read_only
+        self._damage: dict[int, str | None] = {}
+        self._step_being_written: int | None = None
+        if read_only and not self.folder.is_dir():
+            raise UserError(f"there is no checkpoint folder {self.folder}")
+        policies: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(keep_last)]
+        if keep_every is not None:
+            policies.append(preservation_policy.EveryNSteps(keep_every))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+            create=not read_only,
+            # What a killed run was writing.
+            cleanup_tmp_directories=not read_only,
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_manifest),
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, in ascending order, damaged ones included."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
+        """Saves in the background; returns when the arrays are copied, so that their buffers may be donated.
+
+        Args:
+          step: higher than the ones before.
+          state: a tree of arrays with a field or key `params` and something beside.
+          metadata: whatever JSON holds.
+
+        Raises:
+          UserError: the disk is full, now or when the checkpoint before was written.
+        """
+        if self._read_only:
+            raise ValueError(f"{self.folder} was opened for reading only")
+        arrays = _named_arrays(state)
+        shapes = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
+        params, rest = ({name: a for name, a in arrays.items() if _is_parameter(name) == wanted} for wanted in (1, 0))
+        with self._full_disk_reported():
+            self._manager.wait_until_finished()
+            self._step_being_written = step
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(_nested(params)),
+                    rest=ocp.args.StandardSave(_nested(rest)),
+                    metadata=ocp.args.JsonSave({"metadata": dict(metadata), "arrays": shapes}),
+                ),
+                # Whether it is time for a checkpoint is the training loop's decision.
+                force=True,
+            )
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Loads a whole state.
+
+        Args:
+          abstract_state: tree of jax.ShapeDtypeStruct with the shardings wanted, whatever mesh it was saved from.
+          step: which one; None: the newest that is not damaged. Damaged ones are then moved aside
+            (`damaged-STEP`), so that the run can write these steps again.
+
+        Returns:
+          The state, with the tree structure of `abstract_state`, and the metadata.
+
+        Raises:
+          UserError: no usable checkpoint, or one of another shape.
+        """
+        return self._restore(abstract_state, step, ("params", "rest"))
+
+    def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Loads the parameters alone; otherwise as `restore`."""
+        state, metadata = self._restore({"params": abstract_params}, step, ("params",))
+        return state["params"], metadata
+
+    def read_metadata(self, step: int | None = None) -> dict[str, Any]:
+        """The metadata of a step; None: of the newest that is not damaged, which `restore` would take."""
+        return self._read_json(self._usable(step))["metadata"]
+
+    def check(self) -> None:
+        """Raises what the last save met in the background so far, without waiting for its end.
+
+        Raises:
+          UserError: the disk is full.
+        """
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last save is on the disk.
+
+        Raises:
+          UserError: the disk is full.
+        """
+        with self._full_disk_reported():
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and ends the background threads."""
+        with self._full_disk_reported():
+            self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _restore(self, abstract: Any, step: int | None, items: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+        step = self._usable(step)
+        saved = self._read_json(step)
+        wanted = _named_arrays(abstract)
+        self._compare_shapes(
+            step, {n: s for n, s in saved["arrays"].items() if "rest" in items or _is_parameter(n)}, wanted
+        )
+        targets = {
+            "params": _nested({name: array for name, array in wanted.items() if _is_parameter(name)}),
+            "rest": _nested({name: array for name, array in wanted.items() if not _is_parameter(name)}),
+        }
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(targets[item]) for item in items})
+        )
+        arrays = {name: array for item in items for name, array in _named_arrays(restored[item]).items()}
+        return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted]), saved["metadata"]
+
+    def _read_json(self, step: int) -> dict[str, Any]:
+        return self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
+
+    def _compare_shapes(self, step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        for name in sorted(saved.keys() ^ wanted.keys()):
+            holder, other = ("the checkpoint", "this run") if name in saved else ("this run", "the checkpoint")
+            raise UserError(f"checkpoint {self.folder / str(step)}: {holder} has {name}, {other} has not")
+        for name, (shape, dtype) in saved.items():
+            if (tuple(shape), dtype) != (wanted[name].shape, str(wanted[name].dtype)):
+                raise UserError(
+                    f"checkpoint {self.folder / str(step)}: {name} is {dtype}{tuple(shape)} there, "
+                    f"and {wanted[name].dtype}{wanted[name].shape} in this run"
+                )
+
+    def _usable(self, step: int | None) -> int:
+        """`step` itself, or the newest that is not damaged."""
+        steps = self.steps()
+        if step is not None:
+            if step not in steps:
+                raise UserError(f"{self.folder} has no checkpoint of step {step}; it has {steps}")
+            if damage := self._find_damage(step):
+                raise UserError(f"checkpoint {self.folder / str(step)} is damaged: {damage}; it has {steps}")
+            return step
+        for candidate in reversed(steps):
+            damage = self._find_damage(candidate)
+            if damage is None:
+                return candidate
+            logging.warning("checkpoint %s is damaged (%s): using the one before", self.folder / str(candidate), damage)
+            self._move_aside(candidate)
+        raise UserError(f"{self.folder} has no usable checkpoint" + (f"; damaged: {steps}" if steps else ""))
+
+    def _find_damage(self, step: int) -> str | None:
+        if step not in self._damage:
+            damage = find_damage(self.folder / str(step)) if jax.process_index() == 0 else None
+            if jax.process_count() > 1:
+                damaged = multihost_utils.broadcast_one_to_all(np.asarray(damage is not None))
+                damage = (damage or "as process 0 found") if damaged else None
+            self._damage[step] = damage
+        return self._damage[step]
+
+    def _move_aside(self, step: int) -> None:
+        if self._read_only:
+            return
+        if jax.process_index() == 0:
+            (self.folder / str(step)).rename(self.folder / f"damaged-{step}")
+        multihost_utils.sync_global_devices(f"damaged checkpoint {step} moved aside")
+        del self._damage[step]
+        self._manager.reload()
+
+    def _write_manifest(self) -> None:
+        """Called by orbax in its background thread when all files of a step are written, before the step appears."""
+        if jax.process_index() == 0:
+            # orbax's temporary name is the step, a dot and more; where renaming is not atomic (gs://) the step alone.
+            step = str(self._step_being_written)
+            (folder,) = (path for path in self.folder.iterdir() if path.name.split(".")[0] == step)
+            write_manifest(folder)
+
+    @contextmanager
+    def _full_disk_reported(self) -> Iterator[None]:
+        try:
+            yield
+        # tensorstore raises ValueError for what the file system refuses.
+        except (OSError, ValueError) as error:
+            full = isinstance(error, OSError) and error.errno in FULL_DISK
+            if not full and not any(words in str(error).lower() for words in FULL_DISK_WORDS):
+                raise
+            raise UserError(
+                f"the disk is full: checkpoint {self.folder / str(self._step_being_written)} could not be written; "
+                "the ones before it are kept: free some space and start the same command again"
+            ) from error
+
+
+def read_metadata(folder: epath.PathLike) -> dict[str, Any]:
+    """The metadata of the newest checkpoint in `folder` that is not damaged.
+
+    Raises:
+      UserError: there is none.
+    """
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        return checkpoints.read_metadata()
+
+
+def compare_metadata(
+    folder: epath.PathLike, old: Mapping[str, Any], new: Mapping[str, Any], may_differ: Collection[str] = ()
+) -> None:
+    """Refuses to go on with a run that was another one.
+
+    Args:
+      folder: for the message.
+      old, new: metadata of the checkpoint and of this run, nested dictionaries of what JSON holds (the config, the
+        fingerprints of vocabulary and token store).
+      may_differ: dotted names of fields, or of whole groups (`config.training.num_steps`, `config.mesh`), that don't
+        change what is learned.
+
+    Raises:
+      UserError: names every differing field with both values.
+    """
+    # Through JSON, so that a tuple equals the list that it was saved as.
+    flat_old, flat_new = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (old, new))
+    differences = [
+        f"{name} is {flat_old.get(name, 'absent')!r} there and {flat_new.get(name, 'absent')!r} here"
+        for name in dict.fromkeys([*flat_old, *flat_new])
+        if flat_old.get(name, ABSENT) != flat_new.get(name, ABSENT)
+        and not any(f"{name}.".startswith(f"{allowed}.") for allowed in may_differ)
+    ]
+    if differences:
+        raise UserError(
+            f"{folder} belongs to another config: {'; '.join(differences)}: choose another workdir, or the same values"
+        )
+
+
+def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat_fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _leave_orbax_errors_to_the_caller() -> None:
+    """orbax logs every error with its traceback in each thread that sees it, before it raises it."""
+    logging.get_absl_logger().addFilter(_not_from_orbax)
+
+
+def _not_from_orbax(record) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+def _named_arrays(tree: Any) -> dict[str, Any]:
+    """Leaves by their paths' names, in the tree's own order."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = array
+    return tree
+
+
+def _is_parameter(name: str) -> bool:
+    return name.startswith("params/")

@@ -1,0 +1,55 @@
+"""A list of a checkpoint's files with sizes and checksums, so that a cut-short or damaged one is noticed."""
+
+import json
+import zlib
+from collections.abc import Iterator
+
+from etils import epath
+
+MANIFEST = "manifest.json"
+# orbax writes the time of the commit into this one afterwards; nothing that restoring needs is in it.
+CHANGES_LATER = "_CHECKPOINT_METADATA"
+CHUNK_BYTES = 1 << 22
+
+
+def write_manifest(folder: epath.Path) -> None:
+    """Writes the manifest of all files that lie under `folder` now."""
+    files = {str(path.relative_to(folder)): list(_size_and_checksum(path)) for path in _files(folder)}
+    (folder / MANIFEST).write_text(json.dumps({"files": files}))
+
+
+def find_damage(folder: epath.Path) -> str | None:
+    """What is wrong with the files under `folder`, in a few words; None where all are as they were written."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError):
+        return f"{MANIFEST} is damaged"
+    for name, (size, checksum) in files.items():
+        try:
+            actual_size, actual_checksum = _size_and_checksum(folder / name)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if actual_size != size:
+            return f"{name} has {actual_size} bytes instead of {size}"
+        if actual_checksum != checksum:
+            return f"the content of {name} has changed"
+    return None
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files(path)
+        elif path.name not in (MANIFEST, CHANGES_LATER):
+            yield path
+
+
+def _size_and_checksum(path: epath.Path) -> tuple[int, int]:
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+    return size, checksum

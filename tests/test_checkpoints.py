@@ -1,0 +1,251 @@
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meliad_like.errors import UserError
+from meliad_like.training import checkpoints as checkpoints_lib
+from meliad_like.training.checkpoints import Checkpoints, compare_metadata, read_metadata
+from meliad_like.training.mesh import MeshConfig, make_mesh
+
+
+class State(NamedTuple):
+    step: Any
+    params: Any
+    optimizer_state: Any
+    carry: Any
+    key: Any
+
+
+class Moments(NamedTuple):
+    count: Any
+    v: Any
+
+
+def make_state(step: int = 1) -> State:
+    generator = np.random.default_rng(step)
+    kernel = jnp.asarray(generator.normal(size=(16, 8)), jnp.float32)
+    return State(
+        step=jnp.int32(step),
+        params={"layer": {"kernel": kernel}, "scale": jnp.ones(8) / 3},
+        optimizer_state=((), Moments(jnp.int32(step), {"kernel": kernel.astype(jnp.bfloat16)})),
+        carry=[jnp.asarray(generator.normal(size=(8, 4)), jnp.float32), jnp.arange(8) % 3 == 0],
+        key=jnp.asarray([step, 2**32 - 1], jnp.uint32),
+    )
+
+
+def place(state: State, shape: tuple[int, int, int]) -> State:
+    """The state on a mesh: kernels cut along both axes, the carry by lanes."""
+    mesh = make_mesh(MeshConfig(*shape))
+    specs = {(16, 8): PartitionSpec("fsdp", "tensor"), (8, 4): PartitionSpec(("data", "fsdp"))}
+    return jax.tree.map(
+        lambda array: jax.device_put(array, NamedSharding(mesh, specs.get(array.shape, PartitionSpec()))), state
+    )
+
+
+def abstract(tree):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def save_all(folder, steps, **options) -> None:
+    with Checkpoints(folder, **options) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, make_state(step), {"step": step})
+
+
+def largest_file(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 4, 2)])
+def test_restores_every_dtype_bit_for_bit_on_another_mesh(tmp_path, shape):
+    state, target = place(make_state(), (2, 2, 2)), place(make_state(), shape)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {"config": {"layers": 3}})
+        checkpoints.wait()
+        restored, metadata = checkpoints.restore(abstract(target))
+    assert_same_bits(restored, state)
+    assert metadata == {"config": {"layers": 3}}
+    assert jax.tree.map(lambda a: a.sharding, restored) == jax.tree.map(lambda a: a.sharding, target)
+
+
+def test_restores_into_other_classes_with_the_same_names(tmp_path):
+    save_all(tmp_path, [1])
+    state = make_state()
+    other = abstract(state._replace(optimizer_state=[(), state.optimizer_state[1]._asdict()]))
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, _ = checkpoints.restore(other)
+    assert_same_bits(restored.optimizer_state[1]["v"], state.optimizer_state[1].v)
+
+
+def test_parameters_alone(tmp_path):
+    save_all(tmp_path, [1, 2])
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        params, metadata = checkpoints.restore_params(abstract(make_state(1).params), step=1)
+    assert_same_bits(params, make_state(1).params)
+    assert metadata == {"step": 1}
+
+
+def test_donating_the_buffers_after_save_does_not_change_what_is_written(tmp_path):
+    state = {"params": {"kernel": jax.random.normal(jax.random.key(0), (1000, 1000))}, "step": jnp.int32(1)}
+    expected = jax.tree.map(np.array, state)
+    update = jax.jit(lambda tree: jax.tree.map(lambda array: array + 1, tree), donate_argnums=0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        for _ in range(5):
+            state = update(state)
+        jax.block_until_ready(state)
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(abstract(state))
+    assert_same_bits(restored, expected)
+
+
+def test_which_steps_are_kept(tmp_path):
+    with Checkpoints(tmp_path, keep_last=2, keep_every=4) as checkpoints:
+        for step in range(1, 8):
+            checkpoints.save(step, make_state(step), {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [4, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "harm, words",
+    [
+        (lambda folder: os.truncate(largest_file(folder), 10), "has 10 bytes instead of"),
+        (lambda folder: largest_file(folder / "params").unlink(), "is missing"),
+        (lambda folder: flip_a_bit(largest_file(folder / "rest" / "d")), "has changed"),
+        (lambda folder: flip_a_bit(largest_file(folder / "metadata")), "has changed"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda folder: (folder / "manifest.json").write_text('{"fil'), "manifest.json is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caplog, harm, words):
+    # Arrays large enough that a data file, not the manifest, is the largest file.
+    state = make_state()._replace(params={"layer": {"kernel": jax.random.normal(jax.random.key(0), (64, 64))}})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {"step": 1})
+        checkpoints.save(2, state, {"step": 2})
+    harm(tmp_path / "2")
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.read_metadata() == {"step": 1}
+    assert f"{tmp_path}/2 is damaged" in caplog.text
+    assert words in caplog.text
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, metadata = checkpoints.restore(abstract(state))
+        assert metadata == {"step": 1}
+        assert_same_bits(restored, state)
+        checkpoints.save(2, state, {"step": "again"})
+    assert read_metadata(tmp_path) == {"step": "again"}
+    assert (tmp_path / "damaged-2").is_dir()
+
+
+def test_no_checkpoint_left(tmp_path):
+    save_all(tmp_path, [1])
+    (tmp_path / "1" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path} has no usable checkpoint; damaged: [1]")):
+        read_metadata(tmp_path)
+    with pytest.raises(UserError, match=r"there is no checkpoint folder .*nowhere"):
+        read_metadata(tmp_path / "nowhere")
+
+
+def test_a_step_that_is_asked_for_has_no_substitute(tmp_path):
+    save_all(tmp_path, [1, 2])
+    (tmp_path / "2" / "manifest.json").unlink()
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        with pytest.raises(UserError, match=r"2 is damaged: manifest\.json is missing"):
+            checkpoints.restore(abstract(make_state()), step=2)
+        with pytest.raises(UserError, match=re.escape("no checkpoint of step 7; it has [1, 2]")):
+            checkpoints.read_metadata(step=7)
+
+
+def test_another_model_is_named(tmp_path):
+    save_all(tmp_path, [1])
+    params = abstract(make_state().params)
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        with pytest.raises(UserError, match=re.escape("params/scale is float32(8,) there, and float32(9,) in this")):
+            checkpoints.restore_params({**params, "scale": jax.ShapeDtypeStruct((9,), jnp.float32)})
+        with pytest.raises(UserError, match="this run has params/more, the checkpoint has not"):
+            checkpoints.restore_params({**params, "more": params["scale"]})
+
+
+def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_kept(tmp_path, monkeypatch):
+    def no_space(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(1, make_state(1), {"step": 1})
+    checkpoints.wait()
+    monkeypatch.setattr(checkpoints_lib, "write_manifest", no_space)
+    checkpoints.save(2, make_state(2), {})
+    with pytest.raises(UserError, match=r"the disk is full: checkpoint .*/2 could not be written; the ones before"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    assert read_metadata(tmp_path) == {"step": 1}
+    save_all(tmp_path, [2])
+    assert read_metadata(tmp_path) == {"step": 2}
+
+
+def test_killed_while_writing(tmp_path):
+    """The kill comes when all is written but the manifest: the checkpoint must not count, and not be in the way."""
+    program = f"""
+        import os, signal, sys
+        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent)]}
+        import conftest, test_checkpoints as t
+        def kill(folder):
+            os.kill(os.getpid(), signal.SIGKILL)
+        t.save_all({str(tmp_path)!r}, [1])
+        t.checkpoints_lib.write_manifest = kill
+        t.save_all({str(tmp_path)!r}, [2])
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert any(path.name.startswith("2.") for path in tmp_path.iterdir())
+    assert read_metadata(tmp_path) == {"step": 1}
+    save_all(tmp_path, [2])
+    assert read_metadata(tmp_path) == {"step": 2}
+    assert not any(path.name.startswith("2.") for path in tmp_path.iterdir())
+
+
+OLD = {"config": {"model": {"layers": 12, "recurrent": (9,)}, "mesh": {"data": 8}}, "vocabulary": "ab12"}
+
+
+def test_metadata_of_another_run():
+    new = {"config": {"model": {"layers": 13, "recurrent": [9], "gate": "lstm"}}, "vocabulary": "cd34"}
+    with pytest.raises(UserError) as error:
+        compare_metadata("runs/a", OLD, new, may_differ=["config.mesh"])
+    assert str(error.value) == (
+        "runs/a belongs to another config: config.model.layers is 12 there and 13 here; vocabulary is 'ab12' there "
+        "and 'cd34' here; config.model.gate is 'absent' there and 'lstm' here: choose another workdir, or the same "
+        "values"
+    )
+
+
+def test_metadata_that_may_differ():
+    new = {**OLD, "config": {**OLD["config"], "mesh": {"data": 4}}}
+    compare_metadata("runs/a", OLD, new, may_differ=["config.mesh"])
+    with pytest.raises(UserError, match=r"config\.mesh\.data is 8 there and 4 here"):
+        compare_metadata("runs/a", OLD, new, may_differ=["config.me"])
