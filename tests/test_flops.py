@@ -45,7 +45,9 @@ def test_recurrence_costs_about_one_more_layer():
     sizes = {"num_layers": 4, "model_width": 256, "num_heads": 4, "head_size": 64, "feedforward_width": 1024}
     sizes |= {"window_length": 128, "num_states": 128}
     recurrent = forward_flops_per_token(DecoderConfig(**sizes, recurrent_layers=(-2,)), 256)
-    assert recurrent / forward_flops_per_token(DecoderConfig(**sizes, extra_layers=1), 256) == pytest.approx(0.972, abs=1e-3)
+    assert recurrent / forward_flops_per_token(DecoderConfig(**sizes, extra_layers=1), 256) == pytest.approx(
+        0.972, abs=1e-3
+    )
 
 
 def test_training_is_three_forward_passes():

@@ -38,7 +38,12 @@ def recurrent_layer_flops(config: DecoderConfig) -> float:
 
 def state_flops(config: DecoderConfig) -> int:
     """The update of all states of a recurrent layer by one block."""
-    d, inner, r, f = config.model_width, config.num_heads * config.head_size, config.num_states, config.feedforward_width
+    d, inner, r, f = (
+        config.model_width,
+        config.num_heads * config.head_size,
+        config.num_states,
+        config.feedforward_width,
+    )
     mixed = 2 * inner
     flops = 2 * r * d * 4 * inner
     flops += 2 * 2 * r * (r + 2 * config.window_length) * inner

@@ -1,0 +1,354 @@
+"""How well a model predicts documents: every token of every document once, in order, with all that it remembers.
+
+What is counted. A document of L tokens, the last of which ends it, has L - 1 targets: all tokens but the first, which
+nothing precedes. The end of the document is a target too, although it is no byte. Bits per byte are the bits of all
+targets over all bytes of the documents, so a document's first token is the one that is not paid for: of a byte
+vocabulary one byte in each document, of others at most the longest piece.
+
+With `clear_states` a model forgets at segment boundaries, and only then do the numbers depend on the segment length and
+on the number of lanes.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import reduce
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from meliad_like.data.batch import Batch
+from meliad_like.data.loading import load_batches
+from meliad_like.data.readers import LanesReader
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.training.loss import token_losses
+from meliad_like.training.mesh import MESH_AXES_OF, lane_sharding, replicated
+
+
+class Documents(Protocol):
+    """A split of a token store, as far as an evaluation looks at it."""
+
+    lengths: np.ndarray
+    num_bytes: np.ndarray
+    num_words: np.ndarray
+    names: Sequence[str]
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over tokens."""
+
+    num_tokens: int
+    """Tokens that were predicted."""
+    nats: float
+    """Minus the sum of the logarithms of their probabilities."""
+    num_correct: int
+    """Those that were the most likely ones."""
+
+    @property
+    def bits_per_token(self) -> float:
+        return _ratio(self.nats / math.log(2), self.num_tokens)
+
+
+@dataclass(frozen=True)
+class DocumentScore(Score):
+    """One document."""
+
+    name: str
+    num_bytes: int
+    """Bytes of its text in UTF-8."""
+    num_words: int
+    """Words as `data.token_store.count_words` counts them."""
+
+    @property
+    def bits_per_byte(self) -> float:
+        return _ratio(self.nats / math.log(2), self.num_bytes)
+
+
+@dataclass(frozen=True)
+class PositionScore(Score):
+    """The tokens at positions `start` to `stop` (not included) of all documents; the bins double from a window on."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one set of parameters reaches on a split."""
+
+    split: str
+    documents: tuple[DocumentScore, ...]
+    """In the order of the split; one without a second token has no target."""
+    positions: tuple[PositionScore, ...]
+    """Loss by position in the document, counted to the token that predicts."""
+    documents_in_split: int
+    """More than `documents`, where only a part was asked for."""
+    seconds: float
+    """Wall time, compilation included where this was the evaluator's first call."""
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were predicted: all but each document's first."""
+        return sum(document.num_tokens for document in self.documents)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(document.num_bytes for document in self.documents)
+
+    @property
+    def num_words(self) -> int:
+        return sum(document.num_words for document in self.documents)
+
+    @property
+    def nats(self) -> float:
+        return math.fsum(document.nats for document in self.documents)
+
+    @property
+    def bits_per_token(self) -> float:
+        return self.nats / math.log(2) / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        """Per token."""
+        return _exp(self.nats / self.num_tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits of all predicted tokens, ends of documents included, over all bytes."""
+        return _ratio(self.nats / math.log(2), self.num_bytes)
+
+    @property
+    def tokens_per_word(self) -> float:
+        """The scale factor between the losses per word and per token (Block-Recurrent Transformers, appendix I.1)."""
+        return _ratio(self.num_tokens, self.num_words)
+
+    @property
+    def word_perplexity(self) -> float:
+        """exp(nats / words), as PG-19's authors define it; NaN where there are no words."""
+        return _exp(_ratio(self.nats, self.num_words))
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the tokens that were the most likely ones."""
+        return sum(document.num_correct for document in self.documents) / self.num_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+class _BlockSums(NamedTuple):
+    """Of each block, as the step returns them."""
+
+    nats: Float[Array, "b c"]
+    num_correct: Int[Array, "b c"]
+    num_tokens: Int[Array, "b c"]
+    document: Int[Array, "b c"]
+    position: Int[Array, "b c"]
+
+
+class Evaluator:
+    """Evaluates a model on a split, as often as asked and compiled once.
+
+    Losses are summed on the devices over one block at most, which belongs to one document, and from there on by the
+    host in float64: the number of lanes, the segment length and the mesh don't matter.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        split: Documents,
+        mesh: Mesh,
+        *,
+        name: str,
+        segment_length: int,
+        max_lanes: int,
+        max_tokens: int | None = None,
+        loss_slice: int = 1024,
+    ):
+        """
+        Args:
+          model: without its parameters.
+          split: the documents.
+          mesh: where the parameters and lanes are.
+          name: of the split, for the report.
+          segment_length: tokens that a lane reads in a step; a multiple of the window.
+          max_lanes: documents that are read side by side, at most (up to a multiple that the mesh divides). Fewer are,
+            where more would only wait for the longest document.
+          max_tokens: evaluate a part: whole documents of about so many tokens, the same ones each time.
+          loss_slice: tokens of a lane whose logits exist at once.
+
+        Raises:
+          UserError: the segment is not made of whole windows, or no document has a target.
+        """
+        self.model = model
+        self.name = name
+        self.documents = np.arange(len(split.lengths)) if max_tokens is None else _choose(split.lengths, max_tokens)
+        """Indices in the split of the documents that are evaluated."""
+        self._documents_in_split = len(split.lengths)
+        self._split = _Chosen(split, self.documents)
+        self._window = window = model.config.window_length
+        blocks = -(-np.maximum(self._split.lengths - 1, 0) // window)
+        shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())
+        useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
+        self.num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
+        self._reader = LanesReader(
+            self._split,
+            self.num_lanes,
+            segment_length,
+            window,
+            vocabulary_size=model.vocabulary_size,
+            shuffle=False,
+            epochs=1,
+        )
+        self._lanes = lane_sharding(mesh, self.num_lanes)
+        self._init_carry = jax.jit(
+            lambda params: model.bind(params).init_carry(self.num_lanes), out_shardings=self._lanes
+        )
+        # Every host needs the sums of all lanes; they are small.
+        self._step = jax.jit(
+            functools.partial(_step, model, loss_slice),
+            donate_argnums=1,
+            out_shardings=(self._lanes, replicated(mesh)),
+        )
+
+    def __call__(self, params: Any, on_progress: Callable[[int, int], None] | None = None) -> Evaluation:
+        """Evaluates these parameters. With several processes all of them call, and all get the same result.
+
+        Args:
+          params: on the evaluator's mesh.
+          on_progress: told the number of tokens predicted so far, and of all that will be.
+        """
+        began = time.perf_counter()
+        targets = np.maximum(self._split.lengths - 1, 0)
+        by_document = _Sums(len(targets))
+        last_block = (int(targets.max()) - 1) // self._window
+        by_position = _Sums(_position_bin(np.asarray(last_block)) + 1)
+
+        def add(sums: _BlockSums) -> None:
+            sums = jax.device_get(sums)
+            used = sums.document >= 0
+            by_document.add(sums.document[used], sums, used)
+            by_position.add(_position_bin(sums.position[used] // self._window), sums, used)
+            if on_progress is not None:
+                on_progress(int(by_document.num_tokens.sum()), int(targets.sum()))
+
+        carry = self._init_carry(params)
+        previous = None
+        with load_batches(self._reader, self._lanes) as batches:
+            for batch in batches:
+                carry, sums = self._step(params, carry, batch)
+                # Fetched one step late, so that the devices have the next step already.
+                if previous is not None:
+                    add(previous)
+                previous = sums
+        if previous is not None:
+            add(previous)
+        if not np.array_equal(by_document.num_tokens, targets):
+            raise AssertionError("the reader did not deliver every token of every document exactly once")
+
+        documents = tuple(
+            DocumentScore(
+                *by_document.row(index),
+                name=self._split.names[index],
+                num_bytes=int(self._split.num_bytes[index]),
+                num_words=int(self._split.num_words[index]),
+            )
+            for index in range(len(targets))
+        )
+        positions = tuple(
+            PositionScore(*by_position.row(i), start=self._bin_start(i), stop=self._bin_start(i + 1))
+            for i in range(len(by_position.nats))
+        )
+        return Evaluation(self.name, documents, positions, self._documents_in_split, time.perf_counter() - began)
+
+    def _bin_start(self, index: int) -> int:
+        return self._window * (2**index // 2)
+
+
+def _step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _BlockSums]:
+    module = model.bind(params)
+    hidden, carry = module(batch.inputs, carry, batch.start)
+    losses = token_losses(module, hidden, batch.targets, loss_slice)
+
+    def sums(values):
+        values = jnp.where(batch.loss_mask, values, 0)
+        return reduce(values, "b (c w) -> b c", "sum", w=model.config.window_length)
+
+    correct, ones = losses.correct.astype(jnp.int32), jnp.ones(losses.nats.shape, jnp.int32)
+    return carry, _BlockSums(sums(losses.nats), sums(correct), sums(ones), batch.document, batch.position)
+
+
+class _Sums:
+    """Running sums in float64 and int64, by document or by bin of positions."""
+
+    def __init__(self, size: int):
+        self.nats = np.zeros(size)
+        self.num_correct, self.num_tokens = np.zeros((2, size), np.int64)
+
+    def add(self, index: np.ndarray, sums: _BlockSums, used: np.ndarray) -> None:
+        for name in ("nats", "num_correct", "num_tokens"):
+            np.add.at(getattr(self, name), index, getattr(sums, name)[used])
+
+    def row(self, index: int) -> tuple[int, float, int]:
+        return int(self.num_tokens[index]), float(self.nats[index]), int(self.num_correct[index])
+
+
+class _Chosen:
+    """Some documents of a split."""
+
+    def __init__(self, split: Documents, documents: np.ndarray):
+        self.lengths, self.num_bytes, self.num_words = (
+            np.asarray(values)[documents] for values in (split.lengths, split.num_bytes, split.num_words)
+        )
+        self.names = [split.names[document] for document in documents]
+        self._split = split
+        self._documents = documents
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
+        return self._split.tokens(int(self._documents[document]), start, stop)
+
+
+def _choose(lengths: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Whole documents, drawn once and for all in an order of chance; those that no longer fit are passed over.
+
+    Raises:
+      UserError: not even the shortest fits.
+    """
+    order = np.argsort(np.random.PCG64(0).random_raw(len(lengths)))
+    chosen, total = [], 0
+    for document in order.tolist():
+        if total + lengths[document] <= max_tokens:
+            chosen.append(document)
+            total += lengths[document]
+    if not chosen:
+        raise UserError(f"max_tokens={max_tokens} is less than the shortest document, which has {lengths.min()} tokens")
+    return np.sort(np.asarray(chosen))
+
+
+def _position_bin(block: np.ndarray) -> Any:
+    """0 for the first block of a document, then 1; 2 for the next two, 3 for the next four, and so on."""
+    return np.frexp(block)[1]
+
+
+def _ratio(total: float, count: int) -> float:
+    return total / count if count else math.nan
+
+
+def _exp(nats: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.exp(nats))

@@ -1,0 +1,137 @@
+"""An evaluation is the plain loop over documents, whatever the lanes, the segments and the mesh."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_split import FakeSplit
+
+from meliad_like.errors import UserError
+from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.model import Model
+from meliad_like.training.mesh import MeshConfig, make_mesh, parameter_shardings
+
+LENGTHS = [3, 70, 1, 17, 18, 33, 9, 2, 21, 40]
+WINDOW = 8
+
+
+class CountedSplit(FakeSplit):
+    """With tokens of chance below 29, and numbers of bytes and words."""
+
+    vocabulary_size = 32
+
+    def __init__(self, lengths):
+        super().__init__(lengths)
+        self.num_bytes = 3 * (self.lengths - 1)
+        self.num_words = self.lengths // 2
+
+    def tokens(self, document, start, stop):
+        return super().tokens(document, start, stop) * 7919 % 29
+
+
+@pytest.fixture(scope="module")
+def model():
+    sizes = {"num_layers": 2, "model_width": 16, "num_heads": 2, "head_size": 8, "feedforward_width": 16}
+    config = DecoderConfig(**sizes, window_length=WINDOW, num_states=4, recurrent_layers=(1,), logit_scale=1.0)
+    return Model(config, CountedSplit.vocabulary_size)
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    return jax.jit(model.init)(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def expected(model, params):
+    """(nats, correct) of every target of every document, read alone in one pass."""
+    split = CountedSplit(LENGTHS)
+    length = -(-max(LENGTHS) // WINDOW) * WINDOW
+
+    @jax.jit
+    def read(params, tokens):
+        module = model.bind(params)
+        start = jnp.arange(length // WINDOW)[None] == 0
+        hidden, _ = module(tokens[None], module.init_carry(1), start)
+        return module.logits(hidden)[0]
+
+    losses = []
+    for document, num_tokens in enumerate(LENGTHS):
+        tokens = split.tokens(document, 0, num_tokens)
+        logits = read(params, np.pad(tokens, (0, length - num_tokens)))[: num_tokens - 1]
+        nats = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), tokens[1:, None], 1)[:, 0]
+        losses.append((nats.astype(np.float64), np.argmax(logits, -1) == tokens[1:]))
+    return losses
+
+
+def make_evaluator(model, mesh_shape=(1, 1, 1), segment_length=16, max_lanes=4, **arguments):
+    mesh = make_mesh(MeshConfig(*mesh_shape), jax.devices()[: math.prod(mesh_shape)])
+    split = CountedSplit(LENGTHS)
+    evaluator = Evaluator(
+        model, split, mesh, name="test", segment_length=segment_length, max_lanes=max_lanes, loss_slice=8, **arguments
+    )
+    return evaluator, parameter_shardings(mesh, model.axes, model.abstract_params)
+
+
+@pytest.fixture(scope="module")
+def evaluator(model):
+    return make_evaluator(model)[0]
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "max_lanes", "segment_length"),
+    [((1, 1, 1), 1, 80), ((1, 1, 1), 3, 8), ((2, 2, 2), 4, 24)],
+)
+def test_every_document_scores_as_if_read_alone(model, params, expected, mesh_shape, max_lanes, segment_length):
+    evaluator, shardings = make_evaluator(model, mesh_shape, segment_length, max_lanes)
+    evaluation = evaluator(jax.device_put(params, shardings))
+    assert [document.num_tokens for document in evaluation.documents] == [length - 1 for length in LENGTHS]
+    nats = [nats.sum() for nats, _ in expected]
+    np.testing.assert_allclose([document.nats for document in evaluation.documents], nats, rtol=2e-6)
+    correct = [correct.sum() for _, correct in expected]
+    np.testing.assert_array_equal([document.num_correct for document in evaluation.documents], correct)
+
+
+def test_the_curve_by_position(evaluator, params, expected):
+    positions = evaluator(params).positions
+    edges = [(0, 8), (8, 16), (16, 32), (32, 64), (64, 128)]
+    assert [(bin.start, bin.stop) for bin in positions] == edges
+    nats = [sum(nats[start:stop].sum() for nats, _ in expected) for start, stop in edges]
+    np.testing.assert_allclose([bin.nats for bin in positions], nats, rtol=2e-6)
+    tokens = [sum(len(nats[start:stop]) for nats, _ in expected) for start, stop in edges]
+    assert [bin.num_tokens for bin in positions] == tokens
+
+
+def test_it_is_compiled_once(evaluator, params):
+    first = evaluator(params)
+    second = evaluator(jax.tree.map(lambda x: x + 0, params))
+    assert evaluator._step._cache_size() == 1
+    assert first.documents == second.documents
+
+
+def test_more_lanes_than_help_are_not_used(model):
+    # 30 blocks, and the longest document has 9.
+    assert make_evaluator(model, max_lanes=100)[0].num_lanes == 4
+    assert make_evaluator(model, max_lanes=2)[0].num_lanes == 2
+    assert make_evaluator(model, (8, 1, 1), max_lanes=2)[0].num_lanes == 8
+
+
+def test_a_part_is_whole_documents_and_says_so(model, params, expected):
+    evaluator, _ = make_evaluator(model, max_tokens=60)
+    evaluation = evaluator(params)
+    assert 0 < sum(LENGTHS[document] for document in evaluator.documents) <= 60
+    assert evaluation.documents_in_split == len(LENGTHS) > evaluation.num_documents
+    for document, score in zip(evaluator.documents, evaluation.documents, strict=True):
+        assert score.name == f"document_{document}"
+        assert score.nats == pytest.approx(expected[document][0].sum(), rel=2e-6)
+    with pytest.raises(UserError, match="max_tokens=0 is less than the shortest document"):
+        make_evaluator(model, max_tokens=0)
+
+
+def test_progress_is_told(evaluator, params):
+    told = []
+    evaluator(params, lambda done, total: told.append((done, total)))
+    total = sum(LENGTHS) - len(LENGTHS)
+    assert told[-1] == (total, total) and len(told) > 1 and sorted(told) == told
