@@ -2,6 +2,7 @@ import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -228,6 +229,58 @@ def test_killed_while_writing(tmp_path):
     save_all(tmp_path, [2])
     assert read_metadata(tmp_path) == {"step": 2}
     assert not any(path.name.startswith("2.") for path in tmp_path.iterdir())
+
+
+TWO_PROCESSES = """
+    import sys
+    sys.path[:0] = {paths}
+    from meliad_like.training.mesh import initialize_distributed
+    port, process, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    import conftest
+    initialize_distributed("localhost:" + port, 2, process, timeout_seconds=60)
+    import pathlib, jax, numpy as np, test_checkpoints as t
+    from jax.experimental import multihost_utils
+    from jax.sharding import NamedSharding, PartitionSpec
+    from meliad_like.training.checkpoints import Checkpoints
+    from meliad_like.training.mesh import MeshConfig, make_mesh
+
+    def make(mesh, step):
+        content = np.random.default_rng(step).normal(size=(16, 16))
+        sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor"))
+        array = jax.make_array_from_callback(content.shape, sharding, lambda index: content[index])
+        return {{"params": {{"kernel": array}}, "carry": array + 1}}
+
+    with Checkpoints(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, make(make_mesh(MeshConfig(2, 2, 4)), step), {{"step": step}})
+    multihost_utils.sync_global_devices("written")
+    if process == 0:
+        (pathlib.Path(folder) / "2" / "params" / "manifest.ocdbt").unlink()
+    expected = make(make_mesh(MeshConfig(1, 16, 1)), 1)
+    multihost_utils.sync_global_devices("damaged")
+    with Checkpoints(folder) as checkpoints:
+        restored, metadata = checkpoints.restore(t.abstract(expected))
+    assert metadata == {{"step": 1}}, metadata
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(expected)):
+        assert all(np.array_equal(c.data, d.data) for c, d in zip(a.addressable_shards, b.addressable_shards))
+"""
+
+
+def test_two_processes_write_one_checkpoint_and_agree_on_a_damaged_one(tmp_path):
+    paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    program = textwrap.dedent(TWO_PROCESSES).format(paths=paths)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, port, str(process), str(tmp_path)], stderr=subprocess.PIPE, text=True
+        )
+        for process in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
 
 
 OLD = {"config": {"model": {"layers": 12, "recurrent": (9,)}, "mesh": {"data": 8}}, "vocabulary": "ab12"}

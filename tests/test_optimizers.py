@@ -23,7 +23,7 @@ def scheduled(step):
 
 def one_update(config: OptimizerConfig, params, gradients):
     optimizer = make_optimizer(config, lambda step: jnp.float32(0.1))
-    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
     return updates
 
 
@@ -70,7 +70,7 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient():
     gradients = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
     config = OptimizerConfig(name="adam", weight_decay=0.0, momentum=0.0, clip_norm=1.0)
     optimizer = make_optimizer(config, lambda step: jnp.float32(0.1))
-    _, state = optimizer.update(gradients, optimizer.init(params), params)
+    _, state = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
     np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mu")["a"], [0.6, 0], rtol=1e-6)
     np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mu")["b"], [0.8], rtol=1e-6)
 

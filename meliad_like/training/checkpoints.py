@@ -90,15 +90,15 @@ class Checkpoints:
             raise ValueError(f"{self.folder} was opened for reading only")
         arrays = _named_arrays(state)
         shapes = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
-        params, rest = ({name: a for name, a in arrays.items() if _is_parameter(name) == wanted} for wanted in (1, 0))
+        params, rest = _split(arrays)
         with self._full_disk_reported():
             self._manager.wait_until_finished()
             self._step_being_written = step
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(_nested(params)),
-                    rest=ocp.args.StandardSave(_nested(rest)),
+                    params=ocp.args.StandardSave(params),
+                    rest=ocp.args.StandardSave(rest),
                     metadata=ocp.args.JsonSave({"metadata": dict(metadata), "arrays": shapes}),
                 ),
                 # Whether it is time for a checkpoint is the training loop's decision.
@@ -163,13 +163,11 @@ class Checkpoints:
         step = self._usable(step)
         saved = self._read_json(step)
         wanted = _named_arrays(abstract)
-        self._compare_shapes(
-            step, {n: s for n, s in saved["arrays"].items() if "rest" in items or _is_parameter(n)}, wanted
-        )
-        targets = {
-            "params": _nested({name: array for name, array in wanted.items() if _is_parameter(name)}),
-            "rest": _nested({name: array for name, array in wanted.items() if not _is_parameter(name)}),
-        }
+        shapes = saved["arrays"]
+        if "rest" not in items:
+            shapes = {name: shape for name, shape in shapes.items() if _is_parameter(name)}
+        self._compare_shapes(step, shapes, wanted)
+        targets: dict[str, Any] = dict(zip(("params", "rest"), _split(wanted)))
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(targets[item]) for item in items})
         )
@@ -180,9 +178,12 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
 
     def _compare_shapes(self, step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-        for name in sorted(saved.keys() ^ wanted.keys()):
-            holder, other = ("the checkpoint", "this run") if name in saved else ("this run", "the checkpoint")
-            raise UserError(f"checkpoint {self.folder / str(step)}: {holder} has {name}, {other} has not")
+        if unmatched := sorted(saved.keys() ^ wanted.keys()):
+            holder, other = ("the checkpoint", "this run") if unmatched[0] in saved else ("this run", "the checkpoint")
+            raise UserError(
+                f"checkpoint {self.folder / str(step)}: {holder} has {unmatched[0]}, {other} has not; they differ in "
+                f"{len(unmatched)} name(s)"
+            )
         for name, (shape, dtype) in saved.items():
             if (tuple(shape), dtype) != (wanted[name].shape, str(wanted[name].dtype)):
                 raise UserError(
@@ -220,7 +221,10 @@ class Checkpoints:
         if self._read_only:
             return
         if jax.process_index() == 0:
-            (self.folder / str(step)).rename(self.folder / f"damaged-{step}")
+            aside = self.folder / f"damaged-{step}"
+            if aside.exists():
+                aside.rmtree()
+            (self.folder / str(step)).rename(aside)
         multihost_utils.sync_global_devices(f"damaged checkpoint {step} moved aside")
         del self._damage[step]
         self._manager.reload()
@@ -296,7 +300,7 @@ def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _leave_orbax_errors_to_the_caller() -> None:
-    """orbax logs every error with its traceback in each thread that sees it, before it raises it."""
+    """Silences orbax, which logs an error with its traceback in each thread that sees it, and then raises it."""
     logging.get_absl_logger().addFilter(_not_from_orbax)
 
 
@@ -309,6 +313,13 @@ def _named_arrays(tree: Any) -> dict[str, Any]:
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)
     }
+
+
+def _split(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Nested dictionaries of the parameters and of the rest."""
+    params = {name: array for name, array in arrays.items() if _is_parameter(name)}
+    rest = {name: array for name, array in arrays.items() if not _is_parameter(name)}
+    return _nested(params), _nested(rest)
 
 
 def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
