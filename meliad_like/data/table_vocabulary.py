@@ -52,8 +52,8 @@ class Vocabulary(Protocol):
         """
         ...
 
-    def stream(self) -> "StreamingDecoder":
-        """A decoder that is given one id at a time."""
+    def stream(self, unfinished: bytes = b"") -> "StreamingDecoder":
+        """A decoder that is given one id at a time; it may go on from what another left `unfinished`."""
         ...
 
     def save(self, folder: str | Path) -> None:
@@ -64,9 +64,15 @@ class Vocabulary(Protocol):
 class StreamingDecoder:
     """Decodes one token at a time and holds back the bytes of a character until it is complete."""
 
-    def __init__(self, vocabulary: Vocabulary):
+    def __init__(self, vocabulary: Vocabulary, unfinished: bytes = b""):
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.setstate((unfinished, 0))
+
+    @property
+    def unfinished(self) -> bytes:
+        """The bytes that are held back."""
+        return self._decoder.getstate()[0]
 
     def push(self, token: int) -> str:
         """The characters that this token completes, often one or more, sometimes none."""
@@ -96,8 +102,8 @@ class TableVocabulary:
     def decode(self, ids: Iterable[int]) -> str:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
-    def stream(self) -> StreamingDecoder:
-        return StreamingDecoder(self)  # type: ignore[arg-type]  # subclasses complete the protocol
+    def stream(self, unfinished: bytes = b"") -> StreamingDecoder:
+        return StreamingDecoder(self, unfinished)  # type: ignore[arg-type]  # subclasses complete the protocol
 
     def _digest(self, kind: str, model: bytes) -> str:
         settings = [kind, self.size, self.end_of_document, hashlib.sha256(model).hexdigest()]
