@@ -1,0 +1,44 @@
+"""What the training loop is told."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from meliad_like.errors import UserError
+
+Nonfinite = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long training goes on, and what happens how often. Every `..._every` counts steps; 0 is never."""
+
+    num_steps: int = 500_000
+    seed: int = 0
+    """Decides the initial parameters, the order of the documents and the dropout."""
+    gradient_accumulation: int = 1
+    """Parts that the lanes of a step are worked through in, one after the other, to save memory. The gradient is that
+    of all of them together, whatever their numbers of tokens."""
+    loss_slice: int = 1024
+    """Tokens of a lane whose logits exist at once."""
+    nonfinite: Nonfinite = "stop"
+    """After a loss or gradient that is not finite: stop with a saved state, or skip the step and count it."""
+    log_every: int = 10
+    evaluate_every: int = 0
+    evaluate_split: str = "validation"
+    checkpoint_every: int = 1000
+    checkpoints_kept: int = 3
+    """The newest so many stay."""
+    checkpoint_keep_every: int = 0
+    """Checkpoints of steps that are a multiple of this stay for good."""
+    sample_every: int = 0
+    sample_tokens: int = 200
+
+    def __post_init__(self):
+        if self.nonfinite not in get_args(Nonfinite):
+            raise UserError(f"nonfinite={self.nonfinite!r} is not one of {', '.join(get_args(Nonfinite))}")
+        for field in ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"):
+            if getattr(self, field) < 1:
+                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
+        for field in ("evaluate_every", "checkpoint_every", "checkpoint_keep_every", "sample_every", "sample_tokens"):
+            if getattr(self, field) < 0:
+                raise UserError(f"{field}={getattr(self, field)} must not be negative")

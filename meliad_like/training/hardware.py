@@ -1,0 +1,58 @@
+"""What the device could do at most, to compare with what the model does."""
+
+import resource
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+# Dense bfloat16 matrix products per chip as JAX counts devices, FLOP/s, from the vendors' data sheets.
+DATASHEET_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+def peak_flops(dtype: str) -> tuple[float, str]:
+    """FLOP/s of one device at matrix products, and where the figure comes from.
+
+    Data sheets are for bfloat16; for another type, or a device that is not in the table, a product is timed.
+    """
+    kind = jax.local_devices()[0].device_kind
+    if dtype == "bfloat16" and kind in DATASHEET_FLOPS:
+        return DATASHEET_FLOPS[kind], "data sheet"
+    # Devices that are pretended on one CPU share its rate.
+    shared = jax.local_device_count() if jax.default_backend() == "cpu" else 1
+    return measured_flops(dtype) / shared, "measured"
+
+
+def measured_flops(dtype: str, size: int = 2048, repeats: int = 5) -> float:
+    """FLOP/s of the best of some square matrix products on the first device."""
+    x = jax.device_put(jnp.ones((size, size), dtype), jax.local_devices()[0])
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        product(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory used so far: of the first device, or of the process where devices don't tell."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    # Kibibytes on Linux, bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,126 @@
+"""The training loop: from a config and a working folder to a trained model, in sections that read top to bottom."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from meliad_like import config as configuration
+from meliad_like.config import RunConfig
+from meliad_like.data.loading import load_batches
+from meliad_like.errors import UserError
+from meliad_like.training import preemption
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.hooks import Hook, evaluation_hook
+from meliad_like.training.mesh import lane_sharding
+from meliad_like.training.metrics import MetricsWriter
+from meliad_like.training.opening import save_vocabulary
+from meliad_like.training.reporting import Reporter
+from meliad_like.training.setup import Setup, metadata, set_up, starting_state
+from meliad_like.training.state import TrainState
+from meliad_like.training.step import StepMetrics
+
+
+def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> int:
+    """Trains until `num_steps`, going on from the working folder's newest checkpoint.
+
+    Returns:
+      The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM with everything saved.
+
+    Raises:
+      UserError: the config does not fit the documents, the devices or the folder, or the loss is not finite.
+    """
+    # --- set-up ---
+    folder = epath.Path(workdir)
+    setup = set_up(run)
+    if jax.process_index() == 0:
+        configuration.save(run, folder)
+        save_vocabulary(setup.store.vocabulary, folder / "checkpoints")
+    num_steps = run.training.num_steps
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        keep_last=run.training.checkpoints_kept,
+        keep_every=run.training.checkpoint_keep_every or None,
+    )
+    with checkpoints:
+        state = starting_state(setup, checkpoints, load_dir)
+        start_step = int(state.step)
+        logging.info("%d parameters, starting at step %d of %d", setup.model.num_parameters, start_step, num_steps)
+
+        def save(step: int, state: TrainState) -> None:
+            checkpoints.save(step, state, metadata(setup, step))
+
+        # --- one step after the other; the host is always a step ahead of the devices ---
+        with (
+            MetricsWriter(folder, start_step, num_steps) as writer,
+            preemption.Preemption() as preempted,
+            load_batches(
+                setup.reader,
+                lane_sharding(setup.mesh, setup.reader.num_lanes),
+                start_step,
+                num_threads=run.data.num_threads,
+                batches_ahead=run.data.batches_ahead,
+                device_batches_ahead=run.data.device_batches_ahead,
+            ) as batches,
+        ):
+            reporter = Reporter(setup, writer, batches)
+            # The checkpoint comes last: what the others met is then known before it is written.
+            hooks = [
+                Hook(run.training.evaluate_every, evaluation_hook(setup, writer)),
+                Hook(run.training.checkpoint_every, save),
+            ]
+            pending: tuple[int, StepMetrics] | None = None
+            step = start_step
+            while step < num_steps:
+                state, metrics = setup.train_step(state, next(batches))
+                step += 1
+                # The metrics of the step before are ready; those of this one would make the host wait.
+                if pending is not None:
+                    _report(reporter, setup, pending, state, save)
+                pending = (step, metrics)
+                stop = preempted.reached(step)
+                due = [hook for hook in hooks if hook.due(step, num_steps)]
+                if due or stop:
+                    _report(reporter, setup, pending, state, save)
+                    pending = None
+                    with reporter.time_out():
+                        for hook in due:
+                            hook.call(step, state)
+                if stop:
+                    if step not in checkpoints.steps():
+                        save(step, state)
+                    checkpoints.wait()
+                    writer.say(f"SIGTERM: saved step {step} in {checkpoints.folder}; the same command goes on from there")
+                    return preemption.EXIT_STATUS
+            if pending is not None:
+                _report(reporter, setup, pending, state, save)
+    return 0
+
+
+def _report(
+    reporter: Reporter,
+    setup: Setup,
+    pending: tuple[int, StepMetrics],
+    state: TrainState,
+    save: Callable[[int, TrainState], None],
+) -> None:
+    """Reports a step; if it was not finite and the policy is to stop, saves the state before it and stops."""
+    step, metrics = pending
+    reporter.report(step, metrics)
+    if bool(metrics.finite) or setup.run.training.nonfinite == "skip":
+        return
+    lanes = np.flatnonzero(~np.asarray(metrics.lane_finite))
+    where = "its gradient"
+    if lanes.size:
+        documents = np.unique(setup.reader.batch(step - 1, lanes[:1].tolist()).document)
+        names = ", ".join(setup.store.split("train").names[i] for i in documents if i >= 0)
+        where = f"lane {lanes[0]}, document {names}"
+    good_step = int(state.step)
+    save(good_step, state)
+    raise UserError(
+        f"the loss of step {step} is not finite ({where}): the state after step {good_step} is saved; "
+        "try a smaller learning rate, or --gin_file=option/skip_nonfinite.gin to skip such steps"
+    )

@@ -1,0 +1,99 @@
+"""Where the numbers of a run go: `metrics.jsonl`, TensorBoard and the progress line."""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Self
+
+import jax
+from etils import epath
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from tensorboardX import SummaryWriter
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Writes metrics of a run; on all processes but the first it does nothing. Use it in a `with`."""
+
+    def __init__(self, workdir: epath.PathLike, start_step: int, num_steps: int):
+        """
+        Args:
+          workdir: of the run.
+          start_step: steps done before; what an earlier attempt logged beyond them is dropped, because these steps
+            are done again.
+          num_steps: steps of the whole run.
+        """
+        self._active = jax.process_index() == 0
+        if not self._active:
+            return
+        self._start_step, self._num_steps, self._began = start_step, num_steps, time.perf_counter()
+        path = epath.Path(workdir) / FILE_NAME
+        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= start_step]
+        path.write_text("".join(kept))
+        self._file = path.open("a")
+        self._tensorboard = SummaryWriter(str(workdir), purge_step=start_step + 1)
+        self.console = Console()
+        self._progress = Progress(
+            BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console, transient=True
+        )
+        self._task = self._progress.add_task("compiled, waiting for the first step", total=num_steps, completed=start_step)
+
+    def write(self, step: int, metrics: Mapping[str, float], kind: str = "train") -> None:
+        """Adds the metrics of a step.
+
+        Args:
+          step: steps done.
+          metrics: names to numbers.
+          kind: `train`, or the name of the split they were measured on.
+        """
+        if not self._active:
+            return
+        self._file.write(json.dumps({"step": step, "kind": kind, **metrics}) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+
+    def progress(self, step: int, bits_per_byte: float, tokens_per_second: float) -> None:
+        """Shows how far the run is: a moving line on a terminal, otherwise one line a call."""
+        if not self._active:
+            return
+        seconds = (time.perf_counter() - self._began) * (self._num_steps - step) / max(step - self._start_step, 1)
+        line = (
+            f"step {step}/{self._num_steps}  {bits_per_byte:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s  "
+            f"{_duration(seconds)} left"
+        )
+        if self.console.is_terminal:
+            self._progress.update(self._task, completed=step, description=line)
+        else:
+            print(line, flush=True)
+
+    def say(self, text: str) -> None:
+        """Prints a message above the progress line."""
+        if self._active:
+            self.console.print(text, markup=False, highlight=False)
+
+    def __enter__(self) -> Self:
+        if self._active and self.console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._active:
+            self._progress.stop()
+            self._file.close()
+            self._tensorboard.close()
+
+
+def _complete_lines(path: epath.Path) -> list[str]:
+    """The lines of a file; a killed process may have left half of one at its end."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

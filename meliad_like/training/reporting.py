@@ -1,0 +1,81 @@
+"""From a step's metrics to the figures that people read, and what happens beside training every so often."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+
+from meliad_like.data.loading import BatchIterator
+from meliad_like.models.flops import training_flops_per_token
+from meliad_like.training.hardware import peak_flops, peak_memory_bytes
+from meliad_like.training.metrics import MetricsWriter
+from meliad_like.training.optimizers import applied_rate
+from meliad_like.training.schedules import make_schedule
+from meliad_like.training.setup import Setup
+from meliad_like.training.step import StepMetrics
+
+BITS_PER_NAT = 1 / np.log(2)
+
+
+class Reporter:
+    """Gathers steps between two logs, and writes them down."""
+
+    def __init__(self, setup: Setup, writer: MetricsWriter, batches: BatchIterator):
+        run = setup.run
+        self._run, self._writer, self._batches = run, writer, batches
+        self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+        totals = setup.store.totals("train")
+        # Every token after a document's first is a target.
+        self._bytes_per_token = totals.bytes / (totals.tokens - totals.documents)
+        self._flops_per_token = training_flops_per_token(run.model, setup.model.vocabulary_size)
+        self._peak, self._peak_source = peak_flops(run.model.activation_dtype)
+        self._gathered: list[StepMetrics] = []
+        self._seconds_out = self._waited = 0.0
+        self._began = time.perf_counter()
+
+    def report(self, step: int, metrics: StepMetrics) -> None:
+        """Adds a step that is done; every `log_every` steps, and at the last, writes their averages."""
+        self._gathered.append(jax.device_get(metrics))
+        if step % self._run.training.log_every and step != self._run.training.num_steps:
+            return
+        now = time.perf_counter()
+        seconds = max(now - self._began - self._seconds_out, 1e-9)
+        steps = self._gathered
+        tokens = np.array([m.num_tokens for m in steps], np.float64)
+        loss = float(np.average([m.loss for m in steps], weights=np.maximum(tokens, 1)))
+        bits = loss * BITS_PER_NAT
+        tokens_per_second = self._run.data.tokens_per_step * len(steps) / seconds
+        flops = self._flops_per_token * tokens_per_second
+        last = steps[-1]
+        self._writer.write(
+            step,
+            {
+                "loss": loss,
+                "bits_per_token": bits,
+                "bits_per_byte": bits / self._bytes_per_token,
+                "accuracy": float(np.average([m.accuracy for m in steps], weights=np.maximum(tokens, 1))),
+                "gradient_norm": float(last.gradient_norm),
+                "update_norm": float(last.update_norm),
+                "parameter_norm": float(last.parameter_norm),
+                "learning_rate": float(self._learning_rate(step - 1)),
+                "num_tokens": int(tokens.sum()),
+                "num_skipped": int(last.num_skipped),
+                "tokens_per_second": tokens_per_second,
+                "model_flops_per_second": flops,
+                "share_of_peak": flops / (self._peak * jax.device_count()),
+                "data_wait_seconds": self._batches.seconds_waited - self._waited,
+                "memory_bytes": peak_memory_bytes(),
+            },
+        )
+        self._writer.progress(step, bits / self._bytes_per_token, tokens_per_second)
+        self._gathered, self._seconds_out, self._waited = [], 0.0, self._batches.seconds_waited
+        self._began = now
+
+    @contextmanager
+    def time_out(self) -> Iterator[None]:
+        """Time spent inside is not training."""
+        began = time.perf_counter()
+        yield
+        self._seconds_out += time.perf_counter() - began

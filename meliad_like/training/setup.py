@@ -1,0 +1,142 @@
+"""A run before its first step: documents, mesh, shardings, and the compiled step."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from meliad_like.config import RunConfig
+from meliad_like.data.batch import Batch
+from meliad_like.data.readers import LanesReader
+from meliad_like.data.token_store import TokenStore
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.training.checkpoints import Checkpoints, compare_metadata
+from meliad_like.training.mesh import (
+    lane_sharding,
+    make_mesh,
+    optimizer_state_shardings,
+    parameter_shardings,
+    replicated,
+)
+from meliad_like.training.opening import checkpoint_metadata, open_checkpoint
+from meliad_like.training.optimizers import make_optimizer
+from meliad_like.training.schedules import make_schedule
+from meliad_like.training.state import TrainState, init_state
+from meliad_like.training.step import make_train_step
+
+
+class Setup(NamedTuple):
+    """A run before its first step: everything that is a function of the config, the documents and the devices."""
+
+    run: RunConfig
+    store: TokenStore
+    reader: LanesReader
+    model: Model
+    mesh: Mesh
+    abstract_state: TrainState
+    """Shapes, with the shardings of this mesh."""
+    initialise: Callable[[], TrainState]
+    train_step: jax.stages.Compiled
+    """(state, batch) -> (state, metrics); the state's buffers are donated."""
+
+
+def set_up(run: RunConfig) -> Setup:
+    """Opens the documents, lays out the devices, and compiles the step, once.
+
+    Raises:
+      UserError: the token store is missing or was made with another vocabulary, or the mesh does not fit.
+    """
+    store = TokenStore(run.data.store)
+    reader = LanesReader(
+        store.split("train"),
+        run.data.num_lanes,
+        run.data.segment_length,
+        run.model.window_length,
+        run.training.seed,
+        vocabulary_size=store.vocabulary.size,
+    )
+    model = Model(run.model, store.vocabulary.size)
+    mesh = make_mesh(run.mesh)
+    lanes = lane_sharding(mesh, reader.num_lanes)
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if reader.num_lanes % (run.training.gradient_accumulation * shards):
+        raise UserError(
+            f"{reader.num_lanes} lanes (tokens_per_step / segment_length) do not divide into "
+            f"gradient_accumulation={run.training.gradient_accumulation} parts on {shards} device(s)"
+        )
+    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+
+    def initialise() -> TrainState:
+        return init_state(model, optimizer, reader.num_lanes, jax.random.key(run.training.seed))
+
+    shapes = jax.eval_shape(initialise)
+    params = parameter_shardings(mesh, model.axes, shapes.params)
+    shardings = TrainState(
+        step=replicated(mesh),
+        params=params,
+        optimizer_state=optimizer_state_shardings(mesh, shapes.optimizer_state, shapes.params, params),
+        carry=jax.tree.map(lambda _: lanes, shapes.carry),
+        num_skipped=replicated(mesh),
+        halted=replicated(mesh),
+    )
+    abstract_state = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+    )
+    train_step = jax.jit(
+        make_train_step(model, optimizer, run.training),
+        donate_argnums=0,
+        in_shardings=(shardings, lanes),
+        out_shardings=(shardings, replicated(mesh)),
+    )
+    return Setup(
+        run=run,
+        store=store,
+        reader=reader,
+        model=model,
+        mesh=mesh,
+        abstract_state=abstract_state,
+        initialise=jax.jit(initialise, out_shardings=shardings),
+        train_step=train_step.lower(abstract_state, abstract_batch(run)).compile(),
+    )
+
+
+def abstract_batch(run: RunConfig) -> Batch:
+    """Shapes of the batch of a step, over all hosts."""
+    b, n = run.data.num_lanes, run.data.segment_length
+    tokens, blocks = (b, n), (b, n // run.model.window_length)
+    types = Batch(np.int32, np.int32, np.bool_, np.bool_, np.int32, np.int32)
+    shapes = Batch(tokens, tokens, tokens, blocks, blocks, blocks)
+    return jax.tree.map(jax.ShapeDtypeStruct, shapes, types, is_leaf=lambda x: x in (tokens, blocks))
+
+
+def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None) -> TrainState:
+    """Where to begin. In order of precedence:
+
+    1. the newest usable checkpoint of this working folder;
+    2. the parameters of another run's (`load_dir`), everything else fresh;
+    3. fresh parameters.
+    """
+    if checkpoints.steps():
+        state, saved = checkpoints.restore(setup.abstract_state)
+        fingerprints = ("vocabulary_fingerprint", "store_fingerprint")
+        here = metadata(setup, saved["step"])
+        comparemetadata(checkpoints.folder, {k: saved[k] for k in fingerprints}, {k: here[k] for k in fingerprints})
+        # What is in the file is the state after its last good step, so a halted run can go on under another policy.
+        return state._replace(halted=jax.device_put(jnp.zeros((), bool), replicated(setup.mesh)))
+    state = setup.initialise()
+    if load_dir is None:
+        return state
+    opened = open_checkpoint(load_dir, mesh=setup.mesh)
+    setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {load_dir}")
+    if opened.model != setup.model:
+        raise UserError(f"--load_dir={load_dir} holds another model: {opened.model.config}, not {setup.model.config}")
+    return state._replace(params=opened.params)
+
+
+def metadata(setup: Setup, step: int) -> dict:
+    """What is saved with the checkpoint of a step."""
+    return checkpoint_metadata(setup.run, setup.store.vocabulary, step, setup.store.fingerprint)

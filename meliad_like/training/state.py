@@ -1,0 +1,42 @@
+"""All that training goes on from, as one tree."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
+
+from meliad_like.models.model import Model
+
+
+class TrainState(NamedTuple):
+    """Parameters, optimizer state and what every lane remembers.
+
+    There is no random key and no data position in it: both are functions of the seed and the step.
+    """
+
+    step: Int[Array, ""]
+    """Steps done, skipped ones included."""
+    params: Any
+    optimizer_state: Any
+    carry: Any
+    num_skipped: Int[Array, ""]
+    """Steps whose loss or gradient was not finite and that changed nothing (`nonfinite="skip"`)."""
+    halted: Bool[Array, ""]
+    """Set by such a step under `nonfinite="stop"`: from then on no step changes anything."""
+
+
+def init_state(
+    model: Model, optimizer: optax.GradientTransformation, num_lanes: int, key: PRNGKeyArray
+) -> TrainState:
+    """The state before the first step; `jax.eval_shape` of it gives the shapes."""
+    params = model.init(key)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        optimizer_state=optimizer.init(params),
+        carry=model.bind(params).init_carry(num_lanes),
+        num_skipped=jnp.zeros((), jnp.int32),
+        halted=jnp.zeros((), bool),
+    )

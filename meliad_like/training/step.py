@@ -1,0 +1,123 @@
+"""One training step: a pure function of the state and a batch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from meliad_like.data.batch import Batch
+from meliad_like.models.model import Model
+from meliad_like.training.config import TrainingConfig
+from meliad_like.training.loss import token_losses
+from meliad_like.training.state import TrainState
+
+
+class StepMetrics(NamedTuple):
+    """Of one step, over all lanes."""
+
+    loss: Float[Array, ""]
+    """Nats per token."""
+    accuracy: Float[Array, ""]
+    num_tokens: Int[Array, ""]
+    """Targets that counted."""
+    gradient_norm: Float[Array, ""]
+    update_norm: Float[Array, ""]
+    parameter_norm: Float[Array, ""]
+    finite: Bool[Array, ""]
+    """Whether the step was taken; if not, the norms are those of the update that was refused."""
+    num_skipped: Int[Array, ""]
+    """Steps skipped so far."""
+    lane_finite: Bool[Array, " b"]
+    """Lanes whose losses were all finite."""
+
+
+class _Sums(NamedTuple):
+    nats: Array
+    correct: Array
+    num_tokens: Array
+
+
+def make_train_step(
+    model: Model, optimizer: optax.GradientTransformation, config: TrainingConfig
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    """The step as a function to be jitted.
+
+    The objective is the mean loss of the targets that count, over all lanes of all hosts.
+    """
+    key = jax.random.key(config.seed)
+
+    def loss(params, carry, batch: Batch, dropout_key):
+        module = model.bind(params)
+        hidden, carry = module(batch.inputs, carry, batch.start, dropout_key)
+        losses = token_losses(module, hidden, batch.targets, config.loss_slice)
+        nats = jnp.where(batch.loss_mask, losses.nats, 0.0)
+        sums = _Sums(jnp.sum(nats), jnp.sum(losses.correct & batch.loss_mask), jnp.sum(batch.loss_mask))
+        return sums.nats, (sums, carry, jnp.all(jnp.isfinite(nats), axis=1))
+
+    differentiate = jax.grad(loss, has_aux=True)
+
+    def accumulate(params, carry, batch, dropout_key):
+        """Gradient of the summed loss, in `gradient_accumulation` parts of the lanes."""
+        parts = config.gradient_accumulation
+        if parts == 1:
+            return differentiate(params, carry, batch, dropout_key)
+
+        # Lane i * parts + j is in part j: every device keeps its own lanes.
+        def split(x):
+            return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
+
+        def merge(x):
+            return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
+
+        def one_part(total, part):
+            carry, batch = part
+            gradient, (sums, carry, lane_finite) = differentiate(params, carry, batch, dropout_key)
+            return jax.tree.map(jnp.add, total, (gradient, sums)), (carry, lane_finite)
+
+        shapes = jax.eval_shape(differentiate, params, carry, batch, dropout_key)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[1][0]))
+        (gradient, sums), (carry, lane_finite) = jax.lax.scan(one_part, zeros, jax.tree.map(split, (carry, batch)))
+        return gradient, (sums, *jax.tree.map(merge, (carry, lane_finite)))
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        dropout_key = jax.random.fold_in(key, state.step) if model.config.dropout_rate > 0.0 else None
+        gradient, (sums, carry, lane_finite) = accumulate(state.params, state.carry, batch, dropout_key)
+        num_tokens = jnp.maximum(sums.num_tokens, 1)
+        gradient = jax.tree.map(lambda g: g / num_tokens, gradient)
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
+        gradient_norm, update_norm = optax.global_norm(gradient), optax.global_norm(updates)
+        finite = jnp.isfinite(sums.nats) & jnp.isfinite(gradient_norm) & jnp.isfinite(update_norm)
+        taken = finite & ~state.halted
+
+        def choose(new, old):
+            return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
+
+        params = choose(optax.apply_updates(state.params, updates), state.params)
+        optimizer_state = choose(optimizer_state, state.optimizer_state)
+        if config.nonfinite == "skip":
+            # What the lanes now remember is not to be trusted either.
+            carry = choose(carry, model.bind(params).init_carry(batch.inputs.shape[0]))
+            new_state = TrainState(
+                state.step + 1, params, optimizer_state, carry, state.num_skipped + ~finite, state.halted
+            )
+        else:
+            new_state = TrainState(
+                state.step + taken, params, optimizer_state, choose(carry, state.carry), state.num_skipped, ~taken
+            )
+        metrics = StepMetrics(
+            loss=sums.nats / num_tokens,
+            accuracy=sums.correct / num_tokens,
+            num_tokens=sums.num_tokens,
+            gradient_norm=gradient_norm,
+            update_norm=update_norm,
+            parameter_norm=optax.global_norm(params),
+            finite=finite,
+            num_skipped=new_state.num_skipped,
+            lane_finite=lane_finite,
+        )
+        return new_state, metrics
+
+    return train_step
