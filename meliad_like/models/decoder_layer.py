@@ -78,15 +78,18 @@ class DecoderLayer(nnx.Module):
 
     def init_carry(self, b: int, dtype, decoding: bool) -> LayerCarry:
         """An empty cache and the learned initial states."""
-        shape = (b, self.config.window_length, self.config.num_heads, self.config.head_size)
-        cache = jnp.zeros(shape, dtype)
-        if self.cell is None:
-            return LayerCarry(cache, cache)
-        states = self.cell.initial_states(b, dtype)
-        state_cache = jnp.zeros((b, self.config.num_states, *shape[2:]), dtype)
-        return LayerCarry(
-            cache, cache, states, DecodingCarry(cache, cache, state_cache, state_cache) if decoding else None
-        )
+        config = self.config
+
+        def cache(length: int):
+            return jnp.zeros((b, length, config.num_heads, config.head_size), dtype)
+
+        w, r = config.window_length, config.num_states
+        carry = LayerCarry(cache(w), cache(w))
+        if self.cell is not None:
+            carry = carry._replace(states=self.cell.initial_states(b, dtype))
+            if decoding:
+                carry = carry._replace(decoding=DecodingCarry(cache(w), cache(w), cache(r), cache(r)))
+        return carry
 
     def _heads(self, x: Float[Array, "*batch d"]) -> TokenHeads:
         projections = [self.key, self.value, self.query]
