@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -35,6 +36,8 @@ from meliad_like.data.token_store import (
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, make_vocabulary
 from meliad_like.errors import UserError
 
+SHOWN = 10  # of the reasons why documents were left out
+
 
 def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Path, num_workers: int = 0) -> TokenStore:
     """The token store of these documents and this vocabulary: the one in `folder`, or a new one written there.
@@ -58,15 +61,16 @@ def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Pa
     with _locked(folder):
         if folder.exists() and any(folder.iterdir()):
             _check_same(folder, source_print, vocabulary_print)
-            console.print(f"reusing the token store {folder}", highlight=False, soft_wrap=True)
+            console.print(f"reusing the token store {folder}", markup=False, highlight=False, soft_wrap=True)
         else:
             with _complete_or_nothing(folder) as incomplete:
                 made = _make_vocabulary(source, opened, vocabulary, console)
                 made.save(incomplete)
                 if not made.lossless:
                     console.print(
-                        "[yellow]this vocabulary does not keep text exactly (whitespace or rare characters): "
-                        "bits per byte are not comparable with those of other vocabularies"
+                        "this vocabulary does not keep text exactly (whitespace or rare characters): "
+                        "bits per byte are not comparable with those of other vocabularies",
+                        style="yellow",
                     )
                 info = StoreInfo(
                     version=FORMAT_VERSION,
@@ -81,8 +85,10 @@ def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Pa
                 )
                 _write(incomplete, source, opened, made, info, num_workers, console)
     store = TokenStore(folder)
-    for reason in store.info.skipped:
-        console.print(f"[yellow]left out: {reason}", highlight=False, soft_wrap=True)
+    for reason in store.info.skipped[:SHOWN]:
+        console.print(f"left out: {reason}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if len(store.info.skipped) > SHOWN:
+        console.print(f"... and {len(store.info.skipped) - SHOWN} more, in {folder / STORE_NAME}", style="yellow")
     console.print(_table(store))
     return store
 
@@ -118,7 +124,7 @@ def _write(
         )
     totals = {split: writer.close() for split, writer in writers.items()}
     if not any(total.documents for total in totals.values()):
-        raise UserError(f"the {config.kind} source has no documents left: {len(skipped)} were left out")
+        raise UserError(f"the {config.kind} source has no documents that can be used ({len(skipped)} were left out)")
     write_info(folder, StoreInfo(**{**vars(info), "splits": totals, "skipped": tuple(skipped)}))
 
 
@@ -183,9 +189,9 @@ def _complete_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 def _table(store: TokenStore) -> Table:
-    table = Table(title=f"{store.folder.name}, vocabulary of {store.vocabulary.size}", title_justify="left")
+    table = Table(title=f"{escape(store.folder.name)}, vocabulary of {store.vocabulary.size}", title_justify="left")
     table.add_column("split")
-    for column in ("documents", "tokens", "bytes", "words", "longest document, tokens"):
+    for column in ("documents", "tokens", "bytes", "words", "longest (tokens)"):
         table.add_column(column, justify="right")
     for name, totals in store.info.splits.items():
         longest = int(store.split(name).lengths.max()) if totals.documents else 0

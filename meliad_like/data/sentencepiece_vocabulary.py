@@ -122,7 +122,7 @@ def train_sentencepiece(config: "VocabularyConfig", texts: Iterable[str]) -> byt
             **keeping,
         )
     except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
+        reason = str(error).splitlines()[-1].rpartition("] ")[2]  # after file, line and condition
         raise UserError(f"cannot train a vocabulary of VocabularyConfig.size = {config.size}: {reason}") from None
     return model.getvalue()
 

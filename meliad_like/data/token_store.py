@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from meliad_like.data.documents import SourceConfig
 from meliad_like.data.splits import SPLITS
-from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
+from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import UserError
 
 FORMAT_VERSION = 1
@@ -159,6 +160,19 @@ class TokenStore:
         folder = self.folder / name
         tokens = np.memmap(folder / "tokens.bin", self.info.dtype, "r")
         return Split(folder, json.loads((folder / "names.json").read_text()), np.load(folder / "documents.npy"), tokens)
+
+    def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:
+        """Raises a UserError unless the store was made by these settings. The documents themselves are not read."""
+        pairs = (
+            ("source", self.info.source_settings, source.settings_fingerprint),
+            ("vocabulary", self.info.vocabulary_settings, vocabulary.settings_fingerprint),
+        )
+        for name, stored, wanted in pairs:
+            if stored != wanted:
+                raise UserError(
+                    f"the token store {self.folder} was made by other {name} settings ({short(stored)}) than this "
+                    f"run's ({short(wanted)}): prepare another store, or correct the settings"
+                )
 
     def check_vocabulary(self, fingerprint: str, owner: str) -> None:
         """Raises a UserError unless `owner` (such as `the checkpoint DIR`) has this store's vocabulary."""

@@ -109,7 +109,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
             if path.suffix == ".gz":
                 yield from gzip.GzipFile(fileobj=file)
             elif path.suffix == ".zst":
-                yield from io.BufferedReader(_Zstandard(file))
+                yield from io.BufferedReader(_Zstandard(file), 1 << 20)
             else:
                 yield from file
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
@@ -123,7 +123,8 @@ class _Zstandard(io.RawIOBase):
         self._file = file
         self._decompressor = zstandard.ZstdDecompressor()
         self._frame = None
-        self._compressed = self._text = b""
+        self._compressed = b""
+        self._text = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -136,7 +137,7 @@ class _Zstandard(io.RawIOBase):
                     raise EOFError("the file is cut short")
                 return 0
             self._frame = self._frame or self._decompressor.decompressobj()
-            self._text = self._frame.decompress(self._compressed)
+            self._text = memoryview(self._frame.decompress(self._compressed))
             self._compressed = self._frame.unused_data
             if self._frame.eof:
                 self._frame = None

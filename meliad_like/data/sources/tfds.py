@@ -104,4 +104,5 @@ def tfds_source(folder: str, dataset: str, text_field: str, name_field: str, rul
 @functools.cache
 def _data_source(folder: str, split: str) -> Any:
     """The opened split, once in each process."""
-    return tfds.builder_from_directory(folder).as_data_source(split=split)
+    # Its decorator hides the parameters from type checkers.
+    return tfds.builder_from_directory(folder).as_data_source(split=split)  # type: ignore[call-arg]

@@ -1,0 +1,171 @@
+import gzip
+import json
+
+import pytest
+import zstandard
+
+from meliad_like.data.documents import SourceConfig, open_source, source_fingerprint
+from meliad_like.errors import UserError
+
+
+def write(folder, **texts):
+    """Files `a__b.txt=...` as folder/a/b.txt."""
+    for name, text in texts.items():
+        path = folder / (name.replace("__", "/") + ".txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(folder)
+
+
+def documents(**settings):
+    """(split, name) -> text of all documents."""
+    read = [reference.read() for reference in open_source(SourceConfig(**settings)).references()]
+    return {(document.split, document.name): document.text for document in read}
+
+
+def fingerprint(config):
+    return source_fingerprint(config, open_source(config))
+
+
+def test_text_keeps_every_byte(tmp_path):
+    text = "\ufeffone\r\n\ttwo  \n\n"
+    assert documents(kind="text", folder=write(tmp_path, a__b=text), test_share=0.0, validation_share=0.0) == {
+        ("train", "a/b"): text
+    }
+
+
+def test_splits_by_lists(tmp_path):
+    folder = write(tmp_path, a="1", b__c="2", d="3")
+    found = documents(kind="text", folder=folder, validation_documents=("d",), test_documents=("b/c",))
+    assert list(found) == [("train", "a"), ("test", "b/c"), ("validation", "d")]
+
+
+def test_splits_by_folders(tmp_path):
+    folder = write(tmp_path, train__a="1", train__b__c="2", test__a="3")
+    assert list(documents(kind="text", folder=folder)) == [("train", "a"), ("train", "b/c"), ("test", "a")]
+
+
+def test_file_beside_split_folders(tmp_path):
+    with pytest.raises(UserError, match="folders named after splits .* but b.txt is in none of them"):
+        documents(kind="text", folder=write(tmp_path, train__a="1", b="2"))
+
+
+def test_splits_by_hash_are_stable_and_near_their_shares(tmp_path):
+    folder = write(tmp_path, **{f"d{i}": "x" for i in range(400)})
+    before = {name: split for split, name in documents(kind="text", folder=folder, test_share=0.2)}
+    assert 50 < list(before.values()).count("test") < 110
+    assert 5 < list(before.values()).count("validation") < 40
+    write(tmp_path, another="x")
+    after = {name: split for split, name in documents(kind="text", folder=folder, test_share=0.2)}
+    assert {**after, **before} == after
+
+
+def test_repositories(tmp_path):
+    for path, text in {
+        "b/z.py": "z = 1",
+        "b/a/x.py": "x\n",
+        "b/notes.md": "no",
+        "b/.git/c.py": "no",
+        "a/y.py": "y\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (tmp_path / "setup.py").write_text("in no repository")
+    found = documents(kind="repositories", folder=str(tmp_path), suffixes=(".py",), test_documents=("b",))
+    assert found == {
+        ("train", "a"): "# file: a/y.py\ny\n",
+        ("test", "b"): "# file: b/a/x.py\nx\n# file: b/z.py\nz = 1\n",
+    }
+
+
+def test_repository_leaves_out_only_the_file_that_is_not_utf8(tmp_path):
+    folder = write(tmp_path, r__a="fine", r__b=b"\xff")
+    config = SourceConfig(kind="repositories", folder=folder, suffixes=(".txt",), undecodable="skip")
+    (document,) = (reference.read() for reference in open_source(config).references())
+    assert "fine" in document.text
+    assert "r/b.txt is not UTF-8" in document.skipped[0]
+
+
+def test_standard_library_is_long_and_split():
+    found = documents(kind="standard_library")
+    sizes = {
+        split: [len(text) for (s, _), text in found.items() if s == split] for split in ("train", "validation", "test")
+    }
+    assert sum(sizes["train"]) > 5e6
+    assert sum(size > 1e5 for size in sizes["train"]) >= 8
+    assert 1e5 < max(sizes["validation"]) and 1e5 < min(sizes["test"])
+    assert found["validation", "json"].startswith("# file: json/__init__.py\n")
+    assert not any("# file: test/" in text or "site-packages/" in text.split("\n")[0] for text in found.values())
+
+
+def jsonl(*texts):
+    return "".join(json.dumps({"id": f"n{i}", "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
+def test_json_lines(tmp_path, ending):
+    plain = {"train-1": jsonl("a\nb", "é" * 300_000), "test": jsonl("c") + b"\n"}
+    for name, data in plain.items():
+        if ending.endswith("gz"):
+            data = gzip.compress(data)
+        elif ending.endswith("zst"):  # two frames, as parallel writers make them
+            data = zstandard.compress(data[:10]) + zstandard.compress(data[10:])
+        (tmp_path / f"{name}.{ending}").write_bytes(data)
+    found = documents(kind="jsonl", folder=str(tmp_path), name_field="id")
+    assert found == {("test", "n0"): "c", ("train", "n0"): "a\nb", ("train", "n1"): "é" * 300_000}
+
+
+@pytest.mark.parametrize("compress, ending", [(gzip.compress, "gz"), (zstandard.compress, "zst")])
+def test_json_lines_cut_short(tmp_path, compress, ending):
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(compress(jsonl(*map(str, range(9999))))[:-9])
+    with pytest.raises(UserError, match=f"a.jsonl.{ending} cannot be decompressed"):
+        documents(kind="jsonl", folder=str(path))
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b"{", "a.jsonl:2 is not JSON"),
+        (b"[1]", "a.jsonl:2 is not a JSON object but list"),
+        (b'{"body": "x"}', "a.jsonl:2 has no field 'text'; it has 'body'"),
+        (b'{"text": 3}', "a.jsonl:2: the field 'text' is no text but int"),
+        (b'{"text": " "}', "a.jsonl:2 is empty"),
+        (b'{"text": "\xff"}', "a.jsonl:2 is not UTF-8"),
+        (rb'{"text": "\ud800"}', "a.jsonl:2 has an unpaired surrogate"),
+    ],
+)
+def test_bad_line(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_bytes(jsonl("fine") + line + b"\n")
+    with pytest.raises(UserError, match=message):
+        documents(kind="jsonl", folder=str(tmp_path))
+
+
+def test_fingerprint_follows_contents_not_place(tmp_path):
+    configs = [SourceConfig(kind="text", folder=write(tmp_path / place, a="one")) for place in ("here", "there")]
+    first, second = map(fingerprint, configs)
+    assert first == second
+    write(tmp_path / "there", a="two")
+    assert fingerprint(configs[1]) != first
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"kind": "books"}, "kind = 'books' is not one of text, jsonl, repositories, standard_library, tfds"),
+        ({"empty": "ignore"}, "empty = 'ignore' is not one of stop, skip"),
+        ({"test_share": 0.6, "validation_share": 0.4}, "validation_share=0.4 and test_share=0.6 must"),
+        ({"test_documents": ("a",), "validation_documents": ("a",)}, "a is both in validation_documents and in test"),
+        ({"kind": "text", "folder": "/nowhere"}, "no folder of documents at SourceConfig.folder = '/nowhere'"),
+        ({"kind": "jsonl"}, "no folder of documents at SourceConfig.folder = ''"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(UserError, match=message):
+        open_source(SourceConfig(**settings))
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "repositories"])
+def test_source_without_documents(tmp_path, kind):
+    with pytest.raises(UserError, match=f"the {kind} source has no documents"):
+        open_source(SourceConfig(kind=kind, folder=str(tmp_path)))

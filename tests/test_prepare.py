@@ -1,0 +1,158 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meliad_like.data import preparation, token_store
+from meliad_like.data.documents import SourceConfig, open_source
+from meliad_like.data.encoding import encode_all
+from meliad_like.data.preparation import prepare
+from meliad_like.data.sources.files import FilesSource
+from meliad_like.data.token_store import TokenStore
+from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig
+from meliad_like.errors import UserError
+
+BYTES = VocabularyConfig()
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i}.txt").write_text(f"Document {i}, with a few words in it.\n" * (i + 1))
+    return folder
+
+
+def config(folder, **settings):
+    return SourceConfig(kind="text", folder=str(folder), test_documents=("7",), **settings)
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_processes_change_nothing(texts, tmp_path):
+    vocabulary = VocabularyConfig(kind="sentencepiece", size=290)
+    for num_workers in (1, 2):
+        prepare(config(texts), vocabulary, tmp_path / f"store{num_workers}", num_workers)
+    assert files(tmp_path / "store1") == files(tmp_path / "store2")
+
+
+def test_trained_vocabulary_sees_training_documents_only(texts, tmp_path):
+    (texts / "7.txt").write_text("\u6f22" * 5000)
+    prepare(config(texts), VocabularyConfig(kind="sentencepiece", size=290), tmp_path / "store", 1)
+    vocabulary = TokenStore(tmp_path / "store").vocabulary
+    assert len(vocabulary.encode("\u6f22")) == 3
+    assert len(vocabulary.encode("few")) < 4
+
+
+def test_second_run_reuses(texts, tmp_path, capsys, monkeypatch):
+    first = prepare(config(texts), BYTES, tmp_path / "store", 1)
+    monkeypatch.setattr(preparation, "_write", None)
+    second = prepare(config(texts), BYTES, tmp_path / "store", 1)
+    assert second.fingerprint == first.fingerprint
+    assert "reusing the token store" in capsys.readouterr().err
+
+
+def test_other_documents_in_the_same_folder(texts, tmp_path):
+    before = prepare(config(texts), BYTES, tmp_path / "store", 1).info.source[:12]
+    (texts / "3.txt").write_text("changed")
+    with pytest.raises(UserError, match=f"was made of another source .fingerprint {before} there, [0-9a-f]{{12}} here"):
+        prepare(config(texts), BYTES, tmp_path / "store", 1)
+
+
+def test_other_vocabulary_in_the_same_folder(texts, tmp_path):
+    prepare(config(texts), BYTES, tmp_path / "store", 1)
+    with pytest.raises(UserError, match="was made of another vocabulary .fingerprint [0-9a-f]{12} there"):
+        prepare(config(texts), VocabularyConfig(size_multiple=8), tmp_path / "store", 1)
+
+
+def test_folder_with_something_else(texts, tmp_path):
+    with pytest.raises(UserError, match="texts is neither empty nor a token store"):
+        prepare(config(texts), BYTES, texts, 1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(
+    "data, message, skip",
+    [
+        (b" \n", "document 5 is empty", "empty"),
+        (b"caf\xe9", "5.txt is not UTF-8 .byte 0xe9 at offset 3", "undecodable"),
+    ],
+)
+def test_bad_document_stops_or_is_skipped(texts, tmp_path, capsys, data, message, skip, num_workers):
+    (texts / "5.txt").write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        prepare(config(texts), BYTES, tmp_path / "store", num_workers)
+    assert not list(tmp_path.glob("store*"))
+    store = prepare(config(texts, **{skip: "skip"}), BYTES, tmp_path / "store", num_workers)
+    assert "5" not in store.split("train").names
+    assert "left out:" in capsys.readouterr().err and len(store.info.skipped) == 1
+
+
+def test_nothing_left(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(UserError, match="no documents that can be used .1 were left out"):
+        prepare(SourceConfig(kind="text", folder=str(tmp_path), empty="skip"), BYTES, tmp_path / "store", 1)
+
+
+def test_listed_document_that_is_missing(texts, tmp_path):
+    with pytest.raises(UserError, match="validation_documents or test_documents names 'persuasion'"):
+        prepare(config(texts, validation_documents=("persuasion",)), BYTES, tmp_path / "store", 1)
+
+
+def test_full_disk(texts, tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(token_store.SplitWriter, "write", write)
+    with pytest.raises(UserError, match="the disk is full: no room for the token store"):
+        prepare(config(texts), BYTES, tmp_path / "store", 1)
+    assert not list(tmp_path.glob("store*"))
+
+
+def test_killed_run_leaves_nothing_that_looks_complete(texts, tmp_path):
+    script = (
+        "import os\n"
+        "from meliad_like.data.preparation import *\n"
+        "SplitWriter.close = lambda self: os.kill(os.getpid(), 9)\n"
+        f"prepare({config(texts)!r}, {BYTES!r}, {str(tmp_path / 'store')!r}, 1)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == -9
+    assert (tmp_path / "store.incomplete").exists()
+    with pytest.raises(UserError, match="no token store"):
+        TokenStore(tmp_path / "store")
+    assert len(prepare(config(texts), BYTES, tmp_path / "store", 1).split("train")) == 29
+    assert not (tmp_path / "store.incomplete").exists()
+
+
+def test_few_documents_wait_in_memory(texts, tmp_path):
+    class Watched(FilesSource):
+        started = 0
+
+        def references(self):
+            for reference in super().references():
+                Watched.started += 1
+                yield reference
+
+    ByteVocabulary().save(tmp_path)
+    watched = Watched(open_source(config(texts)).listed)
+    results = encode_all(config(texts), watched, tmp_path, 2)
+    next(results)
+    assert Watched.started == 8
+    results.close()
+
+
+def test_command_line(tmp_path):
+    command = [sys.executable, "-m", "meliad_like.prepare", f"--store={tmp_path / 'a store'}", "--workers=1"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [*command, "--gin_param=SourceConfig.kind='books'"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "not one of text, jsonl" in done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert TokenStore(tmp_path / "a store").split("test").names == ["logging", "urllib"]

@@ -1,0 +1,106 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from meliad_like.data.documents import SourceConfig
+from meliad_like.data.preparation import prepare
+from meliad_like.data.token_store import SplitWriter, TokenStore, count_words, token_dtype
+from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig
+from meliad_like.errors import UserError
+
+TEXTS = {"a": "one two\n", "b": "é three", "held": "four"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    return SourceConfig(kind="text", folder=str(folder), test_documents=("held",))
+
+
+@pytest.fixture
+def store(source, tmp_path):
+    return prepare(source, VocabularyConfig(), tmp_path / "store", num_workers=1)
+
+
+def test_documents_of_a_split(store):
+    train = store.split("train")
+    assert train.names == ["a", "b"]
+    assert train.lengths.tolist() == [9, 9]
+    assert train.num_bytes.tolist() == [8, 8]
+    assert train.num_words.tolist() == [2, 2]
+    assert train.tokens(1, 0, 9).tolist() == [*"é three".encode(), 256]
+    assert train.tokens(0, 4, 7).tolist() == list(b"two")
+    assert train.tokens(0, 0, 1).dtype == np.int32
+
+
+def test_totals(store):
+    assert dataclasses.astuple(store.totals("test")) == (1, 5, 4, 1)
+    assert store.totals("validation").documents == 0
+
+
+@pytest.mark.parametrize("document, start, stop", [(2, 0, 1), (-1, 0, 1), (0, 0, 10), (0, -1, 2), (0, 3, 2)])
+def test_tokens_outside_a_document(store, document, start, stop):
+    with pytest.raises(IndexError):
+        store.split("train").tokens(document, start, stop)
+
+
+@pytest.mark.parametrize("name, why", [("valid", "is unknown"), ("validation", "has no documents")])
+def test_missing_split(store, name, why):
+    with pytest.raises(UserError, match=f"split '{name}' {why} in the token store .*, which has train, test"):
+        store.split(name)
+
+
+def test_truncated_tokens(store):
+    path = store.folder / "train" / "tokens.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"train/tokens.bin has 34 bytes and should have 36"):
+        TokenStore(store.folder)
+
+
+def test_missing_store(tmp_path):
+    with pytest.raises(UserError, match=r"no token store at .*nothing: make it with python -m meliad_like.prepare"):
+        TokenStore(tmp_path / "nothing")
+
+
+def test_other_format_version(store):
+    path = store.folder / "store.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 0}))
+    with pytest.raises(UserError, match="has format version 0, this program reads 1"):
+        TokenStore(store.folder)
+
+
+def test_vocabulary_of_another_store(store):
+    store.check_vocabulary(ByteVocabulary().fingerprint, "the checkpoint")
+    other = ByteVocabulary(size_multiple=64).fingerprint
+    ours = store.vocabulary.fingerprint
+    with pytest.raises(UserError, match=rf"vocabulary of the checkpoint \({other[:12]}\) .* \({ours[:12]}\)"):
+        store.check_vocabulary(other, "the checkpoint")
+
+
+@pytest.mark.parametrize("part", ["source", "vocabulary"])
+def test_settings_of_another_store(store, source, part):
+    settings = {"source": source, "vocabulary": VocabularyConfig()}
+    store.check_settings(**settings)
+    settings["source"] = dataclasses.replace(source, folder="/elsewhere")
+    store.check_settings(**settings)
+    settings[part] = {"source": SourceConfig(), "vocabulary": VocabularyConfig(size_multiple=2)}[part]
+    with pytest.raises(UserError, match=f"made by other {part} settings"):
+        store.check_settings(**settings)
+
+
+def test_writing_a_token_out_of_range(tmp_path):
+    writer = SplitWriter(tmp_path / "train", ByteVocabulary(), "<u2")
+    with pytest.raises(UserError, match="token 257 of document x is out of range for a vocabulary of 257"):
+        writer.write("x", np.array([1, 257]), 2, 1)
+
+
+def test_token_type_holds_every_id():
+    assert [token_dtype(size) for size in (257, 65_536, 65_537)] == ["<u2", "<u2", "<u4"]
+
+
+def test_words_are_runs_without_whitespace():
+    assert count_words(" To be,\n\nor not\tto-be:  'tis ") == 6
