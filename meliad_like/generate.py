@@ -1,0 +1,74 @@
+"""Goes on from a prompt: `python -m meliad_like.generate --checkpoint=DIR --prompt_file=BOOK.txt --tokens=500`."""
+
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from meliad_like import command_line
+from meliad_like.errors import UserError
+
+CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True)
+PROMPT = flags.DEFINE_string("prompt", None, "Text to go on from.")
+PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "UTF-8 file with the text to go on from, of any length.")
+TOKENS = flags.DEFINE_integer("tokens", 200, "Tokens to write, at most.", lower_bound=0)
+TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Below 1: more predictable; 0: always the most likely token.")
+TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from the so many most likely tokens; 0: from all.")
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens that reach this probability together.")
+SEED = flags.DEFINE_integer("seed", None, "Of the draws. Default: 0; with --load_carry they go on as they were.")
+STOP_AT_END = flags.DEFINE_bool("stop_at_end", True, "Whether the end of the document ends the text, or is not drawn.")
+SAVE_CARRY = flags.DEFINE_string("save_carry", None, "File for all that the model remembers, to go on from later.")
+LOAD_CARRY = flags.DEFINE_string("load_carry", None, "File of --save_carry; a prompt is read after what it remembers.")
+CHUNK = flags.DEFINE_integer("chunk", 8, "Tokens that are made before they are shown.", lower_bound=1)
+
+
+def main() -> None:
+    if command_line.GIN_FILE.value or command_line.GIN_PARAM.value:
+        raise UserError("--gin_file and --gin_param have no effect here: the config comes from the checkpoint")
+    prompt = _read_prompt()
+    # Importing jax takes seconds: a mistyped flag is reported before.
+    from meliad_like.generation.sampling import SamplingConfig
+    from meliad_like.generation.text import TextRequest, write_text
+    from meliad_like.training.opening import open_checkpoint
+
+    request = TextRequest(
+        prompt=prompt,
+        num_tokens=TOKENS.value,
+        sampling=SamplingConfig(TEMPERATURE.value, TOP_K.value, TOP_P.value),
+        seed=SEED.value,
+        stop_at_end=STOP_AT_END.value,
+        load_carry=LOAD_CARRY.value,
+        save_carry=SAVE_CARRY.value,
+        chunk=CHUNK.value,
+    )
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale is
+    speed = write_text(open_checkpoint(CHECKPOINT.value), request, lambda text: print(text, end="", flush=True))
+    # On stderr alone, so that the output of two runs with a carry between them is the output of one.
+    rate = f", {speed.tokens_per_second:.0f} tokens/s" if speed.tokens_per_second else ""
+    print(
+        f"\nread {speed.tokens_read} tokens in {speed.read_seconds:.1f} s, wrote {speed.tokens_written}{rate}",
+        file=sys.stderr,
+    )
+
+
+def _read_prompt() -> str:
+    if PROMPT.value is not None and PROMPT_FILE.value is not None:
+        raise UserError("--prompt and --prompt_file are both given: choose one")
+    prompt = PROMPT.value or ""
+    if PROMPT_FILE.value is not None:
+        try:
+            # No translation of newlines: bytes as the vocabulary saw them.
+            prompt = Path(PROMPT_FILE.value).read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"--prompt_file={PROMPT_FILE.value} is not UTF-8 (byte {error.start})") from None
+        except OSError as error:
+            raise UserError(f"cannot read --prompt_file={PROMPT_FILE.value}: {error.strerror}") from None
+    elif any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise UserError("--prompt is not UTF-8")
+    if not prompt and LOAD_CARRY.value is None:
+        raise UserError("the prompt is empty: give --prompt, --prompt_file or --load_carry")
+    return prompt
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,44 @@
+"""How the next token is drawn from the logits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from meliad_like.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """Temperature first, then `top_k`, then `top_p` of what is left."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the most likely token."""
+    top_k: int = 0
+    """Only the so many most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the most likely tokens that together reach this probability (Holtzman et al. 2020); always at least one."""
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature={self.temperature} must be 0 or a positive number")
+        if self.top_k < 0:
+            raise UserError(f"top_k={self.top_k} must be at least 1, or 0 for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
+
+
+def sample(logits: Float[Array, "b v"], key: PRNGKeyArray, config: SamplingConfig) -> Int[Array, " b"]:
+    """One token per lane. Of tokens that are exactly as likely as each other, lower ids count as more likely."""
+    if config.temperature == 0:
+        return jnp.argmax(logits, axis=-1)
+    logits = logits / config.temperature
+    if config.top_k == 0 and config.top_p == 1:
+        return jax.random.categorical(key, logits)
+    # Ranks instead of thresholds, so that ties cannot let more than top_k tokens through.
+    sorted_logits, tokens = jax.lax.top_k(logits, min(config.top_k, logits.shape[-1]) or logits.shape[-1])
+    probabilities = jax.nn.softmax(sorted_logits, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    rank = jax.random.categorical(key, jnp.where(before < config.top_p, sorted_logits, -jnp.inf))
+    return jnp.take_along_axis(tokens, rank[:, None], axis=-1)[:, 0]

@@ -1,0 +1,101 @@
+"""A place in a document as one file, so that reading a book, stopping and going on next week is possible."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meliad_like.errors import UserError
+from meliad_like.generation.streaming import Reading
+from meliad_like.training.opening import OpenedCheckpoint
+
+SAMPLED = 1000
+
+
+def identity(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
+    """What a saved place and a checkpoint must have in common, as JSON holds it."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(checkpoint.params):
+        # A sample tells two trainings apart, and takes no time with large models.
+        digest.update(np.asarray(leaf.reshape(-1)[:SAMPLED]).tobytes())
+    fields = {f"model.{name}": value for name, value in dataclasses.asdict(checkpoint.run.model).items()}
+    identity = {
+        **fields,
+        "step": checkpoint.step,
+        "vocabulary": checkpoint.vocabulary.fingerprint,
+        "parameters": digest.hexdigest(),
+    }
+    return json.loads(json.dumps(identity))
+
+
+def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity: dict[str, Any]) -> None:
+    """Writes the file, or leaves the one before as it is.
+
+    Args:
+      unfinished: the bytes of a character that was begun.
+      identity: of the checkpoint that made it.
+
+    Raises:
+      UserError: it can't be written.
+    """
+    arrays = {name: np.asarray(leaf) for name, leaf in _named(reading.carry).items()}
+    facts = {
+        "identity": identity,
+        "token": reading.token,
+        "num_read": reading.num_read,
+        "unfinished": unfinished.hex(),
+    }
+    part = Path(f"{path}.part")
+    try:
+        with part.open("wb") as file:
+            np.savez(file, facts=np.array(json.dumps(facts)), key=np.asarray(reading.key), **arrays)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UserError(f"cannot write the carry to {path}: {error.strerror}") from None
+
+
+def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[Reading, bytes]:
+    """Reads what `save_reading` wrote: the place, and the bytes of a character that was begun.
+
+    Args:
+      abstract_carry: shapes and dtypes.
+      identity: of the checkpoint that is to go on.
+
+    Raises:
+      UserError: there is no such file, it is damaged, or it is of another checkpoint.
+    """
+    try:
+        with np.load(path) as file:
+            facts = json.loads(str(file["facts"]))
+            _compare(path, facts["identity"], identity)
+            # bfloat16 comes back as raw bytes.
+            leaves = [file[name].view(leaf.dtype) for name, leaf in _named(abstract_carry).items()]
+            key = file["key"]
+    except FileNotFoundError:
+        raise UserError(f"there is no saved carry {path}") from None
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not a saved carry, or it is damaged") from None
+    carry = jax.tree.unflatten(jax.tree.structure(abstract_carry), leaves)
+    reading = Reading(jax.device_put(carry), facts["token"], jax.device_put(key), facts["num_read"])
+    return reading, bytes.fromhex(facts["unfinished"])
+
+
+def _compare(path: str | Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name in sorted(saved.keys() | wanted.keys()):
+        there, here = saved.get(name), wanted.get(name)
+        if there != here:
+            raise UserError(f"{path} belongs to another checkpoint: {name} is {there} there, and {here} in this one")
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree.leaves_with_path({"carry": tree})
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

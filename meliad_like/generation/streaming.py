@@ -1,0 +1,146 @@
+"""Reading a prompt of any length, and going on from it token by token at a constant cost."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meliad_like.errors import UserError
+from meliad_like.generation.sampling import SamplingConfig, sample
+from meliad_like.models.model import Model
+
+
+class Reading(NamedTuple):
+    """A place in a document. What is done with it uses it up: the carry's buffers go to the next one."""
+
+    carry: Any
+    """What the model remembers of the tokens before `token`; one lane."""
+    token: int | None
+    """The last token, not yet read; None before the first."""
+    key: jax.Array
+    """Key data for the tokens to come."""
+    num_read: int
+    """Tokens that the carry has read."""
+
+
+class Generator:
+    """Reads and writes one document with fixed parameters. What it writes depends on no way of cutting the work up."""
+
+    def __init__(
+        self,
+        model: Model,
+        params: Any,
+        *,
+        segment_length: int,
+        end_of_document: int,
+        sampling: SamplingConfig,
+        stop_at_end: bool = True,
+        chunk: int = 8,
+    ):
+        """
+        Args:
+          segment_length: tokens of a prompt that are read at once, a multiple of the model's window.
+          end_of_document: the token that ends a document.
+          stop_at_end: whether that token ends the writing; if not, it is never drawn. (A model has learned to write
+            it, never to read it.)
+          chunk: tokens that are made between two returns to the host.
+
+        Raises:
+          UserError: the model's states depend on where segments begin, which a document that is being written has not.
+        """
+        if model.config.clear_states:
+            raise UserError("clear_states=True is for evaluation: text has no segments at which to clear the states")
+        self._model, self._params = model, params
+        self._segment_length, self._window_length = segment_length, model.config.window_length
+        self._end_of_document = end_of_document
+        self._chunk = chunk
+
+        def read_blocks(params, carry, tokens, start):
+            return model.bind(params)(tokens, carry, start)[1]
+
+        def read_tokens(params, carry, tokens, count):
+            module = model.bind(params)
+            return jax.lax.fori_loop(0, count, lambda i, carry: module.decode_step(tokens[:, i], carry)[1], carry)
+
+        def write_tokens(params, carry, token, key, count):
+            module = model.bind(params)
+
+            def unfinished(loop):
+                i, _, token, _, _ = loop
+                return (i < count) & ((i == 0) | (token[0] != end_of_document))
+
+            def write_token(loop):
+                i, carry, token, key, written = loop
+                logits, carry = module.decode_step(token, carry)
+                if not stop_at_end:
+                    logits = logits.at[:, end_of_document].set(-jnp.inf)
+                key, token_key = jax.random.split(jax.random.wrap_key_data(key))
+                token = sample(logits, token_key, sampling)
+                return i + 1, carry, token, jax.random.key_data(key), written.at[i].set(token[0])
+
+            loop = (0, carry, token, key, jnp.zeros(chunk, jnp.int32))
+            count, carry, _, key, written = jax.lax.while_loop(unfinished, write_token, loop)
+            return carry, key, written, count
+
+        self._read_blocks = jax.jit(read_blocks, donate_argnums=1)
+        self._read_tokens = jax.jit(read_tokens, donate_argnums=1)
+        self._write_tokens = jax.jit(write_tokens, donate_argnums=1)
+
+    def begin(self, seed: int) -> Reading:
+        """Before the first token of a document."""
+        carry = jax.jit(lambda params: self._model.bind(params).init_carry(1, decoding=True))(self._params)
+        return Reading(carry, None, jax.random.key_data(jax.random.key(seed)), 0)
+
+    def read(self, reading: Reading, tokens: np.ndarray) -> Reading:
+        """Reads `tokens` (int32[n], any n): whole segments, then whole blocks, then one by one.
+
+        Raises:
+          UserError: a token is not in the vocabulary.
+        """
+        if len(tokens) == 0:
+            return reading
+        if not (0 <= np.min(tokens) and np.max(tokens) < self._model.vocabulary_size):
+            wrong = next(token for token in tokens if not 0 <= token < self._model.vocabulary_size)
+            raise UserError(f"token {wrong} is not in the vocabulary of {self._model.vocabulary_size}")
+        # An end that was written is taken back.
+        pending = [] if reading.token in (None, self._end_of_document) else [reading.token]
+        tokens = np.concatenate([pending, tokens]).astype(np.int32)
+        carry, num_read, unread = reading.carry, reading.num_read, tokens[None, :-1]
+        w = self._window_length
+        while (remaining := unread.shape[1]) > 0:
+            into_block = num_read % w
+            if into_block == 0 and remaining >= w:
+                count = self._segment_length if remaining >= self._segment_length else w
+                start = np.zeros((1, count // w), bool)
+                start[0, 0] = num_read == 0
+                carry = self._read_blocks(self._params, carry, unread[:, :count], start)
+            else:
+                count = min(remaining, w - into_block)
+                padded = np.pad(unread[:, :count], ((0, 0), (0, w - count)))
+                carry = self._read_tokens(self._params, carry, padded, count)
+            unread, num_read = unread[:, count:], num_read + count
+        return Reading(carry, int(tokens[-1]), reading.key, num_read)
+
+    def write(self, reading: Reading, num_tokens: int) -> Iterator[tuple[list[int], Reading]]:
+        """Makes up to `num_tokens` tokens, a chunk at a time; the last may be the end of the document.
+
+        Each chunk comes with the place after it, which is good until the next chunk is asked for.
+
+        Raises:
+          UserError: nothing was read, or the document has ended.
+        """
+        if reading.token is None:
+            raise UserError("there is nothing to go on from: the prompt is empty")
+        if reading.token == self._end_of_document:
+            raise UserError("the document has ended, there is nothing to write: give a prompt to go on with")
+        while num_tokens > 0 and reading.token != self._end_of_document:
+            token = np.array([reading.token], np.int32)
+            carry, key, written, count = self._write_tokens(
+                self._params, reading.carry, token, reading.key, min(num_tokens, self._chunk)
+            )
+            tokens = np.asarray(written)[: int(count)].tolist()
+            num_tokens -= len(tokens)
+            reading = Reading(carry, tokens[-1], key, reading.num_read + len(tokens))
+            yield tokens, reading

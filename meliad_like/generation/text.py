@@ -1,0 +1,108 @@
+"""Text in, text out: a prompt and a saved place in, a stream of complete characters out."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.errors import UserError
+from meliad_like.generation.sampling import SamplingConfig
+from meliad_like.generation.saved_reading import identity, load_reading, save_reading
+from meliad_like.generation.streaming import Generator
+from meliad_like.training.opening import OpenedCheckpoint
+
+UNKNOWN = "\u2047"
+
+
+@dataclasses.dataclass(frozen=True)
+class TextRequest:
+    """What to read, what to write, and where it is kept."""
+
+    prompt: str
+    """Read first; may be empty where `load_carry` is given."""
+    num_tokens: int
+    """To write, at most."""
+    sampling: SamplingConfig
+    seed: int | None = None
+    """Of the draws; None: 0, or as `load_carry` has it."""
+    stop_at_end: bool = True
+    """Whether the end of the document ends the text; if not, it is never drawn."""
+    load_carry: str | None = None
+    """File to go on from; the prompt is read after what it remembers."""
+    save_carry: str | None = None
+    """File to go on from later."""
+    chunk: int = 8
+    """Tokens that are made before they are shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSpeed:
+    """How long it took, compilation included unless said otherwise."""
+
+    tokens_read: int
+    read_seconds: float
+    tokens_written: int
+    tokens_per_second: float
+    """Written, after the first chunk, which waits for the compiler; 0 where that was the only one."""
+
+
+def write_text(opened: OpenedCheckpoint, request: TextRequest, show: Callable[[str], object]) -> TextSpeed:
+    """Reads the prompt and hands the text that follows to `show`, piece by piece as it is made.
+
+    Raises:
+      UserError: there is nothing to go on from, or the prompt or the saved carry does not suit the checkpoint.
+    """
+    vocabulary = opened.vocabulary
+    tokens = encode_prompt(vocabulary, request.prompt)
+    generator = Generator(
+        opened.model,
+        opened.params,
+        segment_length=opened.run.data.segment_length,
+        end_of_document=vocabulary.end_of_document,
+        sampling=request.sampling,
+        stop_at_end=request.stop_at_end,
+        chunk=request.chunk,
+    )
+    reading, unfinished = generator.begin(request.seed or 0), b""
+    if request.load_carry is not None:
+        fresh = reading
+        reading, unfinished = load_reading(request.load_carry, jax.eval_shape(lambda: fresh.carry), identity(opened))
+        if request.seed is not None:
+            reading = reading._replace(key=fresh.key)
+    began = time.perf_counter()
+    reading = jax.block_until_ready(generator.read(reading, tokens))
+    read_seconds = time.perf_counter() - began
+
+    text = vocabulary.stream(b"" if request.prompt else unfinished)
+    moments, counts = [], []
+    for written, reading in generator.write(reading, request.num_tokens):
+        show("".join(map(text.push, written)))
+        moments.append(time.perf_counter())
+        counts.append(len(written))
+    if request.save_carry is None:
+        show(text.finish())
+    else:
+        save_reading(request.save_carry, reading, text.unfinished, identity(opened))
+    rate = sum(counts[1:]) / (moments[-1] - moments[0]) if len(moments) > 1 else 0.0
+    return TextSpeed(len(tokens), read_seconds, sum(counts), rate)
+
+
+def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
+    """The tokens of a prompt, int32[n].
+
+    Raises:
+      UserError: the vocabulary has no token for one of its characters.
+    """
+    tokens = vocabulary.encode(prompt)
+    if UNKNOWN in vocabulary.decode(tokens):
+        for character in sorted(set(prompt) - {UNKNOWN}):
+            if UNKNOWN in vocabulary.decode(vocabulary.encode(character)):
+                place = prompt.index(character)
+                raise UserError(
+                    f"the checkpoint's vocabulary has no token for {character!r} (U+{ord(character):04X}), which the "
+                    f"prompt has at character {place}: leave it out"
+                )
+    return tokens

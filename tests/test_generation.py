@@ -1,0 +1,309 @@
+"""Reading a prompt, writing on from it, stopping and going on."""
+
+import dataclasses
+import io
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meliad_like.config import RunConfig
+from meliad_like.data.documents import SourceConfig
+from meliad_like.data.readers import ReaderConfig
+from meliad_like.data.vocabulary import ByteVocabulary
+from meliad_like.errors import UserError
+from meliad_like.generation.sampling import SamplingConfig
+from meliad_like.generation.saved_reading import identity, load_reading, save_reading
+from meliad_like.generation.streaming import Generator, Reading
+from meliad_like.generation.text import TextRequest, encode_prompt, write_text
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.model import Model
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
+
+W, N, V = 4, 16, 257
+CONFIG = DecoderConfig(
+    num_layers=2,
+    model_width=16,
+    num_heads=2,
+    head_size=8,
+    feedforward_width=16,
+    window_length=W,
+    num_states=3,
+    recurrent_layers=(1,),
+    gate="lstm",
+    cell="dual",
+)
+RUN = RunConfig(model=CONFIG, data=ReaderConfig(segment_length=N, tokens_per_step=N))
+BYTES = ByteVocabulary()
+END = BYTES.end_of_document
+
+
+@pytest.fixture(scope="module")
+def opened() -> OpenedCheckpoint:
+    model = Model(CONFIG, V)
+    params = model.init(jax.random.key(1))
+    # Letters are likely, so that the text is mostly complete characters, and so is the beginning of a long one.
+    likely = np.zeros((V, 1), np.float32)
+    likely[[*b"abcdefgh \xe2\x82\xac"]] = 1.0
+    params["embedding"] = params["embedding"] + likely * 0.5
+    return OpenedCheckpoint(RUN, model, params, BYTES, 7, {})
+
+
+@pytest.fixture(scope="module")
+def prompt() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, 300).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def make_generator(opened):
+    made = {}
+
+    def make(**changes) -> Generator:
+        if (key := str(changes)) not in made:
+            arguments = {"segment_length": N, "end_of_document": END, "sampling": SamplingConfig()} | changes
+            made[key] = Generator(opened.model, opened.params, **arguments)
+        return made[key]
+
+    return make
+
+
+def write(generator, reading, num_tokens):
+    """All tokens at once, and the place after them."""
+    tokens = []
+    for chunk, reading in generator.write(reading, num_tokens):
+        tokens += chunk
+    return tokens, reading
+
+
+@pytest.mark.parametrize("length", [1, 2, W, W + 1, W + 2, N, N + 1, 3 * N + 2 * W + 3])
+def test_reading_is_decoding_token_by_token(make_generator, opened, prompt, length):
+    generator = make_generator()
+    reading = generator.read(generator.begin(0), prompt[:length])
+    module = opened.model.bind(opened.params)
+    decode = jax.jit(lambda token, carry: module.decode_step(token, carry))
+    carry = module.init_carry(1, decoding=True)
+    for token in prompt[: length - 1]:
+        _, carry = decode(token[None], carry)
+    last = prompt[length - 1 : length]
+    np.testing.assert_allclose(decode(last, reading.carry)[0], decode(last, carry)[0], atol=1e-5)
+    assert (reading.num_read, reading.token) == (length - 1, last[0])
+
+
+def test_a_prompt_in_pieces_is_the_prompt(make_generator, prompt):
+    generator = make_generator(sampling=SamplingConfig(temperature=0))
+    whole, _ = write(generator, generator.read(generator.begin(0), prompt), 20)
+    reading = generator.begin(0)
+    for piece in np.split(prompt, [1, 7, 7, 40, 41, 120]):
+        reading = generator.read(reading, piece)
+    assert write(generator, reading, 20)[0] == whole
+
+
+def test_greedy_is_the_most_likely_token_of_the_parallel_pass(make_generator, opened, prompt):
+    generator = make_generator(sampling=SamplingConfig(temperature=0))
+    written, _ = write(generator, generator.read(generator.begin(0), prompt[:5]), 11)
+    tokens = np.concatenate([prompt[:5], written]).astype(np.int32)[None]
+
+    @jax.jit
+    def parallel(params, tokens):
+        module = opened.model.bind(params)
+        return module.logits(module(tokens, module.init_carry(1), jnp.zeros((1, N // W), bool))[0])
+
+    assert np.argmax(parallel(opened.params, tokens), axis=-1)[0, 4:-1].tolist() == written
+
+
+def test_chunks_change_nothing(make_generator, prompt):
+    texts = []
+    for chunk in (5, 64):
+        generator = make_generator(chunk=chunk)
+        texts.append(write(generator, generator.read(generator.begin(3), prompt[:9]), 50)[0])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 10
+
+
+def test_the_seed_decides(make_generator, prompt):
+    generator = make_generator()
+    texts = [write(generator, generator.read(generator.begin(seed), prompt[:9]), 20)[0] for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_end_of_the_document_ends_the_text(opened, prompt):
+    # Everything points to the end, after some tokens.
+    params = opened.params | {"embedding": opened.params["embedding"].at[END].multiply(4)}
+    arguments = {"segment_length": N, "end_of_document": END, "sampling": SamplingConfig()}
+    generator = Generator(opened.model, params, **arguments)
+    written, reading = write(generator, generator.read(generator.begin(0), prompt[:9]), 1000)
+    assert 1 < len(written) < 1000
+    assert written.index(END) == len(written) - 1
+    with pytest.raises(UserError, match="the document has ended"):
+        next(generator.write(reading, 1))
+    # A prompt takes the end back.
+    again = generator.read(reading, prompt[9:12])
+    assert again.num_read == 9 + len(written) - 2 + 3
+    going_on = Generator(opened.model, params, **arguments, stop_at_end=False)
+    written, _ = write(going_on, going_on.read(going_on.begin(0), prompt[:9]), 200)
+    assert len(written) == 200
+    assert END not in written
+
+
+def test_nothing_to_go_on_from(make_generator):
+    generator = make_generator()
+    with pytest.raises(UserError, match="the prompt is empty"):
+        next(generator.write(generator.begin(0), 1))
+
+
+def test_a_token_out_of_range_is_named(make_generator):
+    with pytest.raises(UserError, match="token 257 is not in the vocabulary of 257"):
+        make_generator().read(make_generator().begin(0), np.array([1, 257]))
+
+
+def test_states_cleared_by_segment_are_refused():
+    model = Model(dataclasses.replace(CONFIG, clear_states=True), V)
+    with pytest.raises(UserError, match="clear_states=True is for evaluation"):
+        Generator(model, {}, segment_length=N, end_of_document=END, sampling=SamplingConfig())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_saved_carry_comes_back_exactly(opened, tmp_path, dtype):
+    model = Model(dataclasses.replace(CONFIG, activation_dtype=dtype), V)
+    generator = Generator(
+        model, opened.params, segment_length=N, end_of_document=END, sampling=SamplingConfig(), stop_at_end=False
+    )
+    reading = generator.read(generator.begin(5), np.arange(30))
+    save_reading(tmp_path / "carry", reading, b"\xe2", {"step": 7})
+    loaded, unfinished = load_reading(tmp_path / "carry", jax.eval_shape(lambda: reading.carry), {"step": 7})
+    jax.tree.map(np.testing.assert_array_equal, loaded, reading)
+    assert jax.tree.map(lambda x: x.dtype, loaded.carry) == jax.tree.map(lambda x: x.dtype, reading.carry)
+    assert unfinished == b"\xe2"
+    assert [path.name for path in tmp_path.iterdir()] == ["carry"]
+
+
+def test_a_carry_of_another_checkpoint_is_refused(make_generator, opened, tmp_path):
+    reading = make_generator().begin(0)
+    shapes = jax.eval_shape(lambda: reading.carry)
+    save_reading(tmp_path / "carry", reading, b"", identity(opened))
+    retrained = opened._replace(params=jax.tree.map(lambda x: x + 1, opened.params))
+    wider = dataclasses.replace(RUN, model=dataclasses.replace(CONFIG, window_length=8))
+    for other, message in (
+        (opened._replace(step=8), "belongs to another checkpoint: step is 7 there, and 8 in this one"),
+        (opened._replace(run=wider), "model.window_length is 4 there, and 8"),
+        (opened._replace(vocabulary=ByteVocabulary(8)), "vocabulary is .* there"),
+        (retrained, "parameters is .* there"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_reading(tmp_path / "carry", shapes, identity(other))
+
+
+def test_files_that_are_no_carry(tmp_path):
+    with pytest.raises(UserError, match="there is no saved carry"):
+        load_reading(tmp_path / "none", {}, {})
+    (tmp_path / "text").write_text("not a carry")
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    for name in ("text", "other.npz"):
+        with pytest.raises(UserError, match=f"{name} is not a saved carry"):
+            load_reading(tmp_path / name, {}, {})
+    with pytest.raises(UserError, match="cannot write the carry"):
+        save_reading(tmp_path / "none" / "carry", Reading({}, None, jnp.zeros(2), 0), b"", {})
+
+
+def test_stopping_and_going_on_writes_the_same_text(opened, tmp_path):
+    def text(num_tokens, prompt="", **arguments):
+        out = io.StringIO()
+        request = TextRequest(prompt, num_tokens, SamplingConfig(), stop_at_end=False, **arguments)
+        speed = write_text(opened, request, out.write)
+        assert speed.tokens_written == num_tokens
+        return out.getvalue()
+
+    whole = text(90, "Call me Ishmael.")
+    carry = str(tmp_path / "carry")
+    pieces = [text(1, "Call me Ishmael.", save_carry=carry)]
+    for count in (2, 17, 1, 29):
+        pieces.append(text(count, load_carry=carry, save_carry=carry))
+    pieces.append(text(40, load_carry=carry))
+    assert "".join(pieces) == whole
+    # Another seed, or a prompt on top, is another text.
+    text(50, "Call me Ishmael.", save_carry=carry)
+    assert text(40, load_carry=carry) == whole[-len(text(40, load_carry=carry)) :]
+    assert text(40, load_carry=carry, seed=1) not in whole
+    assert text(40, " And", load_carry=carry) not in whole
+
+
+class NoEuro(ByteVocabulary):
+    """Like SentencePiece without bytes: unknown characters become one token, which decodes to a mark."""
+
+    def decode(self, ids):
+        return super().decode(ids).replace("\u20ac", " \u2047 ")
+
+
+def test_a_character_without_a_token_is_named():
+    with pytest.raises(UserError, match=r"no token for '€' \(U\+20AC\), which the prompt has at character 5"):
+        encode_prompt(NoEuro(), "cost 5€"[:4] + " €")
+    assert encode_prompt(BYTES, "5€ \u2047").size == 8
+
+
+@pytest.fixture(scope="module")
+def folder(opened, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        state = {"step": jnp.asarray(7), "params": opened.params}
+        checkpoints.save(7, state, checkpoint_metadata(RUN, BYTES, 7, None))
+    save_vocabulary(BYTES, folder)
+    return folder
+
+
+def test_a_checkpoint_folder_is_all_that_is_needed(opened, folder):
+    for place in (folder, folder.parent):
+        again = open_checkpoint(place)
+        jax.tree.map(np.testing.assert_array_equal, again.params, opened.params)
+        assert (again.run, again.model, again.step) == (opened.run, opened.model, opened.step)
+        assert again.vocabulary.fingerprint == BYTES.fingerprint
+
+
+def test_another_vocabulary_in_the_folder_is_an_error(folder, opened, tmp_path):
+    save_vocabulary(ByteVocabulary(8), tmp_path)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"step": jnp.asarray(1), "params": opened.params}, checkpoint_metadata(RUN, BYTES, 1, None))
+    with pytest.raises(UserError, match="is not the one that the checkpoint was trained with"):
+        open_checkpoint(tmp_path)
+
+
+def generate(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "meliad_like.generate", *map(str, arguments)], capture_output=True, timeout=300
+    )
+
+
+def test_command_line(folder, tmp_path):
+    prompt = tmp_path / "book.txt"
+    prompt.write_text("Grün, a book. " * 30, encoding="utf-8")
+    done = generate(f"--checkpoint={folder}", f"--prompt_file={prompt}", "--tokens=30", "--seed=2", "--top_k=5")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.decode("utf-8")) > 5
+    assert b"read 450 tokens in" in done.stderr
+    assert b"tokens/s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the prompt is empty: give --prompt, --prompt_file or --load_carry"),
+        (["--prompt=a", "--prompt_file=b"], "--prompt and --prompt_file are both given"),
+        (["--prompt_file=none.txt"], "cannot read --prompt_file=none.txt: No such file"),
+        (["--prompt=\udcff"], "--prompt is not UTF-8"),
+        (["--prompt=a", "--gin_param=DecoderConfig.num_layers=3"], "have no effect here"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message):
+    done = generate("--checkpoint=none", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr.decode().splitlines()[-1]
+
+
+def test_a_prompt_that_is_not_utf8(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"gr\xfcn")
+    done = generate("--checkpoint=none", f"--prompt_file={tmp_path / 'latin.txt'}")
+    assert done.returncode == 2
+    assert b"latin.txt is not UTF-8 (byte 2)" in done.stderr
