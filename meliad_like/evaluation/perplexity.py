@@ -35,10 +35,17 @@ from meliad_like.training.mesh import MESH_AXES_OF, lane_sharding, replicated
 class Documents(Protocol):
     """A split of a token store, as far as an evaluation looks at it."""
 
-    lengths: np.ndarray
-    num_bytes: np.ndarray
-    num_words: np.ndarray
-    names: Sequence[str]
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    @property
+    def num_bytes(self) -> np.ndarray: ...
+
+    @property
+    def num_words(self) -> np.ndarray: ...
+
+    @property
+    def names(self) -> Sequence[str]: ...
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray: ...
 
@@ -241,9 +248,9 @@ class Evaluator:
 
         def add(sums: _BlockSums) -> None:
             sums = jax.device_get(sums)
-            used = sums.document >= 0
-            by_document.add(sums.document[used], sums, used)
-            by_position.add(_position_bin(sums.position[used] // self._window), sums, used)
+            used = np.asarray(sums.document) >= 0
+            by_document.add(np.asarray(sums.document)[used], sums, used)
+            by_position.add(_position_bin(np.asarray(sums.position)[used] // self._window), sums, used)
             if on_progress is not None:
                 on_progress(int(by_document.num_tokens.sum()), int(targets.sum()))
 
@@ -263,7 +270,7 @@ class Evaluator:
 
         documents = tuple(
             DocumentScore(
-                *by_document.row(index),
+                **by_document.row(index),
                 name=self._split.names[index],
                 num_bytes=int(self._split.num_bytes[index]),
                 num_words=int(self._split.num_words[index]),
@@ -271,7 +278,7 @@ class Evaluator:
             for index in range(len(targets))
         )
         positions = tuple(
-            PositionScore(*by_position.row(i), start=self._bin_start(i), stop=self._bin_start(i + 1))
+            PositionScore(**by_position.row(i), start=self._bin_start(i), stop=self._bin_start(i + 1))
             for i in range(len(by_position.nats))
         )
         return Evaluation(self.name, documents, positions, self._documents_in_split, time.perf_counter() - began)
@@ -304,8 +311,8 @@ class _Sums:
         for name in ("nats", "num_correct", "num_tokens"):
             np.add.at(getattr(self, name), index, getattr(sums, name)[used])
 
-    def row(self, index: int) -> tuple[int, float, int]:
-        return int(self.num_tokens[index]), float(self.nats[index]), int(self.num_correct[index])
+    def row(self, index: int) -> dict[str, Any]:
+        return {name: getattr(self, name)[index].item() for name in ("num_tokens", "nats", "num_correct")}
 
 
 class _Chosen:

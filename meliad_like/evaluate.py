@@ -1,0 +1,91 @@
+"""Evaluates a checkpoint: `python -m meliad_like.evaluate --checkpoint=DIR [--split=test] [--output=FILE]`."""
+
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from meliad_like import command_line
+from meliad_like.errors import UserError
+
+if TYPE_CHECKING:
+    from meliad_like.evaluation.perplexity import Evaluation, Evaluator
+
+CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True
+)
+STEP = flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
+SPLIT = flags.DEFINE_string("split", "test", "train, validation or test.")
+STORE = flags.DEFINE_string("store", None, "Token store. Default: the one that the model was trained with.")
+PREPARE = flags.DEFINE_bool("prepare", False, "Make the token store first, if it is not there.")
+OUTPUT = flags.DEFINE_string("output", None, "JSON file to write, with a row for each document.")
+MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Evaluate only some documents, of so many tokens at most.")
+COMPARE = flags.DEFINE_bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
+
+
+def main() -> None:
+    if command_line.GIN_FILE.value:
+        raise UserError("--gin_file has no effect here: the config comes from the checkpoint; --gin_param changes it")
+    # Importing jax takes seconds: a mistyped flag is reported before.
+    import jax
+    from rich.console import Console
+
+    from meliad_like.evaluation import report
+    from meliad_like.evaluation.baselines import compressed_bits_per_byte
+    from meliad_like.evaluation.opening import open_store, open_with
+    from meliad_like.evaluation.perplexity import Evaluator
+    from meliad_like.training.mesh import parameter_shardings
+
+    opened, mesh = open_with(CHECKPOINT.value, command_line.GIN_PARAM.value, STEP.value)
+    store = open_store(opened, CHECKPOINT.value, STORE.value, PREPARE.value)
+    run, model, vocabulary, split = opened.run, opened.model, opened.vocabulary, store.split(SPLIT.value)
+    evaluator = Evaluator(
+        model,
+        split,
+        mesh,
+        name=SPLIT.value,
+        segment_length=run.data.segment_length,
+        max_lanes=run.data.num_lanes,
+        max_tokens=MAX_TOKENS.value,
+        loss_slice=run.training.loss_slice,
+    )
+    trained = f"step {opened.step:,}"
+    evaluation = _with_progress(trained, evaluator, opened.params)
+    details = {}
+    console = Console()
+    console.print(report.table(evaluation).to_rich())
+    console.print(report.positions(evaluation).to_rich())
+    if COMPARE.value:
+        shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
+        params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(run.training.seed))
+        untrained = _with_progress("untrained", evaluator, params)
+        compressors = compressed_bits_per_byte(split, evaluator.documents, vocabulary)
+        console.print(report.comparison({"untrained": untrained, trained: evaluation}, compressors).to_rich())
+        details["other_bits_per_byte"] = {"untrained": untrained.bits_per_byte, **compressors}
+    first_bytes = sum(len(vocabulary.decode_bytes(split.tokens(int(i), 0, 1))) for i in evaluator.documents)
+    console.print(
+        f"Each document's first token is read but not predicted: {first_bytes:,} bytes in all.", highlight=False
+    )
+    if not vocabulary.lossless:
+        console.print("The vocabulary does not keep text exactly: compare bits per byte with nothing but itself.")
+    if OUTPUT.value:
+        details |= {
+            "checkpoint": CHECKPOINT.value,
+            "step": opened.step,
+            "store_fingerprint": store.fingerprint,
+            "vocabulary": {"fingerprint": vocabulary.fingerprint, "lossless": vocabulary.lossless},
+            "bytes_of_first_tokens": first_bytes,
+        }
+        report.write(evaluation, OUTPUT.value, **details)
+
+
+def _with_progress(name: str, evaluator: "Evaluator", params: Any) -> "Evaluation":
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(name, total=None)
+        return evaluator(params, lambda done, total: progress.update(task, completed=done, total=total))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

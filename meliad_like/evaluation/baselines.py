@@ -1,0 +1,48 @@
+"""What general-purpose compressors make of the same documents.
+
+Each document is compressed alone, as the model reads it: it remembers nothing of the one before. All documents together
+would compress better, and a model that reads on without forgetting could as well.
+"""
+
+import lzma
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.evaluation.perplexity import Documents
+
+
+def _gzip(text: bytes) -> bytes:
+    return zlib.compress(text, 9, wbits=zlib.MAX_WBITS | 16)
+
+
+def _xz(text: bytes) -> bytes:
+    return lzma.compress(text, preset=9)
+
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"gzip -9": _gzip, "xz -9": _xz}
+
+
+def compressed_bits_per_byte(split: Documents, documents: Iterable[int], vocabulary: Vocabulary) -> dict[str, float]:
+    """Bits per byte of each compressor, file headers included.
+
+    Args:
+      split, documents: the documents, by index; as an evaluator has them (`Evaluator.documents`).
+      vocabulary: turns their tokens into the text that the model was asked to predict. Where that is not quite the
+        original text (`lossless` is False), both model and compressors are spared the difference, and the bytes are
+        still those of the original.
+    """
+    documents = np.asarray(list(documents))
+
+    def sizes(document: int) -> list[int]:
+        text = vocabulary.decode_bytes(split.tokens(document, 0, int(split.lengths[document])))
+        return [len(compress(text)) for compress in COMPRESSORS.values()]
+
+    # zlib and lzma release the interpreter lock.
+    with ThreadPoolExecutor() as pool:
+        totals = np.sum(list(pool.map(sizes, documents.tolist())), axis=0)
+    num_bytes = int(np.asarray(split.num_bytes)[documents].sum())
+    return {name: 8 * int(total) / num_bytes for name, total in zip(COMPRESSORS, totals, strict=True)}

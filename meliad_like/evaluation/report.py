@@ -1,0 +1,139 @@
+"""Evaluations as JSON files, and as tables for the terminal and for Markdown."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from etils import epath
+from rich.table import Table as RichTable
+
+from meliad_like.errors import UserError
+from meliad_like.evaluation.perplexity import DocumentScore, Evaluation, PositionScore
+
+FIGURES = (
+    "bits_per_token",
+    "perplexity",
+    "bits_per_byte",
+    "word_perplexity",
+    "accuracy",
+    "num_documents",
+    "num_tokens",
+    "num_bytes",
+    "num_words",
+    "tokens_per_word",
+    "tokens_per_second",
+)
+"""The properties of an evaluation that are written and shown."""
+
+
+class Table(NamedTuple):
+    """Rows of text under a header."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def to_rich(self) -> RichTable:
+        """For a rich console."""
+        table = RichTable(title=self.title, title_justify="left")
+        for index, name in enumerate(self.header):
+            table.add_column(name, justify="right" if index else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def to_markdown(self) -> str:
+        """With the title as a paragraph above it."""
+        alignment = ("---", *["---:"] * (len(self.header) - 1))
+        lines = "\n".join(f"| {' | '.join(row)} |" for row in (self.header, alignment, *self.rows))
+        return f"{self.title}\n\n{lines}\n"
+
+
+def table(evaluation: Evaluation) -> Table:
+    """All figures of one evaluation, below each other."""
+    rows = [(name.removeprefix("num_").replace("_", " "), _text(getattr(evaluation, name))) for name in FIGURES]
+    return Table(title(evaluation), ("", evaluation.split), rows)
+
+
+def positions(evaluation: Evaluation) -> Table:
+    """Bits per token by position in the document: what reading on is worth."""
+    rows = [
+        (f"{score.start:,} to {score.stop - 1:,}", _text(score.num_tokens), _text(score.bits_per_token))
+        for score in evaluation.positions
+    ]
+    return Table("by position in the document", ("position", "tokens", "bits per token"), rows)
+
+
+def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, float] | None = None) -> Table:
+    """Evaluations of the same documents below each other, and compressors (bits per byte) below them.
+
+    Raises:
+      UserError: they are not of the same documents.
+    """
+    first, *others = evaluations.values()
+    for name, other in zip(list(evaluations)[1:], others, strict=True):
+        if [(d.name, d.num_bytes) for d in other.documents] != [(d.name, d.num_bytes) for d in first.documents]:
+            raise UserError(
+                f"{name} ({title(other)}) and {next(iter(evaluations))} ({title(first)}) are not of the same documents"
+            )
+    figures = ("bits_per_byte", "bits_per_token", "word_perplexity", "accuracy")
+    rows = [(name, *(_text(getattr(result, figure)) for figure in figures)) for name, result in evaluations.items()]
+    rows += [(name, _text(bits_per_byte), "", "", "") for name, bits_per_byte in (compressors or {}).items()]
+    return Table(title(first), ("", *(figure.replace("_", " ") for figure in figures)), rows)
+
+
+def title(evaluation: Evaluation) -> str:
+    """What was evaluated; says so where that is a part."""
+    shown, whole = evaluation.num_documents, evaluation.documents_in_split
+    documents = f"{shown:,} documents" if shown == whole else f"a part, {shown:,} of {whole:,} documents"
+    return f"{evaluation.split}: {documents}, {evaluation.num_bytes:,} bytes"
+
+
+def write(evaluation: Evaluation, path: epath.PathLike, **details: Any) -> None:
+    """Writes the figures, the documents and the positions as JSON.
+
+    Args:
+      evaluation: what `read` gives back.
+      path: the file; its folder is made if need be.
+      **details: more for the file, such as the checkpoint; JSON has no NaN, so such figures are written as null.
+    """
+    saved = details | {
+        "figures": {name: _finite(getattr(evaluation, name)) for name in FIGURES},
+        **dataclasses.asdict(evaluation),
+    }
+    path = epath.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(saved, indent=2) + "\n")
+
+
+def read(path: epath.PathLike) -> Evaluation:
+    """The evaluation that `write` wrote.
+
+    Raises:
+      UserError: there is no such file, or it holds something else.
+    """
+    try:
+        saved = json.loads(epath.Path(path).read_text())
+        return Evaluation(
+            documents=tuple(DocumentScore(**document) for document in saved["documents"]),
+            positions=tuple(PositionScore(**score) for score in saved["positions"]),
+            **{name: saved[name] for name in ("split", "documents_in_split", "seconds")},
+        )
+    except FileNotFoundError:
+        raise UserError(f"there is no evaluation {path}") from None
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise UserError(f"{path} is not an evaluation that python -m meliad_like.evaluate --output wrote") from None
+
+
+def _text(value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    if math.isnan(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

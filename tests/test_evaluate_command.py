@@ -1,0 +1,188 @@
+"""Evaluating from a checkpoint folder, compressors, and reports."""
+
+import dataclasses
+import gzip
+import json
+import lzma
+import math
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from meliad_like import config
+from meliad_like.data.preparation import prepare
+from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig, make_vocabulary
+from meliad_like.errors import UserError
+from meliad_like.evaluation import report
+from meliad_like.evaluation.baselines import compressed_bits_per_byte
+from meliad_like.evaluation.opening import open_store, open_with
+from meliad_like.evaluation.perplexity import DocumentScore, Evaluation, PositionScore
+from meliad_like.models.model import Model
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.opening import checkpoint_metadata, save_vocabulary
+
+TEXTS = {"one.txt": "the quick brown fox\n" * 20, "two.txt": "jumps over\n", "three.txt": "é" * 100}
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """Working folder of a run that saved step 3, and whose token store is missing."""
+    root = tmp_path_factory.mktemp("evaluate")
+    documents, workdir, store = root / "my documents", root / "workdir", root / "store"
+    (documents / "test").mkdir(parents=True)
+    for name, text in TEXTS.items():
+        (documents / "test" / name).write_text(text)
+    run = config.parse(
+        ["size/tiny.gin"],
+        [f"ReaderConfig.store = '{store}'", "SourceConfig.kind = 'text'", f"SourceConfig.folder = '{documents}'"],
+    )
+    vocabulary = ByteVocabulary()
+    save_vocabulary(vocabulary, workdir / "checkpoints")
+    params = jax.jit(Model(run.model, vocabulary.size).init)(jax.random.key(7))
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        checkpoints.save(3, {"params": params, "step": np.int32(3)}, checkpoint_metadata(run, vocabulary, 3, None))
+    return workdir
+
+
+def evaluate(*arguments):
+    command = [sys.executable, "-m", "meliad_like.evaluate", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_checkpoint_folder_and_the_documents_are_enough(workdir, tmp_path):
+    output = tmp_path / "new" / "evaluation.json"
+    result = evaluate(f"--checkpoint={workdir}", "--prepare", "--compare", f"--output={output}")
+    assert result.returncode == 0, result.stderr
+    for words in ("bits per byte", "untrained", "xz -9", "3 bytes in all", "test: 3 documents, 611 bytes"):
+        assert words in result.stdout
+
+    saved, evaluation = json.loads(output.read_text()), report.read(output)
+    assert saved["step"] == 3 and saved["bytes_of_first_tokens"] == 3
+    texts = {name: text.encode() for name, text in TEXTS.items()}
+    # Of a byte vocabulary: all bytes but the first, and the end of the document.
+    assert {d.name: d.num_tokens for d in evaluation.documents} == {
+        name.removesuffix(".txt"): len(text) for name, text in texts.items()
+    }
+    assert saved["figures"]["num_words"] == 80 + 2 + 1
+    assert saved["figures"]["bits_per_byte"] == pytest.approx(evaluation.nats / math.log(2) / 611)
+    assert saved["other_bits_per_byte"]["gzip -9"] == 8 * sum(len(gzip.compress(text)) for text in texts.values()) / 611
+
+
+def test_the_missing_store_is_one_line_with_the_way_out(workdir, tmp_path):
+    result = evaluate(f"--checkpoint={workdir / 'checkpoints'}", f"--store={tmp_path / 'none'}")
+    assert result.returncode == 2
+    assert f"error: there is no token store at {tmp_path / 'none'}: give --store=DIR, or add --prepare" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_store_of_another_vocabulary_is_refused(workdir, tmp_path):
+    opened, _ = open_with(workdir)
+    other = dataclasses.replace(opened.run.vocabulary, size_multiple=64)
+    prepare(opened.run.source, other, tmp_path / "other", 1)
+    with pytest.raises(
+        UserError, match=r"the vocabulary of the checkpoint .*workdir \(\w{12}\) is not that of .*other"
+    ):
+        open_store(opened, workdir, str(tmp_path / "other"), prepare=False)
+
+
+def test_the_store_is_made_with_the_vocabulary_of_the_checkpoint(workdir, tmp_path):
+    opened, _ = open_with(workdir)
+    settings = VocabularyConfig(kind="sentencepiece", size=280)
+    vocabulary = make_vocabulary(settings, ["a vocabulary learned from documents that are gone"])
+    save_vocabulary(vocabulary, tmp_path / "checkpoints")
+    run = dataclasses.replace(opened.run, vocabulary=settings)
+    store = open_store(opened._replace(run=run, vocabulary=vocabulary), tmp_path, str(tmp_path / "store"), prepare=True)
+    assert store.vocabulary.fingerprint == vocabulary.fingerprint
+
+
+def test_parameters_change_the_config_but_not_the_shapes(workdir):
+    opened, mesh = open_with(workdir, ["ReaderConfig.segment_length = 32", "MeshConfig.fsdp = 2"])
+    assert (opened.run.data.segment_length, mesh.shape["fsdp"], opened.step) == (32, 2, 3)
+    assert open_with(workdir, ["DecoderConfig.clear_states = True"])[0].model.config.clear_states
+    with pytest.raises(
+        UserError, match=r"DecoderConfig.num_layers would need other parameters than those of the check"
+    ):
+        open_with(workdir, ["DecoderConfig.num_layers = 4"])
+    with pytest.raises(UserError, match="the checkpoint has no macros; bind Class.parameter = value"):
+        open_with(workdir, ["RECURRENT_LAYERS = (1,)"])
+
+
+class TextSplit:
+    """Byte tokens of two texts."""
+
+    texts = ("a rose is a rose " * 30).encode(), b"x"
+    lengths = np.array([len(text) + 1 for text in texts])
+    num_bytes = lengths - 1
+    num_words = np.array([240, 1])
+    names = ("rose", "x")
+
+    def tokens(self, document, start, stop):
+        return np.array([*self.texts[document], 256])[start:stop]
+
+
+def test_compressors_see_each_document_alone_and_only_those_asked_for():
+    split, vocabulary = TextSplit(), ByteVocabulary()
+    sizes = [len(lzma.compress(text, preset=9)) for text in split.texts]
+    both = compressed_bits_per_byte(split, [0, 1], vocabulary)
+    assert both["xz -9"] == 8 * sum(sizes) / split.num_bytes.sum()
+    assert compressed_bits_per_byte(split, [0], vocabulary)["xz -9"] == 8 * sizes[0] / split.num_bytes[0]
+
+
+def make_evaluation(bits=300, words=50):
+    nats = bits * math.log(2)
+    documents = (
+        DocumentScore(num_tokens=100, nats=nats, num_correct=30, name="a", num_bytes=150, num_words=words),
+        DocumentScore(num_tokens=0, nats=0.0, num_correct=0, name="empty", num_bytes=0, num_words=0),
+    )
+    positions = (PositionScore(num_tokens=100, nats=nats, num_correct=30, start=0, stop=128),)
+    return Evaluation("test", documents, positions, documents_in_split=9, seconds=4.0)
+
+
+def test_figures():
+    evaluation = make_evaluation()
+    figures = {name: getattr(evaluation, name) for name in report.FIGURES}
+    assert figures == pytest.approx(
+        {
+            "bits_per_token": 3.0,
+            "perplexity": 8.0,
+            "bits_per_byte": 2.0,
+            "word_perplexity": 64.0,
+            "accuracy": 0.3,
+            "num_documents": 2,
+            "num_tokens": 100,
+            "num_bytes": 150,
+            "num_words": 50,
+            "tokens_per_word": 2.0,
+            "tokens_per_second": 25.0,
+        }
+    )
+
+
+def test_a_file_gives_the_evaluation_back(tmp_path):
+    evaluation = make_evaluation(words=0)
+    report.write(evaluation, tmp_path / "e.json", step=5)
+    assert report.read(tmp_path / "e.json") == evaluation
+    assert json.loads((tmp_path / "e.json").read_text())["figures"]["word_perplexity"] is None
+    (tmp_path / "e.json").write_text("{}")
+    with pytest.raises(UserError, match="is not an evaluation that python -m meliad_like.evaluate --output wrote"):
+        report.read(tmp_path / "e.json")
+
+
+def test_the_comparison():
+    before, after = make_evaluation(1200, words=0), make_evaluation(words=0)
+    table = report.comparison({"before": before, "after": after}, {"gzip -9": 2.5})
+    assert table.to_markdown() == (
+        "test: a part, 2 of 9 documents, 150 bytes\n"
+        "\n"
+        "|  | bits per byte | bits per token | word perplexity | accuracy |\n"
+        "| --- | ---: | ---: | ---: | ---: |\n"
+        "| before | 8.0000 | 12.0000 | - | 0.3000 |\n"
+        "| after | 2.0000 | 3.0000 | - | 0.3000 |\n"
+        "| gzip -9 | 2.5000 |  |  |  |\n"
+    )
+    other = dataclasses.replace(after, documents=after.documents[:1])
+    with pytest.raises(UserError, match=r"after \(.*\) and before \(.*\) are not of the same documents"):
+        report.comparison({"before": before, "after": other})
