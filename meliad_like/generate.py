@@ -8,7 +8,9 @@ from absl import flags
 from meliad_like import command_line
 from meliad_like.errors import UserError
 
-CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True)
+CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True
+)
 PROMPT = flags.DEFINE_string("prompt", None, "Text to go on from.")
 PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "UTF-8 file with the text to go on from, of any length.")
 TOKENS = flags.DEFINE_integer("tokens", 200, "Tokens to write, at most.", lower_bound=0)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from meliad_like.config import RunConfig
-from meliad_like.data.documents import SourceConfig
 from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
@@ -60,23 +59,17 @@ def prompt() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def make_generator(opened):
-    made = {}
-
     def make(**changes) -> Generator:
-        if (key := str(changes)) not in made:
-            arguments = {"segment_length": N, "end_of_document": END, "sampling": SamplingConfig()} | changes
-            made[key] = Generator(opened.model, opened.params, **arguments)
-        return made[key]
+        arguments = {"segment_length": N, "end_of_document": END, "sampling": SamplingConfig()} | changes
+        return Generator(opened.model, opened.params, **arguments)
 
     return make
 
 
 def write(generator, reading, num_tokens):
     """All tokens at once, and the place after them."""
-    tokens = []
-    for chunk, reading in generator.write(reading, num_tokens):
-        tokens += chunk
-    return tokens, reading
+    chunks = list(generator.write(reading, num_tokens))
+    return [token for chunk, _ in chunks for token in chunk], chunks[-1][1]
 
 
 @pytest.mark.parametrize("length", [1, 2, W, W + 1, W + 2, N, N + 1, 3 * N + 2 * W + 3])

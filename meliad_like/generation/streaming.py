@@ -1,11 +1,13 @@
 """Reading a prompt of any length, and going on from it token by token at a constant cost."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int, UInt32
 
 from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig, sample
@@ -55,42 +57,11 @@ class Generator:
         self._model, self._params = model, params
         self._segment_length, self._window_length = segment_length, model.config.window_length
         self._end_of_document = end_of_document
-        self._chunk = chunk
-
-        def read_blocks(params, carry, tokens, start):
-            return model.bind(params)(tokens, carry, start)[1]
-
-        def read_tokens(params, carry, tokens, count):
-            module = model.bind(params)
-            return jax.lax.fori_loop(0, count, lambda i, carry: module.decode_step(tokens[:, i], carry)[1], carry)
-
-        def write_tokens(params, carry, token, key, count):
-            module = model.bind(params)
-
-            def unfinished(loop):
-                i, _, token, _, _ = loop
-                return (i < count) & ((i == 0) | (token[0] != end_of_document))
-
-            def write_token(loop):
-                i, carry, token, key, written = loop
-                logits, carry = module.decode_step(token, carry)
-                if not stop_at_end:
-                    logits = logits.at[:, end_of_document].set(-jnp.inf)
-                key, token_key = jax.random.split(jax.random.wrap_key_data(key))
-                token = sample(logits, token_key, sampling)
-                return i + 1, carry, token, jax.random.key_data(key), written.at[i].set(token[0])
-
-            loop = (0, carry, token, key, jnp.zeros(chunk, jnp.int32))
-            count, carry, _, key, written = jax.lax.while_loop(unfinished, write_token, loop)
-            return carry, key, written, count
-
-        self._read_blocks = jax.jit(read_blocks, donate_argnums=1)
-        self._read_tokens = jax.jit(read_tokens, donate_argnums=1)
-        self._write_tokens = jax.jit(write_tokens, donate_argnums=1)
+        self._sampling, self._stop_at_end, self._chunk = sampling, stop_at_end, chunk
 
     def begin(self, seed: int) -> Reading:
         """Before the first token of a document."""
-        carry = jax.jit(lambda params: self._model.bind(params).init_carry(1, decoding=True))(self._params)
+        carry = _begin(self._model, self._params)
         return Reading(carry, None, jax.random.key_data(jax.random.key(seed)), 0)
 
     def read(self, reading: Reading, tokens: np.ndarray) -> Reading:
@@ -115,11 +86,11 @@ class Generator:
                 count = self._segment_length if remaining >= self._segment_length else w
                 start = np.zeros((1, count // w), bool)
                 start[0, 0] = num_read == 0
-                carry = self._read_blocks(self._params, carry, unread[:, :count], start)
+                carry = _read_blocks(self._model, self._params, carry, unread[:, :count], start)
             else:
                 count = min(remaining, w - into_block)
                 padded = np.pad(unread[:, :count], ((0, 0), (0, w - count)))
-                carry = self._read_tokens(self._params, carry, padded, count)
+                carry = _read_tokens(self._model, self._params, carry, padded, count)
             unread, num_read = unread[:, count:], num_read + count
         return Reading(carry, int(tokens[-1]), reading.key, num_read)
 
@@ -137,10 +108,79 @@ class Generator:
             raise UserError("the document has ended, there is nothing to write: give a prompt to go on with")
         while num_tokens > 0 and reading.token != self._end_of_document:
             token = np.array([reading.token], np.int32)
-            carry, key, written, count = self._write_tokens(
-                self._params, reading.carry, token, reading.key, min(num_tokens, self._chunk)
+            carry, key, written, count = _write_tokens(
+                self._model,
+                self._params,
+                reading.carry,
+                token,
+                reading.key,
+                min(num_tokens, self._chunk),
+                sampling=self._sampling,
+                end_of_document=self._end_of_document,
+                stop_at_end=self._stop_at_end,
+                chunk=self._chunk,
             )
             tokens = np.asarray(written)[: int(count)].tolist()
             num_tokens -= len(tokens)
             reading = Reading(carry, tokens[-1], key, reading.num_read + len(tokens))
             yield tokens, reading
+
+
+# Compiled once for a model, whatever number of generators there are.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _begin(model: Model, params):
+    return model.bind(params).init_carry(1, decoding=True)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read_blocks(model: Model, params, carry, tokens: Int[Array, "1 n"], start: Bool[Array, "1 c"]):
+    return model.bind(params)(tokens, carry, start)[1]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read_tokens(model: Model, params, carry, tokens: Int[Array, "1 w"], count):
+    """Reads the first `count` of the tokens."""
+    module = model.bind(params)
+    return jax.lax.fori_loop(0, count, lambda i, carry: module.decode_step(tokens[:, i], carry)[1], carry)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("sampling", "end_of_document", "stop_at_end", "chunk"),
+    donate_argnums=2,
+)
+def _write_tokens(
+    model: Model,
+    params,
+    carry,
+    token: Int[Array, " 1"],
+    key: UInt32[Array, "..."],
+    count,
+    *,
+    sampling: SamplingConfig,
+    end_of_document: int,
+    stop_at_end: bool,
+    chunk: int,
+):
+    """Up to `count` tokens after `token`: carry, key, tokens [chunk], and how many of these are written."""
+    module = model.bind(params)
+
+    def unfinished(loop):
+        i, _, token, _, _ = loop
+        return (i < count) & ((i == 0) | (token[0] != end_of_document))
+
+    def write_token(loop):
+        i, carry, token, key, written = loop
+        logits, carry = module.decode_step(token, carry)
+        if not stop_at_end:
+            logits = logits.at[:, end_of_document].set(-jnp.inf)
+        key, token_key = jax.random.split(jax.random.wrap_key_data(key))
+        token = sample(logits, token_key, sampling)
+        return i + 1, carry, token, jax.random.key_data(key), written.at[i].set(token[0])
+
+    loop = (0, carry, token, key, jnp.zeros(chunk, jnp.int32))
+    count, carry, _, key, written = jax.lax.while_loop(unfinished, write_token, loop)
+    return carry, key, written, count

@@ -77,15 +77,16 @@ def write_text(opened: OpenedCheckpoint, request: TextRequest, show: Callable[[s
     read_seconds = time.perf_counter() - began
 
     text = vocabulary.stream(b"" if request.prompt else unfinished)
+    place = reading
     moments, counts = [], []
-    for written, reading in generator.write(reading, request.num_tokens):
+    for written, place in generator.write(reading, request.num_tokens):  # noqa: B007  # the last one is saved
         show("".join(map(text.push, written)))
         moments.append(time.perf_counter())
         counts.append(len(written))
     if request.save_carry is None:
         show(text.finish())
     else:
-        save_reading(request.save_carry, reading, text.unfinished, identity(opened))
+        save_reading(request.save_carry, place, text.unfinished, identity(opened))
     rate = sum(counts[1:]) / (moments[-1] - moments[0]) if len(moments) > 1 else 0.0
     return TextSpeed(len(tokens), read_seconds, sum(counts), rate)
 

@@ -50,9 +50,7 @@ def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
     vocabulary.save(str(target))
 
 
-def open_checkpoint(
-    folder: epath.PathLike, *, step: int | None = None, mesh: Mesh | None = None
-) -> OpenedCheckpoint:
+def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Mesh | None = None) -> OpenedCheckpoint:
     """Opens a checkpoint folder, or the working folder that it lies in, for reading.
 
     Args:
@@ -88,4 +86,6 @@ def _placed(model: Model, mesh: Mesh | None) -> Any:
         shardings = jax.tree.map(lambda _: device, abstract)
     else:
         shardings = parameter_shardings(mesh, model.axes, abstract)
-    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract, shardings)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract, shardings
+    )
