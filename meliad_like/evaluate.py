@@ -8,7 +8,8 @@ from meliad_like import command_line
 from meliad_like.errors import UserError
 
 if TYPE_CHECKING:
-    from meliad_like.evaluation.perplexity import Evaluation, Evaluator
+    from meliad_like.evaluation.perplexity import Evaluator
+    from meliad_like.evaluation.scores import Evaluation
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True

@@ -1,6 +1,11 @@
 """An evaluation is the plain loop over documents, whatever the lanes, the segments and the mesh."""
 
+import json
 import math
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +37,15 @@ class CountedSplit(FakeSplit):
         return super().tokens(document, start, stop) * 7919 % 29
 
 
-@pytest.fixture(scope="module")
-def model():
+def make_model():
     sizes = {"num_layers": 2, "model_width": 16, "num_heads": 2, "head_size": 8, "feedforward_width": 16}
     config = DecoderConfig(**sizes, window_length=WINDOW, num_states=4, recurrent_layers=(1,), logit_scale=1.0)
     return Model(config, CountedSplit.vocabulary_size)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +144,32 @@ def test_progress_is_told(evaluator, params):
     evaluator(params, lambda done, total: told.append((done, total)))
     total = sum(LENGTHS) - len(LENGTHS)
     assert told[-1] == (total, total) and len(told) > 1 and sorted(told) == told
+
+
+PROCESS = """
+import os, sys
+os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+sys.path[:0] = sys.argv[3:]
+import jax
+from meliad_like.training.mesh import initialize_distributed
+initialize_distributed(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+from test_evaluation import make_evaluator, make_model
+model = make_model()
+evaluator, shardings = make_evaluator(model, (2, 1, 2))
+params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))
+print([document.nats for document in evaluator(params).documents])
+"""
+
+
+def test_two_processes_both_know_every_document(expected):
+    tests = pathlib.Path(__file__).parent
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+    paths = [str(tests), str(tests.parent)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", PROCESS, port, str(index), *paths], stdout=subprocess.PIPE, text=True)
+        for index in range(2)
+    ]
+    results = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    assert results[0] == results[1]
+    np.testing.assert_allclose(results[0], [nats.sum() for nats, _ in expected], rtol=2e-6)

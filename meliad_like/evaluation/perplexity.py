@@ -13,7 +13,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -27,6 +26,7 @@ from meliad_like.data.batch import Batch
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
+from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.models.model import Model
 from meliad_like.training.loss import token_losses
 from meliad_like.training.mesh import MESH_AXES_OF, lane_sharding, replicated
@@ -48,114 +48,6 @@ class Documents(Protocol):
     def names(self) -> Sequence[str]: ...
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray: ...
-
-
-@dataclass(frozen=True)
-class Score:
-    """Sums over tokens."""
-
-    num_tokens: int
-    """Tokens that were predicted."""
-    nats: float
-    """Minus the sum of the logarithms of their probabilities."""
-    num_correct: int
-    """Those that were the most likely ones."""
-
-    @property
-    def bits_per_token(self) -> float:
-        return _ratio(self.nats / math.log(2), self.num_tokens)
-
-
-@dataclass(frozen=True)
-class DocumentScore(Score):
-    """One document."""
-
-    name: str
-    num_bytes: int
-    """Bytes of its text in UTF-8."""
-    num_words: int
-    """Words as `data.token_store.count_words` counts them."""
-
-    @property
-    def bits_per_byte(self) -> float:
-        return _ratio(self.nats / math.log(2), self.num_bytes)
-
-
-@dataclass(frozen=True)
-class PositionScore(Score):
-    """The tokens at positions `start` to `stop` (not included) of all documents; the bins double from a window on."""
-
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What one set of parameters reaches on a split."""
-
-    split: str
-    documents: tuple[DocumentScore, ...]
-    """In the order of the split; one without a second token has no target."""
-    positions: tuple[PositionScore, ...]
-    """Loss by position in the document, counted to the token that predicts."""
-    documents_in_split: int
-    """More than `documents`, where only a part was asked for."""
-    seconds: float
-    """Wall time, compilation included where this was the evaluator's first call."""
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.documents)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that were predicted: all but each document's first."""
-        return sum(document.num_tokens for document in self.documents)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(document.num_bytes for document in self.documents)
-
-    @property
-    def num_words(self) -> int:
-        return sum(document.num_words for document in self.documents)
-
-    @property
-    def nats(self) -> float:
-        return math.fsum(document.nats for document in self.documents)
-
-    @property
-    def bits_per_token(self) -> float:
-        return self.nats / math.log(2) / self.num_tokens
-
-    @property
-    def perplexity(self) -> float:
-        """Per token."""
-        return _exp(self.nats / self.num_tokens)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits of all predicted tokens, ends of documents included, over all bytes."""
-        return _ratio(self.nats / math.log(2), self.num_bytes)
-
-    @property
-    def tokens_per_word(self) -> float:
-        """The scale factor between the losses per word and per token (Block-Recurrent Transformers, appendix I.1)."""
-        return _ratio(self.num_tokens, self.num_words)
-
-    @property
-    def word_perplexity(self) -> float:
-        """exp(nats / words), as PG-19's authors define it; NaN where there are no words."""
-        return _exp(_ratio(self.nats, self.num_words))
-
-    @property
-    def accuracy(self) -> float:
-        """Share of the tokens that were the most likely ones."""
-        return sum(document.num_correct for document in self.documents) / self.num_tokens
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
 
 
 class _BlockSums(NamedTuple):
@@ -350,12 +242,3 @@ def _choose(lengths: np.ndarray, max_tokens: int) -> np.ndarray:
 def _position_bin(block: np.ndarray) -> Any:
     """0 for the first block of a document, then 1; 2 for the next two, 3 for the next four, and so on."""
     return np.frexp(block)[1]
-
-
-def _ratio(total: float, count: int) -> float:
-    return total / count if count else math.nan
-
-
-def _exp(nats: float) -> float:
-    with np.errstate(over="ignore"):
-        return float(np.exp(nats))

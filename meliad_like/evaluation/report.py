@@ -10,7 +10,7 @@ from etils import epath
 from rich.table import Table as RichTable
 
 from meliad_like.errors import UserError
-from meliad_like.evaluation.perplexity import DocumentScore, Evaluation, PositionScore
+from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 
 FIGURES = (
     "bits_per_token",
