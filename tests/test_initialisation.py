@@ -1,0 +1,60 @@
+"""Fresh parameters against the reference's own: names, shapes and distributions."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from meliad_like.conversion.meliad import to_meliad
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.model import Model
+
+REFERENCE = json.loads((Path(__file__).parent / "golden" / "i_init_statistics.json").read_text())
+
+
+def num_layers_and_recurrent(statistics):
+    layers = {name.split("/")[0] for name in statistics if name.startswith("transformer")}
+    recurrent = {name.split("/")[0] for name in statistics if "recurrent_initial_state" in name}
+    return len(layers), tuple(int(name.removeprefix("transformer")) for name in recurrent)
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_fresh_parameters_are_the_references(name):
+    num_parameters = REFERENCE[name]["__total__"]
+    reference = {key: value for key, value in REFERENCE[name].items() if not key.startswith("__")}
+    num_layers, recurrent = num_layers_and_recurrent(reference)
+    gates = {} if name == "slide" else dict(zip(("gate", "cell"), name.split("_")))
+    config = DecoderConfig(
+        num_layers=num_layers,
+        model_width=256,
+        num_heads=4,
+        head_size=64,
+        feedforward_width=1024,
+        num_states=64,
+        recurrent_layers=recurrent,
+        **gates,
+    )
+    model = Model(config, 512)
+    assert model.num_parameters == num_parameters
+    ours = to_meliad(jax.jit(model.init)(jax.random.key(0)))
+    assert {key: list(value.shape) for key, value in ours.items()} == {k: v["shape"] for k, v in reference.items()}
+    for key, theirs in reference.items():
+        values = ours[key].astype(np.float64)
+        if theirs["std"] == 0:
+            assert (values == theirs["mean"]).all(), key
+            continue
+        # Both are samples, so the difference of two means has a variance of 2 std^2 / n. The standard deviation of a
+        # sample's std is std / sqrt(2 n) for a normal distribution, and less for a truncated one.
+        n, std = values.size, theirs["std"]
+        assert abs(values.mean() - theirs["mean"]) < 5 * std * np.sqrt(2 / n), key
+        assert abs(values.std() - std) < 5 * std * np.sqrt(1 / n), key
+        truncated = n > 10_000 and theirs["max"] < 2.5 * std
+        if truncated:
+            # Cut off at two standard deviations of the normal distribution, that is at 2.27 of what is left of it.
+            assert 2.2 * std < values.max() < 2.3 * std, key
+            assert 2.2 * std < -values.min() < 2.3 * std, key
+            assert values.max() < 1.01 * theirs["max"], key
+        elif n > 10_000:
+            assert values.max() > 3 * std, key
