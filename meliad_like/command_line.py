@@ -1,7 +1,7 @@
 """Flags that the entry points share, and how a mistake on the command line is reported."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from absl import app, flags
@@ -27,14 +27,21 @@ def read_config() -> "RunConfig":
     return config.parse(GIN_FILE.value, GIN_PARAM.value)
 
 
-def run(main: Callable[[], int | None]) -> None:
-    """Parses the flags and exits with what `main` returns; a UserError is one line on stderr and exit status 2."""
+def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> None:
+    """Parses the flags and exits with what `main` returns; a UserError is one line on stderr and exit status 2.
+
+    With `subjects`, the command takes one of these words beside its flags, and `main` is given it.
+    """
 
     def report(argv: list[str]) -> int | None:
+        words, others = argv[1 : 1 + bool(subjects)], argv[1 + bool(subjects) :]
         try:
-            if argv[1:]:
-                raise UserError(f"unexpected argument {argv[1]!r}; flags are written --name=value")
-            return main()
+            if others:
+                raise UserError(f"unexpected argument {others[0]!r}; flags are written --name=value")
+            if subjects and (not words or words[0] not in subjects):
+                given = f"not {words[0]!r}" if words else "which is missing"
+                raise UserError(f"the first argument must be {' or '.join(subjects)}, {given}")
+            return main(*words)
         except UserError as error:
             return _fail(error)
 

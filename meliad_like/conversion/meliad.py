@@ -74,7 +74,9 @@ def from_meliad(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> d
         if name not in theirs:
             raise UserError(f"the checkpoint has no parameter {name} (our {path}); is this its configuration?")
         if theirs[name].shape != leaf.shape:
-            raise UserError(f"{name} has shape {theirs[name].shape} in the checkpoint, {leaf.shape} in the configuration")
+            raise UserError(
+                f"{name} has shape {theirs[name].shape} in the checkpoint, {leaf.shape} in the configuration"
+            )
         left_over.discard(name)
         return np.asarray(theirs[name], leaf.dtype)
 
@@ -94,4 +96,6 @@ def to_meliad(params: dict[str, Any]) -> dict[str, np.ndarray]:
 def _map_with_path(function, tree, path=""):
     if not isinstance(tree, dict):
         return function(path, tree)
-    return {name: _map_with_path(function, value, f"{path}/{name}" if path else str(name)) for name, value in tree.items()}
+    return {
+        name: _map_with_path(function, value, f"{path}/{name}" if path else str(name)) for name, value in tree.items()
+    }

@@ -1,0 +1,127 @@
+"""Checkpoints of the reference: reading npz files and orbax folders, and turning them into ours and back."""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from meliad_like.config import RunConfig
+from meliad_like.conversion.meliad import from_meliad, to_meliad
+from meliad_like.data.token_store import TokenStore
+from meliad_like.data.vocabulary import Vocabulary, make_vocabulary
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.opening import checkpoint_metadata, open_checkpoint, save_vocabulary
+
+# Where the parameters lie in what different versions of flax saved; the first that fits counts.
+ROOTS = ("", "params/", "target/", "target/params/", "optimizer/target/", "optimizer/target/params/")
+EMBEDDING = "embed/embedding"
+
+
+def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
+    """The parameters of a checkpoint of the reference, by names joined by "/".
+
+    Args:
+      path: an npz file of such names, or an orbax folder of nested dictionaries; the parameters may lie under
+        `params`, `target` or `optimizer/target`, and what lies beside them is left out.
+
+    Raises:
+      UserError: it is neither, or there are no such parameters in it.
+    """
+    path = Path(path)
+    if path.is_dir():
+        arrays = _read_orbax(path)
+    else:
+        try:
+            with np.load(path) as file:
+                arrays = dict(file)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        except (ValueError, zipfile.BadZipFile, AttributeError, TypeError):
+            raise UserError(f"{path} is no npz file") from None
+    for root in ROOTS:
+        if root + EMBEDDING in arrays:
+            return {name.removeprefix(root): arrays[name] for name in arrays if name.startswith(root)}
+    raise UserError(
+        f"{path} is no checkpoint of meliad: it has {', '.join(sorted(arrays)[:3]) or 'nothing'} ..., but no "
+        f"{EMBEDDING} at the top or under {', '.join(ROOTS[1:])}"
+    )
+
+
+def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
+    # A checkpoint manager puts the arrays into a folder `default` of the step's folder.
+    candidates = [place for place in (folder, folder / "default") if (place / "_METADATA").is_file()]
+    if not candidates:
+        raise UserError(f"{folder} is no orbax checkpoint (no _METADATA in it): give the folder of one step")
+    checkpointer = ocp.PyTreeCheckpointer()
+    place = epath.Path(candidates[0].resolve())
+    tree = checkpointer.metadata(place).item_metadata.tree
+    # As numpy arrays, whatever devices they were saved from.
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    restored = checkpointer.restore(place, restore_args=as_numpy)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in jax.tree.leaves_with_path(restored)
+    }
+
+
+def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) -> None:
+    """Writes a checkpoint folder of ours, at step 0, for evaluation, generation and fine-tuning.
+
+    Tokens keep their ids, so the vocabulary must be the one that the reference was trained with.
+
+    Raises:
+      UserError: the checkpoint is not of this config and vocabulary, or `folder` has checkpoints already.
+    """
+    theirs = read_meliad(path)
+    vocabulary = _vocabulary(run)
+    num_tokens = len(theirs[EMBEDDING])
+    if num_tokens != vocabulary.size:
+        raise UserError(
+            f"{path} has {num_tokens} tokens and the vocabulary of the config {vocabulary.size}: set "
+            f"VocabularyConfig, its size_multiple={num_tokens} if only unused ids are missing"
+        )
+    params = jax.tree.map(jnp.asarray, from_meliad(theirs, Model(run.model, vocabulary.size).abstract_params))
+    with Checkpoints(folder) as checkpoints:
+        if steps := checkpoints.steps():
+            raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")
+        save_vocabulary(vocabulary, folder)
+        state: dict[str, Any] = {"step": jnp.zeros((), jnp.int32), "params": params}
+        checkpoints.save(0, state, checkpoint_metadata(run, vocabulary, 0, None))
+
+
+def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
+    """Writes the parameters of our newest checkpoint as an npz file under the reference's names.
+
+    Raises:
+      UserError: there is no usable checkpoint, or the file can't be written.
+    """
+    path = Path(path)
+    if path.suffix != ".npz":
+        raise UserError(f"{path} must end in .npz")
+    theirs = to_meliad(open_checkpoint(folder).params)
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            np.savez(file, **theirs)  # type: ignore[arg-type]  # its stub takes names for options
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _vocabulary(run: RunConfig) -> Vocabulary:
+    if not run.vocabulary.trained:
+        return make_vocabulary(run.vocabulary)
+    if not run.data.store:
+        raise UserError(
+            "the vocabulary of the config would have to be trained: set VocabularyConfig.model_file, or "
+            "ReaderConfig.store to a token store that has it"
+        )
+    return TokenStore(run.data.store).vocabulary

@@ -1,0 +1,217 @@
+"""Checkpoints of the reference become ours and come back, for every gate."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from meliad_like.config import RunConfig
+from meliad_like.conversion.checkpoint import convert_from_meliad, convert_to_meliad, read_meliad
+from meliad_like.conversion.meliad import from_meliad, to_meliad
+from meliad_like.data.readers import ReaderConfig
+from meliad_like.data.vocabulary import VocabularyConfig
+from meliad_like.errors import UserError
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.model import Model
+from meliad_like.training.opening import open_checkpoint
+
+STATISTICS = json.loads((Path(__file__).parent / "golden" / "i_init_statistics.json").read_text())
+V = 257
+CONFIG = DecoderConfig(
+    num_layers=2,
+    model_width=8,
+    num_heads=2,
+    head_size=4,
+    feedforward_width=16,
+    window_length=4,
+    num_states=3,
+    recurrent_layers=(1,),
+)
+
+
+def config_of(name):
+    if name == "slide":
+        return dataclasses.replace(CONFIG, recurrent_layers=())
+    gate, cell = name.split("_")
+    return dataclasses.replace(CONFIG, gate=gate, cell=cell)
+
+
+def run_of(config):
+    return RunConfig(model=config, data=ReaderConfig(segment_length=8, tokens_per_step=8))
+
+
+def reference_arrays(config, seed=0):
+    """Parameters under the reference's names, all different."""
+    generator = np.random.default_rng(seed)
+    shapes = to_meliad(jax.tree.map(lambda x: np.zeros(x.shape), Model(config, V).abstract_params))
+    return {name: generator.normal(size=zeros.shape).astype(np.float32) for name, zeros in shapes.items()}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_names_there_and_back(name):
+    config = config_of(name)
+    theirs = reference_arrays(config)
+    assert theirs.keys() == {name for name in STATISTICS[name] if not name.startswith("__")}
+    ours = from_meliad(theirs, Model(config, V).abstract_params)
+    back = to_meliad(ours)
+    assert back.keys() == theirs.keys()
+    for key in theirs:
+        np.testing.assert_array_equal(back[key], theirs[key])
+
+
+@pytest.mark.parametrize("name", ["slide", "fixed_skip", "lstm_dual"])
+def test_files_there_and_back(name, tmp_path):
+    run, theirs = run_of(config_of(name)), reference_arrays(config_of(name))
+    np.savez(tmp_path / "theirs.npz", **theirs)
+    convert_from_meliad(tmp_path / "theirs.npz", run, tmp_path / "ours")
+    opened = open_checkpoint(tmp_path / "ours")
+    assert (opened.run, opened.step, opened.vocabulary.size) == (run, 0, V)
+    np.testing.assert_array_equal(opened.params["embedding"], theirs["embed/embedding"])
+    convert_to_meliad(tmp_path / "ours", tmp_path / "back.npz")
+    with np.load(tmp_path / "back.npz") as back:
+        assert set(back) == theirs.keys()
+        for key in theirs:
+            np.testing.assert_array_equal(back[key], theirs[key])
+
+
+def nested(arrays):
+    tree = {}
+    for name, array in arrays.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = array
+    return tree
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tree: tree,
+        lambda tree: {"params": tree},
+        lambda tree: {"target": tree, "state": {"step": np.zeros(())}},
+        lambda tree: {"optimizer": {"target": {"params": tree}, "state": {"mu": tree}}},
+    ],
+)
+def test_orbax_folders(wrap, tmp_path):
+    theirs = reference_arrays(CONFIG)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "theirs", wrap(nested(theirs)))
+    read = read_meliad(tmp_path / "theirs")
+    assert read.keys() == theirs.keys()
+    for key in theirs:
+        np.testing.assert_array_equal(read[key], theirs[key])
+
+
+def test_an_orbax_step_folder(tmp_path):
+    theirs = reference_arrays(CONFIG)
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(5, args=ocp.args.StandardSave({"params": nested(theirs)}))
+    assert read_meliad(tmp_path / "run" / "5").keys() == theirs.keys()
+    with pytest.raises(UserError, match="run is no orbax checkpoint .* give the folder of one step"):
+        read_meliad(tmp_path / "run")
+
+
+def test_npz_under_a_root(tmp_path):
+    theirs = reference_arrays(CONFIG)
+    named = {f"optimizer/target/{name}": array for name, array in theirs.items()}
+    np.savez(tmp_path / "theirs.npz", **named, step=np.asarray(3))
+    assert read_meliad(tmp_path / "theirs.npz").keys() == theirs.keys()
+
+
+def without(arrays, name):
+    return {key: value for key, value in arrays.items() if key != name}
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    theirs, output = reference_arrays(CONFIG), tmp_path / "ours"
+
+    def convert(arrays, config=CONFIG):
+        np.savez(tmp_path / "theirs.npz", **arrays)
+        convert_from_meliad(tmp_path / "theirs.npz", run_of(config), output)
+
+    with pytest.raises(UserError, match="no parameter transformer0/tbase/ffn/hidden0/kernel"):
+        convert(without(theirs, "transformer0/tbase/ffn/hidden0/kernel"))
+    with pytest.raises(
+        UserError, match=r"has no place for transformer1/recurrent.* \(16 such parameters\)|no place for"
+    ):
+        convert(theirs, dataclasses.replace(CONFIG, num_layers=1, recurrent_layers=()))
+    with pytest.raises(UserError, match=r"transformer0/.* has shape .* in the checkpoint"):
+        convert(theirs, dataclasses.replace(CONFIG, feedforward_width=32))
+    with pytest.raises(UserError, match=r"260 tokens and the vocabulary of the config 257.*size_multiple=260"):
+        convert(theirs | {"embed/embedding": np.zeros((260, 8), np.float32)})
+    with pytest.raises(UserError, match="is no checkpoint of meliad: it has final_layernorm/scale"):
+        convert(without(theirs, "embed/embedding"))
+    assert not output.exists()
+
+
+def test_unused_ids_are_kept(tmp_path):
+    theirs = reference_arrays(CONFIG) | {"embed/embedding": np.ones((260, 8), np.float32)}
+    np.savez(tmp_path / "theirs.npz", **theirs)
+    run = dataclasses.replace(run_of(CONFIG), vocabulary=VocabularyConfig(size_multiple=260))
+    convert_from_meliad(tmp_path / "theirs.npz", run, tmp_path / "ours")
+    assert open_checkpoint(tmp_path / "ours").model.vocabulary_size == 260
+    with pytest.raises(UserError, match=r"has checkpoints already \(step 0\)"):
+        convert_from_meliad(tmp_path / "theirs.npz", run, tmp_path / "ours")
+
+
+def test_unusable_files(tmp_path):
+    with pytest.raises(UserError, match="cannot read .*none.npz: No such file"):
+        read_meliad(tmp_path / "none.npz")
+    (tmp_path / "text.npz").write_text("text")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    for name in ("text.npz", "one.npy"):
+        with pytest.raises(UserError, match=f"{name} is no npz file"):
+            read_meliad(tmp_path / name)
+    with pytest.raises(UserError, match="must end in .npz"):
+        convert_to_meliad(tmp_path, tmp_path / "folder")
+    run = dataclasses.replace(run_of(CONFIG), vocabulary=VocabularyConfig(kind="sentencepiece"))
+    np.savez(tmp_path / "theirs.npz", **reference_arrays(CONFIG))
+    with pytest.raises(UserError, match="would have to be trained"):
+        convert_from_meliad(tmp_path / "theirs.npz", run, tmp_path / "ours")
+
+
+def convert(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "meliad_like.convert", *map(str, arguments)], capture_output=True, timeout=300, text=True
+    )
+
+
+def test_command_line(tmp_path):
+    golden = Path(__file__).parent / "golden" / "d_lm_fixed_skip.npz"
+    with np.load(golden) as file:
+        theirs = {name.removeprefix("params/"): file[name] for name in file if name.startswith("params/")}
+    theirs["embed/embedding"] = np.resize(theirs["embed/embedding"], (V, 32))
+    np.savez(tmp_path / "theirs.npz", **theirs)
+    files = ("size/tiny.gin", "block_recurrent/fixed_skip.gin", "option/unmasked_empty_cache.gin")
+    there = convert(
+        "meliad",
+        f"--input={tmp_path / 'theirs.npz'}",
+        f"--output={tmp_path / 'ours'}",
+        *(f"--gin_file={name}" for name in files),
+    )
+    assert there.returncode == 0, there.stderr
+    back = convert("meliad", "--reverse", f"--input={tmp_path / 'ours'}", f"--output={tmp_path / 'back.npz'}")
+    assert back.returncode == 0, back.stderr
+    with np.load(tmp_path / "back.npz") as file:
+        np.testing.assert_array_equal(file["embed/embedding"], theirs["embed/embedding"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the first argument must be meliad, which is missing"),
+        (["gpt2"], "the first argument must be meliad, not 'gpt2'"),
+        (["meliad", "b"], "unexpected argument 'b'"),
+    ],
+)
+def test_mistakes_are_one_line(words, message):
+    done = convert(*words, "--input=a", "--output=b")
+    assert (done.returncode, done.stderr.strip().splitlines()[-1][: len(message) + 7]) == (2, f"error: {message}")
