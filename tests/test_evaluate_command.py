@@ -172,15 +172,15 @@ def test_a_file_gives_the_evaluation_back(tmp_path):
 
 
 def test_the_comparison():
-    before, after = make_evaluation(1200, words=0), make_evaluation(words=0)
+    before, after = make_evaluation(1200), make_evaluation(words=2)
     table = report.comparison({"before": before, "after": after}, {"gzip -9": 2.5})
     assert table.to_markdown() == (
         "test: a part, 2 of 9 documents, 150 bytes\n"
         "\n"
         "|  | bits per byte | bits per token | word perplexity | accuracy |\n"
         "| --- | ---: | ---: | ---: | ---: |\n"
-        "| before | 8.0000 | 12.0000 | - | 0.3000 |\n"
-        "| after | 2.0000 | 3.0000 | - | 0.3000 |\n"
+        "| before | 8.0000 | 12.0000 | 16,777,216 | 0.3000 |\n"
+        "| after | 2.0000 | 3.0000 | 1.43e+45 | 0.3000 |\n"
         "| gzip -9 | 2.5000 |  |  |  |\n"
     )
     other = dataclasses.replace(after, documents=after.documents[:1])

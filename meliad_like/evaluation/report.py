@@ -132,7 +132,9 @@ def _text(value: float) -> str:
         return f"{value:,}"
     if math.isnan(value):
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+    if abs(value) < 1000:
+        return f"{value:.4f}"
+    return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.2e}"
 
 
 def _finite(value: float) -> float | None:
