@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 
 from meliad_like.conversion.meliad import from_meliad, to_meliad
+from meliad_like.data.batch import Batch
 from meliad_like.layers.attention import attend, ring_distance, unit
 from meliad_like.layers.basic import RMSNorm
 from meliad_like.layers.positions import T5Bias, t5_bucket
-from meliad_like.models.decoder import DecoderCarry
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.decoder_layer import LayerCarry
 from meliad_like.models.model import Model
+from meliad_like.training.config import TrainingConfig
 from meliad_like.training.loss import token_losses
+from meliad_like.training.optimizers import OptimizerConfig, make_optimizer
+from meliad_like.training.schedules import ScheduleConfig, make_schedule
+from meliad_like.training.state import init_state
+from meliad_like.training.step import make_train_step
 
 GOLDEN = Path(__file__).parent / "golden"
 W, N, V = 16, 64, 40
@@ -73,10 +78,13 @@ def test_attention_function():
     scale = arrays["scale"][:, None]
     query, key, value = arrays["normalized_queries"] * scale, arrays["normalized_keys"], arrays["values"]
     bias = arrays["bias"] * scale[:, :, None]
-    np.testing.assert_allclose(attend(query, key, value, bias, arrays["mask"]), arrays["out"], atol=1e-5)
-    np.testing.assert_allclose(attend(query, key, value), arrays["out_no_mask"], atol=1e-5)
-    nothing = np.zeros_like(arrays["mask"])
-    np.testing.assert_array_equal(attend(query, key, value, bias, nothing), arrays["out_all_masked"])
+
+    def attended(*bias_and_mask):
+        return jnp.swapaxes(attend(*(jnp.swapaxes(y, 1, 2) for y in (query, key, value)), *bias_and_mask), 1, 2)
+
+    np.testing.assert_allclose(attended(bias, arrays["mask"]), arrays["out"], atol=1e-5)
+    np.testing.assert_allclose(attended(), arrays["out_no_mask"], atol=1e-5)
+    np.testing.assert_array_equal(attended(bias, np.zeros_like(arrays["mask"])), arrays["out_all_masked"])
 
 
 def test_rms_norm():
@@ -95,7 +103,9 @@ def test_layer_over_segments(name):
     # The first segment's start flags must hide whatever the cache holds.
     zeros = np.zeros((2, W, 2, 16), np.float32)
     poisoned = below(arrays, "state0/")
-    carry = LayerCarry(poisoned.get("previous_keys_train", zeros), poisoned.get("previous_values_train", zeros))
+    carry = LayerCarry(
+        *(jnp.swapaxes(poisoned.get(f"previous_{name}_train", zeros), 1, 2) for name in ("keys", "values"))
+    )
 
     def run(params, xs, carry, start):
         return model.bind({**whole, **params}).layers[0](xs, carry, start, jnp.ones(2, bool))
@@ -111,36 +121,82 @@ def test_layer_over_segments(name):
         cotangent = seg.get("cotangent", np.zeros_like(seg["xs"]))
         ys, carry, grad_params, grad_xs = run_and_differentiate(params, seg["xs"], carry, start, cotangent)
         np.testing.assert_allclose(ys, seg["ys"], atol=1e-5)
-        np.testing.assert_allclose(carry.key, seg["next_previous_keys"], atol=1e-5)
-        np.testing.assert_allclose(carry.value, seg["next_previous_values"], atol=1e-5)
+        np.testing.assert_allclose(jnp.swapaxes(carry.key, 1, 2), seg["next_previous_keys"], atol=1e-5)
+        np.testing.assert_allclose(jnp.swapaxes(carry.value, 1, 2), seg["next_previous_values"], atol=1e-5)
         if "grad_xs" in seg:
             np.testing.assert_allclose(grad_xs, seg["grad_xs"], rtol=1e-4, atol=1e-4)
             ours = {name.removeprefix("transformer0/"): value for name, value in to_meliad(grad_params).items()}
             assert_gradients(ours, below(seg, "grad_params/"))
 
 
-@pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])
-def test_language_model_over_segments(name):
+def language_model(name):
     arrays = np.load(GOLDEN / f"{name}.npz")
-    print([(n, arrays[n].shape) for n in arrays if "next_state" in n or "train/" in n])
     recurrent = (1,) if name == "d_lm_fixed_skip" else ()
     model = Model(DecoderConfig(**SMALL, recurrent_layers=recurrent), V)
     params = from_meliad(below(arrays, "params/"), model.abstract_params)
+    return arrays, model, params
+
+
+def segment_batch(arrays, segment):
+    """The reference's shift inside the segment: the token after the last one is not predicted."""
+    seg = below(arrays, f"seg{segment}/")
+    start = np.zeros((2, N // W), bool)
+    start[:, 0] = arrays["start_of_sequence"][segment]
+    return Batch(arrays["tokens"][segment], seg["target_tokens"], seg["loss_mask"], start, None, None), seg
+
+
+@pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])
+def test_language_model_over_segments(name):
+    arrays, model, params = language_model(name)
+
+    @jax.jit
+    def differentiate(params, carry, batch):
+        def loss(params):
+            module = model.bind(params)
+            hidden, new_carry = module(batch.inputs, carry, batch.start)
+            losses = token_losses(module, hidden, batch.targets, N // 2)
+            return jnp.sum(losses.nats * batch.loss_mask), (module.logits(hidden), losses.nats, new_carry)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
     carry = model.bind(params).init_carry(2)
     for segment in range(3):
-        seg = below(arrays, f"seg{segment}/")
-        tokens = arrays["tokens"][segment]
-        start = jnp.zeros((2, N // W), bool).at[:, 0].set(arrays["start_of_sequence"][segment])
-
-        def loss(params, tokens=tokens, start=start, seg=seg, carry=carry):
-            module = model.bind(params)
-            hidden, carry = module(tokens, carry, start)
-            losses = token_losses(module, hidden, seg["target_tokens"], N)
-            return jnp.sum(losses.nats * seg["loss_mask"]), (module.logits(hidden), losses.nats, carry)
-
-        (value, (logits, nats, carry)), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        batch, seg = segment_batch(arrays, segment)
+        (loss, (logits, nats, carry)), gradient = differentiate(params, carry, batch)
         np.testing.assert_allclose(logits, seg["logits"], atol=1e-5)
         mask = seg["loss_mask"]
         np.testing.assert_allclose(np.where(mask, nats, 0), np.where(mask, seg["token_losses"], 0), atol=1e-5)
-        np.testing.assert_allclose(value, seg["training_loss"], rtol=1e-5)
-        assert_gradients(to_meliad(gradients), below(seg, "grad_params/"))
+        np.testing.assert_allclose(loss, seg["training_loss"], rtol=1e-5)
+        assert_gradients(to_meliad(gradient), below(seg, "grad_params/"))
+        for layer, layer_carry in enumerate(carry.layers):
+            theirs = below(seg, f"next_state/transformer{layer}/")
+            np.testing.assert_allclose(jnp.swapaxes(layer_carry.key, 1, 2), theirs["previous_keys_train"], atol=1e-5)
+            np.testing.assert_allclose(
+                jnp.swapaxes(layer_carry.value, 1, 2), theirs["previous_values_train"], atol=1e-5
+            )
+            assert (layer_carry.states is None) == ("recurrent_state_train" not in theirs)
+            if layer_carry.states is not None:
+                np.testing.assert_allclose(layer_carry.states, theirs["recurrent_state_train"], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])
+def test_eight_training_steps(name):
+    arrays, model, params = language_model(name)
+    schedule = make_schedule(ScheduleConfig(warmup_steps=4), 20)
+    optimizer = make_optimizer(OptimizerConfig(), schedule)
+    state = init_state(model, optimizer, 2, jax.random.key(0))._replace(
+        params=params, optimizer_state=optimizer.init(params)
+    )
+    # The reference begins with states of zero, where no document begins.
+    state = state._replace(carry=jax.tree.map(jnp.zeros_like, state.carry))
+    train_step = jax.jit(make_train_step(model, optimizer, TrainingConfig(num_steps=20)))
+    for step in range(8):
+        np.testing.assert_allclose(schedule(step), arrays["train/learning_rates"][step], rtol=1e-5)
+        batch, _ = segment_batch(arrays, step % 3)
+        state, metrics = train_step(state, batch._replace(document=np.zeros((2, 4)), position=np.zeros((2, 4))))
+        np.testing.assert_allclose(metrics.loss * metrics.num_tokens, arrays["train/losses"][step], rtol=1e-5)
+    theirs = below(arrays, "train/final_params/")
+    ours = to_meliad(state.params)
+    assert set(ours) == set(theirs)
+    for parameter, value in theirs.items():
+        np.testing.assert_allclose(ours[parameter], value, atol=1e-5, err_msg=parameter)

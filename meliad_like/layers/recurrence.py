@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention import attend, unit
+from meliad_like.layers.attention import attend, head_scale, merge_heads, project_heads, unit
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter
 
 GateKind = Literal["fixed", "lstm"]
@@ -53,7 +53,7 @@ GATES = {"fixed": FixedGate, "lstm": LstmGate}
 
 
 class StateHeads(NamedTuple):
-    """What the states of one block attend with: [b, r, h, k] each, keys and queries of unit length times scale."""
+    """What the states of one block attend with: [b, h, r, k] each, keys and queries of unit length times scale."""
 
     key: Array
     value: Array
@@ -81,7 +81,7 @@ class StateCell(nnx.Module):
         cell: CellKind,
         rngs: nnx.Rngs,
     ):
-        self.num_heads, self.head_size = num_heads, head_size
+        self.num_heads = num_heads
         inner = num_heads * head_size
         normal = jax.nn.initializers.normal
         self.initial = parameter(rngs.params(), normal(0.1), (num_states, model_width), ("states", "model"))
@@ -114,21 +114,22 @@ class StateCell(nnx.Module):
     def heads(self, states: Float[Array, "b r d"]) -> StateHeads:
         """Projects the states. The state ids are added after the norm, so they reach the values as well."""
         x = self.norm(states) + self.identity[...].astype(states.dtype)
-        projections = (self.key, self.value, self.query, self.cross_query)
-        # One product instead of four: inside the scan the matrices are small.
-        kernels = jnp.stack([projection.kernel[...] for projection in projections], axis=1).astype(x.dtype)
-        y = jnp.einsum("brd,djx->jbrx", x, kernels)
-        y = y.reshape(4, *states.shape[:2], self.num_heads, self.head_size)
-        scale = jnp.abs(self.attention_scale[...]).astype(x.dtype)[:, None]
-        cross_scale = jnp.abs(self.cross_attention_scale[...]).astype(x.dtype)[:, None]
-        return StateHeads(unit(y[0]), y[1], unit(y[2]) * scale, unit(y[3]) * cross_scale)
+        key, value, query, cross_query = project_heads(
+            x, (self.key, self.value, self.query, self.cross_query), self.num_heads
+        )
+        return StateHeads(
+            key=unit(key),
+            value=value,
+            query=unit(query) * head_scale(self.attention_scale, x.dtype),
+            cross_query=unit(cross_query) * head_scale(self.cross_attention_scale, x.dtype),
+        )
 
     def update(
         self,
         states: Float[Array, "b r d"],
         heads: StateHeads,
-        key: Float[Array, "b s h k"],
-        value: Float[Array, "b s h k"],
+        key: Float[Array, "b h s k"],
+        value: Float[Array, "b h s k"],
         valid: Bool[Array, "b s"],
     ) -> Float[Array, "b r d"]:
         """The next states: attention among the states and to the tokens of the block and the one before, then gates.
@@ -141,7 +142,7 @@ class StateCell(nnx.Module):
         """
         own = attend(heads.query, heads.key, heads.value)
         cross = attend(heads.cross_query, key, value, mask=valid[:, None, None, :])
-        mixed = jnp.concatenate([own, cross], axis=-2).reshape(*states.shape[:2], -1)
+        mixed = merge_heads(own, cross)
         if self.cell in ("skip", "dual"):
             states = self.attention_gate(states, mixed, self.output(mixed))
         if self.cell == "dual":

@@ -8,8 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import RMSNorm, parameter, tiled_dropout
-from meliad_like.models.decoder_layer import DecoderLayer, LayerCarry
 from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder_layer import DecoderLayer, LayerCarry
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -31,12 +31,10 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
         self.logit_scale = config.model_width**-0.5 if config.logit_scale is None else config.logit_scale
-        self.embedding = parameter(
-            rngs.params(), jax.nn.initializers.normal(1.0), (vocabulary_size, config.model_width), ("vocabulary", "model")
-        )
+        shape = (vocabulary_size, config.model_width)
+        self.embedding = parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"))
         self.layers = nnx.List(
-            DecoderLayer(config, recurrent=i in config.recurrent_indices, rngs=rngs)
-            for i in range(config.total_layers)
+            DecoderLayer(config, recurrent=i in config.recurrent_indices, rngs=rngs) for i in range(config.total_layers)
         )
         self.final_norm = RMSNorm(config.model_width, rngs=rngs)
 

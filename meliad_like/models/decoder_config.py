@@ -74,7 +74,9 @@ class DecoderConfig:
         object.__setattr__(self, "recurrent_layers", tuple(self.recurrent_layers))
         for layer in self.recurrent_layers:
             if not -self.total_layers <= layer < self.total_layers:
-                raise UserError(f"recurrent_layers={self.recurrent_layers} names a layer that {self.total_layers} layers lack")
+                raise UserError(
+                    f"recurrent_layers={self.recurrent_layers} names a layer that {self.total_layers} layers lack"
+                )
         if len(self.recurrent_indices) != len(self.recurrent_layers):
             raise UserError(f"recurrent_layers={self.recurrent_layers} names a layer twice")
 

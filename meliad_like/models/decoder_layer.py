@@ -9,7 +9,16 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.attention import attend, attend_window, ring_distance, ring_square, unit
+from meliad_like.layers.attention import (
+    attend,
+    attend_window,
+    head_scale,
+    merge_heads,
+    project_heads,
+    ring_distance,
+    ring_square,
+    unit,
+)
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, dropout_multiplier, parameter, tiled_dropout
 from meliad_like.layers.positions import T5Bias, rotate
 from meliad_like.layers.recurrence import StateCell
@@ -19,23 +28,23 @@ from meliad_like.models.decoder_config import DecoderConfig
 class DecodingCarry(NamedTuple):
     """What a recurrent layer keeps while a block is decoded token by token; written at the block's first token."""
 
-    previous_key: Float[Array, "b w h k"]
-    previous_value: Float[Array, "b w h k"]
-    state_key: Float[Array, "b r h k"]
-    state_value: Float[Array, "b r h k"]
+    previous_key: Float[Array, "b h w k"]
+    previous_value: Float[Array, "b h w k"]
+    state_key: Float[Array, "b h r k"]
+    state_value: Float[Array, "b h r k"]
 
 
 class LayerCarry(NamedTuple):
     """What a layer remembers. Column `s` of the caches is the last token whose offset in its block is `s`."""
 
-    key: Float[Array, "b w h k"]
-    value: Float[Array, "b w h k"]
+    key: Float[Array, "b h w k"]
+    value: Float[Array, "b h w k"]
     states: Float[Array, "b r d"] | None = None
     decoding: DecodingCarry | None = None
 
 
 class TokenHeads(NamedTuple):
-    """Projections of tokens: unit keys, values, unit queries times scale; the cross-query where there are states."""
+    """Projections of tokens, [b, h, n, k]: unit keys, values, unit queries times scale; the last if there are states."""
 
     key: Array
     value: Array
@@ -81,7 +90,7 @@ class DecoderLayer(nnx.Module):
         config = self.config
 
         def cache(length: int):
-            return jnp.zeros((b, length, config.num_heads, config.head_size), dtype)
+            return jnp.zeros((b, config.num_heads, length, config.head_size), dtype)
 
         w, r = config.window_length, config.num_states
         carry = LayerCarry(cache(w), cache(w))
@@ -91,19 +100,16 @@ class DecoderLayer(nnx.Module):
                 carry = carry._replace(decoding=DecodingCarry(cache(w), cache(w), cache(r), cache(r)))
         return carry
 
-    def _heads(self, x: Float[Array, "*batch d"]) -> TokenHeads:
+    def _heads(self, x: Float[Array, "b n d"]) -> TokenHeads:
         projections = [self.key, self.value, self.query]
         if self.cross_query is not None:
             projections.append(self.cross_query)
-        # One product for all projections.
-        kernels = jnp.stack([projection.kernel[...] for projection in projections], axis=1).astype(x.dtype)
-        y = jnp.einsum("...d,djx->j...x", x, kernels)
-        y = y.reshape(*y.shape[:-1], self.config.num_heads, self.config.head_size)
-        query = unit(y[2]) * jnp.abs(self.attention_scale[...]).astype(x.dtype)[:, None]
-        cross_query = None
-        if self.cross_attention_scale is not None:
-            cross_query = unit(y[3]) * jnp.abs(self.cross_attention_scale[...]).astype(x.dtype)[:, None]
-        return TokenHeads(unit(y[0]), y[1], query, cross_query)
+        key, value, query, *cross_queries = project_heads(x, projections, self.config.num_heads)
+        query = unit(query) * head_scale(self.attention_scale, x.dtype)
+        if self.cross_attention_scale is None:
+            return TokenHeads(unit(key), value, query, None)
+        cross_query = unit(cross_queries[0]) * head_scale(self.cross_attention_scale, x.dtype)
+        return TokenHeads(unit(key), value, query, cross_query)
 
     def _bias_by_distance(self) -> Float[Array, "h w"]:
         """The scaled position bias of distances 1 to w: the attention scale multiplies the bias as well."""
@@ -142,7 +148,7 @@ class DecoderLayer(nnx.Module):
         keys = (None,) * 3 if dropout_key is None else jax.random.split(dropout_key, 3)
         heads = self._heads(tiled_dropout(self.attention_norm(x), config.dropout_rate, keys[0]))
         key, value, query, cross_query = (
-            y if y is None else rearrange(y, "b (c w) h k -> b c w h k", w=w) for y in heads
+            y if y is None else rearrange(y, "b h (c w) k -> b c h w k", w=w) for y in heads
         )
         inside = ~start & jnp.concatenate([continues[:, None], jnp.ones_like(start[:, 1:])], axis=1)
         previous_valid = inside
@@ -151,45 +157,63 @@ class DecoderLayer(nnx.Module):
             empty = ~inside[:, :, None, None, None]
             previous_key, previous_value = jnp.where(empty, 0, previous_key), jnp.where(empty, 0, previous_value)
             previous_valid = jnp.ones_like(inside)
-        tile_value = jnp.concatenate([previous_value, value], axis=2)
-        tile_key = jnp.concatenate([previous_key, key], axis=2)
-
         multiplier = None
         if dropout_key is not None and config.dropout_rate > 0.0:
             shape = (config.num_heads, w, w)
             multiplier = dropout_multiplier(keys[1], config.dropout_rate, shape, jnp.float32)
+        window_query, window_key, window_previous_key = query, key, previous_key
         if config.position == "rotary":
-            rotated_key = rotate(tile_key, np.arange(2 * w))
-            rotated_query = rotate(query, np.arange(w, 2 * w))
-        else:
-            rotated_key, rotated_query = tile_key, query
-        bias = ring_square(self._bias_by_distance())
-        mixed = attend_window(rotated_query, rotated_key, tile_value, bias, previous_valid, multiplier)
-
+            window_query, window_key = (rotate(y, np.arange(w, 2 * w)) for y in (query, key))
+            window_previous_key = rotate(previous_key, np.arange(w))
+        window_attention = attend_window(
+            window_query,
+            window_key,
+            value,
+            window_previous_key,
+            previous_value,
+            ring_square(self._bias_by_distance()),
+            previous_valid,
+            multiplier,
+        )
+        mixed = [window_attention]
         states = carry.states
         if self.cell is not None:
             # Tokens see the states from before their block; so their side waits for no scan but this one.
-            states, state_key, state_value = self._scan_states(states, tile_key, tile_value, start, previous_valid)
-            mixed = jnp.concatenate([mixed, attend(cross_query, state_key, state_value)], axis=-2)
-        x = self._finish(x, rearrange(mixed, "b c w h k -> b (c w) (h k)"), keys[2])
+            tiles = (
+                jnp.concatenate([previous_key, key], axis=3),
+                jnp.concatenate([previous_value, value], axis=3),
+                start,
+                jnp.repeat(jnp.stack([previous_valid, jnp.ones_like(previous_valid)], axis=2), w, axis=2),
+            )
+            states, state_key, state_value = self._scan_states(states, tiles)
+            mixed.append(attend(cross_query, state_key, state_value))
+        x = self._finish(x, rearrange(merge_heads(*mixed), "b c w i -> b (c w) i"), keys[2])
         return x, carry._replace(key=key[:, -1], value=value[:, -1], states=states)
 
-    def _scan_states(self, states, tile_key, tile_value, start, previous_valid):
-        """Runs the states over the blocks; returns the last ones and every block's incoming keys and values."""
-        cell = self.cell
+    def _scan_states(self, states: Float[Array, "b r d"], tiles: tuple[Array, ...]):
+        """Runs the states over the blocks.
+
+        Args:
+            states: from the segment before.
+            tiles: of each block, by `b` and `c`: keys and values of the block before and its own, whether a document
+                begins with it, and which of the keys belong to its document.
+
+        Returns:
+            The last states, and the keys and values of the states that came into each block.
+        """
+        cell, (key, value, start, valid) = self.cell, tiles
         if self.config.clear_states:
             start = start.at[:, 0].set(True)
 
         def step(states, block):
-            key, value, start, previous_valid = block
+            key, value, start, valid = block
             states = jnp.where(start[:, None, None], cell.initial_states(states.shape[0], states.dtype), states)
             heads = cell.heads(states)
-            valid = jnp.repeat(jnp.stack([previous_valid, jnp.ones_like(previous_valid)], 1), key.shape[1] // 2, axis=1)
             return cell.update(states, heads, key, value, valid), (heads.key, heads.value)
 
-        blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (tile_key, tile_value, start, previous_valid))
-        states, (state_key, state_value) = jax.lax.scan(step, states, blocks)
-        return states, jnp.moveaxis(state_key, 0, 1), jnp.moveaxis(state_value, 0, 1)
+        blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (key, value, start, valid))
+        states, heads = jax.lax.scan(step, states, blocks)
+        return states, *(jnp.moveaxis(y, 0, 1) for y in heads)
 
     def decode_step(
         self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"]
@@ -197,24 +221,23 @@ class DecoderLayer(nnx.Module):
         """One token at `position`, the number of tokens of its document before it."""
         w = self.config.window_length
         offset = position % w
-        heads = self._heads(self.attention_norm(x))
+        heads = self._heads(self.attention_norm(x)[:, None])
         if self.cell is not None:
             carry = self._begin_block(carry, offset)
-        columns = jnp.arange(w)
         distance = jnp.asarray(ring_distance(w))[offset]
-        bias = jnp.take(self._bias_by_distance(), distance - 1, axis=1)
-        seen = (columns < offset[:, None]) | (position >= w)[:, None] | (not self.config.mask_empty_cache)
-        query, key = heads.query[:, None], carry.key
+        bias = jnp.moveaxis(jnp.take(self._bias_by_distance(), distance - 1, axis=1), 0, 1)
+        seen = (jnp.arange(w) < offset[:, None]) | (position >= w)[:, None] | (not self.config.mask_empty_cache)
+        query, key = heads.query, carry.key
         if self.config.position == "rotary":
-            query, key = rotate(query, jnp.full((1,), w)), rotate(key, w - distance)
-        mixed = attend(query, key, carry.value, jnp.moveaxis(bias, 0, 1)[:, :, None], seen[:, None, None])
+            query, key = rotate(query, np.full(1, w)), rotate(key, (w - distance)[:, None])
+        mixed = [attend(query, key, carry.value, bias[:, :, None], seen[:, None, None])]
         if self.cell is not None:
-            cross = attend(heads.cross_query[:, None], carry.decoding.state_key, carry.decoding.state_value)
-            mixed = jnp.concatenate([mixed, cross], axis=-2)
-        x = self._finish(x, mixed.reshape(x.shape[0], -1))
+            mixed.append(attend(heads.cross_query, carry.decoding.state_key, carry.decoding.state_value))
+        x = self._finish(x, merge_heads(*mixed)[:, 0])
         lanes = jnp.arange(x.shape[0])
         carry = carry._replace(
-            key=carry.key.at[lanes, offset].set(heads.key), value=carry.value.at[lanes, offset].set(heads.value)
+            key=carry.key.at[lanes, :, offset].set(heads.key[:, :, 0]),
+            value=carry.value.at[lanes, :, offset].set(heads.value[:, :, 0]),
         )
         return x, carry if self.cell is None else self._end_block(carry, position, offset)
 
@@ -234,8 +257,8 @@ class DecoderLayer(nnx.Module):
         w = self.config.window_length
 
         def end(carry):
-            key = jnp.concatenate([carry.decoding.previous_key, carry.key], axis=1)
-            value = jnp.concatenate([carry.decoding.previous_value, carry.value], axis=1)
+            key = jnp.concatenate([carry.decoding.previous_key, carry.key], axis=2)
+            value = jnp.concatenate([carry.decoding.previous_value, carry.value], axis=2)
             previous = ((position >= w) | (not self.config.mask_empty_cache))[:, None]
             valid = (jnp.arange(2 * w) >= w) | previous
             states = self.cell.update(carry.states, self.cell.heads(carry.states), key, value, valid)
@@ -244,6 +267,6 @@ class DecoderLayer(nnx.Module):
         return jax.lax.cond(jnp.any(offset == w - 1), end, lambda carry: carry, carry)
 
 
-def _block_before(blocks: Float[Array, "b c w h k"], cached: Float[Array, "b w h k"]) -> Float[Array, "b c w h k"]:
+def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:
     """Each block's predecessor; the first one's is cached and takes no gradient."""
     return jnp.concatenate([jax.lax.stop_gradient(cached).astype(blocks.dtype)[:, None], blocks[:, :-1]], axis=1)

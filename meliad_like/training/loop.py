@@ -93,7 +93,9 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
                     if step not in checkpoints.steps():
                         save(step, state)
                     checkpoints.wait()
-                    writer.say(f"SIGTERM: saved step {step} in {checkpoints.folder}; the same command goes on from there")
+                    writer.say(
+                        f"SIGTERM: saved step {step} in {checkpoints.folder}; the same command goes on from there"
+                    )
                     return preemption.EXIT_STATUS
             if pending is not None:
                 _report(reporter, setup, pending, state, save)

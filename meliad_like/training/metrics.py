@@ -38,7 +38,9 @@ class MetricsWriter:
         self._progress = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console, transient=True
         )
-        self._task = self._progress.add_task("compiled, waiting for the first step", total=num_steps, completed=start_step)
+        self._task = self._progress.add_task(
+            "compiled, waiting for the first step", total=num_steps, completed=start_step
+        )
 
     def write(self, step: int, metrics: Mapping[str, float], kind: str = "train") -> None:
         """Adds the metrics of a step.

@@ -14,7 +14,7 @@ from meliad_like.data.readers import LanesReader
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
-from meliad_like.training.checkpoints import Checkpoints, compare_metadata
+from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.mesh import (
     lane_sharding,
     make_mesh,

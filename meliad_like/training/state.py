@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
@@ -27,9 +26,7 @@ class TrainState(NamedTuple):
     """Set by such a step under `nonfinite="stop"`: from then on no step changes anything."""
 
 
-def init_state(
-    model: Model, optimizer: optax.GradientTransformation, num_lanes: int, key: PRNGKeyArray
-) -> TrainState:
+def init_state(model: Model, optimizer: optax.GradientTransformation, num_lanes: int, key: PRNGKeyArray) -> TrainState:
     """The state before the first step; `jax.eval_shape` of it gives the shapes."""
     params = model.init(key)
     return TrainState(

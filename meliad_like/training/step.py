@@ -88,7 +88,7 @@ def make_train_step(
         num_tokens = jnp.maximum(sums.num_tokens, 1)
         gradient = jax.tree.map(lambda g: g / num_tokens, gradient)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-        gradient_norm, update_norm = optax.global_norm(gradient), optax.global_norm(updates)
+        gradient_norm, update_norm = optax.tree.norm(gradient), optax.global_norm(updates)
         finite = jnp.isfinite(sums.nats) & jnp.isfinite(gradient_norm) & jnp.isfinite(update_norm)
         taken = finite & ~state.halted
 
@@ -113,7 +113,7 @@ def make_train_step(
             num_tokens=sums.num_tokens,
             gradient_norm=gradient_norm,
             update_norm=update_norm,
-            parameter_norm=optax.global_norm(params),
+            parameter_norm=optax.tree.norm(params),
             finite=finite,
             num_skipped=new_state.num_skipped,
             lane_finite=lane_finite,
