@@ -45,7 +45,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The step as a function to be jitted.
 
-    The objective is the mean loss of the targets that count, over all lanes of all hosts.
+    The objective is the sum of the losses that count, over all lanes of all hosts, divided by the constant number of
+    positions in a batch. So a token weighs the same in every step, as in the reference, whose objective is the sum:
+    to an optimizer that remembers gradients the mean would be another objective wherever padding varies.
     """
     key = jax.random.key(config.seed)
 
@@ -85,8 +87,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(key, state.step) if model.config.dropout_rate > 0.0 else None
         gradient, (sums, carry, lane_finite) = accumulate(state.params, state.carry, batch, dropout_key)
-        num_tokens = jnp.maximum(sums.num_tokens, 1)
-        gradient = jax.tree.map(lambda g: g / num_tokens, gradient)
+        gradient = jax.tree.map(lambda g: g / batch.inputs.size, gradient)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
         gradient_norm, update_norm = optax.tree.norm(gradient), optax.global_norm(updates)
         finite = jnp.isfinite(sums.nats) & jnp.isfinite(gradient_norm) & jnp.isfinite(update_norm)
@@ -108,8 +109,8 @@ def make_train_step(
                 state.step + taken, params, optimizer_state, choose(carry, state.carry), state.num_skipped, ~taken
             )
         metrics = StepMetrics(
-            loss=sums.nats / num_tokens,
-            accuracy=sums.correct / num_tokens,
+            loss=sums.nats / jnp.maximum(sums.num_tokens, 1),
+            accuracy=sums.correct / jnp.maximum(sums.num_tokens, 1),
             num_tokens=sums.num_tokens,
             gradient_norm=gradient_norm,
             update_norm=update_norm,
