@@ -1,0 +1,314 @@
+"""The decoder: one result by several ways, and what may depend on what."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_model import DenseModel
+
+from meliad_like.conversion.meliad import to_meliad
+from meliad_like.layers.attention import ring_square
+from meliad_like.layers.basic import dropout_multiplier, tiled_dropout
+from meliad_like.models.decoder import DecoderCarry
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.model import Model
+
+W, V = 4, 50
+SLIDE = DecoderConfig(
+    num_layers=2,
+    model_width=16,
+    num_heads=2,
+    head_size=8,
+    feedforward_width=24,
+    window_length=W,
+    num_states=3,
+)
+CONFIGS = {
+    "slide": SLIDE,
+    **{
+        f"{gate}:{cell}": dataclasses.replace(SLIDE, recurrent_layers=(1,), gate=gate, cell=cell)
+        for gate in ("fixed", "lstm")
+        for cell in ("skip", "single", "dual")
+    },
+}
+SKIP = CONFIGS["fixed:skip"]
+CONFIGS |= {
+    "rotary": dataclasses.replace(SKIP, position="rotary"),
+    "none": dataclasses.replace(SKIP, position="none"),
+    "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
+    "two": dataclasses.replace(CONFIGS["lstm:skip"], recurrent_layers=(0, 1)),
+}
+# As few as show every way through the code: compiling takes most of the time.
+WAYS = ("slide", "fixed:skip", "lstm:dual", "lstm:single", "rotary", "none", "unmasked")
+
+
+@functools.cache
+def make(config: DecoderConfig, seed: int = 0):
+    """A model, and parameters in which nothing is 1, 0 or small enough to be missed."""
+    model = Model(config, V)
+    generator = np.random.default_rng(seed)
+
+    def perturb(path, x):
+        if "attention_scale" in jax.tree_util.keystr(path):
+            return x * generator.uniform(2, 5, x.shape) * generator.choice([-1, 1], x.shape)
+        return x + 0.3 * generator.normal(size=x.shape) if x.ndim == 1 else x
+
+    params = jax.tree.map_with_path(perturb, model.init(jax.random.key(seed)))
+    return model, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read(model, params, tokens, carry, start):
+    module = model.bind(params)
+    hidden, carry = module(tokens, carry, start)
+    return module.logits(hidden), carry
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def decode(model, params, tokens, carry):
+    """Token by token: logits [b, n, v]."""
+    module = model.bind(params)
+
+    def step(carry, token):
+        logits, carry = module.decode_step(token, carry)
+        return carry, logits
+
+    carry, logits = jax.lax.scan(step, carry, tokens.T)
+    return jnp.moveaxis(logits, 0, 1), carry
+
+
+def begin(model, params, b, decoding=False):
+    return model.bind(params).init_carry(b, decoding=decoding)
+
+
+def tokens_of(b, blocks, seed=0):
+    return np.random.default_rng(seed).integers(0, V, (b, blocks * W), np.int32)
+
+
+def starts(b, blocks, *at):
+    flags = np.zeros((b, blocks), bool)
+    for lane, block in at:
+        flags[lane, block] = True
+    return flags
+
+
+def assert_same(ours, theirs, atol=1e-5):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=atol, rtol=0), ours, theirs)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_the_dense_model(name):
+    model, params = make(CONFIGS[name])
+    tokens = tokens_of(2, 5)
+    logits, carry = read(model, params, tokens, begin(model, params, 2), starts(2, 5))
+    dense = DenseModel(CONFIGS[name], to_meliad(params))
+    for lane in range(2):
+        expected, states = dense(tokens[lane])
+        np.testing.assert_allclose(logits[lane], expected, atol=1e-5)
+        for i, layer in enumerate(carry.layers):
+            if states[i] is None:
+                assert layer.states is None
+            else:
+                np.testing.assert_allclose(layer.states[lane], states[i], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_decoding_equals_the_parallel_pass(name):
+    model, params = make(CONFIGS[name])
+    tokens = tokens_of(2, 4)
+    parallel, _ = read(model, params, tokens, begin(model, params, 2), starts(2, 4))
+    one_by_one, carry = decode(model, params, tokens, begin(model, params, 2, decoding=True))
+    assert_same(one_by_one, parallel)
+    # From decoding to segments and back.
+    more = tokens_of(2, 8, seed=1)
+    expected, _ = read(model, params, np.concatenate([tokens, more], axis=1), begin(model, params, 2), starts(2, 12))
+    segment, carry = read(model, params, more[:, : 4 * W], carry, starts(2, 4))
+    last, _ = decode(model, params, more[:, 4 * W :], carry)
+    assert_same(jnp.concatenate([segment, last], axis=1), expected[:, 4 * W :])
+
+
+@pytest.mark.parametrize("name", ["two", "rotary", "unmasked"])
+def test_a_book_in_segments_is_the_book(name):
+    model, params = make(CONFIGS[name])
+    tokens = tokens_of(1, 8)
+    whole, whole_carry = read(model, params, tokens, begin(model, params, 1), starts(1, 8))
+    for blocks in (1, 2, 4):
+        carry, pieces = begin(model, params, 1), []
+        for segment in np.split(tokens, 8 // blocks, axis=1):
+            logits, carry = read(model, params, segment, carry, starts(1, blocks))
+            pieces.append(logits)
+        assert_same(jnp.concatenate(pieces, axis=1), whole)
+        assert_same(carry, whole_carry)
+
+
+@pytest.mark.parametrize("name", ["two", "slide", "unmasked"])
+def test_documents_that_begin_within_a_segment_are_apart(name):
+    model, params = make(CONFIGS[name])
+    tokens, n = tokens_of(2, 6), 6 * W
+    # Both lanes are inside a document before; lane 0 has two beginnings, lane 1 begins at once.
+    _, carry = read(model, params, tokens_of(2, 6, seed=1), begin(model, params, 2), starts(2, 6))
+    at = [(0, 1), (0, 4), (1, 0)]
+    together, carry = read(model, params, tokens, carry, starts(2, 6, *at))
+    assert carry.position.tolist() == [2 * W, 6 * W]
+    for lane, first, last in ((0, W, 4 * W), (0, 4 * W, n), (1, 0, n)):
+        alone = np.zeros((2, n), np.int32)
+        alone[0, : last - first] = tokens[lane, first:last]
+        expected, alone_carry = read(model, params, alone, begin(model, params, 2), starts(2, 6))
+        assert_same(together[lane, first:last], expected[0, : last - first])
+    for ours, theirs in zip(carry.layers, alone_carry.layers):
+        assert_same(jax.tree.map(lambda x: x[1], ours), jax.tree.map(lambda x: x[0], theirs))
+
+
+def influence(config, blocks):
+    """[t, s]: how much the hidden state at t depends on the embedding of the token at s."""
+    n = blocks * W
+    model = Model(config, n)
+    # Every token has a row of its own, so the gradient of the embedding is the gradient of each position's input.
+    params = jax.tree.map(lambda x: x * (4 if x.shape == (2,) else 1), model.init(jax.random.key(0)))
+    direction = jax.random.normal(jax.random.key(1), (config.model_width,))
+
+    @jax.jit
+    def jacobian(embedding):
+        def project(embedding):
+            module = model.bind(params | {"embedding": embedding})
+            tokens = jnp.arange(n)[None]
+            hidden, _ = module(tokens, module.init_carry(1), jnp.zeros((1, blocks), bool))
+            return hidden[0] @ direction
+
+        return jnp.abs(jax.jacrev(project)(embedding)).sum(axis=-1)
+
+    return np.asarray(jacobian(params["embedding"]))
+
+
+@pytest.mark.parametrize("name", ["slide", "rotary", "fixed:skip", "lstm:dual"])
+def test_what_depends_on_what(name):
+    blocks, config = 6, CONFIGS[name]
+    strength = influence(config, blocks)
+    distance = np.arange(blocks * W)[:, None] - np.arange(blocks * W)[None, :]
+    reach = config.num_layers * W
+    assert (strength[distance < 0] == 0).all()
+    assert (strength[(distance >= 0) & (distance <= reach)] > 0).all()
+    beyond = strength[distance > reach]
+    if name == "slide":
+        assert (beyond == 0).all()
+    else:
+        # Through the states of the second layer, from the block before the last one on.
+        assert (beyond > 0).all()
+
+
+def test_states_may_reach_no_token_of_their_own_block():
+    """A token reads the states from before its block, so without a window only earlier blocks are seen."""
+    config = dataclasses.replace(CONFIGS["fixed:skip"], num_layers=1, recurrent_layers=(0,))
+    strength = influence(config, 4)
+    t, s = np.indices(strength.shape)
+    assert (strength[s > t] == 0).all()
+    assert (strength[(s // W < t // W) | ((s <= t) & (s // W == t // W))] > 0).all()
+
+
+def test_lanes_decode_independently():
+    model, params = make(CONFIGS["lstm:dual"])
+    tokens = tokens_of(2, 6)
+    # Lane 1 is 3 tokens behind: the lanes' blocks end at different steps.
+    carries = [
+        decode(model, params, tokens[i : i + 1, :n], begin(model, params, 1, True))[1] for i, n in ((0, 6), (1, 3))
+    ]
+    carry = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), *carries)
+    assert carry.position.tolist() == [6, 3]
+    logits, _ = decode(model, params, np.stack([tokens[0, 6:18], tokens[1, 3:15]]), carry)
+    expected, _ = read(model, params, tokens, begin(model, params, 2), starts(2, 6))
+    assert_same(logits, jnp.stack([expected[0, 6:18], expected[1, 3:15]]))
+
+
+def test_cleared_states_start_every_segment_anew():
+    model, params = make(dataclasses.replace(SKIP, clear_states=True))
+    _, carry = read(model, params, tokens_of(1, 2), begin(model, params, 1), starts(1, 2))
+    layers = [layer if layer.states is None else layer._replace(states=layer.states + 100) for layer in carry.layers]
+    poisoned = DecoderCarry(carry.position, layers)
+    logits = [read(model, params, tokens_of(1, 2, seed=1), c, starts(1, 2))[0] for c in (carry, poisoned)]
+    np.testing.assert_array_equal(*logits)
+    kept, _ = make(SKIP)
+    assert np.abs(read(kept, params, tokens_of(1, 2, seed=1), poisoned, starts(1, 2))[0] - logits[0]).max() > 1e-3
+
+
+def test_bfloat16():
+    model, params = make(dataclasses.replace(CONFIGS["lstm:dual"], activation_dtype="bfloat16"))
+    exact, _ = make(CONFIGS["lstm:dual"])
+    tokens, carry = tokens_of(2, 4), begin(model, params, 2, decoding=True)
+    logits, new_carry = read(model, params, tokens, carry, starts(2, 4))
+    assert logits.dtype == jnp.float32
+    assert {x.dtype.name for x in jax.tree.leaves(new_carry.layers)} == {"bfloat16"}
+    expected, _ = read(exact, params, tokens, begin(exact, params, 2), starts(2, 4))
+    assert np.abs(logits - expected).max() < 0.05 * np.abs(expected).max()
+    one_by_one, decoded = decode(model, params, tokens, carry)
+    assert np.abs(one_by_one - expected).max() < 0.05 * np.abs(expected).max()
+    assert jax.tree.map(lambda x: x.dtype, decoded) == jax.tree.map(lambda x: x.dtype, carry)
+
+
+def test_rematerialisation_changes_no_gradient():
+    tokens, config = tokens_of(1, 3), dataclasses.replace(CONFIGS["fixed:skip"], dropout_rate=0.2)
+    gradients = []
+    for remat in ("none", "dots", "layers"):
+        model, params = make(dataclasses.replace(config, remat=remat))
+
+        @jax.jit
+        def gradient(params, model=model):
+            def loss(params):
+                module = model.bind(params)
+                hidden, _ = module(tokens, module.init_carry(1), starts(1, 3), jax.random.key(3))
+                return jnp.sum(jnp.square(module.logits(hidden)))
+
+            return jax.grad(loss)(params)
+
+        gradients.append(gradient(params))
+    for other in gradients[1:]:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), other, gradients[0])
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients[0]))
+
+
+def test_dropout_is_drawn_by_key_and_absent_without():
+    model, params = make(dataclasses.replace(SKIP, dropout_rate=0.3))
+    undropped, _ = make(SKIP)
+    tokens, carry = tokens_of(2, 2), begin(model, params, 2)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def hidden(model, key):
+        return model.bind(params)(tokens, carry, starts(2, 2), key)[0]
+
+    first = hidden(model, jax.random.key(0))
+    np.testing.assert_array_equal(first, hidden(model, jax.random.key(0)))
+    assert np.abs(first - hidden(model, jax.random.key(1))).max() > 0.1
+    np.testing.assert_array_equal(hidden(model, None), hidden(undropped, None))
+
+
+def test_dropout_keeps_its_share_and_the_mean():
+    multiplier = np.asarray(dropout_multiplier(jax.random.key(0), 0.25, (100_000,), jnp.float32))
+    np.testing.assert_allclose(np.unique(multiplier), [0, 4 / 3], rtol=1e-6)
+    assert abs((multiplier == 0).mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / 100_000)
+
+
+def test_dropout_of_tokens_is_a_tile_for_all_lanes():
+    mask = np.asarray(tiled_dropout(jnp.ones((3, 384, 8)), 0.5, jax.random.key(0)))
+    np.testing.assert_array_equal(mask, np.broadcast_to(np.tile(mask[:1, :128], (1, 3, 1)), mask.shape))
+    assert 0 < (mask[0, :64] != mask[0, 64:128]).mean() < 1
+
+
+def test_ring_square():
+    # By distance 1, 2, 3, 4. The query at offset 1 sees offset 0 of its own block at distance 1, and offsets 1 to 3 of
+    # the block before at distances 4, 3, 2.
+    np.testing.assert_array_equal(
+        ring_square(jnp.array([[1, 2, 3, 4], [10, 20, 30, 40]])),
+        [
+            [[4, 3, 2, 1], [1, 4, 3, 2], [2, 1, 4, 3], [3, 2, 1, 4]],
+            [[40, 30, 20, 10], [10, 40, 30, 20], [20, 10, 40, 30], [30, 20, 10, 40]],
+        ],
+    )
+
+
+@pytest.mark.parametrize(("n", "c"), [(6, 1), (8, 1), (8, 3)])
+def test_segments_are_whole_blocks(n, c):
+    model, params = make(SLIDE)
+    with pytest.raises(ValueError, match=f"{n} tokens with {c} start flags are not whole blocks of window_length=4"):
+        read(model, params, np.zeros((1, n), np.int32), begin(model, params, 1), starts(1, c))
