@@ -1,0 +1,92 @@
+"""Time per token of generation, early and late in a document: it must not depend on how much was read.
+
+python benchmarks/generation_speed.py
+"""
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from meliad_like.generation.sampling import SamplingConfig
+from meliad_like.generation.streaming import Generator, Reading
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.model import Model
+
+TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens per measurement, whole blocks, so that each has the same work.")
+REPEATS = flags.DEFINE_integer("repeats", 5, "Measurements of each place, in turn; the median counts.")
+
+V, SEGMENT_LENGTH = 256, 1024
+SLIDE = DecoderConfig(
+    num_layers=4,
+    model_width=256,
+    num_heads=4,
+    head_size=64,
+    feedforward_width=1024,
+    window_length=128,
+    num_states=128,
+)
+CONFIGS = {
+    "Slide": SLIDE,
+    "fixed:skip": dataclasses.replace(SLIDE, recurrent_layers=(-2,)),
+    "lstm:dual": dataclasses.replace(SLIDE, recurrent_layers=(-2,), gate="lstm", cell="dual"),
+}
+
+
+def main(_):
+    table = Table("model", "position", "how", "ms per token", "tokens per second", title=str(jax.devices()[0]))
+    for name, config in CONFIGS.items():
+        model = Model(config, V)
+        params = jax.jit(model.init)(jax.random.key(0))
+        generator = Generator(
+            model,
+            params,
+            segment_length=SEGMENT_LENGTH,
+            end_of_document=V - 1,
+            sampling=SamplingConfig(),
+            stop_at_end=False,
+            chunk=64,
+        )
+        places = {
+            (1_000, "read"): read(generator, 1_000),
+            (20_000, "read"): read(generator, 20_000),
+            # What was read in between does not matter: position is all of it that decoding looks at.
+            (100_000, "position set"): at(read(generator, 1_000), 100_000),
+        }
+        measure(generator, places)  # compiles
+        samples = [measure(generator, places) for _ in range(REPEATS.value)]
+        for place in places:
+            seconds = float(np.median([sample[place] for sample in samples]))
+            table.add_row(name, f"{place[0]:,}", place[1], f"{1e3 * seconds:.3f}", f"{1 / seconds:,.0f}")
+    Console().print(table)
+
+
+def read(generator: Generator, num_tokens: int) -> Reading:
+    tokens = np.random.default_rng(0).integers(0, V - 1, num_tokens + 1)
+    return generator.read(generator.begin(0), tokens)
+
+
+def at(reading: Reading, position: int) -> Reading:
+    """The same memory later in a document, at the same place in its block."""
+    position += (reading.num_read - position) % SLIDE.window_length
+    return reading._replace(carry=reading.carry._replace(position=np.array([position], np.int32)), num_read=position)
+
+
+def measure(generator: Generator, places: dict[tuple[int, str], Reading]) -> dict[tuple[int, str], float]:
+    """Seconds per token at each place, which moves on by `--tokens`."""
+    seconds = {}
+    for place, reading in places.items():
+        began = time.perf_counter()
+        for _, reading in generator.write(reading, TOKENS.value):  # noqa: B007, B020  # the last one is kept
+            pass
+        seconds[place] = (time.perf_counter() - began) / TOKENS.value
+        places[place] = reading
+    return seconds
+
+
+if __name__ == "__main__":
+    app.run(main)
