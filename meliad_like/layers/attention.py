@@ -36,7 +36,7 @@ def project_heads(
     """Applies several projections of one size, in one product, and cuts each result into heads."""
     # Stacked, not side by side: each is sharded along its heads.
     kernels = jnp.stack([projection.kernel[...] for projection in projections], axis=1).astype(x.dtype)
-    y = jnp.einsum("...nd,djx->...njx", x, kernels)
+    y = jnp.einsum("nd,djx->njx", x.reshape(-1, x.shape[-1]), kernels).reshape(*x.shape[:-1], *kernels.shape[1:])
     return tuple(rearrange(y[..., j, :], "... n (h k) -> ... h n k", h=num_heads) for j in range(len(projections)))
 
 

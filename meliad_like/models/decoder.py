@@ -86,7 +86,9 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """Scores of the next token, float32; the softmax shares the embedding."""
         table = self.embedding[...].astype(hidden.dtype)
-        return self.logit_scale * jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = self.logit_scale * jnp.einsum("nd,vd->nv", rows, table, preferred_element_type=jnp.float32)
+        return logits.reshape(*hidden.shape[:-1], -1)
 
     def decode_step(self, token: Int[Array, " b"], carry: DecoderCarry) -> tuple[Float[Array, "b v"], DecoderCarry]:
         """Reads one more token per lane at a cost that does not depend on how much was read.
