@@ -1,6 +1,7 @@
 """Reading a prompt, writing on from it, stopping and going on."""
 
 import dataclasses
+import functools
 import io
 import subprocess
 import sys
@@ -72,17 +73,21 @@ def write(generator, reading, num_tokens):
     return [token for chunk, _ in chunks for token in chunk], chunks[-1][1]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def decode(model, params, token, carry):
+    return model.bind(params).decode_step(token, carry)
+
+
 @pytest.mark.parametrize("length", [1, 2, W, W + 1, W + 2, N, N + 1, 3 * N + 2 * W + 3])
 def test_reading_is_decoding_token_by_token(make_generator, opened, prompt, length):
     generator = make_generator()
     reading = generator.read(generator.begin(0), prompt[:length])
-    module = opened.model.bind(opened.params)
-    decode = jax.jit(lambda token, carry: module.decode_step(token, carry))
-    carry = module.init_carry(1, decoding=True)
+    carry = generator.begin(0).carry
     for token in prompt[: length - 1]:
-        _, carry = decode(token[None], carry)
+        _, carry = decode(opened.model, opened.params, token[None], carry)
     last = prompt[length - 1 : length]
-    np.testing.assert_allclose(decode(last, reading.carry)[0], decode(last, carry)[0], atol=1e-5)
+    logits = [decode(opened.model, opened.params, last, carry)[0] for carry in (reading.carry, carry)]
+    np.testing.assert_allclose(*logits, atol=1e-5)
     assert (reading.num_read, reading.token) == (length - 1, last[0])
 
 
