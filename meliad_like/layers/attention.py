@@ -8,8 +8,6 @@ square is also a ring: column `s` belongs to the last token before the query who
 how one token at a time is decoded, with a cache of `w` entries.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,6 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.basic import Linear
 
 MASKED = -1e6
 # Logits are never that low; where all keys are masked the output is 0 rather than an average.
@@ -30,14 +27,9 @@ def unit(x: Float[Array, "... k"]) -> Float[Array, "... k"]:
     return (y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
-def project_heads(
-    x: Float[Array, "*batch n d"], projections: Sequence[Linear], num_heads: int
-) -> Sequence[Float[Array, "*batch h n k"]]:
-    """Applies several projections of one size, in one product, and cuts each result into heads."""
-    # Stacked, not side by side: each is sharded along its heads.
-    kernels = jnp.stack([projection.kernel[...] for projection in projections], axis=1).astype(x.dtype)
-    y = jnp.einsum("nd,djx->njx", x.reshape(-1, x.shape[-1]), kernels).reshape(*x.shape[:-1], *kernels.shape[1:])
-    return tuple(rearrange(y[..., j, :], "... n (h k) -> ... h n k", h=num_heads) for j in range(len(projections)))
+def split_heads(x: Float[Array, "*batch n i"], num_heads: int) -> Float[Array, "*batch h n k"]:
+    """Cuts the last axis into heads."""
+    return rearrange(x, "... n (h k) -> ... h n k", h=num_heads)
 
 
 def merge_heads(*mixed: Float[Array, "*batch h n k"]) -> Float[Array, "*batch n i"]:

@@ -14,9 +14,9 @@ from meliad_like.layers.attention import (
     attend_window,
     head_scale,
     merge_heads,
-    project_heads,
     ring_distance,
     ring_square,
+    split_heads,
     unit,
 )
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, dropout_multiplier, parameter, tiled_dropout
@@ -101,15 +101,15 @@ class DecoderLayer(nnx.Module):
         return carry
 
     def _heads(self, x: Float[Array, "b n d"]) -> TokenHeads:
-        projections = [self.key, self.value, self.query]
-        if self.cross_query is not None:
-            projections.append(self.cross_query)
-        key, value, query, *cross_queries = project_heads(x, projections, self.config.num_heads)
-        query = unit(query) * head_scale(self.attention_scale, x.dtype)
-        if self.cross_attention_scale is None:
-            return TokenHeads(unit(key), value, query, None)
-        cross_query = unit(cross_queries[0]) * head_scale(self.cross_attention_scale, x.dtype)
-        return TokenHeads(unit(key), value, query, cross_query)
+        h, cross_query = self.config.num_heads, None
+        if self.cross_query is not None and self.cross_attention_scale is not None:
+            cross_query = unit(split_heads(self.cross_query(x), h)) * head_scale(self.cross_attention_scale, x.dtype)
+        return TokenHeads(
+            key=unit(split_heads(self.key(x), h)),
+            value=split_heads(self.value(x), h),
+            query=unit(split_heads(self.query(x), h)) * head_scale(self.attention_scale, x.dtype),
+            cross_query=cross_query,
+        )
 
     def _bias_by_distance(self) -> Float[Array, "h w"]:
         """The scaled position bias of distances 1 to w: the attention scale multiplies the bias as well."""
