@@ -1,0 +1,179 @@
+"""Is one recurrent layer worth more than one more ordinary layer? Slide:13L against Rec:fixed:skip, in pairs of seeds.
+
+    python benchmarks/recurrence_study.py --folder=runs/recurrence_study --tasks=standard_library,books
+
+Every run sees the same documents in the same order as its partner. The folder holds a token store for each task
+(`python -m meliad_like.prepare`), gets a working folder for each run, and at the end `study.json` and `study.png`.
+Finished runs are not done again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags
+
+ROWS = ("slide_13l", "fixed_skip")
+SPLITS = ("validation", "test")
+
+FOLDER = flags.DEFINE_string("folder", "runs/recurrence_study", "Where stores, runs and results lie.")
+TASKS = flags.DEFINE_list("tasks", ["standard_library"], "Token stores: sub-folders of FOLDER/stores.")
+SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of parameters and of the order of documents.")
+JOBS = flags.DEFINE_integer("jobs", 1, "Runs side by side on this machine.", lower_bound=1)
+GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Bindings for all runs.")
+ONE = flags.DEFINE_string("one", None, "Used by the program itself: the one run TASK,ROW,SEED.")
+
+
+def name_of(task: str, row: str, seed: str) -> str:
+    return f"{task}-{row}-{seed}"
+
+
+def one_run(task: str, row: str, seed: str) -> None:
+    """Trains, then evaluates: as trained and, with a recurrent layer, with states cleared at each segment."""
+    from meliad_like import config
+    from meliad_like.data.token_store import TokenStore
+    from meliad_like.evaluation.perplexity import Evaluator
+    from meliad_like.models.model import Model
+    from meliad_like.training.loop import train
+    from meliad_like.training.mesh import make_mesh
+    from meliad_like.training.opening import open_checkpoint
+
+    folder = Path(FOLDER.value)
+    store = TokenStore(folder / "stores" / task)
+    params = [f"ReaderConfig.store='{store.folder}'", f"TrainingConfig.seed={seed}", *GIN_PARAM.value]
+    run = config.parse(["recurrence_study.gin", f"block_recurrent/{row}.gin"], params)
+    workdir = folder / name_of(task, row, seed)
+    train(run, workdir)
+    mesh = make_mesh(run.mesh)
+    opened = open_checkpoint(workdir, mesh=mesh)
+    variants = {"trained": opened.model}
+    if run.model.recurrent_layers:
+        cleared = replace(opened.run.model, clear_states=True)
+        variants["states cleared"] = Model(cleared, opened.model.vocabulary_size)
+    results = {}
+    for (variant, model), split in product(variants.items(), SPLITS):
+        evaluator = Evaluator(
+            model, store.split(split), mesh, name=split, segment_length=run.data.segment_length, max_lanes=8
+        )
+        evaluation = evaluator(opened.params)
+        results.setdefault(variant, {})[split] = {
+            "bits_per_byte": evaluation.bits_per_byte,
+            "documents": {d.name: d.bits_per_byte for d in evaluation.documents},
+            "positions": [[p.start, p.bits_per_token] for p in evaluation.positions],
+        }
+    (workdir / "result.json").write_text(json.dumps(results, indent=2))
+
+
+def run_all() -> None:
+    """Starts every run that has no result, `jobs` at a time, each in a process of its own."""
+
+    def start(run: tuple[str, str, str]) -> None:
+        folder = Path(FOLDER.value) / name_of(*run)
+        if (folder / "result.json").exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments = [f"--gin_param={value}" for value in GIN_PARAM.value]
+        command = [sys.executable, __file__, f"--folder={FOLDER.value}", f"--one={','.join(run)}", *arguments]
+        with (folder / "log.txt").open("w") as log:
+            environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=True)
+        print("finished", *run, flush=True)
+
+    with ThreadPoolExecutor(JOBS.value) as pool:
+        list(pool.map(start, product(TASKS.value, ROWS, SEEDS.value)))
+
+
+def read_results() -> dict[str, dict]:
+    folder = Path(FOLDER.value)
+    runs = product(TASKS.value, ROWS, SEEDS.value)
+    return {name_of(*run): json.loads((folder / name_of(*run) / "result.json").read_text()) for run in runs}
+
+
+def summary(results: dict[str, dict]) -> str:
+    """A Markdown table: mean and standard error over seeds, and the paired difference to Slide:13L."""
+    lines = ["| documents | split | model | bits per byte | difference to slide_13l, paired |", "|---|---|---|---|---|"]
+    for task, split in product(TASKS.value, SPLITS):
+        baseline = None
+        for row, variant in (("slide_13l", "trained"), ("fixed_skip", "trained"), ("fixed_skip", "states cleared")):
+            values = np.array([results[name_of(task, row, s)][variant][split]["bits_per_byte"] for s in SEEDS.value])
+            baseline = values if baseline is None else baseline
+            label = row if variant == "trained" else f"{row}, {variant}"
+            difference = "" if baseline is values else with_error(values - baseline, sign="+")
+            lines.append(f"| {task} | {split} | {label} | {with_error(values)} | {difference} |")
+    return "\n".join(lines)
+
+
+def with_error(values: np.ndarray, sign: str = "") -> str:
+    error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return f"{values.mean():{sign}.4f} ± {error:.4f}"
+
+
+def plot(results: dict[str, dict]) -> None:
+    """Left of each pair: training, as the difference within a pair of seeds. Right: by position in the document."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    folder = Path(FOLDER.value)
+    figure, axes = plt.subplots(len(TASKS.value), 2, figsize=(11, 3.6 * len(TASKS.value)), squeeze=False)
+    for (left, right), task in zip(axes, TASKS.value, strict=True):
+        differences = []
+        for seed in SEEDS.value:
+            curves = [training_curve(folder / name_of(task, row, seed)) for row in ROWS]
+            steps = curves[0][0]
+            differences.append(smooth(curves[1][1] - curves[0][1]))
+            left.plot(steps, differences[-1], color="tab:blue", alpha=0.3, linewidth=1)
+        left.plot(steps, np.mean(differences, axis=0), color="tab:blue", label="fixed:skip minus Slide:13L")
+        left.axhline(0, color="black", linewidth=0.8)
+        low, high = np.percentile(np.concatenate([d[len(d) // 8 :] for d in differences]), [1, 99])
+        left.set(
+            xlabel="step",
+            ylabel="bits per byte",
+            title=f"{task}: training loss, same batches",
+            ylim=(low * 1.3, high * 1.3),
+        )
+        left.legend()
+        for row, variant, style in (
+            ("slide_13l", "trained", "-"), ("fixed_skip", "trained", "-"), ("fixed_skip", "states cleared", "--"),
+        ):  # fmt: skip
+            curves = np.array([results[name_of(task, row, s)][variant]["test"]["positions"] for s in SEEDS.value])
+            label = row if variant == "trained" else "states cleared each segment"
+            right.plot(curves[0, :, 0] + 1, curves[:, :, 1].mean(axis=0), style, marker="o", markersize=3, label=label)
+        right.set(xscale="log", xlabel="position in the document", ylabel="bits per byte", title=f"{task}: test split")
+        right.legend()
+    figure.tight_layout()
+    figure.savefig(folder / "study.png", dpi=120)
+
+
+def training_curve(workdir: Path) -> tuple[np.ndarray, np.ndarray]:
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    points = [(line["step"], line["bits_per_byte"]) for line in lines if line["kind"] == "train"]
+    return np.array([p[0] for p in points]), np.array([p[1] for p in points])
+
+
+def smooth(values: np.ndarray, width: int = 9) -> np.ndarray:
+    """A running mean over `width` logs, shorter at the ends."""
+    kernel = np.ones(min(width, len(values)))
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+
+
+def main(_) -> None:
+    if ONE.value:
+        one_run(*ONE.value.split(","))
+        return
+    run_all()
+    results = read_results()
+    (Path(FOLDER.value) / "study.json").write_text(json.dumps(results, indent=2))
+    print(summary(results))
+    plot(results)
+
+
+if __name__ == "__main__":
+    app.run(main)
