@@ -14,7 +14,7 @@ from meliad_like.data.readers import LanesReader
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
-from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.checkpoints import Checkpoints, compare_metadata
 from meliad_like.training.mesh import (
     lane_sharding,
     make_mesh,
@@ -124,7 +124,7 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
         state, saved = checkpoints.restore(setup.abstract_state)
         fingerprints = ("vocabulary_fingerprint", "store_fingerprint")
         here = metadata(setup, saved["step"])
-        comparemetadata(checkpoints.folder, {k: saved[k] for k in fingerprints}, {k: here[k] for k in fingerprints})
+        compare_metadata(checkpoints.folder, {k: saved[k] for k in fingerprints}, {k: here[k] for k in fingerprints})
         # What is in the file is the state after its last good step, so a halted run can go on under another policy.
         return state._replace(halted=jax.device_put(jnp.zeros((), bool), replicated(setup.mesh)))
     state = setup.initialise()
