@@ -120,17 +120,8 @@ def main(_) -> None:
             "memory_gigabytes": row.memory / 1e9,
             "compile_seconds": row.compile_seconds,
         }
-        p, ms, low, relative, share, memory, compiled = figures[name].values()
-        table.add_row(
-            name,
-            f"{p:,}",
-            f"{ms:.1f}",
-            f"{low:.1f}",
-            f"{relative:.3f}",
-            f"{share:.1%}",
-            f"{memory:.2f}",
-            f"{compiled:.1f}",
-        )
+        formats = ("{:,}", "{:.1f}", "{:.1f}", "{:.3f}", "{:.1%}", "{:.2f}", "{:.1f}")
+        table.add_row(name, *(f.format(value) for f, value in zip(formats, figures[name].values(), strict=True)))
     Console(width=120).print(table)
     if OUTPUT.value:
         with open(OUTPUT.value, "w") as file:
