@@ -5,6 +5,6 @@ read while jax traces is frozen into the compiled program, and a worker process 
 """
 
 from meliad_like.config.run import RunConfig, build, parse
-from meliad_like.config.saved import differences, from_json, save, to_gin, to_json
+from meliad_like.config.saved import check_workdir, differences, from_json, save, to_gin, to_json
 
-__all__ = ["RunConfig", "build", "differences", "from_json", "parse", "save", "to_gin", "to_json"]
+__all__ = ["RunConfig", "build", "check_workdir", "differences", "from_json", "parse", "save", "to_gin", "to_json"]

@@ -69,23 +69,34 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def save(run: RunConfig, workdir: str | epath.Path) -> None:
-    """Writes `config.json` and `config.gin` into the working folder (made if need be).
+def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
+    """Nothing is written.
 
     Raises:
       UserError: the folder holds another run; only `training.` (not its seed) and `mesh.` may change on the way.
     """
     folder = epath.Path(workdir)
+    if not (folder / JSON_NAME).exists():
+        return
+    changed = differences(from_json((folder / JSON_NAME).read_text()), run)
+    fixed = [key for key in changed if key == "training.seed" or not key.startswith(("training.", "mesh."))]
+    if fixed:
+        old, new = changed[fixed[0]]
+        more = f" and {len(fixed) - 1} more" if len(fixed) > 1 else ""
+        raise UserError(
+            f"{folder} belongs to another config: {fixed[0]} is {old!r} there, {new!r} here{more}; "
+            "choose another --workdir"
+        )
+
+
+def save(run: RunConfig, workdir: str | epath.Path) -> None:
+    """Writes `config.json` and `config.gin` into the working folder (made if need be).
+
+    Raises:
+      UserError: as `check_workdir`.
+    """
+    check_workdir(run, workdir)
+    folder = epath.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / JSON_NAME).exists():
-        changed = differences(from_json((folder / JSON_NAME).read_text()), run)
-        fixed = [key for key in changed if key == "training.seed" or not key.startswith(("training.", "mesh."))]
-        if fixed:
-            old, new = changed[fixed[0]]
-            more = f" and {len(fixed) - 1} more" if len(fixed) > 1 else ""
-            raise UserError(
-                f"{folder} belongs to another config: {fixed[0]} is {old!r} there, {new!r} here{more}; "
-                "choose another --workdir"
-            )
     (folder / JSON_NAME).write_text(to_json(run))
     (folder / GIN_NAME).write_text(to_gin(run))

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.layers.attention import attend, head_scale, merge_heads, split_heads, unit
-from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter
+from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
 
 GateKind = Literal["fixed", "lstm"]
 CellKind = Literal["skip", "single", "dual"]
@@ -29,7 +29,7 @@ class FixedGate(nnx.Module):
         self, state: Float[Array, "b r d"], hidden: Float[Array, "b r f"], update: Float[Array, "b r d"]
     ) -> Float[Array, "b r d"]:
         gate = jax.nn.sigmoid(self.bias[...]).astype(state.dtype)
-        return gate * state + (1 - gate) * update
+        return (gate * rows(state) + (1 - gate) * rows(update)).reshape(state.shape)
 
 
 class LstmGate(nnx.Module):
@@ -118,7 +118,7 @@ class StateCell(nnx.Module):
         # One product instead of four: inside the scan the matrices are small. Stacked rather than side by side, because
         # each is sharded along its heads.
         kernels = jnp.stack([projection.kernel[...] for projection in projections], axis=1).astype(x.dtype)
-        y = jnp.einsum("nd,djx->njx", x.reshape(-1, x.shape[-1]), kernels).reshape(*x.shape[:-1], *kernels.shape[1:])
+        y = jnp.einsum("nd,djx->njx", rows(x), kernels).reshape(*x.shape[:-1], *kernels.shape[1:])
         key, value, query, cross_query = (split_heads(y[..., j, :], self.num_heads) for j in range(4))
         return StateHeads(
             key=unit(key),

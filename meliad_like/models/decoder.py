@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import RMSNorm, parameter, tiled_dropout
+from meliad_like.layers.basic import RMSNorm, parameter, rows, tiled_dropout
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.decoder_layer import DecoderLayer, LayerCarry
 
@@ -86,8 +86,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """Scores of the next token, float32; the softmax shares the embedding."""
         table = self.embedding[...].astype(hidden.dtype)
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        logits = self.logit_scale * jnp.einsum("nd,vd->nv", rows, table, preferred_element_type=jnp.float32)
+        logits = self.logit_scale * jnp.einsum("nd,vd->nv", rows(hidden), table, preferred_element_type=jnp.float32)
         return logits.reshape(*hidden.shape[:-1], -1)
 
     def decode_step(self, token: Int[Array, " b"], carry: DecoderCarry) -> tuple[Float[Array, "b v"], DecoderCarry]:

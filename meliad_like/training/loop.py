@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from absl import logging
 from etils import epath
+from jax.experimental import multihost_utils
 
 from meliad_like import config as configuration
 from meliad_like.config import RunConfig
@@ -36,6 +37,9 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
     # --- set-up ---
     folder = epath.Path(workdir)
     setup = set_up(run)
+    # By every process, and before the first one writes: where one alone found a mistake, the others would wait for it.
+    configuration.check_workdir(run, folder)
+    multihost_utils.sync_global_devices("the working folder is this run's")
     if jax.process_index() == 0:
         configuration.save(run, folder)
         save_vocabulary(setup.store.vocabulary, folder / "checkpoints")
@@ -48,7 +52,13 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
     with checkpoints:
         state = starting_state(setup, checkpoints, load_dir)
         start_step = int(state.step)
+        if start_step >= num_steps:
+            if jax.process_index() == 0:
+                print(f"{folder} is at step {start_step} of {num_steps}: nothing left to do; raise num_steps to go on")
+            return 0
         logging.info("%d parameters, starting at step %d of %d", setup.model.num_parameters, start_step, num_steps)
+
+        train_step = setup.compile_step()
 
         def save(step: int, state: TrainState) -> None:
             checkpoints.save(step, state, metadata(setup, step))
@@ -75,7 +85,7 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
             pending: tuple[int, StepMetrics] | None = None
             step = start_step
             while step < num_steps:
-                state, metrics = setup.train_step(state, next(batches))
+                state, metrics = train_step(state, next(batches))
                 step += 1
                 # The metrics of the step before are ready; those of this one would make the host wait.
                 if pending is not None:

@@ -40,17 +40,22 @@ class Setup(NamedTuple):
     abstract_state: TrainState
     """Shapes, with the shardings of this mesh."""
     initialise: Callable[[], TrainState]
-    train_step: jax.stages.Compiled
-    """(state, batch) -> (state, metrics); the state's buffers are donated."""
+    train_step: jax.stages.Wrapped
+    """(state, batch) -> (state, metrics), jitted; the state's buffers are donated."""
+
+    def compile_step(self) -> jax.stages.Compiled:
+        """The step for these shapes and shardings. It refuses all others, so a run compiles it once."""
+        return self.train_step.lower(self.abstract_state, abstract_batch(self.run)).compile()
 
 
 def set_up(run: RunConfig) -> Setup:
-    """Opens the documents, lays out the devices, and compiles the step, once.
+    """Opens the documents and lays out the devices. Nothing is compiled yet, so that mistakes are found in seconds.
 
     Raises:
-      UserError: the token store is missing or was made with another vocabulary, or the mesh does not fit.
+      UserError: the token store is missing or was made by other settings, or the mesh does not fit.
     """
     store = TokenStore(run.data.store)
+    store.check_settings(run.source, run.vocabulary)
     reader = LanesReader(
         store.split("train"),
         run.data.num_lanes,
@@ -100,7 +105,7 @@ def set_up(run: RunConfig) -> Setup:
         mesh=mesh,
         abstract_state=abstract_state,
         initialise=jax.jit(initialise, out_shardings=shardings),
-        train_step=train_step.lower(abstract_state, abstract_batch(run)).compile(),
+        train_step=train_step,
     )
 
 

@@ -27,7 +27,7 @@ class StepMetrics(NamedTuple):
     update_norm: Float[Array, ""]
     parameter_norm: Float[Array, ""]
     finite: Bool[Array, ""]
-    """Whether the step was taken; if not, the norms are those of the update that was refused."""
+    """Whether loss, gradient and update were; if not, the norms are those of the update that was refused."""
     num_skipped: Int[Array, ""]
     """Steps skipped so far."""
     lane_finite: Bool[Array, " b"]
@@ -89,7 +89,7 @@ def make_train_step(
         gradient, (sums, carry, lane_finite) = accumulate(state.params, state.carry, batch, dropout_key)
         gradient = jax.tree.map(lambda g: g / batch.inputs.size, gradient)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-        gradient_norm, update_norm = optax.tree.norm(gradient), optax.global_norm(updates)
+        gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
         finite = jnp.isfinite(sums.nats) & jnp.isfinite(gradient_norm) & jnp.isfinite(update_norm)
         taken = finite & ~state.halted
 
