@@ -1,0 +1,68 @@
+"""A tiny training run on documents that are made up here."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from meliad_like import config
+from meliad_like.config import RunConfig
+from meliad_like.data.preparation import prepare
+
+ROOT = Path(__file__).parent.parent
+FILES = ["size/tiny.gin", "block_recurrent/fixed_skip.gin"]
+
+
+def make_bindings(folder: Path) -> list[str]:
+    """Makes a token store below `folder`, and returns the `--gin_param`s of a run on it: 8 lanes of 4 blocks."""
+    generator = np.random.default_rng(0)
+    for split, num_documents in (("train", 20), ("validation", 2)):
+        (folder / "documents" / split).mkdir(parents=True)
+        for i in range(num_documents):
+            words = generator.choice(["a", "rose", "is", "when", "bees", "do", "not"], size=generator.integers(2, 300))
+            (folder / "documents" / split / f"{i}.txt").write_text(" ".join(words))
+    bindings = [
+        "SourceConfig.kind = 'text'",
+        f"SourceConfig.folder = '{folder / 'documents'}'",
+        f"ReaderConfig.store = '{folder / 'store'}'",
+        # 264 tokens: divides by every mesh of the tests.
+        "VocabularyConfig.size_multiple = 8",
+        "ReaderConfig.tokens_per_step = 512",
+        # Second moments in factors, as those of a large model.
+        "OptimizerConfig.adafactor_size = 16",
+        "ScheduleConfig.warmup_steps = 5",
+        "TrainingConfig.log_every = 1",
+    ]
+    run = parse(bindings)
+    prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
+    return bindings
+
+
+def parse(bindings: list[str], *more: str, files: tuple[str, ...] = ()) -> RunConfig:
+    return config.parse([*FILES, *files], [*bindings, *more])
+
+
+def command(bindings: list[str], *arguments: str) -> list[str]:
+    """The training command line; `arguments` are further flags."""
+    flags = [f"--gin_file={name}" for name in FILES] + [f"--gin_param={binding}" for binding in bindings]
+    return [sys.executable, "-m", "meliad_like.train", *flags, *arguments]
+
+
+def run_command(bindings: list[str], *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(bindings, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def read_metrics(workdir: Path, kind: str = "train") -> Iterator[dict]:
+    for line in (workdir / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        if metrics["kind"] == kind:
+            yield metrics
+
+
+def assert_same_bits(actual, expected) -> None:
+    for (path, a), b in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
