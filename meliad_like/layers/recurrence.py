@@ -111,13 +111,18 @@ class StateCell(nnx.Module):
         """The learned states at the start of a document."""
         return jnp.broadcast_to(self.initial[...].astype(dtype), (b, *self.initial.shape))
 
-    def heads(self, states: Float[Array, "b r d"]) -> StateHeads:
+    def kernels(self, dtype) -> Float[Array, "d 4 i"]:
+        """The four projections for `heads`, to be put together once, outside of the scan.
+
+        One product instead of four, because inside the scan the matrices are small. Stacked rather than side by side,
+        because each is sharded along its heads.
+        """
+        projections = (self.key, self.value, self.query, self.cross_query)
+        return jnp.stack([projection.kernel[...] for projection in projections], axis=1).astype(dtype)
+
+    def heads(self, states: Float[Array, "b r d"], kernels: Float[Array, "d 4 i"]) -> StateHeads:
         """Projects the states. The state ids are added after the norm, so they reach the values as well."""
         x = self.norm(states) + self.identity[...].astype(states.dtype)
-        projections = (self.key, self.value, self.query, self.cross_query)
-        # One product instead of four: inside the scan the matrices are small. Stacked rather than side by side, because
-        # each is sharded along its heads.
-        kernels = jnp.stack([projection.kernel[...] for projection in projections], axis=1).astype(x.dtype)
         y = jnp.einsum("nd,djx->njx", rows(x), kernels).reshape(*x.shape[:-1], *kernels.shape[1:])
         key, value, query, cross_query = (split_heads(y[..., j, :], self.num_heads) for j in range(4))
         return StateHeads(
@@ -139,7 +144,7 @@ class StateCell(nnx.Module):
 
         Args:
             states: before the block.
-            heads: `self.heads(states)`.
+            heads: `self.heads(states, ...)`.
             key, value: of the tokens.
             valid: which tokens belong to the same document.
         """

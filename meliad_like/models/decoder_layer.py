@@ -205,10 +205,12 @@ class DecoderLayer(nnx.Module):
         if self.config.clear_states:
             start = start.at[:, 0].set(True)
 
+        kernels = cell.kernels(states.dtype)
+
         def step(states, block):
             key, value, start, valid = block
             states = jnp.where(start[:, None, None], cell.initial_states(states.shape[0], states.dtype), states)
-            heads = cell.heads(states)
+            heads = cell.heads(states, kernels)
             return cell.update(states, heads, key, value, valid), (heads.key, heads.value)
 
         blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (key, value, start, valid))
@@ -245,7 +247,7 @@ class DecoderLayer(nnx.Module):
         """Keeps the block before, which the ring is about to lose, and projects the states once for the block."""
 
         def begin(carry):
-            heads = self.cell.heads(carry.states)
+            heads = self.cell.heads(carry.states, self.cell.kernels(carry.states.dtype))
             new = DecodingCarry(carry.key, carry.value, heads.key, heads.value)
             first = (offset == 0)[:, None, None, None]
             return carry._replace(decoding=jax.tree.map(lambda x, y: jnp.where(first, x, y), new, carry.decoding))
@@ -261,7 +263,9 @@ class DecoderLayer(nnx.Module):
             value = jnp.concatenate([carry.decoding.previous_value, carry.value], axis=2)
             previous = ((position >= w) | (not self.config.mask_empty_cache))[:, None]
             valid = (jnp.arange(2 * w) >= w) | previous
-            states = self.cell.update(carry.states, self.cell.heads(carry.states), key, value, valid)
+            states = self.cell.update(
+                carry.states, self.cell.heads(carry.states, self.cell.kernels(carry.states.dtype)), key, value, valid
+            )
             return carry._replace(states=jnp.where((offset == w - 1)[:, None, None], states, carry.states))
 
         return jax.lax.cond(jnp.any(offset == w - 1), end, lambda carry: carry, carry)
