@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from meliad_like.errors import UserError
 
@@ -34,6 +34,9 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
     """
 
     def report(argv: list[str]) -> int | None:
+        # jax tells of every accelerator that it does not find; --verbosity=0 shows that, and warnings always show.
+        if flags.FLAGS["verbosity"].using_default_value:
+            logging.set_verbosity(logging.WARNING)
         words, others = argv[1 : 1 + bool(subjects)], argv[1 + bool(subjects) :]
         try:
             if others:

@@ -21,6 +21,7 @@ PREPARE = flags.DEFINE_bool("prepare", False, "Make the token store first, if it
 OUTPUT = flags.DEFINE_string("output", None, "JSON file to write, with a row for each document.")
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Evaluate only some documents, of so many tokens at most.")
 COMPARE = flags.DEFINE_bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
+DETAILS = flags.DEFINE_bool("details", True, "Whether to show all figures, and the loss by position.")
 
 
 def main() -> None:
@@ -53,8 +54,9 @@ def main() -> None:
     evaluation = _with_progress(trained, evaluator, opened.params)
     details = {}
     console = Console()
-    console.print(report.table(evaluation).to_rich())
-    console.print(report.positions(evaluation).to_rich())
+    if DETAILS.value:
+        console.print(report.table(evaluation).to_rich())
+        console.print(report.positions(evaluation).to_rich())
     if COMPARE.value:
         shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
         params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(run.training.seed))

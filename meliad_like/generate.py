@@ -13,6 +13,10 @@ CHECKPOINT = flags.DEFINE_string(
 )
 PROMPT = flags.DEFINE_string("prompt", None, "Text to go on from.")
 PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "UTF-8 file with the text to go on from, of any length.")
+DOCUMENT = flags.DEFINE_string("document", None, "Name of a document of the token store, to go on from its beginning.")
+DOCUMENT_TOKENS = flags.DEFINE_integer("document_tokens", 2000, "How much of --document is read.", lower_bound=1)
+STORE = flags.DEFINE_string("store", None, "Token store of --document. Default: the one of the training.")
+ECHO = flags.DEFINE_integer("echo", 0, "Show so many last characters of the prompt first.", lower_bound=0)
 TOKENS = flags.DEFINE_integer("tokens", 200, "Tokens to write, at most.", lower_bound=0)
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Below 1: more predictable; 0: always the most likely token.")
 TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from the so many most likely tokens; 0: from all.")
@@ -27,12 +31,15 @@ CHUNK = flags.DEFINE_integer("chunk", 8, "Tokens that are made before they are s
 def main() -> None:
     if command_line.GIN_FILE.value or command_line.GIN_PARAM.value:
         raise UserError("--gin_file and --gin_param have no effect here: the config comes from the checkpoint")
-    prompt = _read_prompt()
+    prompt = _given_text()
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.generation.sampling import SamplingConfig
-    from meliad_like.generation.text import TextRequest, write_text
+    from meliad_like.generation.text import TextRequest, read_document, write_text
     from meliad_like.training.opening import open_checkpoint
 
+    opened = open_checkpoint(CHECKPOINT.value)
+    if prompt is None:
+        prompt = read_document(opened, STORE.value, DOCUMENT.value, DOCUMENT_TOKENS.value)
     request = TextRequest(
         prompt=prompt,
         num_tokens=TOKENS.value,
@@ -44,7 +51,9 @@ def main() -> None:
         chunk=CHUNK.value,
     )
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale is
-    speed = write_text(open_checkpoint(CHECKPOINT.value), request, lambda text: print(text, end="", flush=True))
+    if ECHO.value:
+        print(f"--- read, up to here:\n{prompt[-ECHO.value :]}\n--- written:")
+    speed = write_text(opened, request, lambda text: print(text, end="", flush=True))
     # On stderr alone, so that the output of two runs with a carry between them is the output of one.
     rate = f", {speed.tokens_per_second:.0f} tokens/s" if speed.tokens_per_second else ""
     print(
@@ -53,9 +62,13 @@ def main() -> None:
     )
 
 
-def _read_prompt() -> str:
-    if PROMPT.value is not None and PROMPT_FILE.value is not None:
-        raise UserError("--prompt and --prompt_file are both given: choose one")
+def _given_text() -> str | None:
+    """The prompt, unless it is a document of the token store, for which the checkpoint has to be opened first."""
+    given = [flag for flag in (PROMPT, PROMPT_FILE, DOCUMENT) if flag.value is not None]
+    if len(given) > 1:
+        raise UserError(f"--{given[0].name} and --{given[1].name} are both given: choose one")
+    if DOCUMENT.value is not None:
+        return None
     prompt = PROMPT.value or ""
     if PROMPT_FILE.value is not None:
         try:
@@ -68,7 +81,7 @@ def _read_prompt() -> str:
     elif any("\ud800" <= character <= "\udfff" for character in prompt):
         raise UserError("--prompt is not UTF-8")
     if not prompt and LOAD_CARRY.value is None:
-        raise UserError("the prompt is empty: give --prompt, --prompt_file or --load_carry")
+        raise UserError("the prompt is empty: give --prompt, --prompt_file, --document or --load_carry")
     return prompt
 
 

@@ -287,7 +287,7 @@ def test_command_line(folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the prompt is empty: give --prompt, --prompt_file or --load_carry"),
+        ([], "the prompt is empty: give --prompt, --prompt_file, --document or --load_carry"),
         (["--prompt=a", "--prompt_file=b"], "--prompt and --prompt_file are both given"),
         (["--prompt_file=none.txt"], "cannot read --prompt_file=none.txt: No such file"),
         (["--prompt=\udcff"], "--prompt is not UTF-8"),

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from meliad_like.data.splits import SPLITS
+from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
@@ -107,3 +109,27 @@ def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
                     f"prompt has at character {place}: leave it out"
                 )
     return tokens
+
+
+def read_document(opened: OpenedCheckpoint, store: str | None, name: str, num_tokens: int) -> str:
+    """The text of a document's first `num_tokens` tokens, without its end or half a character.
+
+    Args:
+      opened: the model that is to go on.
+      store: of the documents; None: the one that the model was trained with.
+      name: of the document, looked for among those held out first.
+
+    Raises:
+      UserError: there is no such store or document, or the store's vocabulary is not the model's.
+    """
+    documents = TokenStore(store or opened.run.data.store)
+    documents.check_vocabulary(opened.vocabulary.fingerprint, "the checkpoint")
+    splits = [documents.split(split) for split in reversed(SPLITS) if documents.totals(split).documents]
+    for split in splits:
+        if name in split.names:
+            index = split.names.index(name)
+            tokens = split.tokens(index, 0, min(num_tokens, int(split.lengths[index]) - 1))
+            return "".join(map(opened.vocabulary.stream().push, tokens.tolist()))
+    raise UserError(
+        f"the token store {documents.folder} has no document {name!r}; it has {', '.join(splits[0].names[:3])}, ..."
+    )

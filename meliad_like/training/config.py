@@ -25,6 +25,8 @@ class TrainingConfig:
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_split: str = "validation"
+    evaluate_max_tokens: int | None = None
+    """Evaluate on the way only some documents of that split, of so many tokens at most; None: all of them."""
     checkpoint_every: int = 1000
     checkpoints_kept: int = 3
     """The newest so many stay."""

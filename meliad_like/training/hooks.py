@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from meliad_like.evaluation import report
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.setup import Setup
@@ -35,6 +36,7 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter) -> Callable[[int, Train
                 name=run.training.evaluate_split,
                 segment_length=run.data.segment_length,
                 max_lanes=run.data.num_lanes,
+                max_tokens=run.training.evaluate_max_tokens,
                 loss_slice=run.training.loss_slice,
             )
         result = evaluator(state.params)
@@ -46,6 +48,6 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter) -> Callable[[int, Train
             "accuracy": result.accuracy,
         }
         writer.write(step, figures, kind=run.training.evaluate_split)
-        writer.say(f"step {step}: {result.bits_per_byte:.4f} bits/byte on {run.training.evaluate_split}")
+        writer.say(f"step {step}: {result.bits_per_byte:.3f} bits/byte on {report.title(result)}")
 
     return evaluate

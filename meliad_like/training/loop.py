@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 
@@ -56,7 +55,6 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
             if jax.process_index() == 0:
                 print(f"{folder} is at step {start_step} of {num_steps}: nothing left to do; raise num_steps to go on")
             return 0
-        logging.info("%d parameters, starting at step %d of %d", setup.model.num_parameters, start_step, num_steps)
 
         train_step = setup.compile_step()
 
@@ -76,6 +74,7 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
                 device_batches_ahead=run.data.device_batches_ahead,
             ) as batches,
         ):
+            writer.say(f"{setup.model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}")
             reporter = Reporter(setup, writer, batches)
             # The checkpoint comes last: what the others met is then known before it is written.
             hooks = [

@@ -1,0 +1,90 @@
+"""A run's metrics as a picture."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from etils import epath
+from matplotlib.figure import Figure
+
+from meliad_like.errors import UserError
+from meliad_like.training.metrics import FILE_NAME
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""Steps and values."""
+
+COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c", "#7a4fa3")
+SMOOTHED_PARTS = 25  # of a curve, over each of which the bold line is averaged
+
+
+def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, Curve]:
+    """The curve of each kind of measurement: `train`, and the names of the splits that were evaluated on the way.
+
+    Raises:
+      UserError: there are no metrics, or none of this name.
+    """
+    path = epath.Path(workdir) / FILE_NAME
+    if not path.exists():
+        raise UserError(f"there is no {path}: --workdir is the folder of a training")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if metric in row:
+            curves.setdefault(row["kind"], []).append((row["step"], row[metric]))
+    if not curves:
+        known = ", ".join(sorted({name for row in rows for name in row} - {"step", "kind"}))
+        raise UserError(f"{path} has no {metric}; it has {known or 'no figures yet'}")
+    return {
+        kind: (np.array([s for s, _ in points]), np.array([v for _, v in points])) for kind, points in curves.items()
+    }
+
+
+def read_levels(path: epath.PathLike) -> dict[str, float]:
+    """Bits per byte of the compressors, from the file of an evaluation.
+
+    Raises:
+      UserError: it holds none.
+    """
+    try:
+        others = json.loads(epath.Path(path).read_text())["other_bits_per_byte"]
+    except FileNotFoundError:
+        raise UserError(f"there is no evaluation {path}") from None
+    except (json.JSONDecodeError, KeyError):
+        raise UserError(f"{path} holds no compressors: write it with evaluate --compare --output") from None
+    return {name: value for name, value in others.items() if name != "untrained"}
+
+
+def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, output: Path) -> None:
+    """Writes the picture.
+
+    Args:
+      curves: each with its own line; many points are also averaged into a bold one.
+      levels: horizontal lines, for comparison.
+      label: of the vertical axis.
+      output: a file whose ending says the format; its folder is made if need be.
+    """
+    # Not pyplot, which looks for a display.
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for colour, (kind, (steps, values)) in zip(COLOURS, curves.items()):
+        width = len(values) // SMOOTHED_PARTS
+        if width > 1:
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+            average = np.convolve(values, np.full(width, 1 / width), mode="valid")
+            axes.plot(steps[width - 1 :], average, color=colour, linewidth=2, label=f"{kind}, averaged")
+        else:
+            axes.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=4, label=kind)
+    for name, value in levels.items():
+        axes.axhline(value, color="#777777", linestyle="--", linewidth=1)
+        axes.annotate(f"{name}, {value:.2f}", (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+    # What happens at the beginning is far above all that follows.
+    shown = np.concatenate([values[len(values) // SMOOTHED_PARTS :] for _, values in curves.values()])
+    highest, lowest = max([*shown, *levels.values()]), min([*shown, *levels.values()])
+    axes.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
+    axes.set(xlabel="step", ylabel=label)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output)

@@ -1,0 +1,26 @@
+"""Draws a run's loss as a picture: `python -m meliad_like.plot --workdir=DIR [--evaluation=FILE] [--output=PNG]`."""
+
+from pathlib import Path
+
+from absl import flags
+
+from meliad_like import command_line
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+METRIC = flags.DEFINE_string("metric", "bits_per_byte", "Which of the figures in metrics.jsonl.")
+EVALUATION = flags.DEFINE_string("evaluation", None, "What evaluate --compare --output wrote: adds the compressors.")
+OUTPUT = flags.DEFINE_string("output", None, "The picture. Default: METRIC.png in the run's folder.")
+
+
+def main() -> None:
+    from meliad_like.evaluation import pictures
+
+    curves = pictures.read_metrics(WORKDIR.value, METRIC.value)
+    levels = pictures.read_levels(EVALUATION.value) if EVALUATION.value else {}
+    output = Path(OUTPUT.value or Path(WORKDIR.value) / f"{METRIC.value}.png")
+    pictures.draw(curves, levels, METRIC.value.replace("_", " "), output)
+    print(f"drew {output}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)
