@@ -10,6 +10,8 @@ At the size of table 1 of the Block-Recurrent paper, on an accelerator:
 """
 
 import json
+import os
+import sys
 import time
 from typing import NamedTuple
 
@@ -129,4 +131,9 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
+    # As launch/environment.sh does; it must be there before the program starts.
+    if "GLIBC_TUNABLES" not in os.environ:
+        os.execve(
+            sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        )
     app.run(main)

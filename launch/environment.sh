@@ -6,6 +6,10 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# On a CPU the arrays of a step are given back to the system after each step; in huge pages taking them again costs an
+# eighth of the step less. Read by glibc 2.35 and newer when a program starts, otherwise without effect.
+export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
+
 say() { printf '== %s\n' "$*"; }
 
 stop() {

@@ -38,6 +38,8 @@ class TrainingConfig:
     def __post_init__(self):
         if self.nonfinite not in get_args(Nonfinite):
             raise UserError(f"nonfinite={self.nonfinite!r} is not one of {', '.join(get_args(Nonfinite))}")
+        if self.sample_every and not self.sample_tokens:
+            raise UserError(f"sample_every={self.sample_every} needs sample_tokens of at least 1")
         for field in ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"):
             if getattr(self, field) < 1:
                 raise UserError(f"{field}={getattr(self, field)} must be at least 1")

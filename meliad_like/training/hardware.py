@@ -1,5 +1,6 @@
 """What the device could do at most, to compare with what the model does."""
 
+import functools
 import resource
 import sys
 import time
@@ -23,6 +24,7 @@ DATASHEET_FLOPS = {
 }
 
 
+@functools.cache
 def peak_flops(dtype: str) -> tuple[float, str]:
     """FLOP/s of one device at matrix products, and where the figure comes from.
 

@@ -3,8 +3,14 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+from etils import epath
+
 from meliad_like.evaluation import report
 from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.generation.sampling import SamplingConfig
+from meliad_like.generation.streaming import Generator
+from meliad_like.training.mesh import replicated
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.setup import Setup
 from meliad_like.training.state import TrainState
@@ -51,3 +57,31 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter) -> Callable[[int, Train
         writer.say(f"step {step}: {result.bits_per_byte:.3f} bits/byte on {report.title(result)}")
 
     return evaluate
+
+
+def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState], None]:
+    """Writes, in `step_N.txt`, how the model goes on from the first tokens of a held-out document.
+
+    Each process makes the sample, because its parameters may be spread over all of them; the first one writes it.
+    """
+    run, vocabulary = setup.run, setup.store.vocabulary
+    segment_length = run.data.segment_length
+
+    def write(step: int, state: TrainState) -> None:
+        split = setup.store.split(run.training.evaluate_split)
+        prompt = split.tokens(0, 0, min(segment_length, int(split.lengths[0]) - 1))
+        generator = Generator(
+            setup.model,
+            jax.device_put(state.params, replicated(setup.mesh)),
+            segment_length=segment_length,
+            end_of_document=vocabulary.end_of_document,
+            sampling=SamplingConfig(),
+        )
+        reading = generator.read(generator.begin(step), prompt)
+        tokens = [token for written, _ in generator.write(reading, run.training.sample_tokens) for token in written]
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = f"{vocabulary.decode(prompt)}\n--- step {step} goes on: ---\n{vocabulary.decode(tokens)}\n"
+            (folder / f"step_{step}.txt").write_text(text)
+
+    return write

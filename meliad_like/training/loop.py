@@ -14,7 +14,7 @@ from meliad_like.data.loading import load_batches
 from meliad_like.errors import UserError
 from meliad_like.training import preemption
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.hooks import Hook, evaluation_hook
+from meliad_like.training.hooks import Hook, evaluation_hook, sampling_hook
 from meliad_like.training.mesh import lane_sharding
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.opening import save_vocabulary
@@ -79,6 +79,7 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
             # The checkpoint comes last: what the others met is then known before it is written.
             hooks = [
                 Hook(run.training.evaluate_every, evaluation_hook(setup, writer)),
+                Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
                 Hook(run.training.checkpoint_every, save),
             ]
             pending: tuple[int, StepMetrics] | None = None
