@@ -59,7 +59,9 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
         train_step = setup.compile_step()
 
         def save(step: int, state: TrainState) -> None:
-            checkpoints.save(step, state, metadata(setup, step))
+            # What stops a run often comes at a step that was saved anyway.
+            if step not in checkpoints.steps():
+                checkpoints.save(step, state, metadata(setup, step))
 
         # --- one step after the other; the host is always a step ahead of the devices ---
         with (
@@ -100,8 +102,7 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
                         for hook in due:
                             hook.call(step, state)
                 if stop:
-                    if step not in checkpoints.steps():
-                        save(step, state)
+                    save(step, state)
                     checkpoints.wait()
                     writer.say(
                         f"SIGTERM: saved step {step} in {checkpoints.folder}; the same command goes on from there"
@@ -120,19 +121,24 @@ def _report(
     save: Callable[[int, TrainState], None],
 ) -> None:
     """Reports a step; if it was not finite and the policy is to stop, saves the state before it and stops."""
-    step, metrics = pending
+    step, metrics = pending[0], jax.device_get(pending[1])
     reporter.report(step, metrics)
-    if bool(metrics.finite) or setup.run.training.nonfinite == "skip":
+    if metrics.finite or setup.run.training.nonfinite == "skip":
         return
-    lanes = np.flatnonzero(~np.asarray(metrics.lane_finite))
-    where = "its gradient"
-    if lanes.size:
-        documents = np.unique(setup.reader.batch(step - 1, lanes[:1].tolist()).document)
-        names = ", ".join(setup.store.split("train").names[i] for i in documents if i >= 0)
-        where = f"lane {lanes[0]}, document {names}"
     good_step = int(state.step)
     save(good_step, state)
     raise UserError(
-        f"the loss of step {step} is not finite ({where}): the state after step {good_step} is saved; "
+        f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {good_step} is saved: "
         "try a smaller learning rate, or --gin_file=option/skip_nonfinite.gin to skip such steps"
     )
+
+
+def _culprit(setup: Setup, step: int, metrics: StepMetrics) -> str:
+    """What in a step was not finite; its documents are those of the first lane with a bad loss."""
+    lanes = np.flatnonzero(~metrics.lane_finite)
+    if not lanes.size:
+        return "every loss is, but not the gradient or the update"
+    documents = np.unique(setup.reader.batch(step - 1, lanes[:1].tolist()).document)
+    names = setup.store.split("train").names
+    named = ", ".join(names[i] for i in documents if i >= 0)
+    return f"the loss of {lanes.size} of {setup.reader.num_lanes} lanes, first of lane {lanes[0]} in document {named}"

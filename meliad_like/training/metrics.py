@@ -1,6 +1,7 @@
 """Where the numbers of a run go: `metrics.jsonl`, TensorBoard and the progress line."""
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from typing import Self
@@ -47,17 +48,18 @@ class MetricsWriter:
 
         Args:
           step: steps done.
-          metrics: names to numbers.
+          metrics: names to numbers; one that is not finite is written as null, because JSON has no such numbers.
           kind: `train`, or the name of the split they were measured on.
         """
         if not self._active:
             return
-        self._file.write(json.dumps({"step": step, "kind": kind, **metrics}) + "\n")
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._file.write(json.dumps({"step": step, "kind": kind, **dict.fromkeys(metrics), **finite}) + "\n")
         self._file.flush()
-        for name, value in metrics.items():
+        for name, value in finite.items():
             self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
 
-    def progress(self, step: int, bits_per_byte: float, tokens_per_second: float) -> None:
+    def progress(self, step: int, bits_per_byte: float, tokens_per_second: float, num_skipped: int) -> None:
         """Shows how far the run is: a moving line on a terminal, otherwise one line a call."""
         if not self._active:
             return
@@ -66,6 +68,8 @@ class MetricsWriter:
             f"step {step}/{self._num_steps}  {bits_per_byte:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s  "
             f"{_duration(seconds)} left"
         )
+        if num_skipped:
+            line += f"  {num_skipped} skipped"
         if self.console.is_terminal:
             self._progress.update(self._task, completed=step, description=line)
         else:
@@ -74,7 +78,7 @@ class MetricsWriter:
     def say(self, text: str) -> None:
         """Prints a message above the progress line."""
         if self._active:
-            self.console.print(text, markup=False, highlight=False)
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         if self._active and self.console.is_terminal:

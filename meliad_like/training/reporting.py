@@ -1,11 +1,11 @@
 """From a step's metrics to the figures that people read, and what happens beside training every so often."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import jax
-import numpy as np
 
 from meliad_like.data.loading import BatchIterator
 from meliad_like.models.flops import training_flops_per_token
@@ -15,8 +15,6 @@ from meliad_like.training.optimizers import applied_rate
 from meliad_like.training.schedules import make_schedule
 from meliad_like.training.setup import Setup
 from meliad_like.training.step import StepMetrics
-
-BITS_PER_NAT = 1 / np.log(2)
 
 
 class Reporter:
@@ -37,30 +35,31 @@ class Reporter:
 
     def report(self, step: int, metrics: StepMetrics) -> None:
         """Adds a step that is done; every `log_every` steps, and at the last, writes their averages."""
-        self._gathered.append(jax.device_get(metrics))
+        self._gathered.append(metrics)
         if step % self._run.training.log_every and step != self._run.training.num_steps:
             return
         now = time.perf_counter()
         seconds = max(now - self._began - self._seconds_out, 1e-9)
-        steps = self._gathered
-        tokens = np.array([m.num_tokens for m in steps], np.float64)
-        loss = float(np.average([m.loss for m in steps], weights=np.maximum(tokens, 1)))
-        bits = loss * BITS_PER_NAT
-        tokens_per_second = self._run.data.tokens_per_step * len(steps) / seconds
+        # What a skipped step measured is not part of the run.
+        taken = [m for m in self._gathered if m.finite]
+        loss, accuracy = (_by_token(taken, name) for name in ("loss", "accuracy"))
+        bits = loss / math.log(2)
+        tokens_per_second = self._run.data.tokens_per_step * len(self._gathered) / seconds
         flops = self._flops_per_token * tokens_per_second
-        last = steps[-1]
+        last = self._gathered[-1]
         self._writer.write(
             step,
             {
                 "loss": loss,
                 "bits_per_token": bits,
                 "bits_per_byte": bits / self._bytes_per_token,
-                "accuracy": float(np.average([m.accuracy for m in steps], weights=np.maximum(tokens, 1))),
+                "accuracy": accuracy,
                 "gradient_norm": float(last.gradient_norm),
                 "update_norm": float(last.update_norm),
                 "parameter_norm": float(last.parameter_norm),
-                "learning_rate": float(self._learning_rate(step - 1)),
-                "num_tokens": int(tokens.sum()),
+                # The optimizer's clock stands still in skipped steps.
+                "learning_rate": float(self._learning_rate(step - 1 - int(last.num_skipped))),
+                "num_tokens": sum(int(m.num_tokens) for m in taken),
                 "num_skipped": int(last.num_skipped),
                 "tokens_per_second": tokens_per_second,
                 "model_flops_per_second": flops,
@@ -69,7 +68,7 @@ class Reporter:
                 "memory_bytes": peak_memory_bytes(),
             },
         )
-        self._writer.progress(step, bits / self._bytes_per_token, tokens_per_second)
+        self._writer.progress(step, bits / self._bytes_per_token, tokens_per_second, int(last.num_skipped))
         self._gathered, self._seconds_out, self._waited = [], 0.0, self._batches.seconds_waited
         self._began = now
 
@@ -79,3 +78,11 @@ class Reporter:
         began = time.perf_counter()
         yield
         self._seconds_out += time.perf_counter() - began
+
+
+def _by_token(steps: Sequence[StepMetrics], name: str) -> float:
+    """A metric's average over the tokens of some steps; not a number where there are no steps."""
+    if not steps:
+        return math.nan
+    weighted = sum(float(getattr(m, name)) * int(m.num_tokens) for m in steps)
+    return weighted / sum(int(m.num_tokens) for m in steps)
