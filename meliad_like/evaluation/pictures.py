@@ -30,7 +30,7 @@ def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, Curve]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        if metric in row:
+        if row.get(metric) is not None:
             curves.setdefault(row["kind"], []).append((row["step"], row[metric]))
     if not curves:
         known = ", ".join(sorted({name for row in rows for name in row} - {"step", "kind"}))
