@@ -15,7 +15,6 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-
 MASKED = -1e6
 # Logits are never that low; where all keys are masked the output is 0 rather than an average.
 LOWEST = -1e3

@@ -44,7 +44,7 @@ class LayerCarry(NamedTuple):
 
 
 class TokenHeads(NamedTuple):
-    """Projections of tokens, [b, h, n, k]: unit keys, values, unit queries times scale; the last if there are states."""
+    """Projections of tokens, [b, h, n, k]: unit keys, values, scaled unit queries; the last where there are states."""
 
     key: Array
     value: Array
