@@ -1,6 +1,7 @@
 """A tiny training run on documents that are made up here."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import numpy as np
 from meliad_like import config
 from meliad_like.config import RunConfig
 from meliad_like.data.preparation import prepare
+from meliad_like.training.mesh import make_mesh
 
 ROOT = Path(__file__).parent.parent
 FILES = ["size/tiny.gin", "block_recurrent/fixed_skip.gin"]
@@ -29,6 +31,7 @@ def make_bindings(folder: Path) -> list[str]:
         "SourceConfig.kind = 'text'",
         f"SourceConfig.folder = '{folder / 'documents'}'",
         f"ReaderConfig.store = '{folder / 'store'}'",
+        "DecoderConfig.num_layers = 2",
         # 264 tokens: divides by every mesh of the tests.
         "VocabularyConfig.size_multiple = 8",
         "ReaderConfig.tokens_per_step = 512",
@@ -52,8 +55,23 @@ def command(bindings: list[str], *arguments: str) -> list[str]:
     return [sys.executable, "-m", "meliad_like.train", *flags, *arguments]
 
 
-def run_command(bindings: list[str], *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(bindings, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120)
+def environment(num_devices: int) -> dict[str, str]:
+    """For a subprocess with so many fake devices."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={num_devices}"
+    return {**os.environ, "XLA_FLAGS": flags}
+
+
+def run_command(command: list[str], num_devices: int = 8) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=ROOT, env=environment(num_devices), capture_output=True, text=True, timeout=120)
+
+
+def take_only_the_devices_of_the_mesh(monkeypatch) -> None:
+    """Training in this process then uses as many of its devices as the mesh asks for, not all."""
+
+    def make(mesh):
+        return make_mesh(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.tensor])
+
+    monkeypatch.setattr("meliad_like.training.setup.make_mesh", make)
 
 
 def read_metrics(workdir: Path, kind: str = "train") -> Iterator[dict]:

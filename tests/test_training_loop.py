@@ -1,0 +1,223 @@
+"""Whole runs: what they leave behind, and that stopping and going on changes nothing."""
+
+import json
+import shutil
+import signal
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from tiny_run import assert_same_bits, command, parse, read_metrics, run_command
+
+from meliad_like import config
+from meliad_like.errors import UserError
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.loop import train
+from meliad_like.training.metrics import MetricsWriter
+from meliad_like.training.setup import set_up, starting_state
+
+NUM_STEPS = 40
+EXTRAS = ("TrainingConfig.evaluate_every = 20", "TrainingConfig.sample_every = 40", "TrainingConfig.sample_tokens = 8")
+
+
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory):
+    """Of a run on eight devices, which share lanes and parameters out between them."""
+    return [
+        *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
+        f"TrainingConfig.num_steps = {NUM_STEPS}",
+        "TrainingConfig.checkpoint_every = 10",
+        "MeshConfig.fsdp = 8",
+    ]
+
+
+@pytest.fixture(scope="module")
+def setup(bindings):
+    return set_up(parse(bindings))
+
+
+@pytest.fixture(scope="module")
+def straight(bindings, tmp_path_factory):
+    """Working folder of a run that nothing interrupted."""
+    workdir = tmp_path_factory.mktemp("straight")
+    assert train(parse(bindings, *EXTRAS), workdir) == 0
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def stopped(bindings, tmp_path_factory):
+    """Working folder of a run that was told to end after 17 steps."""
+    workdir = tmp_path_factory.mktemp("stopped")
+    assert train(parse(bindings, "TrainingConfig.num_steps = 17", "TrainingConfig.log_every = 5"), workdir) == 0
+    return workdir
+
+
+def read_state(setup, workdir, step):
+    with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
+        return checkpoints.restore(setup.abstract_state, step)[0]
+
+
+# The real command, which does something when it has logged a step.
+ON_STEP = """
+import os, pathlib, signal, sys, time
+from meliad_like import command_line, train
+from meliad_like.training.metrics import MetricsWriter
+
+write = MetricsWriter.write
+
+def write_and_act(self, step, metrics, kind="train"):
+    write(self, step, metrics, kind)
+    if step == {step}:
+        {deed}
+
+MetricsWriter.write = write_and_act
+command_line.run(train.main)
+"""
+
+
+def run_and_act(bindings, workdir, step, deed):
+    flags = command(bindings, f"--workdir={workdir}")[3:]
+    program = ON_STEP.format(step=step, deed=deed)
+    return run_command([sys.executable, "-c", program, *flags])
+
+
+def test_killed_then_terminated_and_nothing_is_lost(bindings, setup, straight, tmp_path):
+    saved = f"pathlib.Path({str(tmp_path)!r}, 'checkpoints', '10')"
+    kill = f"while not {saved}.exists(): time.sleep(0.01)\n        os.kill(os.getpid(), signal.SIGKILL)"
+    killed = run_and_act(bindings, tmp_path, 17, kill)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [m["step"] for m in read_metrics(tmp_path)][-1] == 17
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 18, "ki')
+
+    # When a step is logged, the loop is one step further.
+    terminated = run_and_act(bindings, tmp_path, 24, "os.kill(os.getpid(), signal.SIGTERM)")
+    assert terminated.returncode == 75, terminated.stderr
+    assert "step 11/40" in terminated.stdout and "step 10/40" not in terminated.stdout
+    folder = tmp_path / "checkpoints"
+    assert f"SIGTERM: saved step 25 in {folder}; the same command goes on from there" in terminated.stdout
+    assert (folder / "25" / "manifest.json").exists()
+
+    assert train(parse(bindings), tmp_path) == 0
+    assert_same_bits(read_state(setup, tmp_path, NUM_STEPS), read_state(setup, straight, NUM_STEPS))
+    figures = [[(m["step"], m["loss"], m["gradient_norm"]) for m in read_metrics(run)] for run in (tmp_path, straight)]
+    assert figures[0] == figures[1]
+    assert [step for step, *_ in figures[0]] == [*range(1, NUM_STEPS + 1)]
+
+
+def test_sigterm_at_a_step_that_has_a_checkpoint_anyway(bindings, tmp_path, monkeypatch, capsys):
+    write = MetricsWriter.write
+
+    def write_and_signal(self, step, metrics, kind="train"):
+        write(self, step, metrics, kind)
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsWriter, "write", write_and_signal)
+    assert train(parse(bindings, "TrainingConfig.checkpoint_every = 2"), tmp_path) == 75
+    assert "SIGTERM: saved step 2 in" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_run_that_ended_goes_on_when_it_is_given_more_steps(bindings, setup, straight, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    assert train(parse(bindings), tmp_path) == 0
+    assert_same_bits(read_state(setup, tmp_path, NUM_STEPS), read_state(setup, straight, NUM_STEPS))
+
+
+def test_going_on_with_another_mesh(bindings, setup, straight, stopped, tmp_path):
+    run = parse(bindings, "MeshConfig.data = 2", "MeshConfig.fsdp = 2", "MeshConfig.tensor = 2")
+    other = set_up(run)
+    restored = read_state(other, stopped, 17)
+    assert restored.params["embedding"].addressable_shards[0].data.shape == (132, 16)
+    assert_same_bits(restored, read_state(setup, stopped, 17))
+
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    assert train(run, tmp_path) == 0
+    state, expected = read_state(setup, tmp_path, NUM_STEPS), read_state(setup, straight, NUM_STEPS)
+    assert state.step == NUM_STEPS
+    np.testing.assert_array_equal(state.carry.position, expected.carry.position)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), state, expected)
+
+
+def test_checkpoints_written_beside_the_steps_hold_the_states_of_their_steps(bindings, setup, tmp_path):
+    """The next steps take over the buffers while a checkpoint is being written."""
+    every_step = ("TrainingConfig.num_steps = 6", "TrainingConfig.checkpoint_every = 1")
+    assert train(parse(bindings, *every_step, "TrainingConfig.checkpoints_kept = 6"), tmp_path) == 0
+    step, state = setup.compile_step(), setup.initialise()
+    for i in range(6):
+        state, _ = step(state, setup.reader.batch(i, range(8)))
+        assert_same_bits(read_state(setup, tmp_path, i + 1), jax.tree.map(np.asarray, state))
+
+
+def test_a_finished_run_says_so_and_changes_nothing(bindings, straight, capsys):
+    before = (straight / "metrics.jsonl").read_bytes()
+    assert train(parse(bindings, *EXTRAS), straight) == 0
+    assert f"{straight} is at step 40 of 40: nothing left to do; raise num_steps to go on" in capsys.readouterr().out
+    assert (straight / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_a_run_leaves_behind(bindings, straight):
+    run = parse(bindings, *EXTRAS)
+    assert config.parse([str(straight / "config.gin")]) == run
+    assert config.from_json((straight / "config.json").read_text()) == run
+    assert (straight / "checkpoints" / "vocabulary" / "vocabulary.json").exists()
+    assert [path for path in straight.iterdir() if path.name.startswith("events.out.tfevents")]
+
+
+def test_metrics(bindings, setup, straight, stopped):
+    steps = [*read_metrics(straight)]
+    last = steps[-1]
+    assert last["loss"] < 0.7 * steps[0]["loss"]
+    # Of bytes: every target is one, and the end of a document stands for the first, which is none.
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / np.log(2)) == last["bits_per_token"]
+    assert 0.1 < last["accuracy"] < 1
+    assert last["learning_rate"] == pytest.approx(0.1)
+    assert steps[2]["learning_rate"] == pytest.approx(0.1 * 2 / 5)
+    for name in ("update_norm", "tokens_per_second", "model_flops_per_second", "share_of_peak", "memory_bytes"):
+        assert last[name] > 0, name
+    assert last["data_wait_seconds"] >= 0
+    batch = setup.reader.batch(NUM_STEPS - 1, range(8))
+    assert last["num_tokens"] == batch.loss_mask.sum()
+
+    averages = [*read_metrics(stopped)]
+    assert [m["step"] for m in averages] == [5, 10, 15, 17]
+    weights = [m["num_tokens"] for m in steps[5:10]]
+    assert averages[1]["loss"] == pytest.approx(np.average([m["loss"] for m in steps[5:10]], weights=weights))
+    assert averages[1]["num_tokens"] == sum(weights)
+
+
+def test_evaluation_on_the_way(straight):
+    rows = [*read_metrics(straight, "validation")]
+    assert [m["step"] for m in rows] == [20, 40]
+    assert rows[1]["bits_per_byte"] < 5 and rows[1]["perplexity"] == pytest.approx(2 ** rows[1]["bits_per_token"])
+
+
+def test_samples_on_the_way(straight, setup):
+    (sample,) = (straight / "samples").iterdir()
+    prompt, _, continuation = sample.read_text().partition("\n--- step 40 goes on: ---\n")
+    split = setup.store.split("validation")
+    assert setup.store.vocabulary.decode(split.tokens(0, 0, 64)) == prompt
+    assert continuation.strip()
+
+
+def test_fine_tuning_starts_with_the_parameters_alone(bindings, setup, straight, tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        state = starting_state(setup, checkpoints, str(straight))
+        assert_same_bits(state.params, read_state(setup, straight, NUM_STEPS).params)
+        fresh = setup.initialise()
+        assert_same_bits(state._replace(params=None), fresh._replace(params=None))
+
+        other = set_up(parse(bindings, "DecoderConfig.gate = 'lstm'"))
+        with pytest.raises(UserError, match=rf"--load_dir={straight} holds another model: .*gate='fixed'"):
+            starting_state(other, checkpoints, str(straight))
+
+
+def test_metrics_are_json_that_any_program_reads(straight):
+    def refuse(constant):
+        raise ValueError(constant)
+
+    for line in (straight / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
