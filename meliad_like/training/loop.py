@@ -76,7 +76,10 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
                 device_batches_ahead=run.data.device_batches_ahead,
             ) as batches,
         ):
-            writer.say(f"{setup.model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}")
+            writer.say(
+                f"{setup.model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
+                f"{setup.reader.padding_share:.2%} of the positions are padding"
+            )
             reporter = Reporter(setup, writer, batches)
             # The checkpoint comes last: what the others met is then known before it is written.
             hooks = [
