@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from tiny_run import assert_same_bits, command, parse, read_metrics, run_command
+from tiny_run import assert_same_bits, command, mesh_of_the_first_devices, parse, read_metrics, run_command
 
 from meliad_like import config
 from meliad_like.errors import UserError
@@ -22,14 +22,22 @@ NUM_STEPS = 40
 EXTRAS = ("TrainingConfig.evaluate_every = 20", "TrainingConfig.sample_every = 40", "TrainingConfig.sample_tokens = 8")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _two_devices():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+        yield
+
+
 @pytest.fixture(scope="module")
 def bindings(tmp_path_factory):
-    """Of a run on eight devices, which share lanes and parameters out between them."""
+    """Of a run on two devices, which share lanes and parameters out between them."""
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
         f"TrainingConfig.num_steps = {NUM_STEPS}",
         "TrainingConfig.checkpoint_every = 10",
-        "MeshConfig.fsdp = 8",
+        "MeshConfig.data = 1",
+        "MeshConfig.fsdp = 2",
     ]
 
 
@@ -63,8 +71,11 @@ def read_state(setup, workdir, step):
 ON_STEP = """
 import os, pathlib, signal, sys, time
 from meliad_like import command_line, train
+from meliad_like.training import setup
 from meliad_like.training.metrics import MetricsWriter
+from tiny_run import mesh_of_the_first_devices
 
+setup.make_mesh = mesh_of_the_first_devices
 write = MetricsWriter.write
 
 def write_and_act(self, step, metrics, kind="train"):
@@ -128,7 +139,7 @@ def test_a_run_that_ended_goes_on_when_it_is_given_more_steps(bindings, setup, s
 
 
 def test_going_on_with_another_mesh(bindings, setup, straight, stopped, tmp_path):
-    run = parse(bindings, "MeshConfig.data = 2", "MeshConfig.fsdp = 2", "MeshConfig.tensor = 2")
+    run = parse(bindings, "MeshConfig.data = 2", "MeshConfig.tensor = 2")
     other = set_up(run)
     restored = read_state(other, stopped, 17)
     assert restored.params["embedding"].addressable_shards[0].data.shape == (132, 16)
