@@ -9,7 +9,7 @@ from etils import epath
 from matplotlib.figure import Figure
 
 from meliad_like.errors import UserError
-from meliad_like.training.metrics import FILE_NAME
+from meliad_like.training.metrics import FILE_NAME, complete_lines
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps and values."""
@@ -27,7 +27,7 @@ def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, Curve]:
     path = epath.Path(workdir) / FILE_NAME
     if not path.exists():
         raise UserError(f"there is no {path}: --workdir is the folder of a training")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in complete_lines(path)]
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row.get(metric) is not None:
@@ -81,7 +81,8 @@ def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, o
     # What happens at the beginning is far above all that follows.
     shown = np.concatenate([values[len(values) // SMOOTHED_PARTS :] for _, values in curves.values()])
     highest, lowest = max([*shown, *levels.values()]), min([*shown, *levels.values()])
-    axes.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
+    margin = 0.05 * (highest - lowest) or 1.0
+    axes.set_ylim(lowest - margin, highest + margin)
     axes.set(xlabel="step", ylabel=label)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

@@ -31,7 +31,7 @@ class MetricsWriter:
             return
         self._start_step, self._num_steps, self._began = start_step, num_steps, time.perf_counter()
         path = epath.Path(workdir) / FILE_NAME
-        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= start_step]
+        kept = [line for line in complete_lines(path) if json.loads(line)["step"] <= start_step]
         path.write_text("".join(kept))
         self._file = path.open("a")
         self._tensorboard = SummaryWriter(str(workdir), purge_step=start_step + 1)
@@ -92,7 +92,7 @@ class MetricsWriter:
             self._tensorboard.close()
 
 
-def _complete_lines(path: epath.Path) -> list[str]:
+def complete_lines(path: epath.Path) -> list[str]:
     """The lines of a file; a killed process may have left half of one at its end."""
     if not path.exists():
         return []

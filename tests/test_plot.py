@@ -1,0 +1,63 @@
+"""A run's metrics as a picture."""
+
+import json
+import subprocess
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from meliad_like.errors import UserError
+from meliad_like.evaluation import pictures
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """A run of 400 steps, logged every 10 and evaluated twice."""
+    rows = [{"step": s, "kind": "train", "bits_per_byte": 2 + 6 / s, "accuracy": 0.5} for s in range(10, 410, 10)]
+    rows += [{"step": s, "kind": "validation", "bits_per_byte": 2.5 - s / 1000} for s in (200, 400)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_the_command_draws_what_the_metrics_say(workdir):
+    evaluation = workdir / "evaluation.json"
+    evaluation.write_text(json.dumps({"other_bits_per_byte": {"untrained": 9.5, "gzip -9": 2.1}}))
+    command = [sys.executable, "-m", "meliad_like.plot", f"--workdir={workdir}", f"--evaluation={evaluation}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"drew {workdir / 'bits_per_byte.png'}\n"
+    image = matplotlib.image.imread(workdir / "bits_per_byte.png")
+    assert image.shape[:2] == (540, 960)
+    assert len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 100
+
+
+def test_curves_are_apart_by_kind(workdir):
+    curves = pictures.read_metrics(workdir, "bits_per_byte")
+    assert {kind: len(steps) for kind, (steps, _) in curves.items()} == {"train": 40, "validation": 2}
+    np.testing.assert_array_equal(curves["validation"][0], [200, 400])
+    np.testing.assert_allclose(curves["validation"][1], [2.3, 2.1])
+
+
+def test_a_picture_of_a_single_point(tmp_path):
+    pictures.draw({"train": (np.array([10]), np.array([9.0]))}, {}, "loss", tmp_path / "new" / "loss.png")
+    assert (tmp_path / "new" / "loss.png").exists()
+
+
+def test_levels_are_the_compressors(tmp_path):
+    path = tmp_path / "evaluation.json"
+    path.write_text(json.dumps({"other_bits_per_byte": {"untrained": 9.5, "xz -9": 1.8}}))
+    assert pictures.read_levels(path) == {"xz -9": 1.8}
+
+
+def test_what_is_missing_is_named(workdir, tmp_path):
+    with pytest.raises(UserError, match="has no loss; it has accuracy, bits_per_byte"):
+        pictures.read_metrics(workdir, "loss")
+    with pytest.raises(UserError, match="--workdir is the folder of a training"):
+        pictures.read_metrics(tmp_path / "none", "loss")
+    with pytest.raises(UserError, match="there is no evaluation"):
+        pictures.read_levels(tmp_path / "none.json")
+    (tmp_path / "plain.json").write_text("{}")
+    with pytest.raises(UserError, match="write it with evaluate --compare --output"):
+        pictures.read_levels(tmp_path / "plain.json")
