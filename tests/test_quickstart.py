@@ -1,0 +1,105 @@
+"""The quick start from its first line to its last, small; and what it does with what an earlier one left."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The smallest run that goes all the way: bytes of three short documents instead of the standard library.
+TINY = {
+    "DecoderConfig.num_layers": 2,
+    "DecoderConfig.model_width": 32,
+    "DecoderConfig.num_heads": 2,
+    "DecoderConfig.head_size": 16,
+    "DecoderConfig.feedforward_width": 32,
+    "DecoderConfig.window_length": 16,
+    "DecoderConfig.num_states": 8,
+    "ReaderConfig.segment_length": 32,
+    "ReaderConfig.tokens_per_step": 64,
+    "ReaderConfig.store": "'stores/tiny'",
+    "SourceConfig.kind": "'text'",
+    "SourceConfig.folder": "'documents'",
+    "VocabularyConfig.kind": "'bytes'",
+    "TrainingConfig.num_steps": 6,
+    "TrainingConfig.evaluate_every": 3,
+    "TrainingConfig.log_every": 2,
+}
+
+# Stands in for the programs: logs what it is asked for, makes the run's folder, and fails on demand.
+FAKE_PYTHON = """#!/usr/bin/env bash
+[[ "$*" != *meliad_like* ]] || echo "$2 $(ls runs/quickstart 2>/dev/null | tr '\\n' ' ')" >>log
+[[ "$*" != *meliad_like.train* ]] || mkdir -p runs/quickstart/checkpoints
+[[ -z "${FAILING:-}" || "$*" != *"$FAILING"* ]]
+"""
+
+
+def make_checkout(folder: Path, python: str) -> Path:
+    """A checkout, with a space in its name, that is set up already: `python` is the text of its interpreter."""
+    checkout = folder / "a checkout"
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    for name in ("launch", "gin", "meliad_like", "setup.py", "requirements.txt"):
+        (checkout / name).symlink_to(ROOT / name)
+    interpreter = checkout / ".venv" / "bin" / "python"
+    interpreter.write_text(python)
+    interpreter.chmod(0o755)
+    installed = [str(checkout), (ROOT / "requirements.txt").read_text() + (ROOT / "setup.py").read_text()]
+    (checkout / ".venv" / "installed-base").write_text("\n".join(installed))
+    return checkout
+
+
+def quick_start(checkout: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = ["bash", checkout / "launch" / "quickstart.sh", *arguments]
+    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"} | environment
+    return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+
+
+def test_from_documents_to_table_picture_and_sample(tmp_path):
+    checkout = make_checkout(tmp_path, f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    for split, name in (("train", "one"), ("validation", "two"), ("test", "logging")):
+        path = checkout / "documents" / split / f"{name}.txt"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"a line of {name}\n" * 40)
+    result = quick_start(checkout, *(f"--gin_param={name}={value}" for name, value in TINY.items()))
+    assert result.returncode == 0, result.stderr
+    for text in (
+        "step 6/6",
+        "bits/byte",
+        "tokens/s",
+        "0:00 left",
+        "step 3: ",
+        "untrained",
+        "step 6 ",
+        "gzip -9",
+        "xz -9",
+        "drew runs/quickstart/bits_per_byte.png",
+        "a line of logging\n",
+        "Done in ",
+    ):
+        assert text in result.stdout, text
+    # Nothing of jax' search for accelerators.
+    assert "backend" not in result.stderr and "Traceback" not in result.stderr
+    assert matplotlib.image.imread(checkout / "runs/quickstart/bits_per_byte.png").ndim == 3
+
+
+@pytest.mark.parametrize("failing", ["", "train", "generate"])
+def test_a_finished_run_is_made_again_and_a_cut_off_one_goes_on(tmp_path, failing):
+    checkout = make_checkout(tmp_path, FAKE_PYTHON)
+    first = quick_start(checkout, FAILING=f"meliad_like.{failing}" if failing else "")
+    assert first.returncode == bool(failing)
+    (checkout / "log").unlink()
+    second = quick_start(checkout)
+    assert second.returncode == 0, second.stderr
+    assert ("Going on" if failing else "Removing") in second.stdout
+    steps = [line.split() for line in (checkout / "log").read_text().splitlines()]
+    assert [step[0].removeprefix("meliad_like.") for step in steps] == [
+        "prepare",
+        "train",
+        "evaluate",
+        "plot",
+        "generate",
+    ]
+    assert (steps[1][1:] == ["checkpoints"]) == bool(failing)

@@ -1,0 +1,81 @@
+"""What the README and the documents beside it tell people to type, and point to, is there."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meliad_like import config
+from meliad_like.config import search
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "gin" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+
+# Parses the flags of several commands of one entry point, without running them.
+PARSE = """
+import importlib, json, sys
+from absl import flags
+importlib.import_module(sys.argv[1])
+for argv in json.loads(sys.argv[2]):
+    flags.FLAGS.unparse_flags()
+    flags.FLAGS([sys.argv[1], *argv])
+"""
+
+
+def commands() -> dict[str, list[list[str]]]:
+    """Arguments of the README's commands, by entry point."""
+    found: dict[str, list[list[str]]] = {}
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                assert words[:2] == ["python", "-m"], line
+                found.setdefault(words[2], []).append(words[3:])
+    return found
+
+
+COMMANDS = commands()
+
+
+def test_every_entry_point_is_shown():
+    shown = {name.removeprefix("meliad_like.") for name in COMMANDS}
+    assert shown == {"prepare", "train", "evaluate", "generate", "convert", "plot"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_flags_exist(name):
+    result = subprocess.run(
+        [sys.executable, "-c", PARSE, name, json.dumps(COMMANDS[name])], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("words", [words for each in COMMANDS.values() for words in each], ids=" ".join)
+def test_gin_files_and_parameters_make_a_run(words):
+    def values(flag):
+        return [word.partition("=")[2] for word in words if word.startswith(f"--{flag}=")]
+
+    config.parse(values("gin_file"), values("gin_param"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), link
+    for name in re.findall(r"`((?:size|task|option|block_recurrent)/\w+\.gin)`", text):
+        search.find(name)
+    for name in re.findall(r"`((?:meliad_like|docs|tests|benchmarks|launch)/[\w./]+\.\w+)`", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text):
+        assert name[1] in (ROOT / "tests" / name[0]).read_text(), name
