@@ -1,0 +1,60 @@
+"""Training steps on meshes of several devices equal those on one."""
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from tiny_run import mesh_of_the_first_devices
+
+from meliad_like import config
+from meliad_like.training.setup import set_up
+
+NUM_STEPS = 5
+SMALL = ("option/no_dropout.gin",)
+
+
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory):
+    return tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
+
+
+def train(setup, state):
+    """Losses of some steps, and the state after them."""
+    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, setup.abstract_state))
+    step, losses = setup.compile_step(), []
+    for i in range(NUM_STEPS):
+        state, metrics = step(state, setup.reader.batch(i, range(8)))
+        losses.append(metrics.loss)
+    return losses, state
+
+
+# Compiling for eight devices takes seconds, so only one model is on all meshes, and has dropout.
+@pytest.mark.parametrize(
+    ("files", "layers", "meshes"),
+    [
+        (("block_recurrent/fixed_skip.gin",), ["RECURRENT_LAYERS = (-2,)"], [(8, 1, 1), (2, 2, 2), (1, 4, 2)]),
+        (("block_recurrent/slide_12l.gin", *SMALL), [], [(2, 2, 2)]),
+        (
+            ("block_recurrent/lstm_dual.gin", *SMALL),
+            ["DecoderConfig.num_layers = 1", "RECURRENT_LAYERS = (-1,)"],
+            [(1, 4, 2)],
+        ),
+    ],
+    ids=["fixed:skip", "slide", "lstm:dual"],
+)
+def test_sharded_equals_unsharded(bindings, files, layers, meshes, monkeypatch):
+    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+
+    def set_up_on(data, fsdp, tensor):
+        mesh = [f"MeshConfig.data = {data}", f"MeshConfig.fsdp = {fsdp}", f"MeshConfig.tensor = {tensor}"]
+        return set_up(config.parse(["size/tiny.gin", *files], [*bindings, *layers, *mesh]))
+
+    one = set_up_on(1, 1, 1)
+    initial = jax.tree.map(np.asarray, one.initialise())
+    losses, state = train(one, initial)
+    assert losses[-1] < losses[0] - 0.5
+    for mesh in meshes:
+        sharded_losses, sharded_state = train(set_up_on(*mesh), initial)
+        np.testing.assert_allclose(sharded_losses, losses, rtol=1e-5)
+        for (path, a), b in zip(jax.tree.leaves_with_path(sharded_state), jax.tree.leaves(state), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=f"{mesh} {jax.tree_util.keystr(path)}")
