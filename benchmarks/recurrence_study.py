@@ -1,6 +1,10 @@
-"""Is one recurrent layer worth more than one more ordinary layer? Slide:13L against Rec:fixed:skip, in pairs of seeds.
+r"""Is one recurrent layer worth more than one more ordinary layer? Slide:13L against Rec:fixed:skip, in pairs of seeds.
 
-    python benchmarks/recurrence_study.py --folder=runs/recurrence_study --tasks=standard_library,books
+    python -m meliad_like.prepare --gin_file=task/standard_library.gin \
+        --store=runs/recurrence_study/stores/standard_library
+    XLA_FLAGS=--xla_cpu_multi_thread_eigen=false python benchmarks/recurrence_study.py --jobs=2
+
+On a CPU two runs with a thread each get further than one run with two.
 
 Every run sees the same documents in the same order as its partner. The folder holds a token store for each task
 (`python -m meliad_like.prepare`), gets a working folder for each run, and at the end `study.json` and `study.png`.
