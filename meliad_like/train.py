@@ -1,4 +1,8 @@
-"""Trains a model: `python -m meliad_like.train --gin_file=... --workdir=DIR`; the same command goes on after a stop."""
+"""Trains a model: `python -m meliad_like.train --gin_file=... --workdir=DIR`; the same command goes on after a stop.
+
+With several processes the command is started once for each, with the same files and working folder: `--distributed`
+where the cluster says who is who, otherwise with `--coordinator_address`, `--num_processes` and `--process_id`.
+"""
 
 from absl import flags
 
@@ -6,12 +10,24 @@ from meliad_like import command_line
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: config, checkpoints, metrics.", required=True)
 LOAD_DIR = flags.DEFINE_string("load_dir", None, "Checkpoint folder whose parameters a fresh run starts with.")
+DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "One process of several, on a cluster that jax detects: a TPU pod, SLURM, GKE, MPI."
+)
+COORDINATOR_ADDRESS = flags.DEFINE_string(
+    "coordinator_address", None, "One process of several, anywhere: host:port at which process 0 shall listen."
+)
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Beside --coordinator_address.", lower_bound=1)
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "Beside --coordinator_address, from 0.", lower_bound=0)
 
 
 def main() -> int:
     run = command_line.read_config()
     from meliad_like.training.loop import train
+    from meliad_like.training.mesh import initialize_distributed
 
+    place = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)
+    if DISTRIBUTED.value or any(value is not None for value in place):
+        initialize_distributed(*place)
     return train(run, WORKDIR.value, LOAD_DIR.value)
 
 

@@ -1,0 +1,118 @@
+"""Two real processes that train together are one run: the same losses and parameters, one working folder."""
+
+import re
+import signal
+import socket
+import subprocess
+import time
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from tiny_run import ROOT, command, parse, read_metrics
+
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.loop import train
+from meliad_like.training.setup import set_up
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory):
+    """Every axis of the mesh is larger than a process' part of it could be, but for `data`."""
+    return [
+        *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
+        f"TrainingConfig.num_steps = {NUM_STEPS}",
+        "MeshConfig.fsdp = 2",
+        "MeshConfig.tensor = 2",
+    ]
+
+
+@pytest.fixture(scope="module")
+def one(bindings, tmp_path_factory):
+    """Working folder of the same run in one process."""
+    workdir = tmp_path_factory.mktemp("one")
+    assert train(parse(bindings), workdir) == 0
+    return workdir
+
+
+def start_two(arguments):
+    """The command in two processes with four fake devices each."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    place = [f"--coordinator_address=localhost:{port}", "--num_processes=2"]
+    return [
+        subprocess.Popen(
+            [*arguments, *place, f"--process_id={process}"],
+            cwd=ROOT,
+            env=tiny_run.environment(num_devices=4),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+
+
+def finish(processes):
+    """Exit statuses and outputs."""
+    results = [process.communicate(timeout=120) for process in processes]
+    return [process.returncode for process in processes], results
+
+
+def read_state(bindings, workdir, step):
+    with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
+        return checkpoints.restore(set_up(parse(bindings)).abstract_state, step)[0]
+
+
+def assert_same_run(bindings, workdir, one, num_steps):
+    losses, expected = ([m["loss"] for m in read_metrics(run)] for run in (workdir, one))
+    assert len(losses) == num_steps
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    states = (read_state(bindings, run, num_steps) for run in (workdir, one))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *states)
+
+
+def test_two_processes_equal_one(bindings, one, tmp_path):
+    extras = [
+        "TrainingConfig.evaluate_every = 6",
+        "TrainingConfig.sample_every = 6",
+        "TrainingConfig.sample_tokens = 4",
+    ]
+    statuses, results = finish(start_two(command([*bindings, *extras], f"--workdir={tmp_path}")))
+    assert statuses == [0, 0], results
+    assert_same_run(bindings, tmp_path, one, NUM_STEPS)
+    outputs = [output for output, _ in results]
+    assert f"step {NUM_STEPS}/{NUM_STEPS}" in outputs[0]
+    assert [line for line in outputs[1].splitlines() if "[Gloo]" not in line] == []
+    assert len([*read_metrics(tmp_path, "validation")]) == 1
+    assert (tmp_path / "samples" / "step_6.txt").exists()
+
+
+def test_sigterm_to_one_stops_both_after_the_same_step(bindings, tmp_path):
+    processes = start_two(command([*bindings, "TrainingConfig.num_steps = 10000"], f"--workdir={tmp_path}"))
+    metrics = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGTERM)
+    statuses, results = finish(processes)
+    assert statuses == [75, 75], results
+    (step,) = re.findall(r"SIGTERM: saved step (\d+) in", results[0][0])
+
+    # What two processes saved, one goes on with.
+    num_steps = int(step) + 1
+    run = parse(bindings, f"TrainingConfig.num_steps = {num_steps}")
+    assert train(run, tmp_path / "one") == 0
+    assert train(run, tmp_path) == 0
+    assert_same_run(bindings, tmp_path, tmp_path / "one", num_steps)
+
+
+def test_a_mistake_ends_both_at_once(bindings, one):
+    other = command([*bindings, "DecoderConfig.gate = 'lstm'"], f"--workdir={one}")
+    statuses, results = finish(start_two(other))
+    assert statuses == [2, 2], results
+    for _, errors in results:
+        assert f"error: {one} belongs to another config: model.gate is 'fixed' there, 'lstm' here" in errors
