@@ -1,0 +1,84 @@
+"""What a step costs: linear in the segment, the same at every position, and compiled once."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny_run
+from tiny_run import mesh_of_the_first_devices, parse
+
+from meliad_like import config
+from meliad_like.models.model import Model
+from meliad_like.training.loop import train
+from meliad_like.training.metrics import MetricsWriter
+from meliad_like.training.optimizers import make_optimizer
+from meliad_like.training.schedules import make_schedule
+from meliad_like.training.setup import abstract_batch
+from meliad_like.training.state import init_state
+from meliad_like.training.step import make_train_step
+
+VOCABULARY_SIZE = 264
+
+
+def compile_step(row: str, segment_length: int, loss_slice: int) -> jax.stages.Compiled:
+    """The training step of one lane, from shapes alone."""
+    run = config.parse(
+        ["size/tiny.gin", f"block_recurrent/{row}.gin", "option/no_dropout.gin"],
+        [
+            f"ReaderConfig.segment_length = {segment_length}",
+            f"ReaderConfig.tokens_per_step = {segment_length}",
+            f"TrainingConfig.loss_slice = {loss_slice}",
+            "DecoderConfig.num_layers = 2",
+        ],
+    )
+    model = Model(run.model, VOCABULARY_SIZE)
+    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+    state = jax.eval_shape(lambda key: init_state(model, optimizer, 1, key), jax.random.key(0))
+    step = jax.jit(make_train_step(model, optimizer, run.training), donate_argnums=0)
+    return step.lower(state, abstract_batch(run)).compile()
+
+
+def test_memory_is_linear_in_the_segment():
+    steps = [compile_step("fixed_skip", n, loss_slice=256) for n in (1024, 4096, 16384)]
+    memory = [step.memory_analysis().temp_size_in_bytes for step in steps]
+    assert memory[0] * 16 == pytest.approx(memory[2], rel=0.15)
+    assert memory[1] * 4 == pytest.approx(memory[2], rel=0.05)
+
+
+def test_operations_are_linear_in_the_segment():
+    # XLA counts the body of a loop once: a model without recurrence, and a loss in one slice, have none.
+    steps = [compile_step("slide_12l", n, loss_slice=n) for n in (4096, 16384)]
+    operations = [step.cost_analysis()["flops"] for step in steps]
+    assert operations[1] / operations[0] == pytest.approx(4, rel=0.02)
+
+
+def test_decoding_costs_the_same_at_every_position():
+    """One program serves all positions, and nothing in it repeats as often as the data says."""
+    run = config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin"])
+    model = Model(run.model, VOCABULARY_SIZE)
+    step = jax.jit(lambda params, token, carry: model.bind(params).decode_step(token, carry))
+    params = jax.jit(model.init)(jax.random.key(0))
+    token, carry = jnp.zeros(2, jnp.int32), jax.jit(lambda p: model.bind(p).init_carry(2, decoding=True))(params)
+    assert "while" not in step.lower(params, token, carry).as_text()
+    for position in (0, 1_000, 100_000):
+        _, after = step(params, token, carry._replace(position=jnp.full(2, position, jnp.int32)))
+        assert [x.shape for x in jax.tree.leaves(after)] == [x.shape for x in jax.tree.leaves(carry)]
+    assert step._cache_size() == 1
+
+
+def test_a_run_compiles_its_step_once_and_later_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+    bindings = [*tiny_run.make_bindings(tmp_path), "TrainingConfig.num_steps = 10", "MeshConfig.data = 1"]
+    messages = {}
+    write = MetricsWriter.write
+
+    def write_and_count(self, step, metrics, kind="train"):
+        write(self, step, metrics, kind)
+        messages[step] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
+
+    monkeypatch.setattr(MetricsWriter, "write", write_and_count)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        assert train(parse(bindings), tmp_path / "workdir") == 0
+    assert len([message for message in messages[10] if "train_step" in message]) == 1
+    assert messages[10] == messages[2]

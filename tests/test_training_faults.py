@@ -1,0 +1,158 @@
+"""Mistakes and accidents: one line that names the thing, nothing lost, and a way to go on."""
+
+import dataclasses
+import re
+import shutil
+
+import jax.numpy as jnp
+import pytest
+import tiny_run
+from tiny_run import command, mesh_of_the_first_devices, parse, read_metrics, run_command
+
+from meliad_like.data.preparation import prepare
+from meliad_like.errors import UserError
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.loop import train
+from meliad_like.training.setup import set_up
+from meliad_like.training.step import make_train_step
+
+BAD_STEP, BAD_LANE = 4, 3
+
+
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory):
+    return [
+        *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
+        "TrainingConfig.num_steps = 6",
+        "TrainingConfig.checkpoint_every = 3",
+        "MeshConfig.data = 1",
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch):
+    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+
+
+@pytest.fixture
+def poisoned_step(monkeypatch):
+    """In step 4 one lane remembers something that is not a number."""
+
+    def make(*arguments):
+        step = make_train_step(*arguments)
+
+        def poisoned(state, batch):
+            factor = jnp.where(state.step == BAD_STEP - 1, jnp.full(8, 1.0).at[BAD_LANE].set(jnp.nan), 1.0)
+            batch = batch._replace(start=batch.start & (state.step != BAD_STEP - 1))
+            layers = [layer._replace(value=layer.value * factor[:, None, None, None]) for layer in state.carry.layers]
+            carry = state.carry._replace(layers=layers, position=jnp.maximum(state.carry.position, 16))
+            state, metrics = step(state._replace(carry=carry), batch)
+            return state, metrics
+
+        return poisoned
+
+    monkeypatch.setattr("meliad_like.training.setup.make_train_step", make)
+
+
+def saved_steps(workdir):
+    with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
+        return checkpoints.steps()
+
+
+@pytest.mark.parametrize("checkpoint_every", [3, 2])
+def test_a_loss_that_is_not_a_number_stops_and_skipping_goes_on(
+    bindings, poisoned_step, tmp_path, checkpoint_every, capsys
+):
+    """Also where the good state has been saved already."""
+    often = f"TrainingConfig.checkpoint_every = {checkpoint_every}"
+    reader = set_up(parse(bindings)).reader
+    document = reader.batch(BAD_STEP - 1, [BAD_LANE]).document[0, 0]
+    with pytest.raises(UserError) as error:
+        train(parse(bindings, often), tmp_path)
+    message = str(error.value)
+    assert message.startswith("step 4 is not finite: the loss of 1 of 8 lanes, first of lane 3 in document ")
+    names = re.search("in document (.*); the state after step 3 is saved", message)[1].split(", ")
+    assert set_up(parse(bindings)).store.split("train").names[document] in names
+    assert "--gin_file=option/skip_nonfinite.gin" in message and "\n" not in message
+    assert saved_steps(tmp_path)[-1] == 3
+    assert [m["loss"] is None for m in read_metrics(tmp_path)] == [False, False, False, True]
+
+    assert train(parse(bindings, often, files=("option/skip_nonfinite.gin",)), tmp_path) == 0
+    figures = [*read_metrics(tmp_path)]
+    assert [(m["step"], m["num_skipped"], m["loss"] is None) for m in figures] == [
+        (1, 0, False), (2, 0, False), (3, 0, False), (4, 1, True), (5, 1, False), (6, 1, False),
+    ]  # fmt: skip
+    assert "1 skipped" in capsys.readouterr().out
+
+
+def test_a_checkpoint_cut_short(bindings, tmp_path, caplog):
+    assert train(parse(bindings), tmp_path / "a") == 0
+    assert train(parse(bindings), tmp_path / "b") == 0
+    last = tmp_path / "b" / "checkpoints" / "6"
+    largest = max((path for path in (last / "params").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-7])
+    assert train(parse(bindings), tmp_path / "b") == 0
+    assert f"checkpoint {last} is damaged" in caplog.text and "using the one before" in caplog.text
+    a, b = ([(m["step"], m["loss"]) for m in read_metrics(tmp_path / name)] for name in "ab")
+    assert a == b
+    assert saved_steps(tmp_path / "b") == [3, 6]
+    assert (tmp_path / "b" / "checkpoints" / "damaged-6").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("DecoderConfig.window_length = 48", "segment_length=64 must be a multiple of window_length=48"),
+        ("ReaderConfig.store = '/nowhere/store'", "there is no token store at /nowhere/store: make it with python -m"),
+        ("VocabularyConfig.size_multiple = 16", "was made by other vocabulary settings"),
+        ("SourceConfig.empty = 'skip'", "was made by other source settings"),
+        (
+            "MeshConfig.tensor = 3",
+            "parameter layers/0/attention_scale does not divide by mesh axis tensor=3",
+        ),
+        ("TrainingConfig.gradient_accumulation = 3", "gradient_accumulation=3 must divide the 8 lanes"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_written(bindings, changed, message, tmp_path):
+    with pytest.raises(UserError, match=re.escape(message)):
+        train(parse(bindings, changed), tmp_path / "workdir")
+    assert not (tmp_path / "workdir").exists()
+
+
+def test_a_working_folder_of_another_run(bindings, tmp_path):
+    assert train(parse(bindings, "TrainingConfig.num_steps = 1"), tmp_path) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    message = f"{tmp_path} belongs to another config: model.num_states is 16 there, 8 here; choose another --workdir"
+    with pytest.raises(UserError, match=re.escape(message)):
+        train(parse(bindings, "DecoderConfig.num_states = 8"), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+    # The same settings, but a document has been added since.
+    run = parse(bindings)
+    documents = tmp_path / "documents"
+    shutil.copytree(run.source.folder, documents)
+    (documents / "train" / "new.txt").write_text("one more")
+    source = dataclasses.replace(run.source, folder=str(documents))
+    prepare(source, run.vocabulary, tmp_path / "store", num_workers=1)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"checkpoints belongs to another config: store_fingerprint is '\w+' there"):
+        train(parse(bindings, f"ReaderConfig.store = '{tmp_path / 'store'}'"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--gin_file=size/tiny1.gin", "no gin file 'size/tiny1.gin' (nearest: size/tiny.gin)"),
+        ("--gin_param=TrainingConfig.steps = 3", "TrainingConfig has no parameter steps (nearest: "),
+        ("--gin_param=DecoderConfig.window_length = 48", "segment_length=64 must be a multiple of window_length=48"),
+        ("--gin_param=MeshConfig.data = 3", "mesh data=3 fsdp=1 tensor=1 does not fit 8 device(s)"),
+        ("--process_id=0", "num_processes=None and process_id=0 must be given together"),
+        ("--work_dir=x", "Unknown command line flag 'work_dir'. Did you mean: workdir ?"),
+    ],
+)
+def test_the_command_says_so_in_one_line(bindings, flag, message, tmp_path):
+    result = run_command(command(bindings, f"--workdir={tmp_path / 'workdir'}", flag))
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert not (tmp_path / "workdir").exists()
