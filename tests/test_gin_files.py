@@ -32,7 +32,7 @@ ROW_PARAMETERS = {
 # Without the embedding: Slide and fixed:skip.
 SIZE_PARAMETERS = {
     "tiny": (24_998, 34_284),
-    "quickstart": (3_148_560, 3_738_908),
+    "quickstart": (787_848, 935_566),
     "laptop": (3_148_560, 3_738_908),
     "small_37m": (37_764_704, 40_387_192),
     "small_75m": (75_513_440, 80_233_080),
