@@ -34,9 +34,6 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
     """
 
     def report(argv: list[str]) -> int | None:
-        # jax tells of every accelerator that it does not find; --verbosity=0 shows that, and warnings always show.
-        if flags.FLAGS["verbosity"].using_default_value:
-            logging.set_verbosity(logging.WARNING)
         words, others = argv[1 : 1 + bool(subjects)], argv[1 + bool(subjects) :]
         try:
             if others:
@@ -53,9 +50,14 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
 
 def _parse_flags(argv: list[str]) -> list[str]:
     try:
-        return flags.FLAGS(argv)
+        words = flags.FLAGS(argv)
     except flags.Error as error:
         sys.exit(_fail(error))
+    # jax tells of every accelerator that it does not find; --verbosity=0 shows that, and warnings always show. To be
+    # set here, because absl takes INFO for the default of every program.
+    if flags.FLAGS["verbosity"].using_default_value:
+        flags.FLAGS.verbosity = logging.WARNING
+    return words
 
 
 def _fail(error: Exception) -> int:

@@ -53,7 +53,7 @@ def make_checkout(folder: Path, python: str) -> Path:
 
 def quick_start(checkout: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     command = ["bash", checkout / "launch" / "quickstart.sh", *arguments]
-    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"} | environment
+    environment = {"PATH": "/usr/bin:/bin"} | environment
     return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
 
 
