@@ -82,7 +82,20 @@ def test_a_loss_that_is_not_a_number_stops_and_skipping_goes_on(
     assert [(m["step"], m["num_skipped"], m["loss"] is None) for m in figures] == [
         (1, 0, False), (2, 0, False), (3, 0, False), (4, 1, True), (5, 1, False), (6, 1, False),
     ]  # fmt: skip
+    assert figures[5]["parameter_norm"] != figures[4]["parameter_norm"] != figures[3]["parameter_norm"]
     assert "1 skipped" in capsys.readouterr().out
+
+
+def test_a_skipped_step_is_no_part_of_the_averages(bindings, poisoned_step, tmp_path):
+    run = parse(bindings, "TrainingConfig.log_every = 6", files=("option/skip_nonfinite.gin",))
+    assert train(run, tmp_path) == 0
+    (row,) = read_metrics(tmp_path)
+    reader = set_up(run).reader
+    targets = [int(reader.batch(step, range(8)).loss_mask.sum()) for step in range(6)]
+    assert row["num_tokens"] == sum(targets) - targets[BAD_STEP - 1]
+    assert 0 < row["loss"] < 10 and row["num_skipped"] == 1
+    # The schedule counts the steps that were taken.
+    assert row["learning_rate"] == pytest.approx(0.1 * 4 / 5)
 
 
 def test_a_checkpoint_cut_short(bindings, tmp_path, caplog):
