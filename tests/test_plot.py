@@ -23,7 +23,7 @@ def workdir(tmp_path):
 
 def test_the_command_draws_what_the_metrics_say(workdir):
     evaluation = workdir / "evaluation.json"
-    evaluation.write_text(json.dumps({"other_bits_per_byte": {"untrained": 9.5, "gzip -9": 2.1}}))
+    evaluation.write_text(json.dumps({"split": "test", "other_bits_per_byte": {"untrained": 9.5, "gzip -9": 2.1}}))
     command = [sys.executable, "-m", "meliad_like.plot", f"--workdir={workdir}", f"--evaluation={evaluation}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -47,8 +47,8 @@ def test_a_picture_of_a_single_point(tmp_path):
 
 def test_levels_are_the_compressors(tmp_path):
     path = tmp_path / "evaluation.json"
-    path.write_text(json.dumps({"other_bits_per_byte": {"untrained": 9.5, "xz -9": 1.8}}))
-    assert pictures.read_levels(path) == {"xz -9": 1.8}
+    path.write_text(json.dumps({"split": "test", "other_bits_per_byte": {"untrained": 9.5, "xz -9": 1.8}}))
+    assert pictures.read_levels(path) == {"xz -9 on test": 1.8}
 
 
 def test_what_is_missing_is_named(workdir, tmp_path):

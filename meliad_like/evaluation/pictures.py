@@ -41,18 +41,19 @@ def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, Curve]:
 
 
 def read_levels(path: epath.PathLike) -> dict[str, float]:
-    """Bits per byte of the compressors, from the file of an evaluation.
+    """Bits per byte of the compressors on the split of an evaluation, from its file.
 
     Raises:
       UserError: it holds none.
     """
     try:
-        others = json.loads(epath.Path(path).read_text())["other_bits_per_byte"]
+        saved = json.loads(epath.Path(path).read_text())
+        others, split = saved["other_bits_per_byte"], saved["split"]
     except FileNotFoundError:
         raise UserError(f"there is no evaluation {path}") from None
     except (json.JSONDecodeError, KeyError):
         raise UserError(f"{path} holds no compressors: write it with evaluate --compare --output") from None
-    return {name: value for name, value in others.items() if name != "untrained"}
+    return {f"{name} on {split}": value for name, value in others.items() if name != "untrained"}
 
 
 def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, output: Path) -> None:
@@ -77,7 +78,7 @@ def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, o
             axes.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=4, label=kind)
     for name, value in levels.items():
         axes.axhline(value, color="#777777", linestyle="--", linewidth=1)
-        axes.annotate(f"{name}, {value:.2f}", (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+        axes.annotate(f" {name}", (1, value), xycoords=("axes fraction", "data"), va="center", annotation_clip=False)
     # What happens at the beginning is far above all that follows.
     shown = np.concatenate([values[len(values) // SMOOTHED_PARTS :] for _, values in curves.values()])
     highest, lowest = max([*shown, *levels.values()]), min([*shown, *levels.values()])
