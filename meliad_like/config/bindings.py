@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from etils import epath
-
 from gin import config_parser
+
 from meliad_like.config import search
 from meliad_like.errors import UserError
 
