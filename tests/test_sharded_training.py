@@ -58,3 +58,14 @@ def test_sharded_equals_unsharded(bindings, files, layers, meshes, monkeypatch):
         np.testing.assert_allclose(sharded_losses, losses, rtol=1e-5)
         for (path, a), b in zip(jax.tree.leaves_with_path(sharded_state), jax.tree.leaves(state), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=f"{mesh} {jax.tree_util.keystr(path)}")
+
+
+def test_cutting_the_parameters_does_not_gather_the_tokens(bindings):
+    """A step on `fsdp` holds about what it holds on `data`: its own lanes' activations."""
+    files, one_layer = ["size/tiny.gin", "block_recurrent/slide_12l.gin", *SMALL], "DecoderConfig.num_layers = 1"
+    data, fsdp = (
+        set_up(config.parse(files, [*bindings, one_layer, f"MeshConfig.{axis} = 8"])).compile_step().memory_analysis()
+        for axis in ("data", "fsdp")
+    )
+    assert fsdp.argument_size_in_bytes < 0.3 * data.argument_size_in_bytes
+    assert fsdp.temp_size_in_bytes < 1.5 * data.temp_size_in_bytes

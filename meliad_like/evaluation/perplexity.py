@@ -27,9 +27,10 @@ from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
+from meliad_like.layers.sharding import MESH_AXES_OF
 from meliad_like.models.model import Model
 from meliad_like.training.loss import token_losses
-from meliad_like.training.mesh import MESH_AXES_OF, lane_sharding, replicated
+from meliad_like.training.mesh import lane_sharding, replicated
 
 
 class Documents(Protocol):
@@ -114,6 +115,7 @@ class Evaluator:
             shuffle=False,
             epochs=1,
         )
+        self._mesh = mesh
         self._lanes = lane_sharding(mesh, self.num_lanes)
         self._init_carry = jax.jit(
             lambda params: model.bind(params).init_carry(self.num_lanes), out_shardings=self._lanes
@@ -148,7 +150,7 @@ class Evaluator:
 
         carry = self._init_carry(params)
         previous = None
-        with load_batches(self._reader, self._lanes) as batches:
+        with jax.set_mesh(self._mesh), load_batches(self._reader, self._lanes) as batches:
             for batch in batches:
                 carry, sums = self._step(params, carry, batch)
                 # Fetched one step late, so that the devices have the next step already.

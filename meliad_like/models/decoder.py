@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import RMSNorm, parameter, rows, tiled_dropout
+from meliad_like.layers.sharding import constrain
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.decoder_layer import DecoderLayer, LayerCarry
 
@@ -68,7 +69,8 @@ class Decoder(nnx.Module):
         n, w = tokens.shape[1], self.config.window_length
         if n % w or start.shape[1] != n // w:
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
-        x = self.embedding[...].astype(self.dtype)[tokens]
+        table = constrain(self.embedding[...].astype(self.dtype), "vocabulary", None)
+        x = constrain(table[tokens], "lanes", None, None)
         continues = carry.position > 0
         layers = []
         for i, (layer, layer_carry) in enumerate(zip(self.layers, carry.layers, strict=True)):
@@ -77,6 +79,7 @@ class Decoder(nnx.Module):
             if self.config.remat != "none":
                 call = jax.checkpoint(call, policy=REMAT_POLICIES[self.config.remat])
             x, layer_carry = call(layer, x, layer_carry, start, continues, key)
+            x = constrain(x, "lanes", None, None)
             layers.append(layer_carry)
         x = self.final_norm(x)
         if dropout_key is not None:

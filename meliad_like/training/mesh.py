@@ -1,7 +1,8 @@
-"""The device mesh, and the one table that says which logical axis of an array lies along which axis of the mesh.
+"""The device mesh, and where on it the parameters, the optimizer state and the lanes lie.
 
 `data` and `fsdp` share out the lanes; `fsdp` also cuts every parameter along the model width and `tensor` along heads,
-feed-forward width and vocabulary. Arrays are placed by `NamedSharding`, and the compiler derives everything between.
+feed-forward width and vocabulary. Arrays are placed by `NamedSharding`; the compiler derives what lies between, but for
+the few layouts that the model prescribes (`layers.sharding.constrain`).
 """
 
 from collections.abc import Sequence
@@ -13,18 +14,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meliad_like.errors import UserError
+from meliad_like.layers.sharding import MESH_AXES_OF
 
 MESH_AXES = ("data", "fsdp", "tensor")
-
-MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
-    "lanes": ("data", "fsdp"),
-    "vocabulary": "tensor",
-    "heads": "tensor",
-    "feedforward": "tensor",
-    "model": "fsdp",
-    "states": None,
-    None: None,
-}
 
 
 @dataclass(frozen=True)

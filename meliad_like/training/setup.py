@@ -45,7 +45,8 @@ class Setup(NamedTuple):
 
     def compile_step(self) -> jax.stages.Compiled:
         """The step for these shapes and shardings. It refuses all others, so a run compiles it once."""
-        return self.train_step.lower(self.abstract_state, abstract_batch(self.run)).compile()
+        with jax.set_mesh(self.mesh):
+            return self.train_step.lower(self.abstract_state, abstract_batch(self.run)).compile()
 
 
 def set_up(run: RunConfig) -> Setup:
