@@ -1,8 +1,8 @@
 """Optimizers, all from optax: their fields, their defaults, and what the gradient they are given means.
 
-The training loss is the *sum* over tokens, as in the reference. Adafactor divides the gradient by its own running
-size, so a factor on the loss changes nothing; Adam nearly so (its epsilon). `clip_norm` does see the factor: it bounds
-the norm of the gradient exactly as it is handed to the optimizer.
+The objective is the sum of the losses over the tokens divided by the constant number of positions in a batch (see
+`training/step.py`), so its gradient is nearly that of the mean. Adafactor divides the gradient by its own running size,
+so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` does see the factor.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class OptimizerConfig:
     """Share of a parameter removed by a step: for adam times the learning rate (AdamW), for adafactor as it is.
     None: 0 for adafactor, 1e-4 for adam."""
     clip_norm: float | None = None
-    """Largest norm of the whole gradient (of the loss summed over tokens); None: no clipping."""
+    """Largest norm of the whole gradient (of the loss per position); None: no clipping."""
 
     def __post_init__(self):
         if self.name not in DEFAULT_BASE_RATE:
