@@ -37,7 +37,7 @@ def commands() -> dict[str, list[list[str]]]:
     found: dict[str, list[list[str]]] = {}
     for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
+            words = shlex.split(re.sub(r"^XLA_FLAGS=\S+ ", "", line), comments=True)
             if words:
                 assert words[:2] == ["python", "-m"], line
                 found.setdefault(words[2], []).append(words[3:])
