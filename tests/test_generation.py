@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from meliad_like.config import RunConfig
+from meliad_like.data.documents import SourceConfig
+from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import ReaderConfig
-from meliad_like.data.vocabulary import ByteVocabulary
+from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.saved_reading import identity, load_reading, save_reading
 from meliad_like.generation.streaming import Generator, Reading
-from meliad_like.generation.text import TextRequest, encode_prompt, write_text
+from meliad_like.generation.text import TextRequest, encode_prompt, read_document, write_text
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.training.checkpoints import Checkpoints
@@ -234,6 +236,19 @@ class NoEuro(ByteVocabulary):
 
     def decode(self, ids):
         return super().decode(ids).replace("\u20ac", " \u2047 ")
+
+
+def test_the_beginning_of_a_document_is_a_prompt(opened, tmp_path):
+    for split, text in (("train", "in training"), ("test", "5€, held out")):
+        (tmp_path / "texts" / split).mkdir(parents=True)
+        (tmp_path / "texts" / split / "book.txt").write_text(text, encoding="utf-8")
+    store = str(tmp_path / "store")
+    prepare(SourceConfig(kind="text", folder=str(tmp_path / "texts")), VocabularyConfig(), store, num_workers=1)
+    # Held-out documents come first; neither the end of the document nor half a character is part of a prompt.
+    assert read_document(opened, store, "book", 1000) == "5€, held out"
+    assert read_document(opened, store, "book", 3) == "5"
+    with pytest.raises(UserError, match="has no document 'bok'; it has book"):
+        read_document(opened, store, "bok", 3)
 
 
 def test_a_character_without_a_token_is_named():
