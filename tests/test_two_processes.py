@@ -86,7 +86,8 @@ def test_two_processes_equal_one(bindings, one, tmp_path):
     assert_same_run(bindings, tmp_path, one, NUM_STEPS)
     outputs = [output for output, _ in results]
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in outputs[0]
-    assert [line for line in outputs[1].splitlines() if "[Gloo]" not in line] == []
+    # Gloo's own lines about peer ranks come in pieces when several threads print at once.
+    assert [line for line in outputs[1].splitlines() if not re.search(r"Gloo|peer ranks", line)] == []
     assert len([*read_metrics(tmp_path, "validation")]) == 1
     assert (tmp_path / "samples" / "step_6.txt").exists()
 
