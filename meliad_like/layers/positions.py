@@ -42,13 +42,15 @@ class T5Bias(nnx.Module):
         return jnp.einsum("hi,si->hs", self.table[...], one_hot, precision="highest")
 
 
-def rotate(x: Float[Array, "*batch s k"], position: Int[Array, "*#batch s"]) -> Float[Array, "*batch s k"]:
-    """Rotary embedding (Su et al. 2021) of the two halves of each head by `position`, base 10,000.
+def rotate(
+    x: Float[Array, "*batch s k"], position: Int[Array, "*#batch s"], base: float = 10_000.0
+) -> Float[Array, "*batch s k"]:
+    """Rotary embedding (Su et al. 2021) of the two halves of each head by `position`; wavelengths from 2 pi to 2 pi base.
 
     Only differences of positions matter, so callers count from wherever is convenient.
     """
     half = x.shape[-1] // 2
-    wavelength = 10_000.0 ** (np.arange(half, dtype=np.float32) / half)
+    wavelength = base ** (np.arange(half, dtype=np.float32) / half)
     angle = jnp.asarray(position, jnp.float32)[..., None] / wavelength
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
