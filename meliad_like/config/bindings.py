@@ -24,6 +24,11 @@ class Binding:
     value: Any
     origin: str
 
+    @property
+    def of_base(self) -> bool:
+        """Whether it is a default, from the file that is always read."""
+        return self.origin.startswith(f"{search.BASE}:")
+
 
 # From `Class.parameter`, or the bare name of a macro, to its binding.
 Bindings = dict[str, Binding]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meliad_like.config.bindings import Bindings, collect
+from meliad_like.config.bindings import Binding, Bindings, collect
 from meliad_like.config.fields import field_types, fit
 from meliad_like.config.search import nearest
 from meliad_like.data.documents import SourceConfig
@@ -11,6 +11,7 @@ from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.families import FAMILIES, ModelConfig
 from meliad_like.training.config import TrainingConfig
 from meliad_like.training.mesh import MeshConfig
 from meliad_like.training.optimizers import OptimizerConfig
@@ -21,8 +22,8 @@ from meliad_like.training.schedules import ScheduleConfig
 class RunConfig:
     """Everything that decides a run, except the machine and the working folder."""
 
-    model: DecoderConfig = field(default_factory=DecoderConfig)
-    """The network."""
+    model: ModelConfig = field(default_factory=DecoderConfig)
+    """The network: the config of one of the families in `models/families.py`, which `RunConfig.model` names in gin."""
     source: SourceConfig = field(default_factory=SourceConfig)
     """Where the documents come from."""
     vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
@@ -49,7 +50,12 @@ class RunConfig:
             )
 
 
-PARTS: dict[str, type] = field_types(RunConfig)
+FAMILY = "RunConfig.model"
+
+
+def part_classes(family: str) -> dict[str, type]:
+    """Fields of RunConfig to their classes, of a run whose model is of this family."""
+    return field_types(RunConfig) | {"model": FAMILIES[family].config}
 
 
 def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunConfig:
@@ -66,15 +72,33 @@ def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunC
 
 
 def build(bindings: Bindings) -> RunConfig:
-    """A RunConfig from bindings, each of which must be a field of one of its parts."""
-    field_names = {part.__name__: name for name, part in PARTS.items()}
-    arguments: dict[str, dict] = {name: {} for name in PARTS}
+    """A RunConfig from bindings: `RunConfig.model`, and fields of its parts, each of which must be used."""
+    chosen = bindings.get(FAMILY, Binding("decoder", "the default"))
+    if chosen.value not in FAMILIES:
+        raise UserError(f"{chosen.origin}: {FAMILY} = {chosen.value!r} is none of {', '.join(FAMILIES)}")
+    parts = part_classes(chosen.value)
+    unused = {family.config.__name__: name for name, family in FAMILIES.items() if name != chosen.value}
+    field_names = {part.__name__: name for name, part in parts.items()}
+    arguments: dict[str, dict] = {name: {} for name in parts}
     for key, binding in bindings.items():
         class_name, _, parameter = key.rpartition(".")
+        if key == FAMILY:
+            continue
+        if class_name in unused:
+            # What base.gin says of its own family is a default, and nobody's mistake.
+            if binding.of_base:
+                continue
+            raise UserError(
+                f"{binding.origin}: nothing reads {key}: {FAMILY} is {chosen.value!r} ({chosen.origin}), "
+                f"not {unused[class_name]!r}"
+            )
+        if class_name == "RunConfig":
+            raise UserError(f"{binding.origin}: nothing is bound on RunConfig itself but {FAMILY}, not {parameter}")
         if class_name not in field_names:
-            raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, list(field_names))}")
+            known = [*field_names, *unused]
+            raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}")
         part = field_names[class_name]
-        parameters = field_types(PARTS[part])
+        parameters = field_types(parts[part])
         if parameter not in parameters:
             hint = nearest(parameter, list(parameters))
             raise UserError(f"{binding.origin}: {class_name} has no parameter {parameter}{hint}")
@@ -82,4 +106,4 @@ def build(bindings: Bindings) -> RunConfig:
             arguments[part][parameter] = fit(binding.value, parameters[parameter], key)
         except UserError as error:
             raise UserError(f"{binding.origin}: {error}") from None
-    return RunConfig(**{name: part(**arguments[name]) for name, part in PARTS.items()})
+    return RunConfig(**{name: part(**arguments[name]) for name, part in parts.items()})

@@ -1,23 +1,39 @@
 """What is saved with a run, and how it is read back without gin."""
 
 import json
+from collections.abc import Set
 from dataclasses import asdict
 from typing import Any
 
 from etils import epath
 
+from meliad_like.config.bindings import Binding, Bindings
 from meliad_like.config.fields import field_types, fit
-from meliad_like.config.run import PARTS, RunConfig
+from meliad_like.config.run import FAMILY, RunConfig, part_classes
 from meliad_like.config.search import nearest
 from meliad_like.errors import UserError
+from meliad_like.models.families import FAMILIES, family_name
 
 JSON_NAME = "config.json"
 GIN_NAME = "config.gin"
 
 
+# Fields that files of earlier versions lack, and whose defaults mean what those versions did.
+ADDED = frozenset(
+    f"DecoderConfig.{name}"
+    for name in ("feedback", "memory_layers", "memory_size", "memory_neighbours", "memory_search")
+)
+
+
+def to_dict(run: RunConfig) -> dict[str, dict[str, Any]]:
+    """The config as nested dictionaries: one for each part. The model's says which family it is of."""
+    parts = asdict(run)
+    return parts | {"model": {"family": family_name(run.model), **parts["model"]}}
+
+
 def to_json(run: RunConfig) -> str:
-    """The config as indented JSON text: one object for each part."""
-    return json.dumps(asdict(run), indent=2) + "\n"
+    """`to_dict` as indented JSON text."""
+    return json.dumps(to_dict(run), indent=2) + "\n"
 
 
 def from_json(text: str) -> RunConfig:
@@ -30,42 +46,65 @@ def from_json(text: str) -> RunConfig:
         saved = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"the saved config is not JSON: {error}") from None
-    _check_names("", saved, set(PARTS))
+    _check_names("", saved, set(field_types(RunConfig)))
+    family = "decoder"
+    if isinstance(saved["model"], dict):
+        # Before there were families, every model was a decoder.
+        family = saved["model"].pop("family", family)
+    if family not in FAMILIES:
+        raise UserError(f"the saved config has model.family={family!r}, which is none of {', '.join(FAMILIES)}")
     parts = {}
-    for name, part in PARTS.items():
+    for name, part in part_classes(family).items():
         types = field_types(part)
-        _check_names(f"{name}.", saved[name], set(types))
+        added = {key for key in types if f"{part.__name__}.{key}" in ADDED}
+        _check_names(f"{name}.", saved[name], set(types), added)
         parts[name] = part(**{key: fit(value, types[key], f"{name}.{key}") for key, value in saved[name].items()})
     return RunConfig(**parts)
 
 
-def _check_names(prefix: str, saved: Any, names: set[str]) -> None:
-    # A missing field is not given its default: only its author knows whether the default means "as before".
+def _check_names(prefix: str, saved: Any, names: set[str], optional: Set[str] = frozenset()) -> None:
+    # Other missing fields are not given their defaults: only their authors know whether these mean "as before".
     if not isinstance(saved, dict):
         raise UserError(f"the saved config has {saved!r} where {prefix.rstrip('.') or 'the run'} should be an object")
     for name in sorted(saved.keys() - names):
         raise UserError(f"the saved config has an unknown field {prefix}{name}{nearest(name, sorted(names))}")
-    if missing := sorted(names - saved.keys()):
+    if missing := sorted(names - optional - saved.keys()):
         raise UserError(f"the saved config lacks {', '.join(prefix + name for name in missing)}")
+
+
+def to_bindings(run: RunConfig, origin: str) -> Bindings:
+    """The config as gin would bind all of it, for `config.run.build`."""
+    bindings = {FAMILY: Binding(family_name(run.model), origin)}
+    for name, values in asdict(run).items():
+        class_name = type(getattr(run, name)).__name__
+        bindings |= {f"{class_name}.{key}": Binding(value, origin) for key, value in values.items()}
+    return bindings
 
 
 def to_gin(run: RunConfig) -> str:
     """The config as a gin file that binds every parameter: read again, it gives the same run."""
-    sections = []
-    for name, part in PARTS.items():
-        lines = [f"{part.__name__}.{key} = {value!r}\n" for key, value in asdict(getattr(run, name)).items()]
-        sections.append("".join(lines))
-    return "\n".join(sections)
+    lines, section = [], "RunConfig"
+    for key, binding in to_bindings(run, "").items():
+        if not key.startswith(f"{section}."):
+            section = key.partition(".")[0]
+            lines.append("\n")
+        lines.append(f"{key} = {binding.value!r}\n")
+    return "".join(lines)
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two configs differ: `model.num_layers` to (old value, new value)."""
-    pairs = ((part, asdict(getattr(old, part)), asdict(getattr(new, part))) for part in PARTS)
+    """Fields in which two configs differ: `model.num_layers` to (old value, new value).
+
+    Models of different families differ in `model.family`, and their other fields are not compared.
+    """
+    old_parts, new_parts = to_dict(old), to_dict(new)
+    if (families := (old_parts["model"]["family"], new_parts["model"]["family"]))[0] != families[1]:
+        old_parts["model"], new_parts["model"] = ({"family": family} for family in families)
     return {
-        f"{part}.{key}": (old_values[key], new_values[key])
-        for part, old_values, new_values in pairs
-        for key in old_values
-        if old_values[key] != new_values[key]
+        f"{part}.{key}": (value, new_parts[part][key])
+        for part, values in old_parts.items()
+        for key, value in values.items()
+        if value != new_parts[part][key]
     }
 
 

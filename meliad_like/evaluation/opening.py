@@ -6,8 +6,9 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from meliad_like.config.bindings import Binding, Bindings, collect
-from meliad_like.config.run import PARTS, RunConfig, build
+from meliad_like.config.bindings import Bindings, collect
+from meliad_like.config.run import RunConfig, build
+from meliad_like.config.saved import to_bindings
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import MODEL_NAME
 from meliad_like.errors import UserError
@@ -33,7 +34,7 @@ def open_with(
     run = _changed(opened.run, bindings)
     model = Model(run.model, opened.vocabulary.size)
     if model.axes != opened.model.axes or model.abstract_params != opened.model.abstract_params:
-        given = " ".join(key for key in bindings if key.startswith("DecoderConfig."))
+        given = " ".join(key for key in bindings if key.startswith(f"{type(run.model).__name__}."))
         raise UserError(f"{given} would need other parameters than those of the checkpoint {folder}")
     return opened._replace(run=run, model=model), mesh
 
@@ -84,9 +85,4 @@ def _bindings(gin_params: Sequence[str]) -> Bindings:
 
 
 def _changed(run: RunConfig, bindings: Bindings) -> RunConfig:
-    saved = {
-        f"{part.__name__}.{key}": Binding(value, "the checkpoint's config")
-        for name, part in PARTS.items()
-        for key, value in dataclasses.asdict(getattr(run, name)).items()
-    }
-    return build(saved | bindings)
+    return build(to_bindings(run, "the checkpoint's config") | bindings)

@@ -8,19 +8,22 @@ import jax
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from meliad_like.models.decoder import Decoder
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.families import FAMILIES, Family, ModelConfig, family_name
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A language model without its parameters; hashable, so that it can be a static argument."""
 
-    config: DecoderConfig
+    config: ModelConfig
     vocabulary_size: int
 
+    @property
+    def _family(self) -> Family:
+        return FAMILIES[family_name(self.config)]
+
     def _build(self, key: PRNGKeyArray) -> nnx.Module:
-        return Decoder(self.config, self.vocabulary_size, rngs=nnx.Rngs(key))
+        return self._family.module(self.config, self.vocabulary_size, rngs=nnx.Rngs(key))
 
     @functools.cached_property
     def _abstract(self) -> tuple[nnx.GraphDef, nnx.State]:
@@ -42,11 +45,21 @@ class Model:
     def num_parameters(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
 
+    @property
+    def forward_flops_per_token(self) -> float:
+        """One token read by all layers, and its logits."""
+        return self._family.forward_flops_per_token(self.config, self.vocabulary_size)
+
+    @property
+    def training_flops_per_token(self) -> float:
+        """Forward and backward pass: every product has two more in the backward pass, one for each of its factors."""
+        return 3 * self.forward_flops_per_token
+
     def init(self, key: PRNGKeyArray) -> dict[str, Any]:
         """Fresh parameters: nested dictionaries of float32 arrays."""
         return nnx.to_pure_dict(nnx.state(self._build(key), nnx.Param))
 
-    def bind(self, params: dict[str, Any]) -> Decoder:
+    def bind(self, params: dict[str, Any]) -> Any:
         """The module with these parameters; cheap, meant to be called inside a jitted function."""
         graphdef, abstract = self._abstract
         state = jax.tree.map(lambda x: x, abstract)

@@ -1,6 +1,5 @@
 """What lies beside the arrays of a checkpoint, and how a checkpoint folder alone becomes a model that runs."""
 
-import dataclasses
 import json
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from meliad_like.config.run import RunConfig
-from meliad_like.config.saved import from_json
+from meliad_like.config.saved import from_json, to_dict
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
@@ -35,7 +34,7 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """What is saved with every checkpoint; `store_fingerprint` is None where the documents are not known."""
     return {
-        "config": dataclasses.asdict(run),
+        "config": to_dict(run),
         "vocabulary_size": vocabulary.size,
         "vocabulary_fingerprint": vocabulary.fingerprint,
         "store_fingerprint": store_fingerprint,

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import jax
 
 from meliad_like.data.loading import BatchIterator
-from meliad_like.models.flops import training_flops_per_token
 from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.optimizers import applied_rate
@@ -27,7 +26,7 @@ class Reporter:
         totals = setup.store.totals("train")
         # Every token after a document's first is a target.
         self._bytes_per_token = totals.bytes / (totals.tokens - totals.documents)
-        self._flops_per_token = training_flops_per_token(run.model, setup.model.vocabulary_size)
+        self._flops_per_token = setup.model.training_flops_per_token
         self._peak, self._peak_source = peak_flops(run.model.activation_dtype)
         self._gathered: list[StepMetrics] = []
         self._seconds_out = self._waited = 0.0

@@ -85,7 +85,7 @@ def make_train_step(
         return gradient, (sums, *jax.tree.map(merge, (carry, lane_finite)))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        dropout_key = jax.random.fold_in(key, state.step) if model.config.dropout_rate > 0.0 else None
+        dropout_key = jax.random.fold_in(key, state.step)
         gradient, (sums, carry, lane_finite) = accumulate(state.params, state.carry, batch, dropout_key)
         gradient = jax.tree.map(lambda g: g / batch.inputs.size, gradient)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)

@@ -1,0 +1,56 @@
+"""The model families: whose configs a run may have, and what each becomes.
+
+A family is a frozen config dataclass, a module that follows the contract of docs/design.md, and a count of operations.
+Everything that knows more than one of them is here; the trainer, the evaluator and the generator know none.
+"""
+
+from collections.abc import Callable
+from dataclasses import Field
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from meliad_like.models.decoder import Decoder
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.flops import forward_flops_per_token
+
+
+class ModelConfig(Protocol):
+    """What the config of every family has, beside fields of its own. It is hashable, and validated when it is made."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def window_length(self) -> int:
+        """Tokens in a block (w): documents begin on block boundaries, and a segment is a whole number of blocks."""
+        ...
+
+    @property
+    def activation_dtype(self) -> str:
+        """`float32` or `bfloat16`."""
+        ...
+
+    @property
+    def clear_states(self) -> bool:
+        """Whether something is forgotten at the end of every segment, however long that is; such a model can be
+        evaluated, but it can't write."""
+        ...
+
+
+class Family(NamedTuple):
+    """One kind of model."""
+
+    config: type[ModelConfig]
+    module: Callable[..., Any]
+    """(config, vocabulary_size, *, rngs) -> the module."""
+    forward_flops_per_token: Callable[[Any, int], float]
+    """(config, vocabulary_size) -> operations of a token's forward pass; see `models/flops.py` for what is counted."""
+
+
+FAMILIES = {
+    "decoder": Family(DecoderConfig, Decoder, forward_flops_per_token),
+}
+"""By the names that `RunConfig.model` is bound to."""
+
+
+def family_name(config: ModelConfig) -> str:
+    """The name in FAMILIES of the family that a config belongs to."""
+    return next(name for name, family in FAMILIES.items() if family.config is type(config))

@@ -1,0 +1,89 @@
+"""Several model families in one config: which one a run uses, and what is saved of it."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from meliad_like import config
+from meliad_like.config import saved
+from meliad_like.errors import UserError
+from meliad_like.models.families import FAMILIES, Family
+from meliad_like.models.model import Model
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    window_length: int = 16
+    depth: int = 1
+    activation_dtype: str = "float32"
+    clear_states: bool = False
+
+
+TOY = ["RunConfig.model = 'toy'"]
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "toy", Family(ToyConfig, None, lambda config, v: config.depth * v))
+
+
+def message(gin_files=(), gin_params=()):
+    with pytest.raises(UserError) as caught:
+        config.parse(gin_files, gin_params)
+    return str(caught.value)
+
+
+def test_a_run_is_a_decoder_unless_it_says_otherwise():
+    assert type(config.parse().model) is FAMILIES["decoder"].config
+    assert config.parse(gin_params=[*TOY, "ToyConfig.depth = 3"]).model == ToyConfig(depth=3)
+
+
+def test_a_family_that_does_not_exist_is_an_error():
+    assert message(gin_params=["RunConfig.model = 'toi'"]).startswith(
+        "--gin_param=RunConfig.model = 'toi': RunConfig.model = 'toi' is none of decoder, "
+    )
+
+
+def test_bindings_of_another_family_are_an_error_that_says_which_one_the_run_has():
+    assert message(gin_params=["ToyConfig.depth = 3"]) == (
+        "--gin_param=ToyConfig.depth = 3: nothing reads ToyConfig.depth: RunConfig.model is 'decoder' (base.gin:8), "
+        "not 'toy'"
+    )
+    expected = "size/tiny.gin:3: nothing reads DecoderConfig.num_layers: RunConfig.model is 'toy' (--gin_param="
+    assert message(["size/tiny.gin"], TOY).startswith(expected)
+
+
+def test_nothing_but_the_model_is_bound_on_the_run():
+    assert "nothing is bound on RunConfig itself but RunConfig.model, not data" in message(
+        gin_params=["RunConfig.data = 3"]
+    )
+
+
+def test_a_run_of_another_family_is_saved_and_read_back(tmp_path):
+    run = config.parse(gin_params=[*TOY, "ToyConfig.depth = 3"])
+    assert config.from_json(config.to_json(run)) == run
+    config.save(run, tmp_path)
+    assert config.parse([str(tmp_path / "config.gin")]) == run
+    with pytest.raises(UserError, match="model.family is 'toy' there, 'decoder' here; choose another --workdir"):
+        config.save(config.parse(), tmp_path)
+
+
+def test_a_config_from_before_there_were_families_is_a_decoders():
+    run = config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin"])
+    old = json.loads(config.to_json(run))
+    assert old["model"].pop("family") == "decoder"
+    for name in saved.ADDED:
+        old["model"].pop(name.removeprefix("DecoderConfig."), None)
+    assert config.from_json(json.dumps(old)) == run
+
+
+def test_a_saved_config_of_an_unknown_family_is_an_error():
+    text = config.to_json(config.parse()).replace('"decoder"', '"decodr"')
+    with pytest.raises(UserError, match="has model.family='decodr', which is none of decoder"):
+        config.from_json(text)
+
+
+def test_operations_are_the_familys():
+    model = Model(ToyConfig(depth=2), 10)
+    assert (model.forward_flops_per_token, model.training_flops_per_token) == (20, 60)
