@@ -45,9 +45,10 @@ class T5Bias(nnx.Module):
 def rotate(
     x: Float[Array, "*batch s k"], position: Int[Array, "*#batch s"], base: float = 10_000.0
 ) -> Float[Array, "*batch s k"]:
-    """Rotary embedding (Su et al. 2021) of the two halves of each head by `position`; wavelengths from 2 pi to 2 pi base.
+    """Rotary embedding (Su et al. 2021) of the two halves of each head by `position`.
 
-    Only differences of positions matter, so callers count from wherever is convenient.
+    Only differences of positions matter, so callers count from wherever is convenient. Wavelengths grow from 2 pi to
+    2 pi `base`.
     """
     half = x.shape[-1] // 2
     wavelength = base ** (np.arange(half, dtype=np.float32) / half)
