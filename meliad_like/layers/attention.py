@@ -78,14 +78,18 @@ def attend(
     value: Float[Array, "*batch h s k"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
+    multiplier: Float[Array, "..."] | None = None,
 ) -> Float[Array, "*batch h t k"]:
-    """Dense attention. Scales belong in `query`; `bias` and `mask` (True: may look) broadcast to [*batch, h, t, s]."""
+    """Dense attention. Scales belong in `query`.
+
+    `bias`, `mask` (True: may look) and `multiplier` (dropout of the weights) broadcast to [*batch, h, t, s].
+    """
     scores = jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
     if bias is not None:
         scores += bias
     if mask is not None:
         scores = jnp.where(mask, scores, MASKED)
-    weights, total = weigh(scores)
+    weights, total = weigh(scores, multiplier)
     mixed = jnp.einsum("...hts,...hsk->...htk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
     return (mixed / total).astype(value.dtype)
 
