@@ -43,74 +43,108 @@ def rotate(x, position):
 class DenseModel:
     def __init__(self, config, theirs):
         self.config, self.theirs = config, {name: value.astype(np.float64) for name, value in theirs.items()}
+        self.layers = [
+            {n.removeprefix(f"transformer{i}/"): v for n, v in self.theirs.items() if n.startswith(f"transformer{i}/")}
+            for i in range(config.total_layers)
+        ]
 
     def __call__(self, tokens):
-        """Logits [n, v], and the states of recurrent layers after the last block."""
-        embedding = self.theirs["embed/embedding"]
-        x, states = embedding[tokens], {}
-        for i in range(self.config.total_layers):
-            parameters = {
-                name.removeprefix(f"transformer{i}/"): value
-                for name, value in self.theirs.items()
-                if name.startswith(f"transformer{i}/")
-            }
-            x, states[i] = self.layer(parameters, x, i in self.config.recurrent_indices)
-        logits = norm(x, self.theirs["final_layernorm/scale"]) @ embedding.T / np.sqrt(self.config.model_width)
-        return logits, states
+        """Logits [n, v], and the states of each layer after the last block, or None."""
+        w, config, embedding = self.config.window_length, self.config, self.theirs["embed/embedding"]
+        # Before the document there are w zeros.
+        nothing = np.zeros((config.num_heads, w, config.head_size))
+        past = [(nothing, nothing)] * config.total_layers
+        states = [p.get("recurrent_initial_state") for p in self.layers]
+        blocks = []
+        for begin in range(0, len(tokens), w):
+            x = embedding[tokens[begin : begin + w]]
+            read = [None if s is None else self.state_heads(p, s) for p, s in zip(self.layers, states)]
+            shared = [read[i] for i in sorted(config.recurrent_indices)]
+            if config.feedback == "last":
+                shared = shared[-1:]
+            new_states = list(states)
+            for i, p in enumerate(self.layers):
+                sources = [read[i]] if read[i] is not None else shared if config.feedback != "none" else []
+                x, past[i], new_states[i] = self.layer(p, x, past[i], states[i], sources, begin)
+            states = new_states
+            blocks.append(x)
+        y = norm(np.concatenate(blocks), self.theirs["final_layernorm/scale"])
+        return y @ embedding.T / np.sqrt(config.model_width), states
 
     def heads(self, x):
         return x.reshape(len(x), self.config.num_heads, self.config.head_size).transpose(1, 0, 2)
 
-    def layer(self, p, x, recurrent):
-        config, w, n = self.config, self.config.window_length, len(x)
+    def state_heads(self, p, states):
+        """Keys, values, queries and cross-queries."""
+        place = "recurrent_tbase/_kvq/"
+        y = norm(states, p[place + "pre_attn_layernorm/scale"]) + p[place + "position_embeddings"]
+        names = ("keys_layer", "values_layer", "queries_layer", "queries2_layer")
+        heads = [self.heads(y @ p[f"{place}{name}/kernel"]) for name in names]
+        return [unit(z) if name != "values_layer" else z for name, z in zip(names, heads)]
+
+    def layer(self, p, x, past, states, sources, begin):
+        """One block, whose first token is at position `begin`."""
+        config, w = self.config, self.config.window_length
         y = norm(x, p["tbase/_kvq/pre_attn_layernorm/scale"])
-        key = unit(self.heads(y @ p["tbase/_kvq/keys_layer/kernel"]))
         query = unit(self.heads(y @ p["tbase/_kvq/queries_layer/kernel"]))
-        value = self.heads(y @ p["tbase/_kvq/values_layer/kernel"])
-        # Before the document there are w zeros.
-        key, value = (np.pad(z, ((0, 0), (w, 0), (0, 0))) for z in (key, value))
-        t, s = np.arange(n), np.arange(-w, n)
+        scale = p["tbase/_kvq/attention_scale"]
+        memory_key, memory_value = (z[:, w:][:, -config.memory_size :] for z in past)
+        key, value = past = (
+            np.concatenate([past[0], unit(self.heads(y @ p["tbase/_kvq/keys_layer/kernel"]))], axis=1),
+            np.concatenate([past[1], self.heads(y @ p["tbase/_kvq/values_layer/kernel"])], axis=1),
+        )
+        t, s = np.arange(begin, begin + w), np.arange(-w, begin + w)
         distance = t[:, None] - s[None, :]
         seen = (distance >= 1) & (distance <= w) & ((s >= 0) | (not config.mask_empty_cache))
-        bias = 0.0
-        if config.position == "t5":
-            bias = p["relative_positions/rel_embedding"][
-                :, np.searchsorted(BUCKETS, np.maximum(distance, 0), "right") - 1
-            ]
-        turned_query, turned_key = query, key
-        if config.position == "rotary":
+        bias, turned_query, turned_key = 0.0, query, key
+        if "external_memory_bias" not in p and config.position == "t5":
+            bucket = np.searchsorted(BUCKETS, np.maximum(distance, 0), "right") - 1
+            bias = p["relative_positions/rel_embedding"][:, bucket]
+        if "external_memory_bias" not in p and config.position == "rotary":
             turned_query, turned_key = rotate(query, t), rotate(key, s)
-        mixed = attend(turned_query, turned_key, value, p["tbase/_kvq/attention_scale"], bias, seen)
-        states = None
-        if recurrent:
+        mixed = attend(turned_query, turned_key, value, scale, bias, seen)
+        if "external_memory_bias" in p:
+            share = sigmoid(p["external_memory_bias"])[:, None, None]
+            mixed = (1 - share) * mixed + share * self.attend_memories(query, memory_key, memory_value, scale, begin)
+        if sources:
             cross_query = unit(self.heads(y @ p["tbase/_kvq/queries2_layer/kernel"]))
-            crossed, states = self.recur(p, cross_query, key, value)
-            mixed = np.concatenate([mixed, crossed])
-        x = x + mixed.transpose(1, 0, 2).reshape(n, -1) @ p["tbase/post_attn_mlp/output_layer/kernel"]
+            state_key, state_value = (np.concatenate([source[i] for source in sources], axis=1) for i in (0, 1))
+            mixed = np.concatenate([mixed, attend(cross_query, state_key, state_value, p["tbase/attention_scale2"])])
+        if states is not None:
+            # The block before and the block itself.
+            tile = np.s_[:, -2 * w :]
+            valid = s[-2 * w :] >= (0 if config.mask_empty_cache else -w)
+            states = self.recur(p, states, sources[0], key[tile], value[tile], valid)
+        x = x + mixed.transpose(1, 0, 2).reshape(w, -1) @ p["tbase/post_attn_mlp/output_layer/kernel"]
         hidden = np.maximum(norm(x, p["tbase/pre_ffn_layernorm/scale"]) @ p["tbase/ffn/hidden0/kernel"], 0)
-        return x + hidden @ p["tbase/ffn/output_layer/kernel"], states
+        return x + hidden @ p["tbase/ffn/output_layer/kernel"], past, states
 
-    def recur(self, p, cross_query, key, value):
-        """What the tokens read from the states [h, n, k], and the last states."""
-        w, states, crossed = self.config.window_length, p["recurrent_initial_state"], []
-        kvq = {name: value for name, value in p.items() if name.startswith("recurrent_tbase/_kvq/")}
-        kvq = {name.removeprefix("recurrent_tbase/_kvq/"): value for name, value in kvq.items()}
-        for begin in range(0, cross_query.shape[1], w):
-            y = norm(states, kvq["pre_attn_layernorm/scale"]) + kvq["position_embeddings"]
-            state_key = unit(self.heads(y @ kvq["keys_layer/kernel"]))
-            state_value = self.heads(y @ kvq["values_layer/kernel"])
-            state_query = unit(self.heads(y @ kvq["queries_layer/kernel"]))
-            state_cross_query = unit(self.heads(y @ kvq["queries2_layer/kernel"]))
-            block = np.s_[:, begin : begin + w]
-            crossed.append(attend(cross_query[block], state_key, state_value, p["tbase/attention_scale2"]))
-            # The block before and the block itself; the zeros before the document are w long.
-            tile = np.s_[:, begin : begin + 2 * w]
-            seen = np.arange(begin, begin + 2 * w) >= (w if self.config.mask_empty_cache else 0)
-            own = attend(state_query, state_key, state_value, kvq["attention_scale"])
-            cross = attend(state_cross_query, key[tile], value[tile], p["recurrent_tbase/attention_scale2"], 0.0, seen)
-            mixed = np.concatenate([own, cross]).transpose(1, 0, 2).reshape(len(states), -1)
-            states = self.update(p, states, mixed)
-        return np.concatenate(crossed, axis=1), states
+    def attend_memories(self, query, key, value, scale, begin):
+        """One query after the other, over its nearest memories; a missing one is zero where zeros are not masked."""
+        config, mixed = self.config, np.zeros_like(query)
+        missing = np.zeros((config.memory_neighbors, config.head_size))
+        for h, t in np.ndindex(query.shape[:2]):
+            products = key[h] @ query[h, t]
+            if config.memory_search == "exact":
+                nearest = np.argsort(-products)[: config.memory_neighbors]
+            else:
+                # A memory's slot, and so its bucket, follows from its position.
+                bucket = np.arange(begin - len(products), begin) % config.memory_size % config.memory_neighbors
+                members = [np.flatnonzero(bucket == j) for j in range(config.memory_neighbors)]
+                nearest = np.array([m[np.argmax(products[m])] for m in members if len(m)], int)
+            k, v = key[h][nearest], value[h][nearest]
+            if not config.mask_empty_cache:
+                k, v = (np.concatenate([z, missing])[: config.memory_neighbors] for z in (k, v))
+            if len(k):
+                weights = np.exp(k @ query[h, t] * abs(scale[h]))
+                mixed[h, t] = weights @ v / weights.sum()
+        return mixed
+
+    def recur(self, p, states, heads, key, value, valid):
+        own_key, own_value, query, cross_query = heads
+        own = attend(query, own_key, own_value, p["recurrent_tbase/_kvq/attention_scale"])
+        cross = attend(cross_query, key, value, p["recurrent_tbase/attention_scale2"], 0.0, valid)
+        return self.update(p, states, np.concatenate([own, cross]).transpose(1, 0, 2).reshape(len(states), -1))
 
     def update(self, p, states, mixed):
         config = self.config

@@ -50,6 +50,17 @@ def test_recurrence_costs_about_one_more_layer():
     )
 
 
+def test_feedback_and_memory_by_hand():
+    slide, logits = 12 * 28 * 1024**2, 2 * 1024 * 256
+    # Eleven layers read the states, which is a recurrent layer without its states' own 18 d².
+    feedback = DecoderConfig(recurrent_layers=(-3,), feedback="last")
+    assert forward_flops_per_token(feedback, 256) == slide + (12 * 6 + 18) * 1024**2 + logits
+    # 65,536 slots are 64 d, so the search is 128 d²; attention to 128 memories is d² / 2, twice with its gradient.
+    memorizing = DecoderConfig(memory_layers=(-4,))
+    assert forward_flops_per_token(memorizing, 256) == slide + 128.5 * 1024**2 + logits
+    assert training_flops_per_token(memorizing, 256) == 3 * (slide + logits) + (128 + 2 * 0.5) * 1024**2
+
+
 def test_training_is_three_forward_passes():
     assert training_flops_per_token(PAPER, 32_000) == 3 * ((11 * 28 + 52) * 1024**2 + 2 * 1024 * 32_000)
 

@@ -41,8 +41,24 @@ CONFIGS |= {
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
     "two": dataclasses.replace(CONFIGS["lstm:skip"], recurrent_layers=(0, 1)),
 }
+THREE = {"num_layers": 3, "recurrent_layers": (0, 1)}
+CONFIGS |= {
+    "feedback": dataclasses.replace(SKIP, num_layers=3, feedback="last"),
+    "feedback of the last": dataclasses.replace(CONFIGS["lstm:single"], **THREE, feedback="last"),
+    "feedback of all": dataclasses.replace(SKIP, **THREE, feedback="all", mask_empty_cache=False),
+    "memory": dataclasses.replace(SLIDE, memory_layers=(-2,), memory_size=2 * W, memory_neighbors=3),
+}
+CONFIGS |= {
+    "memory of buckets": dataclasses.replace(
+        CONFIGS["memory"], memory_search="bucketed", memory_neighbors=4, mask_empty_cache=False
+    ),
+    "memory and feedback": dataclasses.replace(
+        CONFIGS["memory"], num_layers=3, memory_layers=(0,), recurrent_layers=(1,), feedback="last", position="rotary"
+    ),
+}
 # As few as show every way through the code: compiling takes most of the time.
 WAYS = ("slide", "fixed:skip", "lstm:dual", "lstm:single", "rotary", "none", "unmasked")
+WAYS += ("feedback of the last", "feedback of all", "memory", "memory of buckets", "memory and feedback")
 
 
 @functools.cache
@@ -131,7 +147,7 @@ def test_decoding_equals_the_parallel_pass(name):
     assert_same([first, second, third], expected)
 
 
-@pytest.mark.parametrize("name", ["two", "rotary"])
+@pytest.mark.parametrize("name", ["two", "rotary", "feedback of all", "memory"])
 def test_a_book_in_segments_is_the_book(name):
     model, params = make(CONFIGS[name])
     tokens = tokens_of(2, 8)
@@ -145,7 +161,7 @@ def test_a_book_in_segments_is_the_book(name):
         assert_same(carry, whole_carry)
 
 
-@pytest.mark.parametrize("name", ["two", "slide", "unmasked"])
+@pytest.mark.parametrize("name", ["two", "slide", "unmasked", "feedback", "memory", "memory of buckets"])
 def test_documents_that_begin_within_a_segment_are_apart(name):
     model, params = make(CONFIGS[name])
     tokens, n = tokens_of(2, 6), 6 * W

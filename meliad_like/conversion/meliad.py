@@ -46,7 +46,11 @@ _CELL = {
     **{f"attention_gate/{ours}": f"recurrent_tbase/post_attn_mlp/{theirs}" for ours, theirs in _GATE.items()},
     **{f"feedforward_gate/{ours}": f"recurrent_tbase/ffn/{theirs}" for ours, theirs in _GATE.items()},
 }
-_LAYER = {**_TOKENS, **{f"cell/{ours}": theirs for ours, theirs in _CELL.items()}}
+_LAYER = {
+    **_TOKENS,
+    "memory_gate": "external_memory_bias",
+    **{f"cell/{ours}": theirs for ours, theirs in _CELL.items()},
+}
 _TOP = {"embedding": "embed/embedding", "final_norm/scale": "final_layernorm/scale"}
 
 

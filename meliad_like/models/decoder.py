@@ -1,16 +1,20 @@
-"""The decoder: Slide, Transformer-XL and Block-Recurrent language models (Block-Recurrent Transformers, section 3)."""
+"""The decoder: Slide, Transformer-XL, Block-Recurrent and Memorizing language models.
+
+Block-Recurrent Transformers, section 3; block feedback, appendix E.
+"""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import RMSNorm, parameter, rows, tiled_dropout
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.decoder_layer import DecoderLayer, LayerCarry
+from meliad_like.models.decoder_layer import DecoderLayer, LayerCarry, ReadStates, block_positions, state_starts
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -34,9 +38,7 @@ class Decoder(nnx.Module):
         self.logit_scale = config.model_width**-0.5 if config.logit_scale is None else config.logit_scale
         shape = (vocabulary_size, config.model_width)
         self.embedding = parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"))
-        self.layers = nnx.List(
-            DecoderLayer(config, recurrent=i in config.recurrent_indices, rngs=rngs) for i in range(config.total_layers)
-        )
+        self.layers = nnx.List(DecoderLayer(config, i, rngs=rngs) for i in range(config.total_layers))
         self.final_norm = RMSNorm(config.model_width, rngs=rngs)
 
     @property
@@ -71,20 +73,71 @@ class Decoder(nnx.Module):
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
         table = constrain(self.embedding[...].astype(self.dtype), "vocabulary", None)
         x = constrain(table[tokens], "lanes", None, None)
-        continues = carry.position > 0
-        layers = []
-        for i, (layer, layer_carry) in enumerate(zip(self.layers, carry.layers, strict=True)):
+        positions = block_positions(carry.position, start, w)
+        # Segments are apart for the gradient, whatever it is taken with respect to.
+        layers = jax.lax.stop_gradient(carry.layers)
+        if self.config.feedback == "none":
+            x, layers = self._stack(x, layers, positions, dropout_key)
+        else:
+            x, layers = self._scan_stack(x, layers, positions, dropout_key)
+        x = self.final_norm(x)
+        if dropout_key is not None:
+            x = tiled_dropout(x, self.config.dropout_rate, jax.random.fold_in(dropout_key, len(self.layers)))
+        return x, DecoderCarry(positions[:, -1] + w, layers)
+
+    def _stack(
+        self,
+        x: Float[Array, "b n d"],
+        layers: list[LayerCarry],
+        positions: Int[Array, "b c"],
+        dropout_key: PRNGKeyArray | None,
+        read_states: list[ReadStates | None] | None = None,
+    ) -> tuple[Float[Array, "b n d"], list[LayerCarry]]:
+        new_layers = []
+        for i, (layer, layer_carry) in enumerate(zip(self.layers, layers, strict=True)):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
             call = type(layer).__call__
             if self.config.remat != "none":
                 call = jax.checkpoint(call, policy=REMAT_POLICIES[self.config.remat])
-            x, layer_carry = call(layer, x, layer_carry, start, continues, key)
+            x, layer_carry = call(layer, x, layer_carry, positions, key, read_states and read_states[i])
             x = constrain(x, "lanes", None, None)
-            layers.append(layer_carry)
-        x = self.final_norm(x)
-        if dropout_key is not None:
-            x = tiled_dropout(x, self.config.dropout_rate, jax.random.fold_in(dropout_key, len(self.layers)))
-        return x, DecoderCarry(_advance(carry.position, start, w), layers)
+            new_layers.append(layer_carry)
+        return x, new_layers
+
+    def _scan_stack(
+        self,
+        x: Float[Array, "b n d"],
+        layers: list[LayerCarry],
+        positions: Int[Array, "b c"],
+        dropout_key: PRNGKeyArray | None,
+    ) -> tuple[Float[Array, "b n d"], list[LayerCarry]]:
+        """Block feedback: every layer reads states from before the block, so blocks go through the stack in turn.
+
+        Dropout masks repeat from block to block, as they do along a segment without feedback.
+        """
+        kernels = {i: self.layers[i].cell.kernels(self.dtype) for i in sorted(self.config.recurrent_indices)}
+
+        def step(layers, block):
+            x, position, start = block
+            begun = {i: self.layers[i].begin_states(layers[i].states, start, kernels[i]) for i in kernels}
+            own = {i: ReadStates(heads.key, heads.value, states, heads) for i, (states, heads) in begun.items()}
+            x, layers = self._stack(x, layers, position[:, None], dropout_key, self._share_states(own))
+            return layers, x
+
+        blocks = rearrange(x, "b (c w) d -> c b w d", w=self.config.window_length)
+        starts = state_starts(positions, self.config)
+        layers, x = jax.lax.scan(step, layers, (blocks, positions.T, starts.T))
+        return rearrange(x, "c b w d -> b (c w) d"), layers
+
+    def _share_states(self, own: dict[int, ReadStates]) -> list[ReadStates | None]:
+        """What every layer reads: a recurrent one its own states, under feedback the others the last one's or all."""
+        shared = None
+        if self.config.feedback == "last":
+            shared = ReadStates(*own[max(own)][:2])
+        elif self.config.feedback == "all":
+            key, value = (jnp.concatenate([own[i][j] for i in sorted(own)], axis=2) for j in (0, 1))
+            shared = ReadStates(key, value)
+        return [own.get(i, shared) for i in range(len(self.layers))]
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """Scores of the next token, float32; the softmax shares the embedding."""
@@ -99,15 +152,12 @@ class Decoder(nnx.Module):
         segments or not. Returns the logits of the next token.
         """
         x = self.embedding[...].astype(self.dtype)[token]
+        position = carry.position
+        begun = [layer.begin_block(c, position) for layer, c in zip(self.layers, carry.layers, strict=True)]
+        decoding = {i: c.decoding for i, c in enumerate(begun) if c.decoding is not None}
+        read_states = self._share_states({i: ReadStates(d.state_key, d.state_value) for i, d in decoding.items()})
         layers = []
-        for layer, layer_carry in zip(self.layers, carry.layers, strict=True):
-            x, layer_carry = layer.decode_step(x, layer_carry, carry.position)
+        for layer, layer_carry, states in zip(self.layers, begun, read_states, strict=True):
+            x, layer_carry = layer.decode_step(x, layer_carry, position, states)
             layers.append(layer_carry)
-        return self.logits(self.final_norm(x)), DecoderCarry(carry.position + 1, layers)
-
-
-def _advance(position: Int[Array, " b"], start: Bool[Array, "b c"], w: int) -> Int[Array, " b"]:
-    """Positions after a segment: counted from the last start in it, if there is one."""
-    c = start.shape[1]
-    blocks_since = jnp.min(jnp.where(start, c - jnp.arange(c), c + 1), axis=1)
-    return jnp.where(blocks_since <= c, blocks_since * w, position + c * w)
+        return self.logits(self.final_norm(x)), DecoderCarry(position + 1, layers)

@@ -1,14 +1,17 @@
-"""The shape of a decoder: sliding window, Transformer-XL and block-recurrent models differ in these fields alone."""
+"""The shape of a decoder: its baselines, recurrence, feedback and external memory differ in these fields alone."""
 
 import dataclasses
 from typing import Literal, get_args
 
 from meliad_like.errors import UserError
+from meliad_like.layers.memory import MemorySearch
 from meliad_like.layers.recurrence import CellKind, GateKind
 
 Position = Literal["t5", "rotary", "none"]
 ActivationDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layers"]
+Feedback = Literal["none", "last", "all"]
+MemoryUpdate = Literal["block", "segment"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,19 @@ class DecoderConfig:
     cell: CellKind = "skip"
     clear_states: bool = False
     """Start every segment with the initial states: what is the recurrence worth beyond a segment?"""
+    feedback: Feedback = "none"
+    """Whose states from before a block all other layers read too (appendix E): the last recurrent layer's, or all."""
+    memory_layers: tuple[int, ...] = ()
+    """Which layers have an external memory (Memorizing Transformers); negative numbers count from the end."""
+    memory_size: int = 65_536
+    """Keys and values that a memory holds for each lane and head; then the oldest are overwritten."""
+    memory_neighbors: int = 128
+    """Memories that a token attends to."""
+    memory_search: MemorySearch = "exact"
+    """The nearest memories, or as in the reference the nearest of each of `memory_neighbors` strided buckets."""
+    memory_update: MemoryUpdate = "block"
+    """When tokens become memories: after their block, or as in the reference after their segment, which is the same
+    where segments are one block long; if not, results depend on where segments begin."""
     dropout_rate: float = 0.0
     logit_scale: float | None = None
     """What hidden states are multiplied with before the softmax; by default 1 / sqrt(model_width)."""
@@ -51,6 +67,9 @@ class DecoderConfig:
             ("cell", CellKind),
             ("activation_dtype", ActivationDtype),
             ("remat", Remat),
+            ("feedback", Feedback),
+            ("memory_search", MemorySearch),
+            ("memory_update", MemoryUpdate),
         ):
             if getattr(self, field) not in get_args(choices):
                 raise UserError(f"{field}={getattr(self, field)!r} is not one of {', '.join(get_args(choices))}")
@@ -62,6 +81,8 @@ class DecoderConfig:
             "feedforward_width",
             "window_length",
             "num_states",
+            "memory_size",
+            "memory_neighbors",
         ):
             if getattr(self, field) < 1:
                 raise UserError(f"{field}={getattr(self, field)} must be at least 1")
@@ -71,14 +92,37 @@ class DecoderConfig:
             raise UserError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"head_size={self.head_size} must be even for position=rotary")
-        object.__setattr__(self, "recurrent_layers", tuple(self.recurrent_layers))
-        for layer in self.recurrent_layers:
-            if not -self.total_layers <= layer < self.total_layers:
-                raise UserError(
-                    f"recurrent_layers={self.recurrent_layers} names a layer that {self.total_layers} layers lack"
-                )
-        if len(self.recurrent_indices) != len(self.recurrent_layers):
-            raise UserError(f"recurrent_layers={self.recurrent_layers} names a layer twice")
+        for field in ("recurrent_layers", "memory_layers"):
+            layers = tuple(getattr(self, field))
+            object.__setattr__(self, field, layers)
+            if not all(-self.total_layers <= layer < self.total_layers for layer in layers):
+                raise UserError(f"{field}={layers} names a layer that {self.total_layers} layers lack")
+            if len(self._indices(layers)) != len(layers):
+                raise UserError(f"{field}={layers} names a layer twice")
+        if self.recurrent_indices & self.memory_indices:
+            raise UserError(
+                f"recurrent_layers={self.recurrent_layers} and memory_layers={self.memory_layers} share a layer: "
+                "one that is recurrent has no external memory"
+            )
+        if self.feedback != "none" and not self.recurrent_layers:
+            raise UserError(f"feedback={self.feedback!r} needs recurrent_layers, whose states are fed back")
+        if self.memory_layers:
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        if self.memory_size % self.window_length:
+            raise UserError(
+                f"memory_size={self.memory_size} must be a multiple of window_length={self.window_length}: "
+                "tokens are remembered a block at a time"
+            )
+        if self.memory_size < self.memory_neighbors or (
+            self.memory_search == "bucketed" and self.memory_size % self.memory_neighbors
+        ):
+            rule = "a multiple of" if self.memory_search == "bucketed" else "at least"
+            raise UserError(
+                f"memory_size={self.memory_size} must be {rule} memory_neighbors={self.memory_neighbors} "
+                f"for memory_search={self.memory_search!r}"
+            )
 
     @property
     def total_layers(self) -> int:
@@ -87,4 +131,17 @@ class DecoderConfig:
     @property
     def recurrent_indices(self) -> frozenset[int]:
         """The recurrent layers, counted from 0."""
-        return frozenset(layer % self.total_layers for layer in self.recurrent_layers)
+        return self._indices(self.recurrent_layers)
+
+    @property
+    def memory_indices(self) -> frozenset[int]:
+        """The layers with an external memory, counted from 0."""
+        return self._indices(self.memory_layers)
+
+    @property
+    def num_read_states(self) -> int:
+        """States that a layer reads which is not itself recurrent."""
+        return {"none": 0, "last": 1, "all": len(self.recurrent_layers)}[self.feedback] * self.num_states
+
+    def _indices(self, layers: tuple[int, ...]) -> frozenset[int]:
+        return frozenset(layer % self.total_layers for layer in layers)

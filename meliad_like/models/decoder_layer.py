@@ -1,4 +1,4 @@
-"""One layer of the decoder: windowed attention and, in a recurrent layer, cross-attention to states."""
+"""One layer of the decoder: windowed attention and, where it has them, cross-attention to states or to a memory."""
 
 from typing import NamedTuple
 
@@ -20,8 +20,9 @@ from meliad_like.layers.attention import (
     unit,
 )
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, dropout_multiplier, parameter, tiled_dropout
+from meliad_like.layers.memory import Memory, attend_memories, recall, remember, search
 from meliad_like.layers.positions import T5Bias, rotate
-from meliad_like.layers.recurrence import StateCell
+from meliad_like.layers.recurrence import StateCell, StateHeads
 from meliad_like.models.decoder_config import DecoderConfig
 
 
@@ -41,10 +42,20 @@ class LayerCarry(NamedTuple):
     value: Float[Array, "b h w k"]
     states: Float[Array, "b r d"] | None = None
     decoding: DecodingCarry | None = None
+    memory: Memory | None = None
+
+
+class ReadStates(NamedTuple):
+    """Under feedback: what a layer reads of the states from before its block; a recurrent layer, what it updates."""
+
+    key: Float[Array, "b h r k"]
+    value: Float[Array, "b h r k"]
+    states: Float[Array, "b r d"] | None = None
+    heads: StateHeads | None = None
 
 
 class TokenHeads(NamedTuple):
-    """Projections of tokens, [b, h, n, k]: unit keys, values, scaled unit queries; the last where there are states."""
+    """Projections of tokens, [b, h, n, k]: unit keys, values, scaled unit queries; the last where states are read."""
 
     key: Array
     value: Array
@@ -55,8 +66,10 @@ class TokenHeads(NamedTuple):
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward with residuals (Block-Recurrent Transformers, section 3.1, vertical)."""
 
-    def __init__(self, config: DecoderConfig, *, recurrent: bool, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs):
         self.config = config
+        recurrent, memorizing = index in config.recurrent_indices, index in config.memory_indices
+        reads_states = recurrent or config.feedback != "none"
         d, h, inner = config.model_width, config.num_heads, config.num_heads * config.head_size
         ones = jax.nn.initializers.ones
         self.attention_norm = RMSNorm(d, rngs=rngs)
@@ -64,12 +77,15 @@ class DecoderLayer(nnx.Module):
         self.value = Linear(d, inner, ("model", "heads"), rngs=rngs)
         self.query = Linear(d, inner, ("model", "heads"), rngs=rngs)
         self.attention_scale = parameter(rngs.params(), ones, (h,), ("heads",))
-        self.position_bias = T5Bias(h, rngs=rngs) if config.position == "t5" else None
-        self.output = Linear(inner * (2 if recurrent else 1), d, ("heads", "model"), rngs=rngs)
+        # A memory has no positions, and a layer with one compares its memories to its window: it does without as well.
+        self.position = "none" if memorizing else config.position
+        self.position_bias = T5Bias(h, rngs=rngs) if self.position == "t5" else None
+        self.memory_gate = parameter(rngs.params(), jax.nn.initializers.zeros, (h,), ("heads",)) if memorizing else None
+        self.output = Linear(inner * (2 if reads_states else 1), d, ("heads", "model"), rngs=rngs)
         self.feedforward_norm = RMSNorm(d, rngs=rngs)
         self.feedforward = FeedForward(d, config.feedforward_width, d, rngs=rngs)
-        self.cross_query = Linear(d, inner, ("model", "heads"), rngs=rngs) if recurrent else None
-        self.cross_attention_scale = parameter(rngs.params(), ones, (h,), ("heads",)) if recurrent else None
+        self.cross_query = Linear(d, inner, ("model", "heads"), rngs=rngs) if reads_states else None
+        self.cross_attention_scale = parameter(rngs.params(), ones, (h,), ("heads",)) if reads_states else None
         self.cell = (
             StateCell(
                 num_states=config.num_states,
@@ -94,6 +110,8 @@ class DecoderLayer(nnx.Module):
 
         w, r = config.window_length, config.num_states
         carry = LayerCarry(cache(w), cache(w))
+        if self.memory_gate is not None:
+            carry = carry._replace(memory=Memory(cache(config.memory_size), cache(config.memory_size)))
         if self.cell is not None:
             carry = carry._replace(states=self.cell.initial_states(b, dtype))
             if decoding:
@@ -131,18 +149,18 @@ class DecoderLayer(nnx.Module):
         self,
         x: Float[Array, "b n d"],
         carry: LayerCarry,
-        start: Bool[Array, "b c"],
-        continues: Bool[Array, " b"],
+        positions: Int[Array, "b c"],
         dropout_key: PRNGKeyArray | None = None,
+        read_states: ReadStates | None = None,
     ) -> tuple[Float[Array, "b n d"], LayerCarry]:
         """A segment of `c` blocks.
 
         Args:
             x: the tokens.
             carry: from the segment before.
-            start: blocks with which a document begins.
-            continues: whether the lane was inside a document before this segment (its cache is not empty).
+            positions: of each block's first token in its document; 0 where a document begins.
             dropout_key: none to keep everything.
+            read_states: under feedback, where a segment is one block; a recurrent layer without feedback reads its own.
         """
         config, w = self.config, self.config.window_length
         keys = (None,) * 3 if dropout_key is None else jax.random.split(dropout_key, 3)
@@ -150,8 +168,7 @@ class DecoderLayer(nnx.Module):
         key, value, query, cross_query = (
             y if y is None else rearrange(y, "b h (c w) k -> b c h w k", w=w) for y in heads
         )
-        inside = ~start & jnp.concatenate([continues[:, None], jnp.ones_like(start[:, 1:])], axis=1)
-        previous_valid = inside
+        inside = previous_valid = positions > 0
         previous_key, previous_value = _block_before(key, carry.key), _block_before(value, carry.value)
         if not config.mask_empty_cache:
             empty = ~inside[:, :, None, None, None]
@@ -162,7 +179,7 @@ class DecoderLayer(nnx.Module):
             shape = (config.num_heads, w, w)
             multiplier = dropout_multiplier(keys[1], config.dropout_rate, shape, jnp.float32)
         window_query, window_key, window_previous_key = query, key, previous_key
-        if config.position == "rotary":
+        if self.position == "rotary":
             window_query, window_key = (rotate(y, np.arange(w, 2 * w)) for y in (query, key))
             window_previous_key = rotate(previous_key, np.arange(w))
         window_attention = attend_window(
@@ -175,90 +192,177 @@ class DecoderLayer(nnx.Module):
             previous_valid,
             multiplier,
         )
+        states, memory = carry.states, carry.memory
+        if memory is not None:
+            memory, memories = self._scan_memory(memory, query, key, value, positions)
+            window_attention = self._mix_memories(window_attention, query, *memories)
         mixed = [window_attention]
-        states = carry.states
-        if self.cell is not None:
+        if cross_query is not None:
             # Tokens see the states from before their block; so their side waits for no scan but this one.
             tiles = (
                 jnp.concatenate([previous_key, key], axis=3),
                 jnp.concatenate([previous_value, value], axis=3),
-                start,
                 jnp.repeat(jnp.stack([previous_valid, jnp.ones_like(previous_valid)], axis=2), w, axis=2),
             )
-            states, state_key, state_value = self._scan_states(states, tiles)
+            if read_states is None:
+                states, state_key, state_value = self._scan_states(states, state_starts(positions, config), tiles)
+            else:
+                state_key, state_value = read_states.key[:, None], read_states.value[:, None]
+                if self.cell is not None:
+                    states = self.cell.update(read_states.states, read_states.heads, *(y[:, 0] for y in tiles))
             mixed.append(attend(cross_query, state_key, state_value))
         x = self._finish(x, rearrange(merge_heads(*mixed), "b c w i -> b (c w) i"), keys[2])
-        return x, carry._replace(key=key[:, -1], value=value[:, -1], states=states)
+        return x, carry._replace(key=key[:, -1], value=value[:, -1], states=states, memory=memory)
 
-    def _scan_states(self, states: Float[Array, "b r d"], tiles: tuple[Array, ...]):
+    def begin_states(
+        self, states: Float[Array, "b r d"], start: Bool[Array, " b"], kernels: Float[Array, "d 4 i"]
+    ) -> tuple[Float[Array, "b r d"], StateHeads]:
+        """The states that come into a block, and their projections."""
+        states = jnp.where(start[:, None, None], self.cell.initial_states(states.shape[0], states.dtype), states)
+        return states, self.cell.heads(states, kernels)
+
+    def _scan_states(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[Array, ...]):
         """Runs the states over the blocks.
 
         Args:
             states: from the segment before.
-            tiles: of each block, by `b` and `c`: keys and values of the block before and its own, whether a document
-                begins with it, and which of the keys belong to its document.
+            start: blocks before which they become the initial ones.
+            tiles: of each block, by `b` and `c`: keys and values of the block before and its own, and which of them
+                belong to its document.
 
         Returns:
             The last states, and the keys and values of the states that came into each block.
         """
-        cell, (key, value, start, valid) = self.cell, tiles
-        if self.config.clear_states:
-            start = start.at[:, 0].set(True)
-
-        kernels = cell.kernels(states.dtype)
+        kernels = self.cell.kernels(states.dtype)
 
         def step(states, block):
-            key, value, start, valid = block
-            states = jnp.where(start[:, None, None], cell.initial_states(states.shape[0], states.dtype), states)
-            heads = cell.heads(states, kernels)
-            return cell.update(states, heads, key, value, valid), (heads.key, heads.value)
+            start, *tile = block
+            states, heads = self.begin_states(states, start, kernels)
+            return self.cell.update(states, heads, *tile), (heads.key, heads.value)
 
-        blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (key, value, start, valid))
+        blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (start, *tiles))
         states, heads = jax.lax.scan(step, states, blocks)
         return states, *(jnp.moveaxis(y, 0, 1) for y in heads)
 
+    def _scan_memory(
+        self,
+        memory: Memory,
+        query: Float[Array, "b c h w k"],
+        key: Float[Array, "b c h w k"],
+        value: Float[Array, "b c h w k"],
+        positions: Int[Array, "b c"],
+    ):
+        """Searches the memory and adds to it, block by block or all at once (`memory_update`).
+
+        Returns:
+            The memory, and keys [b, c, h, w, j, k], values and validity of what was found.
+        """
+        w = self.config.window_length
+        whole = self.config.memory_update == "segment"
+        per_turn = positions.shape[1] if whole else 1
+
+        def step(memory, turn):
+            query, key, value, position = turn
+            # What an earlier document of the same segment left is neither seen nor kept.
+            first, last = position[:, :1], position[:, -1:]
+            tokens = (position[:, :, None] + jnp.arange(w)).reshape(len(position), -1)
+            same_as_before = jnp.repeat(position == first + w * jnp.arange(per_turn), w, axis=1)
+            same_as_last = jnp.repeat(position == last - w * jnp.arange(per_turn)[::-1], w, axis=1)
+            found, found_key, found_value = self._search(memory, query, first[:, 0])
+            valid = found.valid & same_as_before[:, None, :, None]
+            return remember(memory, key, value, tokens, same_as_last), (found_key, found_value, valid)
+
+        turns = (rearrange(y, "b (i u) h w k -> i b h (u w) k", u=per_turn) for y in (query, key, value))
+        turns = (*turns, rearrange(positions, "b (i u) -> i b u", u=per_turn))
+        memory, found = jax.lax.scan(step, memory, turns)
+        return memory, [rearrange(y, "i b h (u w) ... -> b (i u) h w ...", u=per_turn) for y in found]
+
+    def _search(self, memory: Memory, query: Float[Array, "b h t k"], filled: Int[Array, " b"]):
+        config = self.config
+        found = search(query, memory.key, filled, config.memory_neighbors, config.memory_search)
+        return found, *recall(memory, found.slot)
+
+    def _mix_memories(
+        self,
+        window_attention: Float[Array, "*batch h t k"],
+        query: Float[Array, "*batch h t k"],
+        key: Float[Array, "*batch h t j k"],
+        value: Float[Array, "*batch h t j k"],
+        valid: Bool[Array, "*batch h t j"],
+    ) -> Float[Array, "*batch h t k"]:
+        """A learned share of each head is what it found in its memory."""
+        if not self.config.mask_empty_cache:
+            key, value = (jnp.where(valid[..., None], y, 0) for y in (key, value))
+            valid = jnp.ones_like(valid)
+        share = jax.nn.sigmoid(self.memory_gate[...]).astype(query.dtype)[:, None, None]
+        return (1 - share) * window_attention + share * attend_memories(query, key, value, valid)
+
     def decode_step(
-        self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"]
+        self,
+        x: Float[Array, "b d"],
+        carry: LayerCarry,
+        position: Int[Array, " b"],
+        read_states: ReadStates | None = None,
     ) -> tuple[Float[Array, "b d"], LayerCarry]:
-        """One token at `position`, the number of tokens of its document before it."""
+        """One token.
+
+        Args:
+            x: the token of each lane.
+            carry: of a recurrent layer, after `begin_block`.
+            position: the number of tokens of its document before it.
+            read_states: where the layer reads states.
+        """
         w = self.config.window_length
         offset = position % w
         heads = self._heads(self.attention_norm(x)[:, None])
-        if self.cell is not None:
-            carry = self._begin_block(carry, offset)
         distance = jnp.asarray(ring_distance(w))[offset]
         bias = jnp.moveaxis(jnp.take(self._bias_by_distance(), distance - 1, axis=1), 0, 1)
         seen = (jnp.arange(w) < offset[:, None]) | (position >= w)[:, None] | (not self.config.mask_empty_cache)
         query, key = heads.query, carry.key
-        if self.config.position == "rotary":
+        if self.position == "rotary":
             query, key = rotate(query, np.full(1, w)), rotate(key, (w - distance)[:, None])
-        mixed = [attend(query, key, carry.value, bias[:, :, None], seen[:, None, None])]
-        if self.cell is not None:
-            mixed.append(attend(heads.cross_query, carry.decoding.state_key, carry.decoding.state_value))
+        window_attention = attend(query, key, carry.value, bias[:, :, None], seen[:, None, None])
+        if carry.memory is not None:
+            found, found_key, found_value = self._search(carry.memory, heads.query, position - offset)
+            window_attention = self._mix_memories(window_attention, heads.query, found_key, found_value, found.valid)
+        mixed = [window_attention]
+        if read_states is not None:
+            mixed.append(attend(heads.cross_query, read_states.key, read_states.value))
         x = self._finish(x, merge_heads(*mixed)[:, 0])
         lanes = jnp.arange(x.shape[0])
         carry = carry._replace(
             key=carry.key.at[lanes, :, offset].set(heads.key[:, :, 0]),
             value=carry.value.at[lanes, :, offset].set(heads.value[:, :, 0]),
         )
-        return x, carry if self.cell is None else self._end_block(carry, position, offset)
+        return x, self._end_block(carry, position, offset)
 
-    def _begin_block(self, carry: LayerCarry, offset: Int[Array, " b"]) -> LayerCarry:
-        """Keeps the block before, which the ring is about to lose, and projects the states once for the block."""
+    def begin_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
+        """In a recurrent layer, at a block's first token: keeps the block before, which the ring is about to lose, and
+        projects the states once for the block. To be called before any layer's `decode_step`."""
+        if self.cell is None:
+            return carry
+        first = position % self.config.window_length == 0
 
         def begin(carry):
             heads = self.cell.heads(carry.states, self.cell.kernels(carry.states.dtype))
             new = DecodingCarry(carry.key, carry.value, heads.key, heads.value)
-            first = (offset == 0)[:, None, None, None]
-            return carry._replace(decoding=jax.tree.map(lambda x, y: jnp.where(first, x, y), new, carry.decoding))
+            chosen = jax.tree.map(lambda x, y: jnp.where(first[:, None, None, None], x, y), new, carry.decoding)
+            return carry._replace(decoding=chosen)
 
-        return jax.lax.cond(jnp.any(offset == 0), begin, lambda carry: carry, carry)
+        return jax.lax.cond(jnp.any(first), begin, lambda carry: carry, carry)
 
     def _end_block(self, carry: LayerCarry, position: Int[Array, " b"], offset: Int[Array, " b"]) -> LayerCarry:
-        """Updates the states of the lanes whose block is complete."""
+        """Updates states and memory of the lanes whose block is complete."""
+        if self.cell is None and carry.memory is None:
+            return carry
         w = self.config.window_length
+        last = offset == w - 1
 
         def end(carry):
+            if carry.memory is not None:
+                tokens = (position - offset)[:, None] + jnp.arange(w)
+                keep = jnp.broadcast_to(last[:, None], tokens.shape)
+                return carry._replace(memory=remember(carry.memory, carry.key, carry.value, tokens, keep))
             key = jnp.concatenate([carry.decoding.previous_key, carry.key], axis=2)
             value = jnp.concatenate([carry.decoding.previous_value, carry.value], axis=2)
             previous = ((position >= w) | (not self.config.mask_empty_cache))[:, None]
@@ -266,11 +370,29 @@ class DecoderLayer(nnx.Module):
             states = self.cell.update(
                 carry.states, self.cell.heads(carry.states, self.cell.kernels(carry.states.dtype)), key, value, valid
             )
-            return carry._replace(states=jnp.where((offset == w - 1)[:, None, None], states, carry.states))
+            return carry._replace(states=jnp.where(last[:, None, None], states, carry.states))
 
-        return jax.lax.cond(jnp.any(offset == w - 1), end, lambda carry: carry, carry)
+        return jax.lax.cond(jnp.any(last), end, lambda carry: carry, carry)
+
+
+def block_positions(position: Int[Array, " b"], start: Bool[Array, "b c"], w: int) -> Int[Array, "b c"]:
+    """The position of each block's first token in its document.
+
+    Args:
+        position: of the segment's first token, if the document before goes on.
+        start: blocks with which a document begins.
+    """
+    block = jnp.arange(start.shape[1])
+    last_start = jax.lax.cummax(jnp.where(start, block, -1), axis=1)
+    return jnp.where(last_start >= 0, (block - last_start) * w, position[:, None] + block * w)
+
+
+def state_starts(positions: Int[Array, "b c"], config: DecoderConfig) -> Bool[Array, "b c"]:
+    """The blocks of a segment before which states become the initial ones."""
+    starts = positions == 0
+    return starts.at[:, 0].set(True) if config.clear_states else starts
 
 
 def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:
-    """Each block's predecessor; the first one's is cached and takes no gradient."""
-    return jnp.concatenate([jax.lax.stop_gradient(cached).astype(blocks.dtype)[:, None], blocks[:, :-1]], axis=1)
+    """Each block's predecessor; the first one's is cached."""
+    return jnp.concatenate([cached.astype(blocks.dtype)[:, None], blocks[:, :-1]], axis=1)

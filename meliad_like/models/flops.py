@@ -11,13 +11,20 @@ from meliad_like.models.decoder_config import DecoderConfig
 def forward_flops_per_token(config: DecoderConfig, vocabulary_size: int) -> float:
     """One token read by all layers, and its logits."""
     num_recurrent = len(config.recurrent_indices)
-    layers = (config.total_layers - num_recurrent) * layer_flops(config) + num_recurrent * recurrent_layer_flops(config)
+    num_others = config.total_layers - num_recurrent
+    layers = num_others * (layer_flops(config) + reading_flops(config, config.num_read_states))
+    layers += num_recurrent * recurrent_layer_flops(config)
+    layers += len(config.memory_indices) * (search_flops(config) + recall_flops(config))
     return layers + 2 * config.model_width * vocabulary_size
 
 
 def training_flops_per_token(config: DecoderConfig, vocabulary_size: int) -> float:
-    """Forward and backward pass: every product has two more in the backward pass, one for each of its factors."""
-    return 3 * forward_flops_per_token(config, vocabulary_size)
+    """Forward and backward pass: every product has two more in the backward pass, one for each of its factors.
+
+    But a memory's search has none, and attention to what it found only those for query and weights.
+    """
+    saved = len(config.memory_indices) * (2 * search_flops(config) + recall_flops(config))
+    return 3 * forward_flops_per_token(config, vocabulary_size) - saved
 
 
 def layer_flops(config: DecoderConfig) -> float:
@@ -28,11 +35,28 @@ def layer_flops(config: DecoderConfig) -> float:
     return projections + attention + 2 * inner * d + 4 * d * config.feedforward_width
 
 
+def reading_flops(config: DecoderConfig, num_states: int) -> float:
+    """One token's cross-attention to states, where a layer reads any."""
+    d, inner = config.model_width, config.num_heads * config.head_size
+    if num_states == 0:
+        return 0
+    cross_query, cross_attention, wider_output = 2 * d * inner, 2 * 2 * num_states * inner, 2 * inner * d
+    return cross_query + cross_attention + wider_output
+
+
+def search_flops(config: DecoderConfig) -> int:
+    """One token's search of an external memory, slot by slot."""
+    return 2 * config.memory_size * config.num_heads * config.head_size
+
+
+def recall_flops(config: DecoderConfig) -> int:
+    """One token's attention to the memories that it found."""
+    return 2 * 2 * config.memory_neighbors * config.num_heads * config.head_size
+
+
 def recurrent_layer_flops(config: DecoderConfig) -> float:
     """One token in a recurrent layer, and its share of the states' update, which happens once a block."""
-    d, inner, r = config.model_width, config.num_heads * config.head_size, config.num_states
-    cross_query, cross_attention, wider_output = 2 * d * inner, 2 * 2 * r * inner, 2 * inner * d
-    tokens = layer_flops(config) + cross_query + cross_attention + wider_output
+    tokens = layer_flops(config) + reading_flops(config, config.num_states)
     return tokens + state_flops(config) / config.window_length
 
 

@@ -1,0 +1,142 @@
+"""External memory: keys and values of a document's past, of which every token attends to the nearest few.
+
+Memorizing Transformers (Wu et al. 2022), section 3, as the baseline of Block-Recurrent Transformers (table 1).
+
+A memory is a ring: the token at position `p` of its document lies in slot `p % m`. So how many slots are filled follows
+from how many of the document's tokens are remembered, and nothing needs to be erased when the next document begins.
+Neither search nor memories take a gradient; attention to what was found does, through the query.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int
+
+from meliad_like.layers.attention import MASKED, weigh
+
+MemorySearch = Literal["exact", "bucketed"]
+
+# Slots whose scores exist at once: for 512 queries of 8 heads 32 MB a lane, where 65,536 slots would be 1 GB.
+PIECE = 2048
+
+
+class Memory(NamedTuple):
+    """Keys of unit length, and values."""
+
+    key: Float[Array, "b h m k"]
+    value: Float[Array, "b h m k"]
+
+
+class Found(NamedTuple):
+    """For every query and head its memories, the nearest first (`exact`) or by bucket (`bucketed`)."""
+
+    slot: Int[Array, "b h t j"]
+    valid: Bool[Array, "b h t j"]
+    """Whether there was one; the slot of one that wasn't means nothing."""
+
+
+def search(
+    query: Float[Array, "b h t k"],
+    key: Float[Array, "b h m k"],
+    filled: Int[Array, " b"],
+    count: int,
+    kind: MemorySearch,
+) -> Found:
+    """Finds `count` memories with the largest products for each query, a piece of the memory at a time.
+
+    Args:
+        query: of any length, which doesn't change the order.
+        key: the memory's.
+        filled: slots of each lane that are filled, the first ones; more than there are is all of them.
+        count: memories for a query.
+        kind: `exact`: the nearest of all. `bucketed`, the reference's approximation: slot `s` is in bucket
+            `s % count`, and the nearest of each bucket is found; `m` must be a multiple of `count`.
+    """
+    query, key = jax.lax.stop_gradient((query, key))
+    num_slots = key.shape[2]
+    step = max(PIECE // count, 1) * count if kind == "bucketed" else max(PIECE, count)
+    size = min(step, num_slots)
+    merge = {"exact": _merge_nearest, "bucketed": _merge_buckets}[kind]
+
+    def piece(best, index):
+        # The last piece ends with the memory and may begin with slots that the one before it had.
+        begin = jnp.minimum(index * step, num_slots - size)
+        slot = begin + jnp.arange(size)
+        some = jax.lax.dynamic_slice_in_dim(key, begin, size, axis=2)
+        scores = jnp.einsum("bhtk,bhsk->bhts", query, some, preferred_element_type=jnp.float32)
+        usable = (slot >= index * step) & (slot < filled[:, None])
+        return merge(best, jnp.where(usable[:, None, None, :], scores, -jnp.inf), slot), None
+
+    shape = (*query.shape[:3], count)
+    nothing = (jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32))
+    (scores, slot), _ = jax.lax.scan(piece, nothing, jnp.arange(-(-num_slots // step)))
+    return Found(slot, scores > -jnp.inf)
+
+
+def _merge_nearest(best, scores: Float[Array, "b h t s"], slot: Int[Array, " s"]):
+    best_scores, best_slot = best
+    scores = jnp.concatenate([best_scores, scores], axis=-1)
+    slots = jnp.concatenate([best_slot, jnp.broadcast_to(slot, (*best_slot.shape[:-1], slot.size))], axis=-1)
+    scores, which = jax.lax.top_k(scores, best_slot.shape[-1])
+    return scores, jnp.take_along_axis(slots, which, axis=-1)
+
+
+def _merge_buckets(best, scores: Float[Array, "b h t s"], slot: Int[Array, " s"]):
+    best_scores, best_slot = best
+    count = best_slot.shape[-1]
+    scores = rearrange(scores, "b h t (row j) -> b h t row j", j=count)
+    row = jnp.argmax(scores, axis=-2)
+    new_scores = jnp.max(scores, axis=-2)
+    new_slot = slot[0] + row * count + jnp.arange(count)
+    better = new_scores > best_scores
+    return jnp.where(better, new_scores, best_scores), jnp.where(better, new_slot, best_slot)
+
+
+def recall(memory: Memory, slot: Int[Array, "b h t j"]) -> tuple[Float[Array, "b h t j k"], Float[Array, "b h t j k"]]:
+    """The keys and values in these slots."""
+
+    def gather(x):
+        found = jnp.take_along_axis(x, rearrange(slot, "b h t j -> b h (t j) 1"), axis=2)
+        return rearrange(found, "b h (t j) k -> b h t j k", j=slot.shape[-1])
+
+    return gather(jax.lax.stop_gradient(memory.key)), gather(jax.lax.stop_gradient(memory.value))
+
+
+def attend_memories(
+    query: Float[Array, "*batch t k"],
+    key: Float[Array, "*batch t j k"],
+    value: Float[Array, "*batch t j k"],
+    valid: Bool[Array, "*batch t j"],
+) -> Float[Array, "*batch t k"]:
+    """Attention of every query to memories of its own; where it has none the result is 0."""
+    scores = jnp.einsum("...tk,...tjk->...tj", query, key, preferred_element_type=jnp.float32)
+    weights, total = weigh(jnp.where(valid, scores, MASKED))
+    mixed = jnp.einsum("...tj,...tjk->...tk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return (mixed / total).astype(value.dtype)
+
+
+def remember(
+    memory: Memory,
+    key: Float[Array, "b h n k"],
+    value: Float[Array, "b h n k"],
+    position: Int[Array, "b n"],
+    keep: Bool[Array, "b n"],
+) -> Memory:
+    """Writes tokens over the oldest memories.
+
+    Args:
+        key, value: of the tokens; no more than there are slots.
+        position: of each token in its document.
+        keep: which of them to write.
+    """
+    num_slots = memory.key.shape[2]
+    lanes = jnp.arange(key.shape[0])[:, None]
+    # A slot that is out of bounds is not written.
+    slot = jnp.where(keep, position % num_slots, num_slots)
+
+    def write(x, new):
+        return x.at[lanes, :, slot].set(jax.lax.stop_gradient(rearrange(new, "b h n k -> b n h k")), mode="drop")
+
+    return Memory(write(memory.key, key), write(memory.value, value))

@@ -1,0 +1,198 @@
+"""The external memory: what is found, how much space finding takes, and what is never seen."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meliad_like.errors import UserError
+from meliad_like.layers import memory
+from meliad_like.layers.memory import Memory, attend_memories, recall, remember, search
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.model import Model
+
+B, H, T, M, K, J = 2, 3, 5, 48, 8, 4
+W = 4
+CONFIG = DecoderConfig(
+    num_layers=2,
+    model_width=16,
+    num_heads=2,
+    head_size=8,
+    feedforward_width=16,
+    window_length=W,
+    memory_layers=(0,),
+    memory_size=4 * W,
+    memory_neighbors=3,
+)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def products(query, key, filled):
+    scores = np.einsum("bhtk,bhsk->bhts", query, key)
+    return np.where(np.arange(key.shape[2]) < np.asarray(filled)[:, None, None, None], scores, -np.inf)
+
+
+# One piece, pieces that divide the memory, and a last one that overlaps.
+@pytest.mark.parametrize("piece", [2048, 12, 20])
+@pytest.mark.parametrize("filled", [(M, 2 * M), (2, 0), (13, 31)])
+def test_exact_search_is_brute_force(monkeypatch, piece, filled):
+    monkeypatch.setattr(memory, "PIECE", piece)
+    query, key = normal(B, H, T, K), normal(B, H, M, K, seed=1)
+    found = search(query, key, jnp.array(filled), J, "exact")
+    scores = products(query, key, filled)
+    expected = np.argsort(-scores, axis=-1, kind="stable")[..., :J]
+    valid = np.isfinite(np.take_along_axis(scores, expected, axis=-1))
+    np.testing.assert_array_equal(found.valid, valid)
+    np.testing.assert_array_equal(np.where(valid, found.slot, -1), np.where(valid, expected, -1))
+
+
+@pytest.mark.parametrize("piece", [2048, 12, 20])
+@pytest.mark.parametrize("filled", [(M, 2 * M), (2, 0), (13, 31)])
+def test_bucketed_search_finds_the_best_of_each_bucket(monkeypatch, piece, filled):
+    monkeypatch.setattr(memory, "PIECE", piece)
+    query, key = normal(B, H, T, K), normal(B, H, M, K, seed=1)
+    found = search(query, key, jnp.array(filled), J, "bucketed")
+    scores = products(query, key, filled).reshape(B, H, T, M // J, J)
+    expected = scores.argmax(axis=-2) * J + np.arange(J)
+    valid = np.isfinite(scores.max(axis=-2))
+    np.testing.assert_array_equal(found.valid, valid)
+    np.testing.assert_array_equal(np.where(valid, found.slot, -1), np.where(valid, expected, -1))
+
+
+def test_recall_gathers_by_lane_and_head():
+    stored = Memory(normal(B, H, M, K), normal(B, H, M, K, seed=1))
+    slot = np.random.default_rng(2).integers(0, M, (B, H, T, J))
+    key, value = recall(stored, jnp.asarray(slot))
+    for b, h, t, j in np.ndindex(slot.shape):
+        np.testing.assert_array_equal(key[b, h, t, j], stored.key[b, h, slot[b, h, t, j]])
+        np.testing.assert_array_equal(value[b, h, t, j], stored.value[b, h, slot[b, h, t, j]])
+
+
+def test_no_memory_is_zero():
+    result = attend_memories(
+        normal(1, 1, 2, K), normal(1, 1, 2, J, K), normal(1, 1, 2, J, K), np.zeros((1, 1, 2, J), bool)
+    )
+    np.testing.assert_array_equal(result, 0)
+
+
+def test_a_memory_is_a_ring():
+    stored = Memory(jnp.zeros((2, 1, 4, 1)), jnp.zeros((2, 1, 4, 1)))
+    key = jnp.arange(1.0, 7).reshape(2, 1, 3, 1)
+    positions, keep = jnp.array([[3, 4, 5], [0, 1, 2]]), jnp.array([[True] * 3, [False, True, True]])
+    new = remember(stored, key, -key, positions, keep)
+    np.testing.assert_array_equal(new.key[:, 0, :, 0], [[2, 3, 0, 1], [0, 5, 6, 0]])
+    np.testing.assert_array_equal(new.value, -new.key)
+
+
+def test_search_never_holds_the_scores_of_all_slots():
+    """At 64k slots and the paper's 512 queries of 8 heads: what the compiler reserves, against 1 GB of scores."""
+
+    def find(query, key, filled):
+        return search(query, key, filled, 128, "exact")
+
+    shapes = ((1, 8, 512, 128), (1, 8, 65_536, 128))
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    compiled = jax.jit(find).lower(*arguments, jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
+    scores = 8 * 512 * 65_536 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < scores / 5
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read(model, params, tokens, carry, start):
+    return model.bind(params)(tokens, carry, start)
+
+
+def model_and_carry(config, b=2):
+    model = Model(config, 30)
+    params = model.init(jax.random.key(0))
+    return model, params, model.bind(params).init_carry(b)
+
+
+def tokens_of(b, n, seed=0):
+    return np.random.default_rng(seed).integers(0, 30, (b, n), np.int32)
+
+
+def poison(carry, lane):
+    """Memories of a lane made unmissable."""
+    layer = carry.layers[0]
+    stored = Memory(*(x.at[lane].set(1e3) for x in layer.memory))
+    return carry._replace(layers=[layer._replace(memory=stored), *carry.layers[1:]])
+
+
+@pytest.mark.parametrize("update", ["block", "segment"])
+def test_memories_leak_neither_into_another_lane_nor_into_the_next_document(update):
+    model, params, carry = model_and_carry(dataclasses.replace(CONFIG, memory_update=update))
+    _, carry = read(model, params, tokens_of(2, 16), carry, np.zeros((2, 4), bool))
+    # Lane 0 goes on for two blocks before its next document begins.
+    start = np.array([[False, False, True, False], [False] * 4])
+    tokens = tokens_of(2, 16, seed=1)
+    clean, clean_carry = read(model, params, tokens, carry, start)
+    poisoned, poisoned_carry = read(model, params, tokens, poison(carry, 0), start)
+    assert (np.abs(poisoned - clean)[0, : 2 * W] > 0).any()
+    np.testing.assert_array_equal(poisoned[0, 2 * W :], clean[0, 2 * W :])
+    np.testing.assert_array_equal(poisoned[1], clean[1])
+    # Nor is anything of it found in the segments that follow.
+    more = [read(model, params, tokens, c, np.zeros((2, 4), bool))[0] for c in (clean_carry, poisoned_carry)]
+    np.testing.assert_array_equal(*more)
+
+
+def test_a_segment_of_one_block_is_updated_alike():
+    """The paper's memorizing baseline has segments of one window."""
+    tokens, results = tokens_of(2, 4 * W), []
+    for update in ("block", "segment"):
+        model, params, carry = model_and_carry(dataclasses.replace(CONFIG, memory_update=update))
+        for segment in np.split(tokens, 4, axis=1):
+            hidden, carry = read(model, params, segment, carry, np.zeros((2, 1), bool))
+        results.append((hidden, carry))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_updated_by_segments_a_segment_does_not_find_itself():
+    """With the reference's rule the first segment has no memories, by blocks its later blocks have."""
+    hidden = {}
+    for update in ("block", "segment"):
+        config = dataclasses.replace(CONFIG, memory_update=update)
+        model, params, carry = model_and_carry(config)
+        hidden[update], _ = read(model, params, tokens_of(2, 4 * W), carry, np.zeros((2, 4), bool))
+    np.testing.assert_array_equal(hidden["block"][:, :W], hidden["segment"][:, :W])
+    assert (np.abs(hidden["block"] - hidden["segment"])[:, W:] > 0).any(axis=-1).all()
+
+
+def test_gradients_reach_the_gate_and_the_query_but_no_memory():
+    model, params, carry = model_and_carry(CONFIG)
+    _, carry = read(model, params, tokens_of(2, 16), carry, np.zeros((2, 4), bool))
+
+    def total(params, stored):
+        layer = carry.layers[0]._replace(memory=stored)
+        module = model.bind(params)
+        hidden, _ = module(
+            tokens_of(2, W, seed=1), carry._replace(layers=[layer, carry.layers[1]]), np.zeros((2, 1), bool)
+        )
+        return jnp.sum(hidden**3)
+
+    of_params, of_memory = jax.jit(jax.grad(total, argnums=(0, 1)))(params, carry.layers[0].memory)
+    assert (np.abs(of_params["layers"][0]["memory_gate"]) > 0).all()
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(of_memory))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_size": 10}, "memory_size=10 must be a multiple of window_length=4"),
+        ({"memory_neighbors": 20}, "memory_size=16 must be at least memory_neighbors=20 for memory_search='exact'"),
+        ({"memory_search": "bucketed"}, "memory_size=16 must be a multiple of memory_neighbors=3"),
+        ({"memory_search": "best"}, "memory_search='best' is not one of exact, bucketed"),
+        ({"recurrent_layers": (-2,)}, r"recurrent_layers=\(-2,\) and memory_layers=\(0,\) share a layer"),
+        ({"memory_layers": (2,)}, r"memory_layers=\(2,\) names a layer that 2 layers lack"),
+        ({"feedback": "last"}, "feedback='last' needs recurrent_layers"),
+    ],
+)
+def test_mistakes(changes, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(CONFIG, **changes)
