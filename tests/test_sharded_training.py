@@ -39,8 +39,17 @@ def train(setup, state):
             ["DecoderConfig.num_layers = 1", "RECURRENT_LAYERS = (-1,)"],
             [(1, 4, 2)],
         ),
+        (
+            ("block_recurrent/fixed_skip.gin", *SMALL),
+            [
+                *("RECURRENT_LAYERS = (-1,)", "DecoderConfig.feedback = 'last'"),
+                *("DecoderConfig.memory_layers = (0,)", "DecoderConfig.memory_size = 64"),
+                "DecoderConfig.memory_neighbors = 4",
+            ],
+            [(2, 2, 2)],
+        ),
     ],
-    ids=["fixed:skip", "slide", "lstm:dual"],
+    ids=["fixed:skip", "slide", "lstm:dual", "feedback and memory"],
 )
 def test_sharded_equals_unsharded(bindings, files, layers, meshes, monkeypatch):
     monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)

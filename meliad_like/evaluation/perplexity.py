@@ -30,7 +30,7 @@ from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionSco
 from meliad_like.layers.sharding import MESH_AXES_OF
 from meliad_like.models.model import Model
 from meliad_like.training.loss import token_losses
-from meliad_like.training.mesh import lane_sharding, replicated
+from meliad_like.training.mesh import carry_shardings, lane_sharding, replicated
 
 
 class Documents(Protocol):
@@ -117,14 +117,17 @@ class Evaluator:
         )
         self._mesh = mesh
         self._lanes = lane_sharding(mesh, self.num_lanes)
-        self._init_carry = jax.jit(
-            lambda params: model.bind(params).init_carry(self.num_lanes), out_shardings=self._lanes
-        )
+
+        def init_carry(params):
+            return model.bind(params).init_carry(self.num_lanes)
+
+        carry = carry_shardings(mesh, self.num_lanes, jax.eval_shape(init_carry, model.abstract_params))
+        self._init_carry = jax.jit(init_carry, out_shardings=carry)
         # Every host needs the sums of all lanes; they are small.
         self._step = jax.jit(
             functools.partial(_step, model, loss_slice),
             donate_argnums=1,
-            out_shardings=(self._lanes, replicated(mesh)),
+            out_shardings=(carry, replicated(mesh)),
         )
 
     def __call__(self, params: Any, on_progress: Callable[[int, int], None] | None = None) -> Evaluation:

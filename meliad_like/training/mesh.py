@@ -76,6 +76,25 @@ def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(MESH_AXES_OF["lanes"]))
 
 
+def carry_shardings(mesh: Mesh, num_lanes: int, abstract_carry: Any) -> Any:
+    """Where everything lies that lanes remember: by lane, and external memories by head as well.
+
+    Those are the one part of a carry that can be larger than the parameters.
+
+    Args:
+      abstract_carry: the carry of all lanes, or its shapes.
+
+    Returns:
+      The same tree, of NamedShardings.
+
+    Raises:
+      UserError: the lanes can't be shared out evenly.
+    """
+    lanes = lane_sharding(mesh, num_lanes)
+    heads = NamedSharding(mesh, PartitionSpec(MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]))
+    return jax.tree.map_with_path(lambda path, _: heads if "memory" in _names(path) else lanes, abstract_carry)
+
+
 def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
     """Where every parameter lies.
 

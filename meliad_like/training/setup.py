@@ -16,6 +16,7 @@ from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata
 from meliad_like.training.mesh import (
+    carry_shardings,
     lane_sharding,
     make_mesh,
     optimizer_state_shardings,
@@ -85,7 +86,7 @@ def set_up(run: RunConfig) -> Setup:
         step=replicated(mesh),
         params=params,
         optimizer_state=optimizer_state_shardings(mesh, shapes.optimizer_state, shapes.params, params),
-        carry=jax.tree.map(lambda _: lanes, shapes.carry),
+        carry=carry_shardings(mesh, reader.num_lanes, shapes.carry),
         num_skipped=replicated(mesh),
         halted=replicated(mesh),
     )
