@@ -28,6 +28,11 @@ ROW_PARAMETERS = {
     "lstm_skip": 197_426_296,
     "lstm_single": 212_106_360,
     "lstm_dual": 214_206_584,
+    # Eleven more layers read states: a query, a scale and an output as wide again.
+    "feedback_lstm_single": 212_106_360 + 11 * (2 * 1024**2 + 8),
+    "feedback_fixed_skip": 193_230_968 + 11 * (2 * 1024**2 + 8),
+    # A gate for each head instead of a position bias.
+    "memorizing_64k": 183_791_712 - 8 * 32 + 8,
 }
 # Without the embedding: Slide and fixed:skip.
 SIZE_PARAMETERS = {
@@ -56,6 +61,9 @@ TABLE_1 = {
     "fixed_dual": (4096, 512, 12, {9}, "fixed", "dual"),
     "fixed_single": (4096, 512, 12, {9}, "fixed", "single"),
     "fixed_skip": (4096, 512, 12, {9}, "fixed", "skip"),
+    "feedback_lstm_single": (4096, 512, 12, {9}, "lstm", "single"),
+    "feedback_fixed_skip": (4096, 512, 12, {9}, "fixed", "skip"),
+    "memorizing_64k": (512, 512, 12, set()),
 }
 
 
@@ -96,8 +104,17 @@ def test_a_row_alone_is_the_model_of_table_1(row):
     assert model.dropout_rate == 0.05
 
 
+def test_feedback_and_memory_of_table_1():
+    models = {row: config.parse([f"block_recurrent/{row}.gin"]).model for row in TABLE_1}
+    assert {row for row, model in models.items() if model.feedback == "last"} == {r for r in models if "feedback" in r}
+    assert {row for row, model in models.items() if model.memory_layers} == {"memorizing_64k"}
+    memorizing = models["memorizing_64k"]
+    assert (memorizing.memory_indices, memorizing.memory_size, memorizing.memory_neighbors) == ({8}, 65_536, 128)
+
+
 def test_every_row_is_in_table_1():
-    assert {f"block_recurrent/{row}.gin" for row in TABLE_1} == {n for n in FILES if n.startswith("block_recurrent/")}
+    rows = {name for name in FILES if name.startswith("block_recurrent/") and name.count("/") == 1}
+    assert {f"block_recurrent/{row}.gin" for row in TABLE_1} == rows
 
 
 @pytest.mark.parametrize("row", ROW_PARAMETERS)
