@@ -11,6 +11,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from meliad_like.models.decoder import Decoder
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.flops import forward_flops_per_token
+from meliad_like.models.pretrained import flops as pretrained_flops
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.decoder import PretrainedDecoder
+from meliad_like.models.shortformer import Shortformer
+from meliad_like.models.shortformer import forward_flops_per_token as shortformer_flops_per_token
+from meliad_like.models.shortformer_config import ShortformerConfig
 
 
 class ModelConfig(Protocol):
@@ -47,6 +53,8 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "decoder": Family(DecoderConfig, Decoder, forward_flops_per_token),
+    "pretrained": Family(PretrainedConfig, PretrainedDecoder, pretrained_flops.forward_flops_per_token),
+    "shortformer": Family(ShortformerConfig, Shortformer, shortformer_flops_per_token),
 }
 """By the names that `RunConfig.model` is bound to."""
 

@@ -1,0 +1,137 @@
+"""Folders of Hugging Face's transformers: config.json and safetensors, read without PyTorch and written back."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from meliad_like.conversion.huggingface_config import from_huggingface, to_huggingface
+from meliad_like.conversion.pretrained_names import GPT2, LLAMA, read_parameters, to_tensors
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+
+CONFIG_NAME = "config.json"
+TENSORS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+RECURRENCE_NAME = "recurrence.safetensors"
+TABLES = {"gpt2": GPT2, "llama": LLAMA}
+# Masks and wavelengths that older versions saved with the parameters: they follow from the config.
+CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+class Pretrained(NamedTuple):
+    """A pretrained model in memory."""
+
+    config: PretrainedConfig
+    vocabulary_size: int
+    params: dict[str, Any]
+    """float32, on the default device."""
+
+
+def read_huggingface(folder: str | Path) -> Pretrained:
+    """A model from config.json and `model.safetensors`, or from several files and their index.
+
+    Raises:
+      UserError: a file is missing, damaged, or not of such a model; or the config asks for what we can't do.
+    """
+    folder = Path(folder)
+    saved = _read_json(folder / CONFIG_NAME)
+    config = from_huggingface(saved, str(folder / CONFIG_NAME))
+    if type(size := saved.get("vocab_size")) is not int:
+        raise UserError(f"{folder / CONFIG_NAME} has no vocab_size")
+    files = _files(folder)
+    prefix = "transformer." if config.architecture == "gpt2" and "wte.weight" in files else ""
+    # The body of a model alone is saved without the prefix.
+    names = {prefix + name: name for name in files if not name.endswith(CONSTANTS)}
+    if config.tied_embedding:
+        names.pop("lm_head.weight", None)
+
+    def read(name: str) -> np.ndarray:
+        return _read_tensor(files[names[name]], names[name])
+
+    template = Model(config, size).abstract_params
+    params = read_parameters(TABLES[config.architecture], template, config, names, read, str(folder))
+    return Pretrained(config, size, params)
+
+
+def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str | Path) -> list[Path]:
+    """Writes what `transformers` reads into an existing folder; the tokenizer is not among it.
+
+    A recurrence, which config.json can't express, goes into a file of its own.
+
+    Returns:
+      The files.
+    """
+    folder = Path(folder)
+    decoder = {name: value for name, value in pretrained.params.items() if name != "recurrence"}
+    config = to_huggingface(pretrained.config, pretrained.vocabulary_size, end_of_document)
+    tensors = to_tensors(TABLES[pretrained.config.architecture], decoder)
+    written = [folder / CONFIG_NAME, folder / TENSORS_NAME]
+    written[0].write_text(json.dumps(config, indent=2) + "\n")
+    safetensors.numpy.save_file(tensors, written[1], metadata={"format": "pt"})
+    if "recurrence" in pretrained.params:
+        recurrence = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+            for path, leaf in jax.tree.leaves_with_path(pretrained.params["recurrence"])
+        }
+        safetensors.numpy.save_file(recurrence, folder / RECURRENCE_NAME)
+        written.append(folder / RECURRENCE_NAME)
+    return written
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Names of all tensors to the files that have them."""
+    if (folder / INDEX_NAME).exists():
+        index = _read_json(folder / INDEX_NAME).get("weight_map")
+        if not isinstance(index, dict):
+            raise UserError(f"{folder / INDEX_NAME} has no weight_map")
+        files = {name: folder / file for name, file in index.items()}
+    elif (folder / TENSORS_NAME).exists():
+        with _open(folder / TENSORS_NAME) as file:
+            files = dict.fromkeys(file.keys(), folder / TENSORS_NAME)  # it is no mapping
+    else:
+        raise UserError(
+            f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: save the model with transformers' "
+            "save_pretrained(folder, safe_serialization=True)"
+        )
+    for path in sorted(set(files.values())):
+        with _open(path) as file:
+            present = set(file.keys())
+        if missing := [name for name, place in files.items() if place == path and name not in present]:
+            raise UserError(f"{path} has no tensor {missing[0]}, which {INDEX_NAME} says it has")
+    return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except safetensors.SafetensorError as error:
+        raise UserError(f"{path} is damaged, or no safetensors file: {error}") from None
+
+
+def _read_tensor(path: Path, name: str) -> np.ndarray:
+    # The file is mapped anew for each tensor: the pages of those before would otherwise stay in memory.
+    with _open(path) as file:
+        tensor = file.get_tensor(name)
+    if tensor.dtype.name not in ("float32", "float16", "bfloat16"):
+        raise UserError(f"{path}: tensor {name} is {tensor.dtype.name}, and not float32, float16 or bfloat16")
+    return tensor
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no JSON: {error}") from None
+    if not isinstance(saved, dict):
+        raise UserError(f"{path} is no JSON object")
+    return saved

@@ -1,0 +1,158 @@
+"""Parameter names of pretrained models in safetensors and GGUF files, and ours."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meliad_like.errors import UserError
+from meliad_like.models.pretrained.config import PretrainedConfig
+
+
+class Place(NamedTuple):
+    """Where one of our parameters is in a file."""
+
+    name: str
+    """Of the tensor; `{}` stands for the layer's number."""
+    transposed: bool = False
+    """Whether it is [out, in] there. Our kernels are [in, out]."""
+    part: int | None = None
+    """It is this third of the tensor's last axis: GPT-2 keeps queries, keys and values in one."""
+    interleaved: bool = False
+    """Whether the rotary pairs lie side by side there, as in GGUF. Ours are half a head apart."""
+
+
+def _linear(ours: str, theirs: str, **how: Any) -> dict[str, Place]:
+    return {
+        f"{ours}/kernel": Place(f"{theirs}.weight", **how),
+        f"{ours}/bias": Place(f"{theirs}.bias", part=how.get("part")),
+    }
+
+
+def _norm(ours: str, theirs: str) -> dict[str, Place]:
+    return {f"{ours}/scale": Place(f"{theirs}.weight"), f"{ours}/bias": Place(f"{theirs}.bias")}
+
+
+GPT2 = {
+    "embedding": Place("transformer.wte.weight"),
+    "positions": Place("transformer.wpe.weight"),
+    "output_embedding": Place("lm_head.weight"),
+    **_norm("final_norm", "transformer.ln_f"),
+    **_norm("attention_norm", "transformer.h.{}.ln_1"),
+    **_linear("query", "transformer.h.{}.attn.c_attn", part=0),
+    **_linear("key", "transformer.h.{}.attn.c_attn", part=1),
+    **_linear("value", "transformer.h.{}.attn.c_attn", part=2),
+    **_linear("output", "transformer.h.{}.attn.c_proj"),
+    **_norm("feedforward_norm", "transformer.h.{}.ln_2"),
+    **_linear("feedforward_hidden", "transformer.h.{}.mlp.c_fc"),
+    **_linear("feedforward_output", "transformer.h.{}.mlp.c_proj"),
+}
+LLAMA = {
+    "embedding": Place("model.embed_tokens.weight"),
+    "output_embedding": Place("lm_head.weight"),
+    **_norm("final_norm", "model.norm"),
+    **_norm("attention_norm", "model.layers.{}.input_layernorm"),
+    **_linear("query", "model.layers.{}.self_attn.q_proj", transposed=True),
+    **_linear("key", "model.layers.{}.self_attn.k_proj", transposed=True),
+    **_linear("value", "model.layers.{}.self_attn.v_proj", transposed=True),
+    **_linear("output", "model.layers.{}.self_attn.o_proj", transposed=True),
+    **_norm("feedforward_norm", "model.layers.{}.post_attention_layernorm"),
+    **_linear("feedforward_gate", "model.layers.{}.mlp.gate_proj", transposed=True),
+    **_linear("feedforward_hidden", "model.layers.{}.mlp.up_proj", transposed=True),
+    **_linear("feedforward_output", "model.layers.{}.mlp.down_proj", transposed=True),
+}
+GGUF_LLAMA = {
+    "embedding": Place("token_embd.weight"),
+    "output_embedding": Place("output.weight"),
+    **_norm("final_norm", "output_norm"),
+    **_norm("attention_norm", "blk.{}.attn_norm"),
+    **_linear("query", "blk.{}.attn_q", transposed=True, interleaved=True),
+    **_linear("key", "blk.{}.attn_k", transposed=True, interleaved=True),
+    **_linear("value", "blk.{}.attn_v", transposed=True),
+    **_linear("output", "blk.{}.attn_output", transposed=True),
+    **_norm("feedforward_norm", "blk.{}.ffn_norm"),
+    **_linear("feedforward_gate", "blk.{}.ffn_gate", transposed=True),
+    **_linear("feedforward_hidden", "blk.{}.ffn_up", transposed=True),
+    **_linear("feedforward_output", "blk.{}.ffn_down", transposed=True),
+}
+
+
+def place(table: Mapping[str, Place], path: str) -> Place:
+    """Where our parameter of this path (such as `blocks/0/query/kernel`) is in a file."""
+    if match := re.fullmatch(r"blocks/(\d+)/(.+)", path):
+        found = table[match[2]]
+        return found._replace(name=found.name.format(match[1]))
+    return table[path]
+
+
+def read_parameters(
+    table: Mapping[str, Place],
+    template: dict[str, Any],
+    config: PretrainedConfig,
+    names: Iterable[str],
+    read: Callable[[str], np.ndarray],
+    owner: str,
+) -> dict[str, Any]:
+    """Our parameters, float32, read one after the other: beside them only one tensor is ever in memory.
+
+    Args:
+      table: of the kind of file.
+      template: our parameters' shapes, those of the decoder alone.
+      config: of the decoder.
+      names: of the file's tensors.
+      read: gives one of them.
+      owner: the file or folder, for messages.
+
+    Raises:
+      UserError: a tensor is missing, of another shape, or has no place in the model.
+    """
+    names = frozenset(names)
+    left_over = set(names)
+
+    def fill(path, leaf) -> jax.Array:
+        where = place(table, _name(path))
+        if where.name not in names:
+            raise UserError(f"{owner} has no tensor {where.name}: it is not the model that its config describes")
+        left_over.discard(where.name)
+        found = read(where.name)
+        if where.part is not None:
+            size = leaf.shape[-1]
+            if found.shape[-1] != 3 * size:
+                raise UserError(f"{owner}: {where.name} has shape {found.shape}, its last axis should be {3 * size}")
+            found = found[..., where.part * size : (where.part + 1) * size]
+        if where.interleaved:
+            rows = found.reshape(-1, config.head_size // 2, 2, found.shape[-1])
+            found = np.swapaxes(rows, 1, 2).reshape(found.shape)
+        if where.transposed:
+            found = found.T
+        if found.shape != leaf.shape:
+            raise UserError(f"{owner}: {where.name} has shape {found.shape}, its config asks for {leaf.shape}")
+        return jnp.array(found, jnp.float32)
+
+    params = jax.tree.map_with_path(fill, template)
+    if left_over:
+        raise UserError(
+            f"{owner} has a tensor {min(left_over)} that a {config.architecture} model of its config has no place for "
+            f"({len(left_over)} such tensors)"
+        )
+    return params
+
+
+def to_tensors(table: Mapping[str, Place], params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of a file from our parameters; the inverse of `read_parameters` (GGUF is only read)."""
+    tensors: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        where = place(table, _name(path))
+        value = np.asarray(leaf).T if where.transposed else np.asarray(leaf)
+        if where.part is None:
+            tensors[where.name] = np.ascontiguousarray(value)
+        else:
+            tensors.setdefault(where.name, [None] * 3)[where.part] = value
+    return {name: np.concatenate(x, axis=-1) if isinstance(x, list) else x for name, x in tensors.items()}
+
+
+def _name(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

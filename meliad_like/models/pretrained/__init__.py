@@ -1,0 +1,1 @@
+"""Pretrained decoders, GPT-2 and Llama, that read documents by windows, with or without a recurrence between them."""

@@ -1,0 +1,143 @@
+"""The shape of a pretrained decoder and of the recurrence that is added to it."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from meliad_like.errors import UserError
+
+Architecture = Literal["gpt2", "llama"]
+Activation = Literal["gelu_tanh", "gelu", "relu", "silu", "tanh"]
+Pooling = Literal["mean", "sum", "max", "attention"]
+PooledLayers = Literal["blocks", "final_norm"]
+InsertionPoint = Literal["before_norm", "after_norm"]
+ActivationDtype = Literal["float32", "bfloat16"]
+
+POSITIVE = (
+    "num_layers",
+    "model_width",
+    "num_heads",
+    "num_key_value_heads",
+    "head_size",
+    "feedforward_width",
+    "max_positions",
+    "window_length",
+    "num_inserted",
+    "recurrence_width",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainedConfig:
+    """A pretrained decoder, by default GPT-2 small, and how it reads documents.
+
+    The recurrence is that of Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020, section 3.1), whose
+    defaults the fields have where the paper states them.
+    """
+
+    architecture: Architecture = "gpt2"
+    """`gpt2`: layer norms, biases, learned positions, a plain feed-forward network. `llama`: RMS norms, no biases,
+    rotary positions, a gated feed-forward network."""
+    num_layers: int = 12
+    model_width: int = 768
+    num_heads: int = 12
+    num_key_value_heads: int = 12
+    """Heads of keys and values; each serves num_heads / num_key_value_heads heads of queries."""
+    head_size: int = 64
+    feedforward_width: int = 3072
+    activation: Activation = "gelu_tanh"
+    """Of the feed-forward network."""
+    max_positions: int = 1024
+    """The most tokens that a window may have: those that the model was trained with."""
+    norm_epsilon: float = 1e-5
+    rotary_base: float = 10_000.0
+    """`llama`: the longest wavelength of the rotary embedding, over 2 pi."""
+    tied_embedding: bool = True
+    """Whether the softmax shares the embedding."""
+    window_length: int = 1024
+    """Tokens of a window (the paper's T). Positions start again with every window."""
+    overlap: int = 0
+    """Tokens of a window that repeat the end of the window before, and are not predicted again (section 4.2)."""
+    dropout_rate: float = 0.0
+    """On embeddings, attention weights and what is added to the residual stream."""
+    activation_dtype: ActivationDtype = "float32"
+
+    insertion_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, whose attention gets what was pooled from the window before; negative numbers count from
+    the end. None: no recurrence. The paper's layer 2 is (1,)."""
+    insertion_point: InsertionPoint = "before_norm"
+    """Whether the inserted vectors pass that layer's attention norm, as the tokens do."""
+    num_inserted: int = 1
+    """Vectors that are inserted."""
+    pooling: Pooling = "mean"
+    """How the hidden vectors of a window become one: `attention` has one learned key."""
+    pooled_layers: PooledLayers = "blocks"
+    """What the last layer's output is: that of its `blocks`, or after the model's `final_norm`."""
+    recurrence_width: int = 200
+    """Of the hidden layers of the feed-forward network between windows."""
+    recurrence_depth: int = 3
+    """Number of those hidden layers."""
+    recurrence_activation: Activation = "relu"
+    train_decoder: bool = True
+    """Whether the pretrained parameters are trained, or the recurrence alone."""
+
+    def __post_init__(self):
+        for field, choices in (
+            ("architecture", Architecture),
+            ("activation", Activation),
+            ("activation_dtype", ActivationDtype),
+            ("insertion_point", InsertionPoint),
+            ("pooling", Pooling),
+            ("pooled_layers", PooledLayers),
+            ("recurrence_activation", Activation),
+        ):
+            if getattr(self, field) not in get_args(choices):
+                raise UserError(f"{field}={getattr(self, field)!r} is not one of {', '.join(get_args(choices))}")
+        for field in POSITIVE:
+            if getattr(self, field) < 1:
+                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.num_heads % self.num_key_value_heads:
+            raise UserError(
+                f"num_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.architecture == "llama" and self.head_size % 2:
+            raise UserError(f"head_size={self.head_size} must be even for rotary positions")
+        if self.window_length > self.max_positions:
+            raise UserError(
+                f"window_length={self.window_length} is more than the max_positions={self.max_positions} of the model"
+            )
+        if not 0 <= self.overlap < self.window_length:
+            raise UserError(f"overlap={self.overlap} must be at least 0 and below window_length={self.window_length}")
+        if not 0.0 <= self.dropout_rate < 1.0:
+            raise UserError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
+        if self.recurrence_depth < 0:
+            raise UserError(f"recurrence_depth={self.recurrence_depth} must not be negative")
+        object.__setattr__(self, "insertion_layers", tuple(self.insertion_layers))
+        for layer in self.insertion_layers:
+            if not -self.num_layers <= layer < self.num_layers:
+                raise UserError(
+                    f"insertion_layers={self.insertion_layers} names a layer that {self.num_layers} layers lack"
+                )
+        if len(self.insertion_indices) != len(self.insertion_layers):
+            raise UserError(f"insertion_layers={self.insertion_layers} names a layer twice")
+        if not self.train_decoder and not self.recurrent:
+            raise UserError("train_decoder=False leaves nothing to train without insertion_layers")
+
+    @property
+    def insertion_indices(self) -> frozenset[int]:
+        """The layers with insertions, counted from 0."""
+        return frozenset(layer % self.num_layers for layer in self.insertion_layers)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether anything passes from window to window."""
+        return bool(self.insertion_layers)
+
+    @property
+    def stride(self) -> int:
+        """Tokens from the beginning of a window to that of the next."""
+        return self.window_length - self.overlap
+
+    @property
+    def clear_states(self) -> bool:
+        """Nothing depends on where segments end."""
+        return False
