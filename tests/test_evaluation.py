@@ -1,5 +1,6 @@
 """An evaluation is the plain loop over documents, whatever the lanes, the segments and the mesh."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -111,6 +112,31 @@ def test_the_curve_by_position(evaluator, params, expected):
     np.testing.assert_allclose([bin.nats for bin in positions], nats, rtol=2e-6)
     tokens = [sum(len(nats[start:stop]) for nats, _ in expected) for start, stop in edges]
     assert [bin.num_tokens for bin in positions] == tokens
+
+
+def test_losses_by_token_are_what_an_evaluation_sums(evaluator, params, expected):
+    losses = evaluator.token_losses(params)
+    assert [len(nats) for nats in losses] == [length - 1 for length in LENGTHS]
+    for nats, (wanted, _) in zip(losses, expected, strict=True):
+        np.testing.assert_allclose(nats, wanted, rtol=1e-4, atol=1e-5)
+    totals = [document.nats for document in evaluator(params).documents]
+    np.testing.assert_allclose([nats.sum(dtype=np.float64) for nats in losses], totals, rtol=1e-14)
+
+
+def test_whole_segments_change_nothing_but_where_states_are_cleared(model, params):
+    kept = make_evaluator(model, whole_segments=True)[0].token_losses(params)
+    for nats, wanted in zip(kept, make_evaluator(model, segment_length=8)[0].token_losses(params), strict=True):
+        np.testing.assert_allclose(nats, wanted, rtol=1e-4, atol=1e-5)
+    clearing = Model(dataclasses.replace(model.config, clear_states=True), model.vocabulary_size)
+    one_lane, many = (
+        make_evaluator(clearing, max_lanes=max_lanes, whole_segments=True)[0].token_losses(params)
+        for max_lanes in (1, 4)
+    )
+    for nats, wanted, without in zip(one_lane, many, kept, strict=True):
+        np.testing.assert_allclose(nats, wanted, rtol=1e-4, atol=1e-5)
+        # Segments of 16: nothing is cleared before the 17th token of a document is read, and then something is.
+        np.testing.assert_allclose(nats[:16], without[:16], rtol=1e-4, atol=1e-5)
+        assert len(nats) <= 16 or abs(nats[16:] - without[16:]).max() > 1e-3
 
 
 def test_it_is_compiled_once(evaluator, params):

@@ -97,6 +97,7 @@ class LanesReader:
         vocabulary_size: int,
         shuffle: bool = True,
         epochs: int | None = None,
+        whole_segments: bool = False,
     ):
         """
         Args:
@@ -107,6 +108,7 @@ class LanesReader:
           seed: decides the order of the documents, with the epoch's number.
           vocabulary_size: token ids must be below it.
           shuffle, epochs: as in `Schedule`; for evaluation `shuffle=False, epochs=1`.
+          whole_segments: a document begins with a segment, not only with a block; the rest of its last one is padding.
 
         Raises:
           UserError: segment_length is no multiple of window_length, or no document has a target.
@@ -120,7 +122,8 @@ class LanesReader:
         self._vocabulary_size = vocabulary_size
         self._epochs = epochs
         self._targets = np.maximum(np.asarray(split.lengths, np.int64) - 1, 0)
-        self._document_blocks = -(-self._targets // window_length)
+        unit = segment_length if whole_segments else window_length
+        self._document_blocks = -(-self._targets // unit) * (unit // window_length)
         if (empty := np.flatnonzero(self._targets == 0)).size:
             logging.warning(
                 "left out %d documents of fewer than two tokens, the first is %s", empty.size, split.names[empty[0]]

@@ -6,7 +6,7 @@ targets over all bytes of the documents, so a document's first token is the one 
 vocabulary one byte in each document, of others at most the longest piece.
 
 With `clear_states` a model forgets at segment boundaries, and only then do the numbers depend on the segment length and
-on the number of lanes.
+on the number of lanes (with `whole_segments` on the segment length alone).
 """
 
 import functools
@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from einops import reduce
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from meliad_like.data.batch import Batch
+from meliad_like.data.batch import AnyArray, Batch
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
@@ -51,21 +50,21 @@ class Documents(Protocol):
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray: ...
 
 
-class _BlockSums(NamedTuple):
-    """Of each block, as the step returns them."""
+class _Losses(NamedTuple):
+    """Of a segment of every lane, as the step returns them."""
 
-    nats: Float[Array, "b c"]
-    num_correct: Int[Array, "b c"]
-    num_tokens: Int[Array, "b c"]
-    document: Int[Array, "b c"]
-    position: Int[Array, "b c"]
+    nats: Float[AnyArray, "b n"]
+    correct: Bool[AnyArray, "b n"]
+    counted: Bool[AnyArray, "b n"]
+    document: Int[AnyArray, "b c"]
+    position: Int[AnyArray, "b c"]
 
 
 class Evaluator:
     """Evaluates a model on a split, as often as asked and compiled once.
 
-    Losses are summed on the devices over one block at most, which belongs to one document, and from there on by the
-    host in float64: the number of lanes, the segment length and the mesh don't matter.
+    Every token's loss comes to the host, and is summed there in float64: the number of lanes, the segment length and
+    the mesh don't matter.
     """
 
     def __init__(
@@ -79,6 +78,7 @@ class Evaluator:
         max_lanes: int,
         max_tokens: int | None = None,
         loss_slice: int = 1024,
+        whole_segments: bool = False,
     ):
         """
         Args:
@@ -91,6 +91,8 @@ class Evaluator:
             where more would only wait for the longest document.
           max_tokens: evaluate a part: whole documents of about so many tokens, the same ones each time.
           loss_slice: tokens of a lane whose logits exist at once.
+          whole_segments: every document begins with a segment, so that what is done at segment boundaries
+            (`clear_states`) is done at the same positions of every document.
 
         Raises:
           UserError: the segment is not made of whole windows, or no document has a target.
@@ -100,9 +102,10 @@ class Evaluator:
         self.documents = np.arange(len(split.lengths)) if max_tokens is None else _choose(split.lengths, max_tokens)
         """Indices in the split of the documents that are evaluated."""
         self._documents_in_split = len(split.lengths)
-        self._split = _Chosen(split, self.documents)
+        self._split = ChosenDocuments(split, self.documents)
         self._window = window = model.config.window_length
-        blocks = -(-np.maximum(self._split.lengths - 1, 0) // window)
+        self._targets = np.maximum(self._split.lengths - 1, 0)
+        blocks = -(-self._targets // window)
         shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())
         useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
         self.num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
@@ -114,6 +117,7 @@ class Evaluator:
             vocabulary_size=model.vocabulary_size,
             shuffle=False,
             epochs=1,
+            whole_segments=whole_segments,
         )
         self._mesh = mesh
         self._lanes = lane_sharding(mesh, self.num_lanes)
@@ -123,7 +127,7 @@ class Evaluator:
 
         carry = carry_shardings(mesh, self.num_lanes, jax.eval_shape(init_carry, model.abstract_params))
         self._init_carry = jax.jit(init_carry, out_shardings=carry)
-        # Every host needs the sums of all lanes; they are small.
+        # Every host needs the losses of all lanes; beside the logits they are small.
         self._step = jax.jit(
             functools.partial(_step, model, loss_slice),
             donate_argnums=1,
@@ -138,31 +142,17 @@ class Evaluator:
           on_progress: told the number of tokens predicted so far, and of all that will be.
         """
         began = time.perf_counter()
-        targets = np.maximum(self._split.lengths - 1, 0)
-        by_document = _Sums(len(targets))
-        last_block = (int(targets.max()) - 1) // self._window
+        by_document = _Sums(len(self._targets))
+        last_block = (int(self._targets.max()) - 1) // self._window
         by_position = _Sums(_position_bin(np.asarray(last_block)) + 1)
 
-        def add(sums: _BlockSums) -> None:
-            sums = jax.device_get(sums)
-            used = np.asarray(sums.document) >= 0
-            by_document.add(np.asarray(sums.document)[used], sums, used)
-            by_position.add(_position_bin(np.asarray(sums.position)[used] // self._window), sums, used)
-            if on_progress is not None:
-                on_progress(int(by_document.num_tokens.sum()), int(targets.sum()))
+        def add(losses: _Losses) -> None:
+            used = losses.document >= 0
+            by_document.add(losses.document[used], losses, used)
+            by_position.add(_position_bin(losses.position[used] // self._window), losses, used)
 
-        carry = self._init_carry(params)
-        previous = None
-        with jax.set_mesh(self._mesh), load_batches(self._reader, self._lanes) as batches:
-            for batch in batches:
-                carry, sums = self._step(params, carry, batch)
-                # Fetched one step late, so that the devices have the next step already.
-                if previous is not None:
-                    add(previous)
-                previous = sums
-        if previous is not None:
-            add(previous)
-        if not np.array_equal(by_document.num_tokens, targets):
+        self._read(params, add, on_progress)
+        if not np.array_equal(by_document.num_tokens, self._targets):
             raise AssertionError("the reader did not deliver every token of every document exactly once")
 
         documents = tuple(
@@ -172,7 +162,7 @@ class Evaluator:
                 num_bytes=int(self._split.num_bytes[index]),
                 num_words=int(self._split.num_words[index]),
             )
-            for index in range(len(targets))
+            for index in range(len(self._targets))
         )
         positions = tuple(
             PositionScore(**by_position.row(i), start=self._bin_start(i), stop=self._bin_start(i + 1))
@@ -180,21 +170,62 @@ class Evaluator:
         )
         return Evaluation(self.name, documents, positions, self._documents_in_split, time.perf_counter() - began)
 
+    def token_losses(
+        self, params: Any, on_progress: Callable[[int, int], None] | None = None
+    ) -> list[Float[np.ndarray, " targets"]]:
+        """The loss of every target in nats, float32, by document: what a call sums.
+
+        Number `i` of a document is the loss of its token `i + 1`. Arguments as for a call.
+        """
+        ends = np.cumsum(self._targets)
+        starts = ends - self._targets
+        nats, seen = np.zeros(ends[-1], np.float32), np.zeros(ends[-1], bool)
+
+        def add(losses: _Losses) -> None:
+            index = (starts[losses.document] + losses.position)[..., None] + np.arange(self._window)
+            index = index.reshape(losses.counted.shape)[losses.counted]
+            nats[index], seen[index] = losses.nats[losses.counted], True
+
+        self._read(params, add, on_progress)
+        if not seen.all():
+            raise AssertionError("the reader did not deliver every token of every document")
+        return np.split(nats, ends[:-1])
+
+    def _read(
+        self, params: Any, add: Callable[[_Losses], None], on_progress: Callable[[int, int], None] | None
+    ) -> None:
+        """Reads all documents and gives `add` the losses of each step in turn, as numpy arrays."""
+        done, total = 0, int(self._targets.sum())
+
+        def fetch(losses: _Losses) -> None:
+            nonlocal done
+            losses = jax.device_get(losses)
+            add(losses)
+            done += int(losses.counted.sum())
+            if on_progress is not None:
+                on_progress(done, total)
+
+        carry = self._init_carry(params)
+        previous = None
+        with jax.set_mesh(self._mesh), load_batches(self._reader, self._lanes) as batches:
+            for batch in batches:
+                carry, losses = self._step(params, carry, batch)
+                # Fetched one step late, so that the devices have the next step already.
+                if previous is not None:
+                    fetch(previous)
+                previous = losses
+        if previous is not None:
+            fetch(previous)
+
     def _bin_start(self, index: int) -> int:
         return self._window * (2**index // 2)
 
 
-def _step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _BlockSums]:
+def _step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _Losses]:
     module = model.bind(params)
     hidden, carry = module(batch.inputs, carry, batch.start)
     losses = token_losses(module, hidden, batch.targets, loss_slice)
-
-    def sums(values):
-        values = jnp.where(batch.loss_mask, values, 0)
-        return reduce(values, "b (c w) -> b c", "sum", w=model.config.window_length)
-
-    correct, ones = losses.correct.astype(jnp.int32), jnp.ones(losses.nats.shape, jnp.int32)
-    return carry, _BlockSums(sums(losses.nats), sums(correct), sums(ones), batch.document, batch.position)
+    return carry, _Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
 
 
 class _Sums:
@@ -204,18 +235,25 @@ class _Sums:
         self.nats = np.zeros(size)
         self.num_correct, self.num_tokens = np.zeros((2, size), np.int64)
 
-    def add(self, index: np.ndarray, sums: _BlockSums, used: np.ndarray) -> None:
-        for name in ("nats", "num_correct", "num_tokens"):
-            np.add.at(getattr(self, name), index, getattr(sums, name)[used])
+    def add(self, index: np.ndarray, losses: _Losses, used: np.ndarray) -> None:
+        """Adds the blocks where `used` [b, c] is set to the places in `index`."""
+
+        def by_block(values: np.ndarray, dtype: type) -> np.ndarray:
+            return reduce(np.where(losses.counted, values, 0).astype(dtype), "b (c w) -> b c", "sum", c=used.shape[1])
+
+        np.add.at(self.nats, index, by_block(losses.nats, np.float64)[used])
+        np.add.at(self.num_correct, index, by_block(losses.correct, np.int64)[used])
+        np.add.at(self.num_tokens, index, by_block(losses.counted, np.int64)[used])
 
     def row(self, index: int) -> dict[str, Any]:
         return {name: getattr(self, name)[index].item() for name in ("num_tokens", "nats", "num_correct")}
 
 
-class _Chosen:
+class ChosenDocuments:
     """Some documents of a split."""
 
     def __init__(self, split: Documents, documents: np.ndarray):
+        """`documents`: their indices in the split."""
         self.lengths, self.num_bytes, self.num_words = (
             np.asarray(values)[documents] for values in (split.lengths, split.num_bytes, split.num_words)
         )
