@@ -91,6 +91,21 @@ class RMSNorm(nnx.Module):
         return (y * self.scale[...]).astype(x.dtype).reshape(x.shape)
 
 
+class LayerNorm(nnx.Module):
+    """Layer norm with a learned scale and bias; its statistics are float32 whatever the dtype of `x`."""
+
+    def __init__(self, model_width: int, epsilon: float, *, rngs: nnx.Rngs):
+        self.epsilon = epsilon
+        self.scale = parameter(rngs.params(), jax.nn.initializers.ones, (model_width,), ("model",))
+        self.bias = parameter(rngs.params(), jax.nn.initializers.zeros, (model_width,), ("model",))
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        y = rows(x).astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+        return (y * self.scale[...] + self.bias[...]).astype(x.dtype).reshape(x.shape)
+
+
 class FeedForward(nnx.Module):
     """`relu(x W1) W2` without biases.
 
@@ -109,6 +124,13 @@ def dropout_multiplier(key: PRNGKeyArray, rate: float, shape: tuple[int, ...], d
     """An array of 0 and 1 / (1 - rate), to multiply with."""
     keep = jax.random.bernoulli(key, 1.0 - rate, shape)
     return jnp.where(keep, 1.0 / (1.0 - rate), 0.0).astype(dtype)
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
+    """Dropout whose mask is drawn for every number of `x`; none without a key."""
+    if key is None or rate == 0.0:
+        return x
+    return x * dropout_multiplier(key, rate, x.shape, x.dtype)
 
 
 def tiled_dropout(x: Float[Array, "b n d"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "b n d"]:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 
 class TokenLosses(NamedTuple):
@@ -14,15 +14,24 @@ class TokenLosses(NamedTuple):
     """Whether the target was the most likely token."""
 
 
-def token_losses(module, hidden: Float[Array, "b n d"], targets: Int[Array, "b n"], slice_length: int) -> TokenLosses:
+def token_losses(
+    module,
+    hidden: Float[Array, "b n d"],
+    targets: Int[Array, "b n"],
+    slice_length: int,
+    dropout_key: PRNGKeyArray | None = None,
+) -> TokenLosses:
     """The loss of every target, whether it counts or not.
 
     Args:
-        module: has `logits(hidden) -> [..., v]`.
+        module: has `logits(hidden) -> [..., v]`, or `target_scores` where it can do without all of them.
         hidden: one vector a token.
         targets: the tokens that come next.
         slice_length: tokens of a lane whose logits exist at once; if it doesn't divide n, the largest divisor below.
+        dropout_key: for training; none to keep everything. Only `target_scores` has any use for it.
     """
+    if hasattr(module, "target_scores"):
+        return TokenLosses(*module.target_scores(hidden, targets, slice_length, dropout_key))
     n = hidden.shape[1]
     length = max(i for i in range(1, min(n, slice_length) + 1) if n % i == 0)
 

@@ -14,6 +14,9 @@ from meliad_like.training.config import TrainingConfig
 from meliad_like.training.loss import token_losses
 from meliad_like.training.state import TrainState
 
+# Folded into the step's dropout key; models fold in the numbers of their layers.
+SOFTMAX = 2**32 - 1
+
 
 class StepMetrics(NamedTuple):
     """Of one step, over all lanes."""
@@ -54,7 +57,8 @@ def make_train_step(
     def loss(params, carry, batch: Batch, dropout_key):
         module = model.bind(params)
         hidden, carry = module(batch.inputs, carry, batch.start, dropout_key)
-        losses = token_losses(module, hidden, batch.targets, config.loss_slice)
+        softmax_key = jax.random.fold_in(dropout_key, SOFTMAX)
+        losses = token_losses(module, hidden, batch.targets, config.loss_slice, softmax_key)
         nats = jnp.where(batch.loss_mask, losses.nats, 0.0)
         sums = _Sums(jnp.sum(nats), jnp.sum(losses.correct & batch.loss_mask), jnp.sum(batch.loss_mask))
         return sums.nats, (sums, carry, jnp.all(jnp.isfinite(nats), axis=1))

@@ -1,0 +1,93 @@
+"""The parameter names of fairseq's `transformer_lm` with adaptive input and softmax, and ours.
+
+Theirs are [out, in]. The softmax's own copies of what it shares with the embedding (`tie_adaptive_weights`,
+`tie_adaptive_proj`) are checked and left out.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meliad_like.errors import UserError
+
+_LAYER = {
+    "attention_norm": "self_attn_layer_norm",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.out_proj",
+    "feedforward_norm": "final_layer_norm",
+    "feedforward_hidden": "fc1",
+    "feedforward_output": "fc2",
+}
+_LEAF = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+# Of the embedding: a table for each band, and its projection.
+_SHARED = {
+    r"adaptive_softmax\.head\.word_proj\.weight": "embed_tokens.embeddings.0.0.weight",
+    r"adaptive_softmax\.tail\.(\d+)\.2\.weight": "embed_tokens.embeddings.{}.0.weight",
+    r"adaptive_softmax\.tail\.(\d+)\.0\.weight": "embed_tokens.embeddings.{}.1.weight",
+}
+# Flags of their code, without numbers that are learned.
+_IGNORED = {"version", "embed_positions._float_tensor", "adaptive_softmax.buggy"}
+
+
+def fairseq_name(path: str) -> str:
+    """Fairseq's name, without its `decoder.`, of our parameter, for example `layers/0/key/kernel`."""
+    if match := re.fullmatch(r"layers/(\d+)/(\w+)/(\w+)", path):
+        return f"layers.{match[1]}.{_LAYER[match[2]]}.{_LEAF[match[3]]}"
+    if match := re.fullmatch(r"vocabulary/bands/(\d+)/(embedding|projection)", path):
+        return f"embed_tokens.embeddings.{match[1]}.{int(match[2] == 'projection')}.weight"
+    return {"vocabulary/clusters/kernel": "adaptive_softmax.head.class_proj.weight"}[path]
+
+
+def from_fairseq(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> dict[str, Any]:
+    """Our parameter tree, filled from fairseq's flat parameters.
+
+    Args:
+        theirs: arrays by their names.
+        template: our parameters or their shapes (`Model.abstract_params`).
+
+    Raises:
+        UserError: a parameter is missing, left over, of another shape, or not tied.
+    """
+    theirs = {name.removeprefix("decoder."): array for name, array in theirs.items()}
+    left_over = set(theirs) - _IGNORED
+
+    def fill(path, leaf):
+        name = fairseq_name(jax.tree_util.keystr(path, simple=True, separator="/"))
+        if name not in theirs:
+            raise UserError(f"the checkpoint has no parameter decoder.{name}; is this its configuration?")
+        left_over.discard(name)
+        array = np.asarray(theirs[name], leaf.dtype)
+        array = array if _is_table(name) else array.T
+        if array.shape != leaf.shape:
+            raise UserError(
+                f"decoder.{name} has shape {theirs[name].shape} in the checkpoint, and ours, which is "
+                f"{'' if _is_table(name) else 'its transpose, '}{leaf.shape} in the configuration"
+            )
+        return array
+
+    params = jax.tree.map_with_path(fill, template)
+    for name in sorted(left_over):
+        if (shared := _shared_with(name)) in theirs:
+            if not np.array_equal(theirs[name], theirs[shared]):
+                raise UserError(f"decoder.{name} differs from decoder.{shared}: only tied softmaxes are supported")
+            left_over.discard(name)
+    if left_over:
+        raise UserError(f"the configuration has no place for decoder.{min(left_over)} ({len(left_over)} such arrays)")
+    return params
+
+
+def _is_table(name: str) -> bool:
+    """Whether rows are words: such an array, and a vector, is ours as it is."""
+    return bool(re.fullmatch(r"embed_tokens\.embeddings\.\d+\.0\.weight", name))
+
+
+def _shared_with(name: str) -> str | None:
+    for pattern, shared in _SHARED.items():
+        if match := re.fullmatch(pattern, name):
+            return shared.format(*(int(group) + 1 for group in match.groups()))
+    return None

@@ -1,0 +1,236 @@
+"""Adaptive embedding and softmax: frequent words get wide vectors, rare ones narrow (Baevski & Auli 2018, section 3).
+
+Token ids are ranks: the smaller, the more frequent. `cutoffs` cut them into bands, and each band after the first has
+vectors `factor` times narrower than the one before it. A projection for each band takes its vectors to the model's
+width. The softmax shares both (section 3): the first band's words and one cluster for each other band are scored
+against the hidden vector itself, the words of another band against its projection to the band's width, and
+
+    log p(w) = log p_head(cluster of w) + log p_cluster(w).
+
+Without cutoffs this is one table, shared by the embedding and the softmax.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from meliad_like.errors import UserError
+from meliad_like.layers.basic import Linear, dropout, parameter, product, rows
+from meliad_like.layers.sharding import constrain
+
+xavier = jax.nn.initializers.xavier_uniform()
+# A piece of the segment that a band's logits are made for at once: most targets are in the first band.
+PIECES = 8
+
+
+class TargetScore(NamedTuple):
+    """What a token's loss and accuracy are made of."""
+
+    nats: Float[Array, "*batch n"]
+    """Minus the log-probability of the target, float32."""
+    correct: Bool[Array, "*batch n"]
+    """Whether no token is more likely."""
+
+
+class _BandScore(NamedTuple):
+    """Of a target within its band: log-probabilities in the band's own softmax."""
+
+    target: Float[Array, "b n"]
+    best: Float[Array, "b n"]
+
+
+class Band(nnx.Module):
+    """The vectors of consecutive ids, and their projection to the model's width."""
+
+    def __init__(self, size: int, width: int, model_width: int, *, projected: bool, rngs: nnx.Rngs):
+        normal = jax.nn.initializers.normal(width**-0.5)
+        self.embedding = parameter(rngs.params(), normal, (size, width), ("vocabulary", "model"))
+        self.projection = parameter(rngs.params(), xavier, (width, model_width), (None, "model")) if projected else None
+
+    def table(self, dtype) -> Float[Array, "v i"]:
+        return constrain(self.embedding[...].astype(dtype), "vocabulary", None)
+
+
+class AdaptiveVocabulary(nnx.Module):
+    """Embedding and softmax of one vocabulary, which share their parameters."""
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        model_width: int,
+        cutoffs: tuple[int, ...],
+        factor: int,
+        dropout_rate: float,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        """
+        Args:
+            vocabulary_size: ids are below it.
+            model_width: of the vectors that come out, and of the hidden vectors that go into the softmax.
+            cutoffs: first ids of the bands after the first.
+            factor: by which each band is narrower than the one before.
+            dropout_rate: of what goes into the softmax, and of its projection to each narrower band.
+
+        Raises:
+            UserError: a cutoff is not in the vocabulary.
+        """
+        if cutoffs and cutoffs[-1] >= vocabulary_size:
+            raise UserError(
+                f"cutoffs={cutoffs} must be below the vocabulary's size of {vocabulary_size}; () for one shared table"
+            )
+        self.edges = (0, *cutoffs, vocabulary_size)
+        self.dropout_rate = dropout_rate
+        self.bands = nnx.List(
+            Band(last - first, model_width // factor**i, model_width, projected=bool(cutoffs), rngs=rngs)
+            for i, (first, last) in enumerate(itertools.pairwise(self.edges))
+        )
+        self.clusters = (
+            Linear(model_width, len(cutoffs), ("model", None), rngs=rngs, initializer=xavier) if cutoffs else None
+        )
+
+    def embed(self, tokens: Int[Array, "*batch"], dtype) -> Float[Array, "*batch d"]:
+        """The vector of each token, not scaled."""
+        if len(self.bands) == 1:
+            return self.bands[0].table(dtype)[tokens]
+        total = jnp.zeros((), dtype)
+        for band, first, last in zip(self.bands, self.edges, self.edges[1:]):
+            index = jnp.clip(tokens - first, 0, last - first - 1)
+            x = band.table(dtype)[index]
+            x = product(rows(x), band.projection[...].astype(dtype)).reshape(*tokens.shape, -1)
+            total = total + jnp.where(((tokens >= first) & (tokens < last))[..., None], x, 0)
+        return total
+
+    def log_probabilities(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
+        """Of every token, exact, float32."""
+        head = self._head(hidden)
+        parts = [head[..., : self.edges[1]]]
+        for i in range(1, len(self.bands)):
+            within = jax.nn.log_softmax(self._band_logits(i, hidden, None))
+            parts.append(head[..., self.edges[1] + i - 1, None] + within)
+        return jnp.concatenate(parts, axis=-1)
+
+    def score(
+        self,
+        hidden: Float[Array, "b n d"],
+        targets: Int[Array, "b n"],
+        slice_length: int,
+        dropout_key: PRNGKeyArray | None = None,
+    ) -> TargetScore:
+        """The loss of each target, without the logits of the whole vocabulary.
+
+        A band's logits are made in pieces, for those tokens alone whose target lies in it, or whose most likely token
+        may. Each lane's own come first in an order of its own; a piece in which no lane has any is left out.
+
+        Args:
+            hidden: one vector a token.
+            targets: the tokens that come next.
+            slice_length: tokens of a lane whose logits exist at once, at most.
+            dropout_key: for training.
+        """
+        keys = (None,) * (len(self.bands) + 1)
+        if dropout_key is not None:
+            keys = tuple(jax.random.split(dropout_key, len(keys)))
+        hidden = dropout(hidden, self.dropout_rate, keys[0])
+        n = targets.shape[1]
+
+        def head_score(hidden, targets):
+            head = self._head(hidden)
+            words, clusters = head[..., : self.edges[1]], head[..., self.edges[1] :]
+            index = targets
+            for i, first in enumerate(self.edges[1:-1]):
+                index = jnp.where(targets >= first, self.edges[1] + i, index)
+            target = jnp.take_along_axis(head, index[..., None], axis=-1)[..., 0]
+            return target, jnp.max(words, axis=-1), clusters
+
+        target, best, clusters = _in_slices(head_score, divisor(n, slice_length), hidden, targets)
+        best = jax.lax.stop_gradient(best)
+        piece = divisor(n, min(slice_length, max(n // PIECES, 1)))
+        for i in range(1, len(self.bands)):
+            first, last = self.edges[i], self.edges[i + 1]
+            inside = (targets >= first) & (targets < last)
+            cluster = clusters[..., i - 1]
+            # A band whose cluster is less likely than a word of the first band has not the most likely token.
+            wanted = inside | (cluster > best)
+            index = jnp.clip(targets - first, 0, last - first - 1)
+            within = self._score_wanted(i, wanted, piece, hidden, index, keys[i])
+            target = target + jnp.where(inside, within.target, 0.0)
+            best = jnp.maximum(best, jnp.where(wanted, jax.lax.stop_gradient(cluster + within.best), -jnp.inf))
+        return TargetScore(-target, target >= best)
+
+    def _head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch s"]:
+        """Log-probabilities of the first band's words, and of the cluster of each other band."""
+        logits = self._scores(hidden, self.bands[0].table(hidden.dtype))
+        if self.clusters is not None:
+            logits = jnp.concatenate([logits, self.clusters(hidden).astype(jnp.float32)], axis=-1)
+        return jax.nn.log_softmax(logits)
+
+    def _band_logits(self, i: int, hidden: Float[Array, "*batch d"], key: PRNGKeyArray | None):
+        band = self.bands[i]
+        narrow = product(rows(hidden), band.projection[...].astype(hidden.dtype).T)
+        narrow = dropout(narrow, self.dropout_rate, key).reshape(*hidden.shape[:-1], -1)
+        return self._scores(narrow, band.table(hidden.dtype))
+
+    def _scores(self, x: Float[Array, "*batch i"], table: Float[Array, "v i"]) -> Float[Array, "*batch v"]:
+        scores = jnp.einsum("ni,vi->nv", rows(x), table, preferred_element_type=jnp.float32)
+        return scores.reshape(*x.shape[:-1], -1)
+
+    def _score_wanted(
+        self,
+        i: int,
+        wanted: Bool[Array, "b n"],
+        piece: int,
+        hidden: Float[Array, "b n d"],
+        index: Int[Array, "b n"],
+        key: PRNGKeyArray | None,
+    ) -> _BandScore:
+        """Scores within band `i`; of tokens that are not wanted, anything finite."""
+        b, n = wanted.shape
+        order = jnp.argsort(~wanted, axis=1, stable=True)
+
+        def pieces(x):
+            x = jnp.take_along_axis(x, order.reshape(b, n, *(1,) * (x.ndim - 2)), axis=1)
+            return jnp.moveaxis(x.reshape(b, n // piece, piece, *x.shape[2:]), 1, 0)
+
+        @jax.checkpoint
+        def compute(hidden, index, number):
+            key_of_piece = None if key is None else jax.random.fold_in(key, number)
+            logits = jax.nn.log_softmax(self._band_logits(i, hidden, key_of_piece))
+            target = jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
+            return _BandScore(target, jnp.max(logits, axis=-1))
+
+        def skip(hidden, index, number):
+            return _BandScore(jnp.zeros(index.shape), jnp.zeros(index.shape))
+
+        def one_piece(_, inputs):
+            wanted, hidden, index, number = inputs
+            return None, jax.lax.cond(jnp.any(wanted), compute, skip, hidden, index, number)
+
+        inputs = (pieces(wanted), pieces(hidden), pieces(index), np.arange(n // piece))
+        _, scores = jax.lax.scan(one_piece, None, inputs)
+        back = jnp.argsort(order, axis=1)
+
+        def in_order(x):
+            return jnp.take_along_axis(jnp.moveaxis(x, 0, 1).reshape(b, n), back, axis=1)
+
+        return jax.tree.map(in_order, scores)
+
+
+def divisor(n: int, at_most: int) -> int:
+    """The largest divisor of `n` that is not above `at_most`."""
+    return max(i for i in range(1, min(n, at_most) + 1) if n % i == 0)
+
+
+def _in_slices(function, length: int, *arrays):
+    """`function` of slices of `length` along the second axis; what is inside is computed again in the backward pass."""
+    b, n = arrays[0].shape[:2]
+    if length == n:
+        return function(*arrays)
+    slices = tuple(jnp.moveaxis(y.reshape(b, n // length, length, *y.shape[2:]), 1, 0) for y in arrays)
+    by_slice = jax.lax.map(lambda y: jax.checkpoint(function)(*y), slices)
+    return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(b, n, *y.shape[3:]), by_slice)

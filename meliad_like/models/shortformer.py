@@ -1,0 +1,344 @@
+"""Shortformer (Press et al. 2021, section 5), its ablations, and the model of Baevski & Auli 2018 that it improves."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from meliad_like.layers.adaptive import AdaptiveVocabulary, TargetScore
+from meliad_like.layers.attention import attend, merge_heads, split_heads
+from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier
+from meliad_like.layers.sharding import constrain
+from meliad_like.models.decoder import REMAT_POLICIES
+from meliad_like.models.shortformer_config import ShortformerConfig
+
+xavier = jax.nn.initializers.xavier_uniform()
+# Xavier with a gain of 1 / sqrt(2): keys, queries and values as if they were one matrix.
+shared_xavier = jax.nn.initializers.variance_scaling(0.5, "fan_avg", "uniform")
+# Uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in), for kernels; biases need to be told their fan_in.
+uniform_fan_in = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+# Fairseq counts positions from here, and its checkpoints were trained so.
+FIRST_POSITION = 2
+EPSILON = 1e-5
+
+
+def uniform_bias(fan_in: int):
+    """An initializer, uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in)."""
+    bound = fan_in**-0.5
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def sinusoids(num_positions: int, model_width: int) -> Float[np.ndarray, "s d"]:
+    """Sines, then cosines, of each position; wavelengths from 2 pi to 20,000 pi (Vaswani et al. 2017, section 3.5)."""
+    half = model_width // 2
+    frequency = np.exp(np.arange(half) * (-np.log(10_000) / (half - 1)))
+    angle = (np.arange(num_positions) + FIRST_POSITION)[:, None] * frequency
+    return np.concatenate([np.sin(angle), np.cos(angle)], axis=1).astype(np.float32)
+
+
+class DecodingCarry(NamedTuple):
+    """Of one layer, while its lanes are within a block."""
+
+    recent: Float[Array, "b w d"]
+    """The inputs of the block's tokens so far."""
+    key: Float[Array, "b h s k"]
+    """Of the cached tokens, then of the block's."""
+    value: Float[Array, "b h s k"]
+
+
+class LayerCarry(NamedTuple):
+    """What one layer remembers of its lanes."""
+
+    cache: Float[Array, "b m d"] | None = None
+    """The layer's inputs, after its norm, at the last m tokens; the newest come last, and the first may be empty."""
+    decoding: DecodingCarry | None = None
+
+
+class ShortformerCarry(NamedTuple):
+    """All that a Shortformer remembers."""
+
+    position: Int[Array, " b"]
+    """Tokens read since the lane's document began; a multiple of w between segments."""
+    layers: list[LayerCarry]
+
+
+class ShortformerLayer(nnx.Module):
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ShortformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        d, f, inner = config.model_width, config.feedforward_width, config.num_heads * config.head_size
+        zeros = jax.nn.initializers.zeros
+
+        def head_projection():
+            bias = uniform_bias(d)
+            return Linear(d, inner, ("model", "heads"), rngs=rngs, initializer=shared_xavier, bias_initializer=bias)
+
+        self.attention_norm = LayerNorm(d, EPSILON, rngs=rngs)
+        self.query, self.key, self.value = head_projection(), head_projection(), head_projection()
+        self.output = Linear(inner, d, ("heads", "model"), rngs=rngs, initializer=xavier, bias_initializer=zeros)
+        self.feedforward_norm = LayerNorm(d, EPSILON, rngs=rngs)
+        self.feedforward_hidden = Linear(
+            d, f, ("model", "feedforward"), rngs=rngs, initializer=uniform_fan_in, bias_initializer=uniform_bias(d)
+        )
+        self.feedforward_output = Linear(
+            f, d, ("feedforward", "model"), rngs=rngs, initializer=uniform_fan_in, bias_initializer=uniform_bias(f)
+        )
+
+    def init_carry(self, b: int, dtype, decoding: bool) -> LayerCarry:
+        config, d = self.config, self.config.model_width
+        w, m = config.window_length, config.cache_length
+        carry = LayerCarry(jnp.zeros((b, m, d), dtype) if m else None)
+        if not decoding:
+            return carry
+        heads = jnp.zeros((b, config.num_heads, m + w, config.head_size), dtype)
+        return carry._replace(decoding=DecodingCarry(jnp.zeros((b, w, d), dtype), heads, heads))
+
+    def __call__(
+        self,
+        x: Float[Array, "b w d"],
+        carry: LayerCarry,
+        num_cached: Int[Array, " b"],
+        dropout_key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "b w d"], LayerCarry]:
+        """Reads a block.
+
+        Args:
+            x: the block.
+            carry: from the block before; what is cached takes no gradient.
+            num_cached: how many of the cached tokens belong to the lane's document.
+            dropout_key: none to keep everything.
+        """
+        config, (b, w) = self.config, x.shape[:2]
+        m = config.cache_length
+        keys = (None,) * 4 if dropout_key is None else jax.random.split(dropout_key, 4)
+        inputs = self.attention_norm(x)
+        seen = inputs
+        if carry.cache is not None:
+            seen = jnp.concatenate([jax.lax.stop_gradient(carry.cache).astype(inputs.dtype), inputs], axis=1)
+        multiplier = None
+        if keys[1] is not None and config.attention_dropout_rate > 0.0:
+            shape = (b, config.num_heads, w, m + w)
+            multiplier = dropout_multiplier(keys[1], config.attention_dropout_rate, shape, jnp.float32)
+        place = num_cached[:, None] + np.arange(-m, w)
+        own = np.arange(-m, w) <= np.arange(w)[:, None]
+        mixed = attend(
+            self._query(inputs, place[:, m:]),
+            self._key(seen, place),
+            split_heads(self.value(seen), config.num_heads),
+            mask=own & (place >= 0)[:, None, None, :],
+            multiplier=multiplier,
+        )
+        x = self._finish(x, merge_heads(mixed), (keys[0], keys[2], keys[3]))
+        return x, carry if carry.cache is None else carry._replace(cache=seen[:, w:])
+
+    def decode_step(
+        self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"]
+    ) -> tuple[Float[Array, "b d"], LayerCarry]:
+        """One token at `position`, the number of tokens of its document before it."""
+        w, m = self.config.window_length, self.config.cache_length
+        offset = position % w
+        num_cached = jnp.minimum(m, position - offset)
+        carry = self._begin_block(carry, offset, num_cached)
+        inputs = self.attention_norm(x)
+        place = (num_cached + offset)[:, None]
+        key = self._key(inputs[:, None], place)[:, :, 0]
+        value = split_heads(self.value(inputs[:, None]), self.config.num_heads)[:, :, 0]
+        lanes = jnp.arange(x.shape[0])
+        decoding = DecodingCarry(
+            recent=carry.decoding.recent.at[lanes, offset].set(inputs),
+            key=carry.decoding.key.at[lanes, :, m + offset].set(key),
+            value=carry.decoding.value.at[lanes, :, m + offset].set(value),
+        )
+        slot = np.arange(-m, w)
+        visible = (slot >= -num_cached[:, None]) & (slot <= offset[:, None])
+        mixed = attend(
+            self._query(inputs[:, None], place), decoding.key, decoding.value, mask=visible[:, None, None, :]
+        )
+        x = self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0]
+        return x, self._end_block(carry._replace(decoding=decoding), offset)
+
+    def _begin_block(self, carry: LayerCarry, offset: Int[Array, " b"], num_cached: Int[Array, " b"]) -> LayerCarry:
+        """Projects what is cached, once for the block."""
+        if carry.cache is None:
+            return carry
+        m = self.config.cache_length
+
+        def begin(carry):
+            key = self._key(carry.cache, num_cached[:, None] + np.arange(-m, 0))
+            value = split_heads(self.value(carry.cache), self.config.num_heads)
+            first = (offset == 0)[:, None, None, None]
+            old = carry.decoding
+            new = old._replace(
+                key=old.key.at[:, :, :m].set(jnp.where(first, key, old.key[:, :, :m])),
+                value=old.value.at[:, :, :m].set(jnp.where(first, value, old.value[:, :, :m])),
+            )
+            return carry._replace(decoding=new)
+
+        return jax.lax.cond(jnp.any(offset == 0), begin, lambda carry: carry, carry)
+
+    def _end_block(self, carry: LayerCarry, offset: Int[Array, " b"]) -> LayerCarry:
+        """Moves the block into the cache, where it is complete."""
+        if carry.cache is None:
+            return carry
+        w = self.config.window_length
+
+        def end(carry):
+            last = (offset == w - 1)[:, None, None]
+            seen = jnp.concatenate([carry.cache, carry.decoding.recent], axis=1)
+            return carry._replace(cache=jnp.where(last, seen[:, w:], carry.cache))
+
+        return jax.lax.cond(jnp.any(offset == w - 1), end, lambda carry: carry, carry)
+
+    def _placed(self, inputs: Float[Array, "b s d"], place: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+        """`inputs` with their positions, if those are infused; places below 0 are empty."""
+        if self.config.position == "input":
+            return inputs
+        table = sinusoids(self.config.cache_length + self.config.window_length, self.config.model_width)
+        return inputs + jnp.asarray(table, inputs.dtype)[jnp.maximum(place, 0)]
+
+    def _query(self, inputs: Float[Array, "b t d"], place: Int[Array, "b t"]) -> Float[Array, "b h t k"]:
+        query = self.query(self._placed(inputs, place)) * self.config.head_size**-0.5
+        return split_heads(query, self.config.num_heads)
+
+    def _key(self, inputs: Float[Array, "b s d"], place: Int[Array, "b s"]) -> Float[Array, "b h s k"]:
+        return split_heads(self.key(self._placed(inputs, place)), self.config.num_heads)
+
+    def _finish(self, x, mixed, keys):
+        config = self.config
+        x = x + dropout(self.output(mixed), config.dropout_rate, keys[0])
+        hidden = jax.nn.relu(self.feedforward_hidden(self.feedforward_norm(x)))
+        hidden = dropout(hidden, config.activation_dropout_rate, keys[1])
+        return x + dropout(self.feedforward_output(hidden), config.dropout_rate, keys[2])
+
+
+class Shortformer(nnx.Module):
+    """A language model that reads blocks of `w` tokens, each with the `m` tokens before it."""
+
+    def __init__(self, config: ShortformerConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
+        self.config = config
+        self.vocabulary = AdaptiveVocabulary(
+            vocabulary_size,
+            config.model_width,
+            config.cutoffs,
+            config.band_factor,
+            config.softmax_dropout_rate,
+            rngs=rngs,
+        )
+        self.layers = nnx.List(ShortformerLayer(config, rngs=rngs) for _ in range(config.num_layers))
+
+    @property
+    def dtype(self):
+        return jnp.dtype(self.config.activation_dtype)
+
+    def init_carry(self, b: int, *, decoding: bool = False) -> ShortformerCarry:
+        """What `b` lanes remember before their first token; `decoding` makes room for `decode_step`."""
+        layers = [layer.init_carry(b, self.dtype, decoding) for layer in self.layers]
+        return ShortformerCarry(jnp.zeros((b,), jnp.int32), layers)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "b n"],
+        carry: ShortformerCarry,
+        start: Bool[Array, "b c"],
+        dropout_key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "b n d"], ShortformerCarry]:
+        """Reads a segment, block after block; no gradient passes from a block to the one before.
+
+        Args:
+            tokens: a whole number of blocks.
+            carry: from the segment before, or `init_carry`; its position is a multiple of w.
+            start: blocks with which a new document begins: nothing is remembered across.
+            dropout_key: for training; none to keep everything.
+
+        Returns:
+            Hidden vectors for `logits`, and the carry for the next segment.
+        """
+        (b, n), w, c = tokens.shape, self.config.window_length, start.shape[1]
+        if n != c * w:
+            raise ValueError(f"{n} tokens with {c} start flags are not whole blocks of window_length={w}")
+        if c == 1:
+            return self._read_block(tokens, carry, start[:, 0], dropout_key)
+
+        def read(carry, block):
+            tokens, start, number = block
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
+            hidden, carry = self._read_block(tokens, carry, start, key)
+            return carry, hidden
+
+        blocks = (jnp.moveaxis(tokens.reshape(b, c, w), 1, 0), start.T, np.arange(c))
+        carry, hidden = jax.lax.scan(read, carry, blocks)
+        return jnp.moveaxis(hidden, 0, 1).reshape(b, n, -1), carry
+
+    def _read_block(self, tokens, carry: ShortformerCarry, start: Bool[Array, " b"], dropout_key):
+        config = self.config
+        position = jnp.where(start, 0, carry.position)
+        num_cached = jnp.minimum(config.cache_length, position)
+        keys = (None,) * (config.num_layers + 1)
+        if dropout_key is not None:
+            keys = tuple(jax.random.split(dropout_key, len(keys)))
+        x = self._embed(tokens, np.arange(config.window_length))
+        x = constrain(dropout(x, config.dropout_rate, keys[-1]), "lanes", None, None)
+        layers = []
+        for layer, layer_carry, key in zip(self.layers, carry.layers, keys):
+            call = type(layer).__call__
+            if config.remat != "none":
+                call = jax.checkpoint(call, policy=REMAT_POLICIES[config.remat])
+            x, layer_carry = call(layer, x, layer_carry, num_cached, key)
+            x = constrain(x, "lanes", None, None)
+            layers.append(layer_carry)
+        return x, ShortformerCarry(position + config.window_length, layers)
+
+    def _embed(self, tokens: Int[Array, "*batch"], offset: Int[Array, "*#batch"]) -> Float[Array, "*batch d"]:
+        """Scaled embeddings of tokens at these offsets in their blocks."""
+        config = self.config
+        x = self.vocabulary.embed(tokens, self.dtype) * config.model_width**0.5
+        if config.position == "input":
+            x = x + jnp.asarray(sinusoids(config.window_length, config.model_width), self.dtype)[offset]
+        return x
+
+    def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
+        """Log-probabilities of the next token, float32."""
+        return self.vocabulary.log_probabilities(hidden)
+
+    def target_scores(
+        self,
+        hidden: Float[Array, "b n d"],
+        targets: Int[Array, "b n"],
+        slice_length: int,
+        dropout_key: PRNGKeyArray | None = None,
+    ) -> TargetScore:
+        """The loss of every target, without the logits of the whole vocabulary."""
+        return self.vocabulary.score(hidden, targets, slice_length, dropout_key)
+
+    def decode_step(
+        self, token: Int[Array, " b"], carry: ShortformerCarry
+    ) -> tuple[Float[Array, "b v"], ShortformerCarry]:
+        """Reads one more token per lane: one query against at most m + w keys, wherever the lane is.
+
+        The carry comes from `init_carry(b, decoding=True)`, through whole segments or not. Returns the logits of the
+        next token.
+        """
+        x = self._embed(token, carry.position % self.config.window_length)
+        layers = []
+        for layer, layer_carry in zip(self.layers, carry.layers, strict=True):
+            x, layer_carry = layer.decode_step(x, layer_carry, carry.position)
+            layers.append(layer_carry)
+        return self.logits(x), ShortformerCarry(carry.position + 1, layers)
+
+
+def forward_flops_per_token(config: ShortformerConfig, vocabulary_size: int) -> float:
+    """One token read by all layers as a part of its block, and scored; what is counted as in `models/flops.py`.
+
+    The narrower bands of the softmax are not counted: few tokens need them, and how many depends on the text.
+    """
+    d, w, m = config.model_width, config.window_length, config.cache_length
+    inner, edges = config.num_heads * config.head_size, (0, *config.cutoffs, vocabulary_size)
+    projections = 2 * d * inner * (2 + 2 * (m + w) / w)
+    attention = 2 * 2 * (m + w) * inner
+    layer = projections + attention + 4 * d * config.feedforward_width
+    widths = [d // config.band_factor**i for i in range(len(edges) - 1)] if config.cutoffs else []
+    return config.num_layers * layer + sum(2 * d * width for width in widths) + 2 * d * (edges[1] + len(config.cutoffs))

@@ -1,0 +1,77 @@
+"""The shape of a Shortformer, its ablations and the baseline: they differ in these fields alone."""
+
+import dataclasses
+from typing import ClassVar, Literal, get_args
+
+from meliad_like.errors import UserError
+from meliad_like.models.decoder_config import ActivationDtype, Remat
+
+Position = Literal["infused", "input"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortformerConfig:
+    """A transformer of Baevski & Auli 2018, with the two parts of Shortformer (section 5): positions that are infused
+    into attention, and a cache of the tokens before. The defaults are the paper's best model for WikiText-103."""
+
+    num_layers: int = 16
+    model_width: int = 1024
+    num_heads: int = 8
+    head_size: int = 128
+    feedforward_width: int = 4096
+    window_length: int = 512
+    """Tokens in a block (the paper's L): a token sees those of its block that came before it, and itself."""
+    cache_length: int = 512
+    """Tokens before its block that a token sees as well (the paper's L'); 0: none."""
+    position: Position = "infused"
+    """Where sinusoidal positions are added: `infused`, to the inputs of the query and key projections of every layer
+    (section 5.1); or `input`, to the scaled word embeddings, counted from the beginning of each block."""
+    cutoffs: tuple[int, ...] = (20_000, 60_000)
+    """First ids of the vocabulary's narrower bands (`layers/adaptive.py`); (): one table, shared with the softmax."""
+    band_factor: int = 4
+    """By which each band's vectors are narrower than those of the band before."""
+    dropout_rate: float = 0.3
+    """Of the embeddings, and of what attention and feed-forward add."""
+    attention_dropout_rate: float = 0.1
+    """Of the attention weights."""
+    activation_dropout_rate: float = 0.1
+    """Of the feed-forward's hidden layer."""
+    softmax_dropout_rate: float = 0.2
+    """Of what goes into the softmax, and into each narrower band's part of it."""
+    activation_dtype: ActivationDtype = "float32"
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
+
+    clear_states: ClassVar[bool] = False
+
+    def __post_init__(self):
+        for field, choices in (("position", Position), ("activation_dtype", ActivationDtype), ("remat", Remat)):
+            if getattr(self, field) not in get_args(choices):
+                raise UserError(f"{field}={getattr(self, field)!r} is not one of {', '.join(get_args(choices))}")
+        for field in (
+            "num_layers",
+            "model_width",
+            "num_heads",
+            "head_size",
+            "feedforward_width",
+            "window_length",
+            "band_factor",
+        ):
+            if getattr(self, field) < 1:
+                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.cache_length < 0:
+            raise UserError(f"cache_length={self.cache_length} must not be negative")
+        for field in ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate", "softmax_dropout_rate"):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise UserError(f"{field}={getattr(self, field)} must be at least 0 and below 1")
+        # Half of them are sines, and their frequencies are spaced over all but one of these.
+        if self.model_width % 2 or self.model_width < 4:
+            raise UserError(f"model_width={self.model_width} must be even, and at least 4")
+        object.__setattr__(self, "cutoffs", tuple(self.cutoffs))
+        if any(low >= high for low, high in zip((0, *self.cutoffs), self.cutoffs)):
+            raise UserError(f"cutoffs={self.cutoffs} must be positive and ascend")
+        if self.model_width < self.band_factor ** len(self.cutoffs):
+            raise UserError(
+                f"model_width={self.model_width} leaves nothing for the last of {len(self.cutoffs) + 1} bands, each "
+                f"band_factor={self.band_factor} times narrower than the one before"
+            )
