@@ -1,15 +1,9 @@
 """Evaluates a checkpoint: `python -m meliad_like.evaluate --checkpoint=DIR [--split=test] [--output=FILE]`."""
 
-from typing import TYPE_CHECKING, Any
-
 from absl import flags
 
 from meliad_like import command_line
 from meliad_like.errors import UserError
-
-if TYPE_CHECKING:
-    from meliad_like.evaluation.perplexity import Evaluator
-    from meliad_like.evaluation.scores import Evaluation
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True
@@ -51,7 +45,7 @@ def main() -> None:
         loss_slice=run.training.loss_slice,
     )
     trained = f"step {opened.step:,}"
-    evaluation = _with_progress(trained, evaluator, opened.params)
+    evaluation = report.with_progress(trained, lambda progress: evaluator(opened.params, progress))
     details = {}
     console = Console()
     if DETAILS.value:
@@ -60,7 +54,7 @@ def main() -> None:
     if COMPARE.value:
         shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
         params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(run.training.seed))
-        untrained = _with_progress("untrained", evaluator, params)
+        untrained = report.with_progress("untrained", lambda progress: evaluator(params, progress))
         compressors = compressed_bits_per_byte(split, evaluator.documents, vocabulary)
         console.print(report.comparison({"untrained": untrained, trained: evaluation}, compressors).to_rich())
         details["other_bits_per_byte"] = {"untrained": untrained.bits_per_byte, **compressors}
@@ -79,15 +73,6 @@ def main() -> None:
             "bytes_of_first_tokens": first_bytes,
         }
         report.write(evaluation, OUTPUT.value, **details)
-
-
-def _with_progress(name: str, evaluator: "Evaluator", params: Any) -> "Evaluation":
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=None)
-        return evaluator(params, lambda done, total: progress.update(task, completed=done, total=total))
 
 
 if __name__ == "__main__":

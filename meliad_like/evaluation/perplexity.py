@@ -265,15 +265,19 @@ class ChosenDocuments:
         return self._split.tokens(int(self._documents[document]), start, stop)
 
 
+def order_of_chance(num_documents: int) -> Int[np.ndarray, " documents"]:
+    """An order of a split's documents that is random, and the same each time."""
+    return np.argsort(np.random.PCG64(0).random_raw(num_documents))
+
+
 def _choose(lengths: np.ndarray, max_tokens: int) -> np.ndarray:
     """Whole documents, drawn once and for all in an order of chance; those that no longer fit are passed over.
 
     Raises:
       UserError: not even the shortest fits.
     """
-    order = np.argsort(np.random.PCG64(0).random_raw(len(lengths)))
     chosen, total = [], 0
-    for document in order.tolist():
+    for document in order_of_chance(len(lengths)).tolist():
         if total + lengths[document] <= max_tokens:
             chosen.append(document)
             total += lengths[document]

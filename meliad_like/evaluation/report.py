@@ -3,14 +3,18 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from etils import epath
+from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table as RichTable
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
+
+Result = TypeVar("Result")
 
 FIGURES = (
     "bits_per_token",
@@ -89,6 +93,13 @@ def title(evaluation: Evaluation) -> str:
     shown, whole = evaluation.num_documents, evaluation.documents_in_split
     documents = f"{shown:,} documents" if shown == whole else f"a part, {shown:,} of {whole:,} documents"
     return f"{evaluation.split}: {documents}, {evaluation.num_bytes:,} bytes"
+
+
+def with_progress(title: str, work: Callable[[Callable[[int, int], None]], Result]) -> Result:
+    """What `work` returns, which is given a function to tell how much of how much is done; a bar shows it."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        return work(lambda done, total: progress.update(task, completed=done, total=total))
 
 
 def write(evaluation: Evaluation, path: epath.PathLike, **details: Any) -> None:
