@@ -130,7 +130,8 @@ def read_parameters(
             found = found.T
         if found.shape != leaf.shape:
             raise UserError(f"{owner}: {where.name} has shape {found.shape}, its config asks for {leaf.shape}")
-        return jnp.array(found, jnp.float32)
+        # Not copied once more where the device can use the host's memory.
+        return jnp.asarray(np.ascontiguousarray(found, np.float32))
 
     params = jax.tree.map_with_path(fill, template)
     if left_over:

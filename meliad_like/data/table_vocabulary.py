@@ -109,8 +109,8 @@ class TableVocabulary:
         settings = [kind, self.size, self.end_of_document, hashlib.sha256(model).hexdigest()]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
-    def _save(self, folder: str | Path, kind: str) -> None:
-        settings = {"kind": kind, "size_multiple": self.size_multiple}
+    def _save(self, folder: str | Path, kind: str, **more: str) -> None:
+        settings = {"kind": kind, "size_multiple": self.size_multiple, **more}
         (Path(folder) / SETTINGS_NAME).write_text(json.dumps(settings, indent=2) + "\n")
 
 

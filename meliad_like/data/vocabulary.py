@@ -1,4 +1,7 @@
-"""Vocabularies: text to tokens and back, by bytes or SentencePiece. The end of a document is a token of its own."""
+"""Vocabularies: text to tokens and back, by bytes, SentencePiece, or the BPE of a pretrained model.
+
+The end of a document is a token of its own.
+"""
 
 import hashlib
 import json
@@ -13,19 +16,23 @@ from meliad_like.data.sentencepiece_vocabulary import (
     train_sentencepiece,
 )
 from meliad_like.data.table_vocabulary import SETTINGS_NAME, ByteVocabulary, StreamingDecoder, Vocabulary
+from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabulary, read_tokenizer
 from meliad_like.errors import UserError
 
 __all__ = [
+    "MODEL_NAME",
+    "TOKENIZER_NAME",
     "ByteVocabulary",
     "SentencePieceVocabulary",
     "StreamingDecoder",
+    "TokenizersVocabulary",
     "Vocabulary",
     "VocabularyConfig",
     "load_vocabulary",
     "make_vocabulary",
 ]
 
-KINDS = ("bytes", "sentencepiece")
+KINDS = ("bytes", "sentencepiece", "tokenizers")
 MODEL_TYPES = ("unigram", "bpe")
 
 
@@ -34,9 +41,13 @@ class VocabularyConfig:
     """How text becomes tokens."""
 
     kind: str = "bytes"
-    """`bytes`: the 256 bytes of UTF-8 and the end of a document, 257 in all. `sentencepiece`: loaded or trained."""
+    """`bytes`: the 256 bytes of UTF-8 and the end of a document, 257 in all. `sentencepiece`: loaded or trained.
+    `tokenizers`: the byte-level BPE of a pretrained model."""
     model_file: str = ""
-    """`sentencepiece`: a `.model` file to load; "": train one on the source's training documents."""
+    """`sentencepiece`: a `.model` file to load; "": train one on the source's training documents.
+    `tokenizers`: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with vocab.json and merges.txt."""
+    end_token: str = ""
+    """`tokenizers`: what ends a document; "": <|endoftext|> where there is one, else what ends a text by the file."""
     model_type: str = "unigram"
     """Training: `unigram` or `bpe`."""
     size: int = 32_000
@@ -54,6 +65,8 @@ class VocabularyConfig:
             raise UserError(f"VocabularyConfig.kind = {self.kind!r} is not one of {', '.join(KINDS)}")
         if self.model_type not in MODEL_TYPES:
             raise UserError(f"VocabularyConfig.model_type = {self.model_type!r} is not one of {', '.join(MODEL_TYPES)}")
+        if self.kind == "tokenizers" and not self.model_file:
+            raise UserError("VocabularyConfig.kind = 'tokenizers' needs a VocabularyConfig.model_file")
         for name in ("size", "training_bytes", "size_multiple"):
             if getattr(self, name) < 1:
                 raise UserError(f"VocabularyConfig.{name} = {getattr(self, name)} must be positive")
@@ -72,9 +85,11 @@ class VocabularyConfig:
         """
         settings = {"kind": self.kind, "size_multiple": self.size_multiple}
         if self.trained:
-            settings = {key: value for key, value in asdict(self).items() if key != "model_file"}
+            settings = {key: value for key, value in asdict(self).items() if key not in ("model_file", "end_token")}
         elif self.kind == "sentencepiece":
             settings["model"] = hashlib.sha256(read_model(self.model_file)).hexdigest()
+        elif self.kind == "tokenizers":
+            settings["model"] = make_vocabulary(self).fingerprint
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
@@ -91,6 +106,9 @@ def load_vocabulary(folder: str | Path) -> Vocabulary:
         raise UserError(f"there is no vocabulary in {folder}: {SETTINGS_NAME} is missing") from None
     if settings["kind"] == "bytes":
         return ByteVocabulary(settings["size_multiple"])
+    if settings["kind"] == "tokenizers":
+        tokenizer, _ = read_tokenizer(Path(folder) / TOKENIZER_NAME)
+        return TokenizersVocabulary(tokenizer, settings["end_token"], settings["size_multiple"])
     return SentencePieceVocabulary(read_model(Path(folder) / MODEL_NAME), settings["size_multiple"])
 
 
@@ -102,6 +120,9 @@ def make_vocabulary(config: VocabularyConfig, texts: Iterable[str] = ()) -> Voca
     """
     if config.kind == "bytes":
         return ByteVocabulary(config.size_multiple)
+    if config.kind == "tokenizers":
+        tokenizer, end = read_tokenizer(config.model_file)
+        return TokenizersVocabulary(tokenizer, config.end_token or end, config.size_multiple)
     if config.trained:
         return SentencePieceVocabulary(train_sentencepiece(config, texts), config.size_multiple)
     return SentencePieceVocabulary(read_model(config.model_file), config.size_multiple)

@@ -10,7 +10,7 @@ from meliad_like.config.bindings import Bindings, collect
 from meliad_like.config.run import RunConfig, build
 from meliad_like.config.saved import to_bindings
 from meliad_like.data.token_store import STORE_NAME, TokenStore
-from meliad_like.data.vocabulary import MODEL_NAME
+from meliad_like.data.vocabulary import MODEL_NAME, TOKENIZER_NAME, TokenizersVocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.training.mesh import make_mesh
@@ -70,10 +70,14 @@ def _prepare(opened: OpenedCheckpoint, folder: Path, place: Path) -> None:
     from meliad_like.data.preparation import prepare
 
     vocabulary = opened.run.vocabulary
+    checkpoints = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    saved = checkpoints / VOCABULARY_FOLDER
     if vocabulary.kind == "sentencepiece":
         # Trained anew on what documents there are here, it could be another one.
-        checkpoints = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-        vocabulary = dataclasses.replace(vocabulary, model_file=str(checkpoints / VOCABULARY_FOLDER / MODEL_NAME))
+        vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / MODEL_NAME))
+    elif isinstance(opened.vocabulary, TokenizersVocabulary):
+        end_token = opened.vocabulary.end_token
+        vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / TOKENIZER_NAME), end_token=end_token)
     prepare(opened.run.source, vocabulary, place)
 
 

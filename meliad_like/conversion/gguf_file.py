@@ -1,0 +1,124 @@
+"""Llama models from GGUF files, quantised or not, through the `gguf` package."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from meliad_like.conversion.huggingface import Pretrained
+from meliad_like.conversion.pretrained_names import GGUF_LLAMA, read_parameters
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+
+ROWS = 4096  # of a tensor that are dequantised at once: what that needs besides is several times their size
+# Metadata of the architecture that say nothing more.
+HARMLESS = {"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"}
+
+
+class GGUFFile:
+    """The metadata and tensors of a file, which stays on the disk."""
+
+    def __init__(self, path: Path, reader: gguf.GGUFReader):
+        self.path = path
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._fields = reader.fields
+
+    def value(self, key: str, *default: Any) -> Any:
+        """One of the metadata.
+
+        Raises:
+          UserError: there is none of this name, and no default.
+        """
+        if (field := self._fields.get(key)) is not None:
+            return field.contents()
+        if default:
+            return default[0]
+        raise UserError(f"{self.path} has no {key}")
+
+    def keys(self, prefix: str) -> list[str]:
+        """The names of the metadata that begin with `prefix`, without it."""
+        return [key.removeprefix(prefix) for key in self._fields if key.startswith(prefix)]
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor in float32, whatever it is stored as.
+
+        Raises:
+          UserError: `gguf` can't dequantise it.
+        """
+        tensor = self.tensors[name]
+        found = np.empty(tuple(int(size) for size in reversed(tensor.shape)), np.float32)
+        try:
+            for first in range(0, len(found), ROWS):
+                rows = gguf.quants.dequantize(tensor.data[first : first + ROWS], tensor.tensor_type)
+                found[first : first + ROWS] = rows
+        except NotImplementedError:
+            raise UserError(f"{self.path}: tensor {name} is {tensor.tensor_type.name}, which gguf can't read") from None
+        return found
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """Maps a file and reads its metadata.
+
+    Raises:
+      UserError: there is no such file, or it is truncated, or no GGUF file.
+    """
+    path = Path(path)
+    try:
+        return GGUFFile(path, gguf.GGUFReader(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        # What the reader meets where a header is cut short, or the tensors are.
+        raise UserError(f"{path} is truncated, or no GGUF file: {error}") from None
+
+
+def read_gguf(path: str | Path) -> Pretrained:
+    """A Llama model from a GGUF file, dequantised.
+
+    Raises:
+      UserError: the file is damaged, or its model is not one that we can read.
+    """
+    file = open_gguf(path)
+    config = _config(file)
+    size = len(file.value("tokenizer.ggml.tokens"))
+    template = Model(config, size).abstract_params
+    params = read_parameters(GGUF_LLAMA, template, config, file.tensors, file.tensor, str(path))
+    return Pretrained(config, size, params)
+
+
+def _config(file: GGUFFile) -> PretrainedConfig:
+    architecture = file.value("general.architecture")
+    if architecture != "llama":
+        raise UserError(f"{file.path} is a {architecture} model: of GGUF files we read llama")
+    left = set(file.keys("llama.")) - HARMLESS
+
+    def take(key: str, *default: Any) -> Any:
+        left.discard(key)
+        return file.value(f"llama.{key}", *default)
+
+    width, heads = take("embedding_length"), take("attention.head_count")
+    head_size = file.value("llama.attention.key_length", width // heads)
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if (value := file.value(f"llama.{key}", head_size)) != head_size:
+            raise UserError(f"{file.path}: we can't honour llama.{key} = {value} with heads of {head_size}")
+    config = PretrainedConfig(
+        architecture="llama",
+        num_layers=take("block_count"),
+        model_width=width,
+        num_heads=heads,
+        num_key_value_heads=take("attention.head_count_kv", heads),
+        head_size=head_size,
+        feedforward_width=take("feed_forward_length"),
+        activation="silu",
+        max_positions=take("context_length"),
+        window_length=file.value("llama.context_length"),
+        norm_epsilon=take("attention.layer_norm_rms_epsilon"),
+        rotary_base=take("rope.freq_base", 10_000.0),
+        tied_embedding="output.weight" not in file.tensors,
+    )
+    for key in sorted(left):
+        if (value := file.value(f"llama.{key}")) not in (0, False, "none"):
+            raise UserError(f"{file.path}: we can't honour llama.{key} = {value!r}")
+    return config

@@ -1,0 +1,179 @@
+"""Byte-level BPE vocabularies of pretrained models, as `tokenizers` has them, from whatever their models come with."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from meliad_like.data.table_vocabulary import TableVocabulary
+from meliad_like.errors import UserError
+
+TOKENIZER_NAME = "tokenizer.json"
+DEFAULT_END = "<|endoftext|>"
+# What llama.cpp calls the ways to cut text before byte pairs are merged.
+GGUF_PRE_TOKENIZERS = {"gpt-2": (), "smollm": (pre_tokenizers.Digits(individual_digits=True),)}
+CONTROL, USER_DEFINED = 3, 4  # of GGUF's kinds of tokens
+
+
+class TokenizersVocabulary(TableVocabulary):
+    """A byte-level BPE. Its control tokens are no text: text that looks like one is encoded like any other."""
+
+    def __init__(self, tokenizer_json: str, end_token: str, size_multiple: int = 1):
+        """
+        Args:
+          tokenizer_json: the contents of a tokenizer.json.
+          end_token: the token that ends documents.
+
+        Raises:
+          UserError: it is no byte-level BPE, or has no such token.
+        """
+        self._json = tokenizer_json
+        self.end_token = end_token
+        self._tokenizer = tokenizer = _parse(tokenizer_json)
+        # Prompts and documents are text: they can't give orders.
+        tokenizer.encode_special_tokens = True
+        if (end := tokenizer.token_to_id(end_token)) is None:
+            raise UserError(f"the tokenizer has no token {end_token!r}: set VocabularyConfig.end_token")
+        added = tokenizer.get_added_tokens_decoder()
+        to_byte = {character: byte for byte, character in _byte_characters().items()}
+
+        def piece(token: int) -> bytes:
+            if token in added:
+                return b"" if added[token].special else added[token].content.encode()
+            text = tokenizer.id_to_token(token) or ""
+            # Tokens that no bytes merge to (reserved ones) may be written in any characters.
+            return bytes(map(to_byte.__getitem__, text)) if all(map(to_byte.__contains__, text)) else b""
+
+        num_tokens = max(tokenizer.get_vocab().values()) + 1
+        super().__init__([piece(token) for token in range(num_tokens)], end, size_multiple)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._digest("tokenizers", self._json.encode())
+
+    @property
+    def lossless(self) -> bool:
+        probe = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n <|endoftext|> 123,456 "
+        return self.decode(self.encode(probe)) == probe
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def save(self, folder: str | Path) -> None:
+        self._save(folder, "tokenizers", end_token=self.end_token)
+        (Path(folder) / TOKENIZER_NAME).write_text(self._json)
+
+
+def read_tokenizer(path: str | Path) -> tuple[str, str]:
+    """The contents of a tokenizer.json, and the token that ends documents (`DEFAULT_END`, if there is one).
+
+    Args:
+      path: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with vocab.json and merges.txt.
+
+    Raises:
+      UserError: there is nothing of the kind, or it can't be read.
+    """
+    path = Path(path).expanduser()
+    end = ""
+    if path.suffix == ".gguf":
+        tokenizer, end = _from_gguf(path)
+    elif not path.is_dir():
+        tokenizer = _read(path)
+    elif (path / TOKENIZER_NAME).exists():
+        tokenizer = _read(path / TOKENIZER_NAME)
+        if (path / "tokenizer_config.json").exists():
+            token = _load(path / "tokenizer_config.json").get("eos_token") or ""
+            end = token["content"] if isinstance(token, dict) else token
+    elif (path / "vocab.json").exists():
+        tokenizer = _from_merges(path / "vocab.json", path / "merges.txt")
+    else:
+        raise UserError(f"{path} has no tokenizer: neither {TOKENIZER_NAME} nor vocab.json and merges.txt")
+    if _parse(tokenizer, str(path)).token_to_id(DEFAULT_END) is not None:
+        end = DEFAULT_END
+    return tokenizer, end
+
+
+def _from_merges(vocabulary: Path, merges: Path) -> str:
+    lines = _read(merges).splitlines()
+    pairs = [line for line in lines if line and not line.startswith("#version")]
+    return _byte_level(_load(vocabulary), pairs, [DEFAULT_END], [], (), str(merges))
+
+
+def _from_gguf(path: Path) -> tuple[str, str]:
+    # Reading the file's header takes a second: only where it is asked for.
+    from meliad_like.conversion.gguf_file import open_gguf
+
+    file = open_gguf(path)
+    model, pre = file.value("tokenizer.ggml.model", ""), file.value("tokenizer.ggml.pre", "gpt-2")
+    if model != "gpt2" or pre not in GGUF_PRE_TOKENIZERS:
+        raise UserError(
+            f"{path}: we can't honour its tokenizer {model!r} with pre-tokenizer {pre!r}, only 'gpt2' with "
+            f"{', '.join(GGUF_PRE_TOKENIZERS)}: give the model's own {TOKENIZER_NAME}"
+        )
+    tokens, kinds = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type")
+    special, plain = ([t for t, kind in zip(tokens, kinds) if kind == wanted] for wanted in (CONTROL, USER_DEFINED))
+    ids = {token: i for i, token in enumerate(tokens)}
+    tokenizer = _byte_level(
+        ids, file.value("tokenizer.ggml.merges"), special, plain, GGUF_PRE_TOKENIZERS[pre], str(path)
+    )
+    return tokenizer, tokens[file.value("tokenizer.ggml.eos_token_id")]
+
+
+def _byte_level(
+    vocabulary: dict[str, int], merges: Sequence[str], special: list[str], plain: list[str], before: tuple, owner: str
+) -> str:
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    for pair in pairs:
+        if len(pair) != 2 or not all(part in vocabulary for part in (*pair, "".join(pair))):
+            raise UserError(f"{owner}: the merge {' '.join(pair)!r} is not of tokens of its vocabulary")
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level])  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    return tokenizer.to_str()
+
+
+def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(f"{owner} is no {TOKENIZER_NAME}: {error}") from None
+    saved = json.loads(tokenizer_json)
+    kinds = (saved["model"]["type"], (saved["decoder"] or {}).get("type"))
+    if kinds != ("BPE", "ByteLevel"):
+        raise UserError(
+            f"{owner} is {kinds[0]} with decoder {kinds[1]}, and no byte-level BPE; a SentencePiece model is read by "
+            "VocabularyConfig.kind = 'sentencepiece'"
+        )
+    return tokenizer
+
+
+def _byte_characters() -> dict[int, str]:
+    """The characters in which byte-level vocabularies write the bytes: printable ones as they are."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no tokenizer: it is not UTF-8") from None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is no JSON: {error}") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} is no JSON object")
+    return loaded
