@@ -123,13 +123,14 @@ def read_parameters(
             if found.shape[-1] != 3 * size:
                 raise UserError(f"{owner}: {where.name} has shape {found.shape}, its last axis should be {3 * size}")
             found = found[..., where.part * size : (where.part + 1) * size]
-        if where.interleaved:
-            rows = found.reshape(-1, config.head_size // 2, 2, found.shape[-1])
-            found = np.swapaxes(rows, 1, 2).reshape(found.shape)
+        shape = leaf.shape[::-1] if where.transposed else leaf.shape
+        if found.shape != shape:
+            raise UserError(f"{owner}: {where.name} has shape {found.shape}, its config asks for {shape}")
+        if where.interleaved and found.ndim == 2:
+            by_pair = found.reshape(-1, config.head_size // 2, 2, found.shape[-1])
+            found = np.swapaxes(by_pair, 1, 2).reshape(shape)
         if where.transposed:
             found = found.T
-        if found.shape != leaf.shape:
-            raise UserError(f"{owner}: {where.name} has shape {found.shape}, its config asks for {leaf.shape}")
         # Not copied once more where the device can use the host's memory.
         return jnp.asarray(np.ascontiguousarray(found, np.float32))
 

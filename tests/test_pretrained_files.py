@@ -1,0 +1,233 @@
+"""Pretrained models from files, written back, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import gguf
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from numpy_pretrained import NumpyLlama, window
+from test_golden_gpt2 import FOLDER, read
+
+from meliad_like.conversion.gguf_file import read_gguf
+from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
+from meliad_like.conversion.pretrained_names import LLAMA, to_tensors
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+
+LLAMA_CONFIG = PretrainedConfig(
+    architecture="llama",
+    num_layers=2,
+    model_width=24,
+    num_heads=6,
+    num_key_value_heads=2,
+    head_size=4,
+    feedforward_width=40,
+    activation="silu",
+    max_positions=32,
+    window_length=32,
+    norm_epsilon=1e-5,
+    rotary_base=1e5,
+)
+TOKENS = np.random.default_rng(0).integers(0, 50, (2, 20)).astype(np.int32)
+
+
+def random_llama(**changes):
+    config = dataclasses.replace(LLAMA_CONFIG, **changes)
+    params = Model(config, 50).init(jax.random.key(0))
+    # Larger than they begin, so that everything counts.
+    noise = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: 5 * x + noise.normal(0, 0.1, x.shape).astype(np.float32), params)
+    return Pretrained(config, 50, params)
+
+
+def logits(pretrained):
+    return read(Model(pretrained.config, pretrained.vocabulary_size), pretrained.params, TOKENS, 0)[2]
+
+
+def assert_same(actual, expected):
+    assert (actual.config, actual.vocabulary_size) == (expected.config, expected.vocabulary_size)
+    jax.tree.map(np.testing.assert_array_equal, actual.params, expected.params)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama_equals_numpy(tied):
+    pretrained = random_llama(tied_embedding=tied)
+    second = NumpyLlama(to_tensors(LLAMA, pretrained.params), pretrained.config)
+    expected = [window(second, tokens)[0] for tokens in TOKENS]
+    np.testing.assert_allclose(logits(pretrained), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_folder_and_back(tmp_path, tied):
+    pretrained = random_llama(tied_embedding=tied)
+    write_huggingface(pretrained, 3, tmp_path)
+    assert_same(read_huggingface(tmp_path), pretrained)
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 3
+
+
+def test_a_gpt2_folder_and_back(tmp_path):
+    write_huggingface(read_huggingface(FOLDER), 96, tmp_path)
+    theirs, ours = (safetensors.numpy.load_file(folder / "model.safetensors") for folder in (FOLDER, tmp_path))
+    assert theirs.keys() == ours.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+    saved = json.loads((FOLDER / "config.json").read_text())
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["n_inner"] = None  # four times the width: the same
+    assert {key: saved[key] for key in written} == written
+
+
+def test_several_files_of_bfloat16_and_older_names(tmp_path):
+    shutil.copy(FOLDER / "config.json", tmp_path)
+    tensors = {
+        name.removeprefix("transformer."): value.astype(ml_dtypes.bfloat16)
+        for name, value in safetensors.numpy.load_file(FOLDER / "model.safetensors").items()
+    }
+    tensors["h.0.attn.bias"] = np.ones((1, 1, 64, 64), ml_dtypes.bfloat16)
+    weight_map = {name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        part = {name: value for name, value in tensors.items() if weight_map[name] == file}
+        safetensors.numpy.save_file(part, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    whole = read_huggingface(FOLDER)
+    rounded = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), whole.params)
+    assert_same(read_huggingface(tmp_path), whole._replace(params=rounded))
+
+    index.write_text(json.dumps({"weight_map": weight_map | {"new": "model-1.safetensors"}}))
+    with pytest.raises(UserError, match="model-1.safetensors has no tensor new, which .* says it has"):
+        read_huggingface(tmp_path)
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(UserError, match="cannot read .*model-2.safetensors"):
+        read_huggingface(tmp_path)
+
+
+def write_gguf(pretrained, path, **metadata):
+    """As llama.cpp writes it: rotary pairs side by side, queries and keys permuted by head."""
+    config, k = pretrained.config, pretrained.config.head_size
+    tensors = to_tensors(LLAMA, pretrained.params)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.model_width)
+    writer.add_feed_forward_length(config.feedforward_width)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.norm_epsilon)
+    writer.add_rope_freq_base(config.rotary_base)
+    writer.add_token_list([f"t{i}" for i in range(pretrained.vocabulary_size)])
+    for key, value in metadata.items():
+        writer.add_string(f"llama.{key.replace('_', '.')}", value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    for name, value in tensors.items():
+        if "q_proj" in name or "k_proj" in name:
+            value = value.reshape(-1, 2, k // 2, config.model_width).swapaxes(1, 2).reshape(value.shape)
+        kind = gguf.GGMLQuantizationType.F32
+        if value.ndim == 2 and value.shape[1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType.Q8_0
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(theirs, gguf.quants.quantize(value, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file(tmp_path):
+    pretrained = random_llama()
+    opened = read_gguf(write_gguf(pretrained, tmp_path / "model.gguf"))
+    assert opened.config == dataclasses.replace(pretrained.config, norm_epsilon=opened.config.norm_epsilon)
+    assert np.float32(opened.config.norm_epsilon) == np.float32(1e-5)
+    jax.tree.map(np.testing.assert_array_equal, opened.params, pretrained.params)
+
+
+def test_a_quantised_gguf_file(tmp_path):
+    pretrained = random_llama(model_width=64, num_heads=4, head_size=16, feedforward_width=32)
+    opened = read_gguf(write_gguf(pretrained, tmp_path / "model.gguf"))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=np.abs(y).max() / 200), opened.params, pretrained.params
+    )
+    assert (np.asarray(opened.params["embedding"]) != pretrained.params["embedding"]).any()
+
+
+def test_damaged_gguf_files_are_refused(tmp_path):
+    path = write_gguf(random_llama(), tmp_path / "model.gguf")
+    whole = path.read_bytes()
+    for size in (3, 20, 200, 600, len(whole) // 2, len(whole) - 40):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match="model.gguf is truncated, or no GGUF file"):
+            read_gguf(path)
+    path.unlink()
+    with pytest.raises(UserError, match="cannot read .*model.gguf"):
+        read_gguf(path)
+    write_gguf(random_llama(), path, rope_scaling_type="yarn")
+    with pytest.raises(UserError, match="can't honour llama.rope.scaling.type = 'yarn'"):
+        read_gguf(path)
+
+
+def test_damaged_safetensors_are_refused(tmp_path):
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    for size in (4, 100, len(whole) - 8):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match="model.safetensors is damaged, or no safetensors file: "):
+            read_huggingface(tmp_path)
+    tensors = safetensors.numpy.load(whole)
+    for name, value, message in [
+        ("transformer.extra", np.zeros(3), "has a tensor transformer.extra that a gpt2 model .* has no place for"),
+        ("transformer.wpe.weight", np.zeros((65, 32)), r"transformer.wpe.weight has shape \(65, 32\), .* \(64, 32\)"),
+        ("transformer.h.0.attn.c_attn.weight", np.zeros((32, 95)), "its last axis should be 96"),
+        ("transformer.ln_f.bias", np.zeros(32, np.int32), "ln_f.bias is int32, and not float32"),
+    ]:
+        value = value if value.dtype == np.int32 else value.astype(np.float32)
+        safetensors.numpy.save_file(tensors | {name: value}, path)
+        with pytest.raises(UserError, match=message):
+            read_huggingface(tmp_path)
+    safetensors.numpy.save_file({k: v for k, v in tensors.items() if "h.1.ln_2.bias" not in k}, path)
+    with pytest.raises(UserError, match="has no tensor transformer.h.1.ln_2.bias"):
+        read_huggingface(tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match="has neither model.safetensors nor .*save_pretrained"):
+        read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "bert"}, "model_type 'bert' is none of gpt2, llama"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "can't honour rope_scaling"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, "rope_parameters.rope_type = 'llama3'"),
+        ({"sliding_window": 4096}, "can't honour sliding_window"),
+        ({"attention_bias": True}, "can't honour attention_bias"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is none of"),
+        ({"layer_types": ["sliding_attention"]}, r"we don't know layer_types = \['sliding_attention'\]"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers = 'two' is no int"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"num_key_value_heads": 4}, "num_heads=6 must be a multiple of num_key_value_heads=4"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(tmp_path, changes, message):
+    write_huggingface(random_llama(), 0, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(UserError, match=message):
+        read_huggingface(tmp_path)
+
+
+def test_newer_and_harmless_fields(tmp_path):
+    write_huggingface(random_llama(), 0, tmp_path)
+    config = tmp_path / "config.json"
+    saved = json.loads(config.read_text())
+    del saved["rope_theta"]
+    saved |= {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}, "use_cache": True, "new_switch": False}
+    config.write_text(json.dumps(saved))
+    assert read_huggingface(tmp_path).config == LLAMA_CONFIG
