@@ -47,6 +47,32 @@ def test_golden_updates(case, config, schedule):
         np.testing.assert_allclose(params[name][:16], expected, rtol=1e-6, atol=5e-7, err_msg=name)
 
 
+def test_nag_is_fairseqs():
+    """Its update as its code writes it, with rates that change from step to step and a decay of the weights."""
+    rates, m, decay = [0.5, 1.0, 0.2, 0.4], 0.9, 0.01
+    config = OptimizerConfig(name="nag", momentum=m, weight_decay=decay)
+    optimizer = make_optimizer(config, lambda step: jnp.asarray(rates)[step])
+    gradients = np.random.default_rng(0).normal(size=(4, 3))
+    ours, theirs, buffer = {"a": jnp.ones(3)}, np.ones(3), np.zeros(3)
+    state = optimizer.init(ours)
+    for step, (rate, gradient) in enumerate(zip(rates, gradients)):
+        correction = rate / rates[max(step - 1, 0)]
+        theirs = theirs * (1 - rate * decay) + m * m * correction * buffer - (1 + m) * rate * gradient
+        buffer = m * correction * buffer - rate * gradient
+        updates, state = optimizer.update({"a": jnp.asarray(gradient, jnp.float32)}, state, ours)
+        ours = optax.apply_updates(ours, updates)
+        np.testing.assert_allclose(ours["a"], theirs, rtol=1e-6)
+
+
+def test_nag_after_a_rate_of_zero():
+    optimizer = make_optimizer(OptimizerConfig(name="nag"), lambda step: jnp.asarray([0.0, 0.5])[step])
+    params = {"a": jnp.ones(2)}
+    updates, state = optimizer.update({"a": jnp.ones(2)}, optimizer.init(params), params)
+    np.testing.assert_array_equal(updates["a"], 0)
+    updates, _ = optimizer.update({"a": jnp.ones(2)}, state, params)
+    np.testing.assert_allclose(updates["a"], -0.5 * 1.9, rtol=1e-6)
+
+
 def test_factored_parameters_need_no_full_second_moment():
     params = {"large": jnp.ones((128, 200)), "small": jnp.ones((127, 200))}
     state = optax.tree_utils.tree_get(make_optimizer(OptimizerConfig(), scheduled).init(params), "v")
@@ -75,7 +101,7 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient():
     np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mu")["b"], [0.8], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name, removed", [("adam", 0.02 * 0.1 * 0.05), ("adafactor", 0.02)])
+@pytest.mark.parametrize("name, removed", [("adam", 0.02 * 0.1 * 0.05), ("adafactor", 0.02), ("nag", 0.02 * 0.1)])
 def test_weight_decay(name, removed):
     params, gradients = {"a": jnp.full(3, 2.0)}, {"a": jnp.zeros(3)}
     updates = one_update(OptimizerConfig(name=name, weight_decay=0.02), params, gradients)
@@ -89,7 +115,7 @@ def test_applied_rate_has_the_optimizers_factor():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"name": "adagrad"}, "'adagrad' is none of adafactor, adam"),
+        ({"name": "adagrad"}, "'adagrad' is none of adafactor, adam, nag"),
         ({"momentum": 1.0}, "momentum=1.0"),
         ({"base_rate": 0.0}, "base_rate=0.0"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),

@@ -40,6 +40,25 @@ def test_golden_learning_rates(key):
     np.testing.assert_allclose(schedule(GOLDEN["steps"]), GOLDEN[key], rtol=2e-6, atol=1e-9)
 
 
+def test_the_shortformers_schedule_is_fairseqs():
+    arrays = np.load(Path(__file__).parent / "golden" / "pia_lr_schedule.npz")
+    config = ScheduleConfig(
+        name="cosine_after_warmup", max_rate=1.0, min_rate=1e-4, first_rate=1e-7, warmup_steps=16_000
+    )
+    schedule = make_schedule(config, num_steps=286_000)
+    # A step is the number of updates before it. The paper's runs end before theirs would begin another wave.
+    used = arrays["updates"] < 286_000
+    assert used.sum() == 9
+    np.testing.assert_allclose(schedule(arrays["updates"][used]), arrays["lr"][used], rtol=2e-6)
+
+
+def test_the_wave_after_the_warmup_ends_at_the_lowest_rate():
+    schedule = make_schedule(ScheduleConfig(name="cosine_after_warmup", warmup_steps=10), num_steps=100)
+    np.testing.assert_allclose([schedule(step) for step in (10, 55, 100, 500)], [0.01, 0.0055, 0.001, 0.001], rtol=1e-6)
+    with pytest.raises(UserError, match="warmup_steps=100 leaves nothing of 100 steps to cosine_after_warmup"):
+        make_schedule(ScheduleConfig(name="cosine_after_warmup", warmup_steps=100), num_steps=100)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_step_zero_of_a_warmup_has_rate_zero(name):
     schedule = make_schedule(ScheduleConfig(name=name, warmup_steps=10), num_steps=100)
@@ -58,6 +77,7 @@ def test_constant():
         ({"name": "cosin"}, "'cosin' is none of cosine"),
         ({"min_rate": 0.1}, "min_rate=0.1 must be positive and at most max_rate=0.01"),
         ({"name": "linear", "spike_steps": 5}, "needs the cosine schedule, not linear"),
+        ({"first_rate": 0.02}, "first_rate=0.02 must be from 0 to max_rate=0.01"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"max_scheduled_steps": 0}, "max_scheduled_steps=0"),
     ],

@@ -20,8 +20,16 @@ GIN_NAME = "config.gin"
 
 # Fields that files of earlier versions lack, and whose defaults mean what those versions did.
 ADDED = frozenset(
-    f"DecoderConfig.{name}"
-    for name in ("feedback", "memory_layers", "memory_size", "memory_neighbours", "memory_search")
+    {
+        "DecoderConfig.feedback",
+        "DecoderConfig.memory_layers",
+        "DecoderConfig.memory_size",
+        "DecoderConfig.memory_neighbours",
+        "DecoderConfig.memory_search",
+        "ReaderConfig.kind",
+        "ScheduleConfig.first_rate",
+        "VocabularyConfig.end_token",
+    }
 )
 
 

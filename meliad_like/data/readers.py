@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from absl import logging
@@ -11,11 +11,17 @@ from meliad_like.data.batch import Batch
 from meliad_like.data.schedule import Run, Schedule
 from meliad_like.errors import UserError
 
+ReaderKind = Literal["lanes", "stream", "shuffled"]
+
 
 @dataclasses.dataclass(frozen=True)
 class ReaderConfig:
     """Which documents are read, how many tokens a step, and how far ahead of the step."""
 
+    kind: ReaderKind = "lanes"
+    """`lanes`: each lane reads whole documents, and forgets one when the next begins. `stream`: each lane reads its own
+    contiguous shard of all documents, and forgets at the end of an epoch alone. `shuffled`: segments of that stream in
+    an order of chance, nothing remembered."""
     store: str = ""
     """Folder of the token store that `python -m meliad_like.prepare` wrote."""
     segment_length: int = 4096
@@ -30,6 +36,8 @@ class ReaderConfig:
     """Batches that wait in the devices' memory, at most."""
 
     def __post_init__(self):
+        if self.kind not in get_args(ReaderKind):
+            raise UserError(f"ReaderConfig.kind={self.kind!r} is none of {', '.join(get_args(ReaderKind))}")
         for name in ("segment_length", "tokens_per_step", "num_threads", "batches_ahead", "device_batches_ahead"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
@@ -71,6 +79,11 @@ class Reader(Protocol):
     @property
     def num_steps(self) -> int | None:
         """Steps until every document is read; None where reading has no end."""
+        ...
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the positions that have no target."""
         ...
 
     def batch(self, step: int, lanes: Sequence[int]) -> Batch:
@@ -176,10 +189,18 @@ class LanesReader:
         first = run.offset * self.window_length
         last = min(first + run.num_blocks * self.window_length, int(self._targets[run.document]))
         tokens = self._split.tokens(run.document, first, last + 1)
-        if tokens.max() >= self._vocabulary_size or tokens.min() < 0:
-            place = int(np.flatnonzero((tokens >= self._vocabulary_size) | (tokens < 0))[0])
-            raise UserError(
-                f"token {tokens[place]} at position {first + place} of document {self._split.names[run.document]} "
-                f"is not in the vocabulary of {self._vocabulary_size}: prepare the token store again"
-            )
+        check_tokens(tokens, self._vocabulary_size, first, self._split.names[run.document])
         return tokens
+
+
+def check_tokens(tokens: np.ndarray, vocabulary_size: int, first: int, document: str) -> None:
+    """
+    Raises:
+      UserError: one of these tokens, the first of which is at position `first` of its document, is out of range.
+    """
+    if tokens.max() >= vocabulary_size or tokens.min() < 0:
+        place = int(np.flatnonzero((tokens >= vocabulary_size) | (tokens < 0))[0])
+        raise UserError(
+            f"token {tokens[place]} at position {first + place} of document {document} "
+            f"is not in the vocabulary of {vocabulary_size}: prepare the token store again"
+        )

@@ -1,4 +1,4 @@
-"""Optimizers, all from optax: their fields, their defaults, and what the gradient they are given means.
+"""Optimizers, from optax but for `nag`: their fields, their defaults, and what the gradient they are given means.
 
 The objective is the sum of the losses over the tokens divided by the constant number of positions in a batch (see
 `training/step.py`), so its gradient is nearly that of the mean. Adafactor divides the gradient by its own running size,
@@ -6,13 +6,17 @@ so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` 
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int
 
 from meliad_like.errors import UserError
 
-DEFAULT_BASE_RATE = {"adafactor": 1.0, "adam": 0.05}
-DEFAULT_WEIGHT_DECAY = {"adafactor": 0.0, "adam": 1e-4}
+DEFAULT_BASE_RATE = {"adafactor": 1.0, "adam": 0.05, "nag": 1.0}
+DEFAULT_WEIGHT_DECAY = {"adafactor": 0.0, "adam": 1e-4, "nag": 0.0}
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,13 @@ class OptimizerConfig:
     """Which optimizer, and its settings. The defaults are the reference's."""
 
     name: str = "adafactor"
-    """adafactor or adam."""
+    """adafactor, adam, or nag (Nesterov's accelerated gradient)."""
     base_rate: float | None = None
     """Factor on the schedule's learning rate. None: 1 for adafactor (whose steps are also scaled by each parameter's
-    own size), 0.05 for adam."""
+    own size) and for nag, 0.05 for adam."""
     momentum: float = 0.9
-    """Adafactor: average of the scaled updates, 0 for none (and no memory for it). Adam: its first decay."""
+    """Adafactor: average of the scaled updates, 0 for none (and no memory for it). Adam: its first decay. NAG: the
+    momentum."""
     adafactor_decay: float = 0.8
     """Adafactor: after t updates the second moment's decay is 1 - t ** -adafactor_decay."""
     adafactor_size: int = 128
@@ -33,8 +38,8 @@ class OptimizerConfig:
     adam_second_decay: float = 0.98
     """Adam: decay of the second moment."""
     weight_decay: float | None = None
-    """Share of a parameter removed by a step: for adam times the learning rate (AdamW), for adafactor as it is.
-    None: 0 for adafactor, 1e-4 for adam."""
+    """Share of a parameter removed by a step: for adam (AdamW) and nag times the learning rate, for adafactor as it is.
+    None: 0 for adafactor and nag, 1e-4 for adam."""
     clip_norm: float | None = None
     """Largest norm of the whole gradient (of the loss per position); None: no clipping."""
 
@@ -75,8 +80,43 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
             weight_decay_rate=weight_decay or None,
             eps=1e-30,
         )
+    elif config.name == "nag":
+        optimizer = nesterov(rate, config.momentum, weight_decay)
     else:
         optimizer = optax.adamw(rate, b1=config.momentum, b2=config.adam_second_decay, weight_decay=weight_decay)
     if config.clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+
+
+class NesterovState(NamedTuple):
+    """What `nesterov` remembers."""
+
+    count: Int[Array, ""]
+    """Updates so far."""
+    velocity: Any
+    """The last update but for what the gradient of its own step added at once; a tree like the parameters."""
+
+
+def nesterov(rate: optax.Schedule, momentum: float, weight_decay: float) -> optax.GradientTransformation:
+    """Nesterov's accelerated gradient as fairseq has it, whose velocity is measured in learning rates.
+
+    With gradient g, momentum m, rates r_t, and the velocity v_t = m (r_t / r_{t-1}) v_{t-1} - r_t g, the update is
+    m v_t - r_t g: the step from the point that the velocity leads to (Sutskever et al. 2013, section 2; Bengio et al.
+    2012, equation 7). So a change of the rate acts on the momentum at once, which `optax.sgd` leaves as it was.
+    """
+
+    def init(params):
+        return NesterovState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(gradient, state, params):
+        now, before = (jnp.asarray(rate(count)) for count in (state.count, jnp.maximum(state.count - 1, 0)))
+        # After a rate of 0 the velocity is 0 as well.
+        kept = momentum * jnp.where(before > 0, now / before, 0.0)
+        velocity = jax.tree.map(lambda v, g: kept * v - now * g, state.velocity, gradient)
+        updates = jax.tree.map(
+            lambda v, g, p: momentum * v - now * g - now * weight_decay * p, velocity, gradient, params
+        )
+        return updates, NesterovState(state.count + 1, velocity)
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # its params are optional

@@ -2,7 +2,8 @@
 
 The rate that is applied at a step is `multiplier * schedule(max(step, warmup)) * min(step, warmup) / warmup`: a line
 from 0 (at step 0 nothing is learned) up to where the schedule stands when the warmup ends, then the schedule. The
-schedule's own clock starts at step 0, not at the end of the warmup.
+schedule's own clock starts at step 0, not at the end of the warmup. Both are what `first_rate` and
+`cosine_after_warmup` do otherwise.
 """
 
 import math
@@ -23,15 +24,18 @@ class ScheduleConfig:
     """How the learning rate moves with the step."""
 
     name: str = "cosine"
-    """One of SCHEDULES: cosine, linear, exponential, inverse_square_root (the Block-Recurrent paper's:
-    1 / sqrt(step)), scaled_inverse_square_root (min_rate / sqrt(step / num_steps), at most max_rate), constant."""
+    """One of SCHEDULES: cosine, cosine_after_warmup (half a wave that begins where the warmup ends), linear,
+    exponential, inverse_square_root (the Block-Recurrent paper's: 1 / sqrt(step)), scaled_inverse_square_root
+    (min_rate / sqrt(step / num_steps), at most max_rate), constant."""
     max_rate: float | None = None
     """The highest rate. None: 0.01, or 0.05 for scaled_inverse_square_root. inverse_square_root has none."""
     min_rate: float = 0.001
-    """The rate at the last scheduled step. Cosine and linear then halve every num_steps; exponential and the inverse
-    square roots go on as they are."""
+    """The rate at the last scheduled step. Cosine and linear then halve every num_steps; cosine_after_warmup stays
+    there; exponential and the inverse square roots go on as they are."""
     warmup_steps: int = 1000
-    """Steps over which the rate grows from 0; 0: none."""
+    """Steps over which the rate grows from first_rate; 0: none."""
+    first_rate: float = 0.0
+    """The rate at step 0, where there is a warmup."""
     multiplier: float = 1.0
     """Factor on everything above."""
     max_scheduled_steps: int | None = None
@@ -50,6 +54,8 @@ class ScheduleConfig:
             raise UserError(f"max_scheduled_steps={self.max_scheduled_steps} must be at least 1")
         if not 0 < self.min_rate <= self.highest_rate:
             raise UserError(f"min_rate={self.min_rate} must be positive and at most max_rate={self.highest_rate}")
+        if not 0 <= self.first_rate <= self.highest_rate:
+            raise UserError(f"first_rate={self.first_rate} must be from 0 to max_rate={self.highest_rate}")
         if self.spike_steps and self.name != "cosine":
             raise UserError(f"spike_steps={self.spike_steps} needs the cosine schedule, not {self.name}")
 
@@ -63,6 +69,8 @@ class ScheduleConfig:
 def make_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
     """A function from the step (int32 scalar, from 0) to the learning rate (float32 scalar) of a run of `num_steps`."""
     length = config.max_scheduled_steps or num_steps
+    if config.name == "cosine_after_warmup" and config.warmup_steps >= length:
+        raise UserError(f"warmup_steps={config.warmup_steps} leaves nothing of {length} steps to {config.name}")
     base_schedule = SCHEDULES[config.name]
     warmup = config.warmup_steps
 
@@ -71,7 +79,8 @@ def make_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
         step = jnp.asarray(step, jnp.float32)
         rate = base_schedule(config, length, jnp.maximum(step, warmup))
         if warmup:
-            rate = rate * jnp.minimum(step, warmup) / warmup
+            first = config.first_rate
+            rate = jnp.where(step < warmup, first + (rate - first) * step / warmup, rate)
         return rate * config.multiplier
 
     return learning_rate
@@ -88,6 +97,12 @@ def _cosine(config: ScheduleConfig, length: int, step):
     if config.spike_steps:
         rate = jnp.maximum(rate, config.spike_rate * (config.spike_steps - step) / config.spike_steps)
     return rate
+
+
+def _cosine_after_warmup(config: ScheduleConfig, length: int, step):
+    # The square of a sine is accurate where the rate is low; 1 + cos is not.
+    left = (length - jnp.minimum(step, length)) / (length - config.warmup_steps)
+    return config.min_rate + jnp.sin(0.5 * math.pi * left) ** 2 * (config.highest_rate - config.min_rate)
 
 
 def _linear(config: ScheduleConfig, length: int, step):
@@ -114,6 +129,7 @@ def _constant(config: ScheduleConfig, length: int, step):
 
 SCHEDULES: dict[str, Callable] = {
     "cosine": _cosine,
+    "cosine_after_warmup": _cosine_after_warmup,
     "linear": _linear,
     "exponential": _exponential,
     "inverse_square_root": _inverse_square_root,

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch
-from meliad_like.data.readers import LanesReader
+from meliad_like.data.readers import LanesReader, Reader
+from meliad_like.data.stream import ShuffledReader, StreamReader
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
@@ -35,7 +36,7 @@ class Setup(NamedTuple):
 
     run: RunConfig
     store: TokenStore
-    reader: LanesReader
+    reader: Reader
     model: Model
     mesh: Mesh
     abstract_state: TrainState
@@ -58,14 +59,7 @@ def set_up(run: RunConfig) -> Setup:
     """
     store = TokenStore(run.data.store)
     store.check_settings(run.source, run.vocabulary)
-    reader = LanesReader(
-        store.split("train"),
-        run.data.num_lanes,
-        run.data.segment_length,
-        run.model.window_length,
-        run.training.seed,
-        vocabulary_size=store.vocabulary.size,
-    )
+    reader = make_reader(run, store)
     model = Model(run.model, store.vocabulary.size)
     mesh = make_mesh(run.mesh)
     lanes = lane_sharding(mesh, reader.num_lanes)
@@ -109,6 +103,22 @@ def set_up(run: RunConfig) -> Setup:
         initialise=jax.jit(initialise, out_shardings=shardings),
         train_step=train_step,
     )
+
+
+def make_reader(run: RunConfig, store: TokenStore) -> Reader:
+    """The reader of the training documents that the config asks for."""
+    arguments = (
+        store.split("train"),
+        run.data.num_lanes,
+        run.data.segment_length,
+        run.model.window_length,
+        run.training.seed,
+    )
+    size, end = store.vocabulary.size, store.vocabulary.end_of_document
+    if run.data.kind == "lanes":
+        return LanesReader(*arguments, vocabulary_size=size)
+    kind = {"stream": StreamReader, "shuffled": ShuffledReader}[run.data.kind]
+    return kind(*arguments, vocabulary_size=size, end_of_document=end)
 
 
 def abstract_batch(run: RunConfig) -> Batch:
