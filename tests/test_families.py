@@ -17,7 +17,7 @@ class ToyConfig:
     window_length: int = 16
     depth: int = 1
     activation_dtype: str = "float32"
-    clear_states: bool = False
+    needs_segments: bool = False
 
 
 TOY = ["RunConfig.model = 'toy'"]

@@ -162,7 +162,7 @@ def test_a_token_out_of_range_is_named(make_generator):
 
 def test_states_cleared_by_segment_are_refused():
     model = Model(dataclasses.replace(CONFIG, clear_states=True), V)
-    with pytest.raises(UserError, match="clear_states=True is for evaluation"):
+    with pytest.raises(UserError, match="clear_states=True and memory_update='segment' are for evaluation"):
         Generator(model, {}, segment_length=N, end_of_document=END, sampling=SamplingConfig())
 
 

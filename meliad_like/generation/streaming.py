@@ -52,8 +52,11 @@ class Generator:
         Raises:
           UserError: the model's states depend on where segments begin, which a document that is being written has not.
         """
-        if model.config.clear_states:
-            raise UserError("clear_states=True is for evaluation: text has no segments at which to clear the states")
+        if model.config.needs_segments:
+            raise UserError(
+                "clear_states=True and memory_update='segment' are for evaluation: text has no segments at whose ends "
+                "to forget or to remember"
+            )
         self._model, self._params = model, params
         self._segment_length, self._window_length = segment_length, model.config.window_length
         self._end_of_document = end_of_document

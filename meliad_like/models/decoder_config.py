@@ -139,6 +139,11 @@ class DecoderConfig:
         return self._indices(self.memory_layers)
 
     @property
+    def needs_segments(self) -> bool:
+        """Whether what is remembered depends on where segments end."""
+        return self.clear_states or (bool(self.memory_layers) and self.memory_update == "segment")
+
+    @property
     def num_read_states(self) -> int:
         """States that a layer reads which is not itself recurrent."""
         return {"none": 0, "last": 1, "all": len(self.recurrent_layers)}[self.feedback] * self.num_states

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from meliad_like.models.decoder import Decoder
 from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.flops import forward_flops_per_token
+from meliad_like.models.flops import forward_flops_per_token, training_flops_per_token
 from meliad_like.models.pretrained import flops as pretrained_flops
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.decoder import PretrainedDecoder
@@ -35,9 +35,8 @@ class ModelConfig(Protocol):
         ...
 
     @property
-    def clear_states(self) -> bool:
-        """Whether something is forgotten at the end of every segment, however long that is; such a model can be
-        evaluated, but it can't write."""
+    def needs_segments(self) -> bool:
+        """Whether what is remembered depends on where segments end; such a model can be evaluated, but it can't write."""
         ...
 
 
@@ -49,10 +48,13 @@ class Family(NamedTuple):
     """(config, vocabulary_size, *, rngs) -> the module."""
     forward_flops_per_token: Callable[[Any, int], float]
     """(config, vocabulary_size) -> operations of a token's forward pass; see `models/flops.py` for what is counted."""
+    training_flops_per_token: Callable[[Any, int], float] | None = None
+    """The same of a training step; by default three times the forward pass, because every product has two more in the
+    backward pass, one for each of its factors."""
 
 
 FAMILIES = {
-    "decoder": Family(DecoderConfig, Decoder, forward_flops_per_token),
+    "decoder": Family(DecoderConfig, Decoder, forward_flops_per_token, training_flops_per_token),
     "pretrained": Family(PretrainedConfig, PretrainedDecoder, pretrained_flops.forward_flops_per_token),
     "shortformer": Family(ShortformerConfig, Shortformer, shortformer_flops_per_token),
 }

@@ -21,7 +21,7 @@ def forward_flops_per_token(config: DecoderConfig, vocabulary_size: int) -> floa
 def training_flops_per_token(config: DecoderConfig, vocabulary_size: int) -> float:
     """Forward and backward pass: every product has two more in the backward pass, one for each of its factors.
 
-    But a memory's search has none, and attention to what it found only those for query and weights.
+    But a memory's search has none, and attention to what it found only those for its query and its weights.
     """
     saved = len(config.memory_indices) * (2 * search_flops(config) + recall_flops(config))
     return 3 * forward_flops_per_token(config, vocabulary_size) - saved

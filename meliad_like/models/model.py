@@ -52,8 +52,9 @@ class Model:
 
     @property
     def training_flops_per_token(self) -> float:
-        """Forward and backward pass: every product has two more in the backward pass, one for each of its factors."""
-        return 3 * self.forward_flops_per_token
+        """Forward and backward pass."""
+        count = self._family.training_flops_per_token
+        return 3 * self.forward_flops_per_token if count is None else count(self.config, self.vocabulary_size)
 
     def init(self, key: PRNGKeyArray) -> dict[str, Any]:
         """Fresh parameters: nested dictionaries of float32 arrays."""

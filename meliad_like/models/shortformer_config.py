@@ -42,7 +42,7 @@ class ShortformerConfig:
     remat: Remat = "none"
     """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
 
-    clear_states: ClassVar[bool] = False
+    needs_segments: ClassVar[bool] = False
 
     def __post_init__(self):
         for field, choices in (("position", Position), ("activation_dtype", ActivationDtype), ("remat", Remat)):

@@ -138,6 +138,6 @@ class PretrainedConfig:
         return self.window_length - self.overlap
 
     @property
-    def clear_states(self) -> bool:
+    def needs_segments(self) -> bool:
         """Nothing depends on where segments end."""
         return False
