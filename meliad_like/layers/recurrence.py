@@ -45,8 +45,12 @@ class LstmGate(nnx.Module):
     def __call__(
         self, state: Float[Array, "b r d"], hidden: Float[Array, "b r f"], update: Float[Array, "b r d"]
     ) -> Float[Array, "b r d"]:
-        forget = jax.nn.sigmoid(self.forget(hidden) + 1)
-        return forget * state + jax.nn.sigmoid(self.input(hidden) - 1) * update
+        forget, input_ = self.gates(hidden)
+        return forget * state + input_ * update
+
+    def gates(self, hidden: Float[Array, "b r f"]) -> tuple[Float[Array, "b r d"], Float[Array, "b r d"]]:
+        """How much is kept, and how much of the update is taken in."""
+        return jax.nn.sigmoid(self.forget(hidden) + 1), jax.nn.sigmoid(self.input(hidden) - 1)
 
 
 GATES = {"fixed": FixedGate, "lstm": LstmGate}
