@@ -28,7 +28,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.layers.sharding import MESH_AXES_OF
 from meliad_like.models.model import Model
-from meliad_like.training.loss import token_losses
+from meliad_like.training.loss import segment_losses
 from meliad_like.training.mesh import carry_shardings, lane_sharding, replicated
 
 
@@ -222,9 +222,7 @@ class Evaluator:
 
 
 def _step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _Losses]:
-    module = model.bind(params)
-    hidden, carry = module(batch.inputs, carry, batch.start)
-    losses = token_losses(module, hidden, batch.targets, loss_slice)
+    losses, carry = segment_losses(model.bind(params), batch, carry, loss_slice)
     return carry, _Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
 
 

@@ -1,10 +1,15 @@
 """Cross-entropy by slices of the segment, so that logits for all of it never exist."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from meliad_like.data.batch import Batch
+
+# Folded into the step's dropout key; models fold in the numbers of their layers.
+SOFTMAX = 2**32 - 1
 
 
 class TokenLosses(NamedTuple):
@@ -47,3 +52,17 @@ def token_losses(
     # Logits are computed again in the backward pass instead of being kept.
     by_slice = jax.lax.map(lambda y: jax.checkpoint(losses)(*y), tuple(slices))
     return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(targets.shape), by_slice)
+
+
+def segment_losses(
+    module, batch: Batch, carry: Any, slice_length: int, dropout_key: PRNGKeyArray | None = None
+) -> tuple[TokenLosses, Any]:
+    """The module reads a segment: the loss of every target, and the carry for the next segment.
+
+    A module whose hidden vectors of a segment should not all exist at once has a method `losses` for it.
+    """
+    if hasattr(module, "losses"):
+        return module.losses(batch.inputs, batch.targets, carry, batch.start, dropout_key, slice_length=slice_length)
+    hidden, carry = module(batch.inputs, carry, batch.start, dropout_key)
+    softmax_key = None if dropout_key is None else jax.random.fold_in(dropout_key, SOFTMAX)
+    return token_losses(module, hidden, batch.targets, slice_length, softmax_key), carry

@@ -11,11 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from meliad_like.data.batch import Batch
 from meliad_like.models.model import Model
 from meliad_like.training.config import TrainingConfig
-from meliad_like.training.loss import token_losses
+from meliad_like.training.loss import segment_losses
 from meliad_like.training.state import TrainState
-
-# Folded into the step's dropout key; models fold in the numbers of their layers.
-SOFTMAX = 2**32 - 1
 
 
 class StepMetrics(NamedTuple):
@@ -55,10 +52,7 @@ def make_train_step(
     key = jax.random.key(config.seed)
 
     def loss(params, carry, batch: Batch, dropout_key):
-        module = model.bind(params)
-        hidden, carry = module(batch.inputs, carry, batch.start, dropout_key)
-        softmax_key = jax.random.fold_in(dropout_key, SOFTMAX)
-        losses = token_losses(module, hidden, batch.targets, config.loss_slice, softmax_key)
+        losses, carry = segment_losses(model.bind(params), batch, carry, config.loss_slice, dropout_key)
         nats = jnp.where(batch.loss_mask, losses.nats, 0.0)
         sums = _Sums(jnp.sum(nats), jnp.sum(losses.correct & batch.loss_mask), jnp.sum(batch.loss_mask))
         return sums.nats, (sums, carry, jnp.all(jnp.isfinite(nats), axis=1))

@@ -1,0 +1,131 @@
+"""Windows that repeat the last tokens of the window before them, in which only new tokens are predicted.
+
+Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 4.2. With an overlap of 0 windows are
+disjoint; with one less than the window every token is predicted from a window of its own.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meliad_like.data.batch import Batch
+from meliad_like.data.readers import Split, check_tokens
+from meliad_like.data.schedule import Schedule
+from meliad_like.errors import UserError
+
+
+class WindowsReader:
+    """Each lane reads documents one after the other, window by window.
+
+    Window i of a document has the inputs from token i (w - overlap) on; the targets are one further. Those of the first
+    window all count, of later windows the last w - overlap: so every token after a document's first is predicted
+    exactly once, and all but those of the first window see at least overlap + 1 tokens.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        num_lanes: int,
+        segment_length: int,
+        window_length: int,
+        seed: int = 0,
+        *,
+        overlap: int,
+        vocabulary_size: int,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        apart: bool = False,
+    ):
+        """
+        Args:
+          split: the documents.
+          num_lanes: lanes over all hosts.
+          segment_length: tokens that each lane reads in a step, those that windows repeat among them.
+          window_length: tokens of a window (w).
+          seed: decides the order of the documents, with the epoch's number.
+          overlap: tokens that a window repeats.
+          vocabulary_size: token ids must be below it.
+          shuffle, epochs: as in `Schedule`; for evaluation `shuffle=False, epochs=1`.
+          apart: each segment is a sequence of its own, the first window of which follows none: the document is cut into
+            sequences that repeat nothing of each other.
+
+        Raises:
+          UserError: segment_length is no multiple of window_length, the overlap does not fit, or no document has a
+            target.
+        """
+        if segment_length % window_length:
+            raise UserError(f"segment_length={segment_length} must be a multiple of window_length={window_length}")
+        if not 0 <= overlap < window_length:
+            raise UserError(f"overlap={overlap} must be at least 0 and below window_length={window_length}")
+        self.num_lanes = num_lanes
+        self.segment_length = segment_length
+        self.window_length = window_length
+        self.overlap = overlap
+        self._stride = window_length - overlap
+        self._split = split
+        self._vocabulary_size = vocabulary_size
+        self._epochs = epochs
+        self._apart = apart
+        self._targets = np.maximum(np.asarray(split.lengths, np.int64) - 1, 0)
+        if apart:
+            windows = -(-self._targets // self._tokens_apart) * self._windows_in_segment
+        else:
+            windows = np.where(self._targets > 0, 1 - (window_length - self._targets) // self._stride, 0)
+            windows = np.where((self._targets > 0) & (self._targets <= window_length), 1, windows)
+        self._windows = windows
+        self._schedule = Schedule(windows, num_lanes, seed, shuffle=shuffle, epochs=epochs)
+
+    @property
+    def _windows_in_segment(self) -> int:
+        return self.segment_length // self.window_length
+
+    @property
+    def _tokens_apart(self) -> int:
+        """Targets of a sequence of its own."""
+        return self.overlap + self._windows_in_segment * self._stride
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps until every lane is done; None where reading has no end."""
+        num_windows = self._schedule.num_blocks
+        return None if num_windows is None else -(-num_windows // self._windows_in_segment)
+
+    @property
+    def padding_share(self) -> float:
+        """Share of an epoch's positions that have no target, those that windows repeat among them."""
+        return 1 - float(self._targets.sum() / (self._windows.sum() * self.window_length))
+
+    def batch(self, step: int, lanes: Sequence[int]) -> Batch:
+        """Rows `lanes` of the batch of a step, as numpy arrays; `start` marks windows that follow none.
+
+        Raises:
+          UserError: a token id is not below vocabulary_size.
+        """
+        c, w = self._windows_in_segment, self.window_length
+        inputs, targets = np.zeros((2, len(lanes), c, w), np.int32)
+        loss_mask = np.zeros(inputs.shape, bool)
+        start = np.zeros((len(lanes), c), bool)
+        document, position = np.full(start.shape, -1, np.int32), np.zeros(start.shape, np.int32)
+        for row, lane in enumerate(lanes):
+            for run in self._schedule.runs(lane, step * c, c):
+                for i in range(run.num_blocks):
+                    place = (row, run.block - step * c + i)
+                    first, follows = self._window(run.offset + i)
+                    length = min(w, int(self._targets[run.document]) - first)
+                    repeated = self.overlap if follows else 0
+                    if length <= repeated:
+                        continue  # the rest of a sequence that is longer than its document
+                    tokens = self._split.tokens(run.document, first, first + length + 1)
+                    check_tokens(tokens, self._vocabulary_size, first, self._split.names[run.document])
+                    inputs[place][:length], targets[place][:length] = tokens[:-1], tokens[1:]
+                    loss_mask[place][repeated:length] = True
+                    start[place], document[place], position[place] = not follows, run.document, first
+        flat = (x.reshape(len(lanes), -1) for x in (inputs, targets, loss_mask))
+        return Batch(*flat, start, document, position)
+
+    def _window(self, index: int) -> tuple[int, bool]:
+        """(first input of a document's window, whether it follows another one)."""
+        if not self._apart:
+            return index * self._stride, index > 0
+        sequence, index = divmod(index, self._windows_in_segment)
+        return sequence * self._tokens_apart + index * self._stride, index > 0

@@ -1,0 +1,213 @@
+"""The recurrence between windows of a pretrained decoder, against loops over windows in numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy_pretrained import NumpyGPT2, NumpyLlama, document
+
+from meliad_like.conversion.pretrained_names import GPT2, LLAMA, to_tensors
+from meliad_like.data.windows import WindowsReader
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.parts import Inserted
+from meliad_like.training.loss import segment_losses
+
+V, W = 40, 8
+COMMON = {"num_layers": 3, "model_width": 16, "num_heads": 4, "head_size": 4, "feedforward_width": 24}
+ARCHITECTURES = {
+    "gpt2": {"num_key_value_heads": 4, "activation": "gelu_tanh"},
+    "llama": {"num_key_value_heads": 2, "activation": "silu"},
+}
+RECURRENT = {"insertion_layers": (1,), "recurrence_width": 5, "recurrence_depth": 2}
+TOKENS = np.random.default_rng(0).integers(0, V, 60).astype(np.int32)
+
+
+class Document:
+    names, lengths = ("document",), np.array([len(TOKENS)])
+    tokens = staticmethod(lambda document, start, stop: TOKENS[start:stop])
+
+
+def make(architecture="gpt2", **changes):
+    fields = {"max_positions": 12, "window_length": W, **COMMON, **ARCHITECTURES[architecture], **changes}
+    model = Model(PretrainedConfig(architecture=architecture, **fields), V)
+    # Larger than they begin, so that everything counts.
+    noise = np.random.default_rng(1)
+    params = model.init(jax.random.key(0))
+    return model, jax.tree.map(lambda x: x + noise.normal(0, 0.3, x.shape).astype(np.float32), params)
+
+
+def reader(model, windows=3):
+    return WindowsReader(
+        Document(),  # type: ignore[arg-type]
+        1,
+        windows * W,
+        W,
+        overlap=model.config.overlap,
+        vocabulary_size=V,
+        shuffle=False,
+        epochs=1,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def losses_of_segment(model, params, batch, carry):
+    losses, carry = segment_losses(model.bind(params), batch, carry, 4)
+    return losses.nats, carry
+
+
+def losses_by_windows(model, params, windows=3):
+    """The losses of the document's tokens, segment by segment."""
+    carry, found = model.bind(params).init_carry(1), []
+    for step in range(reader(model, windows).num_steps):
+        batch = reader(model, windows).batch(step, [0])
+        nats, carry = losses_of_segment(model, params, batch, carry)
+        found.append(np.asarray(nats)[batch.loss_mask])
+    return np.concatenate(found)
+
+
+def losses_in_numpy(model, params):
+    kind, table = {"gpt2": (NumpyGPT2, GPT2), "llama": (NumpyLlama, LLAMA)}[model.config.architecture]
+    decoder = {name: value for name, value in params.items() if name != "recurrence"}
+    return document(kind(to_tensors(table, decoder), model.config), params.get("recurrence"), TOKENS)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"overlap": 3},
+        {"pooling": "sum", "insertion_point": "after_norm", "pooled_layers": "final_norm"},
+        {"pooling": "max", "insertion_layers": (0, -1), "num_inserted": 3, "overlap": 7},
+        {"pooling": "attention", "insertion_layers": (0, 1, 2), "recurrence_activation": "tanh", "overlap": 1},
+        {"recurrence_depth": 0, "insertion_layers": (2,)},
+    ],
+)
+def test_the_recurrence_is_a_loop_over_windows(architecture, changes):
+    model, params = make(architecture, **{**RECURRENT, **changes})
+    expected = losses_in_numpy(model, params)
+    np.testing.assert_allclose(losses_by_windows(model, params), expected, rtol=1e-4, atol=1e-4)
+    # It does something: without it, later windows are predicted otherwise.
+    without, _ = make(architecture, overlap=model.config.overlap)
+    decoder = {name: value for name, value in params.items() if name != "recurrence"}
+    plain = losses_by_windows(without, decoder)
+    np.testing.assert_allclose(plain[:W], expected[:W], rtol=1e-4, atol=1e-4)
+    assert np.abs(plain[W:] - expected[W:]).max() > 0.01
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_plain_windows_are_a_loop_as_well(architecture):
+    model, params = make(architecture, overlap=3, tied_embedding=False)
+    np.testing.assert_allclose(losses_by_windows(model, params), losses_in_numpy(model, params), rtol=1e-4, atol=1e-4)
+
+
+def test_how_long_segments_are_does_not_matter():
+    model, params = make(**RECURRENT, overlap=3)
+    whole = losses_by_windows(model, params, windows=4)
+    np.testing.assert_allclose(losses_by_windows(model, params, windows=1), whole, atol=1e-5)
+
+
+def test_hidden_vectors_give_the_same_losses():
+    model, params = make(**RECURRENT)
+    batch = reader(model).batch(0, [0])
+    module = model.bind(params)
+    hidden, carry = module(batch.inputs, module.init_carry(1), batch.start)
+    nats = jax.nn.logsumexp(module.logits(hidden), axis=-1)
+    nats -= jnp.take_along_axis(module.logits(hidden), batch.targets[..., None], axis=-1)[..., 0]
+    losses, other = losses_of_segment(model, params, batch, module.init_carry(1))
+    np.testing.assert_allclose(nats, losses, atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), carry, other)
+
+
+def test_without_influence_it_is_the_unmodified_model():
+    model, params = make(**RECURRENT, num_inserted=2)
+    module = model.bind(params)
+    tokens, first = TOKENS[None, :W], jnp.zeros(1, jnp.int32)
+    vectors = 100 * jnp.ones((1, 2, 16))
+    absent, _ = module.read_window(tokens, first, None, Inserted(vectors, jnp.zeros(1, bool)))
+    plain, _ = module.read_window(tokens, first)
+    present, _ = module.read_window(tokens, first, None, Inserted(vectors, jnp.ones(1, bool)))
+    np.testing.assert_allclose(absent[-1], plain[-1], atol=1e-5)
+    assert np.abs(present[-1] - plain[-1]).max() > 0.1
+    # The layer below the insertion does not know of it.
+    np.testing.assert_array_equal(present[1], plain[1])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("changes", [{}, {"overlap": 3}, {**RECURRENT}, {**RECURRENT, "overlap": 3, "pooling": "max"}])
+def test_a_token_at_a_time_is_the_windows(architecture, changes):
+    """Two lanes that are three tokens apart: windows end for one and not for the other."""
+    model, params = make(architecture, **changes)
+    module = model.bind(params)
+
+    @jax.jit
+    def read_all(tokens, carry):
+        def step(carry, token):
+            logits, carry = module.decode_step(token, carry)
+            return carry, jax.nn.log_softmax(logits)
+
+        return jax.lax.scan(step, carry, tokens)[1]
+
+    tokens = np.stack([TOKENS[:-1], np.concatenate([TOKENS[:3], TOKENS[:-4]])], axis=1)
+    carry = module.init_carry(2, decoding=True)
+    log_probabilities = np.asarray(read_all(tokens, carry))
+    expected = losses_by_windows(model, params)
+    found = -log_probabilities[np.arange(len(TOKENS) - 1), 0, TOKENS[1:]]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_going_on_from_blocks_token_by_token(overlap):
+    model, params = make(**RECURRENT, overlap=overlap)
+    module = model.bind(params)
+    start = np.zeros((1, 3), bool)
+    start[:, 0] = True
+    _, carry = module(TOKENS[None, : 3 * W], module.init_carry(1, decoding=True), start)
+    logits, _ = module.decode_step(TOKENS[3 * W : 3 * W + 1], carry)
+    expected = losses_by_windows(model, params)[3 * W]
+    assert -jax.nn.log_softmax(logits)[0, TOKENS[3 * W + 1]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_depends_on_what():
+    model, params = make(**RECURRENT)
+    start = np.array([[True, False, False, True]])
+
+    def last(embedded, place):
+        # Tokens as mixtures of one: the gradient by mixture says whether a token matters.
+        bound = model.bind({**params, "embedding": params["embedding"]})
+        bound.embedding = type(bound.embedding)(embedded)
+        hidden, _ = bound(jnp.arange(4 * W)[None], bound.init_carry(1), start)
+        return jnp.sum(hidden[0, place] ** 2)
+
+    embedded = params["embedding"][TOKENS[: 4 * W]]
+
+    def depends(place):
+        return np.asarray(jnp.abs(jax.grad(last)(embedded, place)).max(axis=1) > 0)
+
+    # A window sees itself, and through the recurrence all of the document's windows before it.
+    np.testing.assert_array_equal(depends(2 * W + 4), np.arange(4 * W) <= 2 * W + 4)
+    np.testing.assert_array_equal(depends(3 * W + 2), (np.arange(4 * W) >= 3 * W) & (np.arange(4 * W) <= 3 * W + 2))
+
+
+def test_memory_is_that_of_one_window():
+    def temporaries(windows, **changes):
+        model, _ = make(**RECURRENT, **changes)
+        params = model.abstract_params
+        carry = jax.eval_shape(lambda: model.bind(model.init(jax.random.key(0))).init_carry(2))
+        tokens = jax.ShapeDtypeStruct((2, windows * W), jnp.int32)
+        start = jax.ShapeDtypeStruct((2, windows), bool)
+
+        def loss(params, tokens, carry, start):
+            losses, _ = model.bind(params).losses(tokens, tokens, carry, start, slice_length=W)
+            return jnp.sum(losses.nats)
+
+        compiled = jax.jit(jax.grad(loss)).lower(params, tokens, carry, start).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    two, eighteen = temporaries(2), temporaries(18)
+    # Sixteen more windows: their tokens, losses and vectors, and nothing of the size of a layer's output.
+    per_window = (eighteen - two) / 16
+    assert per_window < 2 * W * 16 * 4
