@@ -16,6 +16,7 @@ from meliad_like.training.config import TrainingConfig
 from meliad_like.training.mesh import MeshConfig
 from meliad_like.training.optimizers import OptimizerConfig
 from meliad_like.training.schedules import ScheduleConfig
+from meliad_like.training.stages import StagesConfig, stages_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class RunConfig:
     """The learning rate of each step."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """The loop: number of steps, seed, what happens how often."""
+    stages: StagesConfig = field(default_factory=StagesConfig)
+    """Stages of training with other lengths, before the one that all of the above describes."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How the devices are laid out."""
 
@@ -48,6 +51,8 @@ class RunConfig:
             raise UserError(
                 f"gradient_accumulation={parts} must divide the {num_lanes} lanes (tokens_per_step / segment_length)"
             )
+        if self.stages.num_steps:
+            stages_of(self)
 
 
 FAMILY = "RunConfig.model"

@@ -21,6 +21,7 @@ GIN_NAME = "config.gin"
 # Fields that files of earlier versions lack, and whose defaults mean what those versions did.
 ADDED = frozenset(
     {
+        "RunConfig.stages",
         "DecoderConfig.feedback",
         "DecoderConfig.memory_layers",
         "DecoderConfig.memory_size",
@@ -54,7 +55,7 @@ def from_json(text: str) -> RunConfig:
         saved = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"the saved config is not JSON: {error}") from None
-    _check_names("", saved, set(field_types(RunConfig)))
+    _check_names("", saved, set(field_types(RunConfig)), _added(RunConfig))
     family = "decoder"
     if isinstance(saved["model"], dict):
         # Before there were families, every model was a decoder.
@@ -63,11 +64,16 @@ def from_json(text: str) -> RunConfig:
         raise UserError(f"the saved config has model.family={family!r}, which is none of {', '.join(FAMILIES)}")
     parts = {}
     for name, part in part_classes(family).items():
+        if name not in saved:
+            continue
         types = field_types(part)
-        added = {key for key in types if f"{part.__name__}.{key}" in ADDED}
-        _check_names(f"{name}.", saved[name], set(types), added)
+        _check_names(f"{name}.", saved[name], set(types), _added(part))
         parts[name] = part(**{key: fit(value, types[key], f"{name}.{key}") for key, value in saved[name].items()})
     return RunConfig(**parts)
+
+
+def _added(config_class: type) -> set[str]:
+    return {key for key in field_types(config_class) if f"{config_class.__name__}.{key}" in ADDED}
 
 
 def _check_names(prefix: str, saved: Any, names: set[str], optional: Set[str] = frozenset()) -> None:

@@ -1,6 +1,6 @@
 """The training loop: from a config and a working folder to a trained model, in sections that read top to bottom."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -20,12 +20,13 @@ from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.opening import save_vocabulary
 from meliad_like.training.reporting import Reporter
 from meliad_like.training.setup import Setup, metadata, set_up, starting_state
+from meliad_like.training.stages import stages_of
 from meliad_like.training.state import TrainState
 from meliad_like.training.step import StepMetrics
 
 
 def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> int:
-    """Trains until `num_steps`, going on from the working folder's newest checkpoint.
+    """Trains until `num_steps`, stage after stage, going on from the working folder's newest checkpoint.
 
     Returns:
       The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM with everything saved.
@@ -33,15 +34,16 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
     Raises:
       UserError: the config does not fit the documents, the devices or the folder, or the loss is not finite.
     """
-    # --- set-up ---
+    # --- set-up, of all stages: a mistake in the last one is found now ---
     folder = epath.Path(workdir)
-    setup = set_up(run)
+    setups = [set_up(run, stage) for stage in stages_of(run)]
+    _check_parameters(setups)
     # By every process, and before the first one writes: where one alone found a mistake, the others would wait for it.
     configuration.check_workdir(run, folder)
     multihost_utils.sync_global_devices("the working folder is this run's")
     if jax.process_index() == 0:
         configuration.save(run, folder)
-        save_vocabulary(setup.store.vocabulary, folder / "checkpoints")
+        save_vocabulary(setups[0].store.vocabulary, folder / "checkpoints")
     num_steps = run.training.num_steps
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -49,71 +51,96 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
         keep_every=run.training.checkpoint_keep_every or None,
     )
     with checkpoints:
-        state = starting_state(setup, checkpoints, load_dir)
-        start_step = int(state.step)
+        start_step = checkpoints.read_metadata()["step"] if checkpoints.steps() else 0
         if start_step >= num_steps:
             if jax.process_index() == 0:
                 print(f"{folder} is at step {start_step} of {num_steps}: nothing left to do; raise num_steps to go on")
             return 0
-
-        train_step = setup.compile_step()
-
-        def save(step: int, state: TrainState) -> None:
-            # What stops a run often comes at a step that was saved anyway.
-            if step not in checkpoints.steps():
-                checkpoints.save(step, state, metadata(setup, step))
-
-        # --- one step after the other; the host is always a step ahead of the devices ---
-        with (
-            MetricsWriter(folder, start_step, num_steps) as writer,
-            preemption.Preemption() as preempted,
-            load_batches(
-                setup.reader,
-                lane_sharding(setup.mesh, setup.reader.num_lanes),
-                start_step,
-                num_threads=run.data.num_threads,
-                batches_ahead=run.data.batches_ahead,
-                device_batches_ahead=run.data.device_batches_ahead,
-            ) as batches,
-        ):
+        # A stage's last checkpoint holds what that stage remembered.
+        first = next(i for i, setup in enumerate(setups) if start_step <= setup.stage.last_step)
+        state = starting_state(setups[first], checkpoints, load_dir)
+        with MetricsWriter(folder, start_step, num_steps) as writer, preemption.Preemption() as preempted:
             writer.say(
-                f"{setup.model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
-                f"{setup.reader.padding_share:.2%} of the positions are padding"
+                f"{setups[-1].model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
+                f"{setups[first].reader.padding_share:.2%} of the positions are padding"
             )
-            reporter = Reporter(setup, writer, batches)
-            # The checkpoint comes last: what the others met is then known before it is written.
-            hooks = [
-                Hook(run.training.evaluate_every, evaluation_hook(setup, writer)),
-                Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
-                Hook(run.training.checkpoint_every, save),
-            ]
-            pending: tuple[int, StepMetrics] | None = None
-            step = start_step
-            while step < num_steps:
-                state, metrics = train_step(state, next(batches))
-                step += 1
-                # The metrics of the step before are ready; those of this one would make the host wait.
-                if pending is not None:
-                    _report(reporter, setup, pending, state, save)
-                pending = (step, metrics)
-                stop = preempted.reached(step)
-                due = [hook for hook in hooks if hook.due(step, num_steps)]
-                if due or stop:
-                    _report(reporter, setup, pending, state, save)
-                    pending = None
-                    with reporter.time_out():
-                        for hook in due:
-                            hook.call(step, state)
-                if stop:
-                    save(step, state)
-                    checkpoints.wait()
+            for setup in setups[first:]:
+                if setup is not setups[first]:
+                    state = setup.begin_stage(state)
                     writer.say(
-                        f"SIGTERM: saved step {step} in {checkpoints.folder}; the same command goes on from there"
+                        f"step {setup.stage.first_step:,}: {setup.reader.num_lanes} lanes of "
+                        f"{setup.run.data.segment_length} tokens from here on"
                     )
-                    return preemption.EXIT_STATUS
+                if int(state.step) < setup.stage.last_step:
+                    state, stopped = _train_stage(setup, state, folder, checkpoints, writer, preempted)
+                    if stopped:
+                        return preemption.EXIT_STATUS
+    return 0
+
+
+def _check_parameters(setups: Sequence[Setup]) -> None:
+    for setup in setups:
+        if setup.model.abstract_params != setups[-1].model.abstract_params:
+            raise UserError(f"stage {setup.stage.index + 1} would need other parameters than the last stage")
+
+
+def _train_stage(
+    setup: Setup,
+    state: TrainState,
+    folder: epath.Path,
+    checkpoints: Checkpoints,
+    writer: MetricsWriter,
+    preempted: preemption.Preemption,
+) -> tuple[TrainState, bool]:
+    """Trains until the stage's last step; returns the state, and whether SIGTERM came before."""
+    run, stage, step = setup.run, setup.stage, int(state.step)
+    train_step = setup.compile_step()
+
+    def save(step: int, state: TrainState) -> None:
+        # What stops a run often comes at a step that was saved anyway.
+        if step not in checkpoints.steps():
+            checkpoints.save(step, state, metadata(setup, step))
+
+    # --- one step after the other; the host is always a step ahead of the devices ---
+    with load_batches(
+        setup.reader,
+        lane_sharding(setup.mesh, setup.reader.num_lanes),
+        step - stage.first_step,
+        num_threads=run.data.num_threads,
+        batches_ahead=run.data.batches_ahead,
+        device_batches_ahead=run.data.device_batches_ahead,
+    ) as batches:
+        reporter = Reporter(setup, writer, batches)
+        # The checkpoint comes last: what the others met is then known before it is written.
+        hooks = [
+            Hook(run.training.evaluate_every, evaluation_hook(setup, writer)),
+            Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
+            Hook(run.training.checkpoint_every, save),
+        ]
+        pending: tuple[int, StepMetrics] | None = None
+        while step < stage.last_step:
+            state, metrics = train_step(state, next(batches))
+            step += 1
+            # The metrics of the step before are ready; those of this one would make the host wait.
             if pending is not None:
                 _report(reporter, setup, pending, state, save)
-    return 0
+            pending = (step, metrics)
+            stop = preempted.reached(step)
+            due = [hook for hook in hooks if hook.due(step, run.training.num_steps)]
+            if due or stop:
+                _report(reporter, setup, pending, state, save)
+                pending = None
+                with reporter.time_out():
+                    for hook in due:
+                        hook.call(step, state)
+            if stop:
+                save(step, state)
+                checkpoints.wait()
+                writer.say(f"SIGTERM: saved step {step} in {checkpoints.folder}; the same command goes on from there")
+                return state, True
+        if pending is not None:
+            _report(reporter, setup, pending, state, save)
+    return state, False
 
 
 def _report(
@@ -141,7 +168,7 @@ def _culprit(setup: Setup, step: int, metrics: StepMetrics) -> str:
     lanes = np.flatnonzero(~metrics.lane_finite)
     if not lanes.size:
         return "every loss is, but not the gradient or the update"
-    documents = np.unique(setup.reader.batch(step - 1, lanes[:1].tolist()).document)
+    documents = np.unique(setup.reader.batch(step - 1 - setup.stage.first_step, lanes[:1].tolist()).document)
     names = setup.store.split("train").names
     named = ", ".join(names[i] for i in documents if i >= 0)
     return f"the loss of {lanes.size} of {setup.reader.num_lanes} lanes, first of lane {lanes[0]} in document {named}"

@@ -22,6 +22,7 @@ class Reporter:
     def __init__(self, setup: Setup, writer: MetricsWriter, batches: BatchIterator):
         run = setup.run
         self._run, self._writer, self._batches = run, writer, batches
+        self._last_step = setup.stage.last_step
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
         totals = setup.store.totals("train")
         # Every token after a document's first is a target.
@@ -33,9 +34,9 @@ class Reporter:
         self._began = time.perf_counter()
 
     def report(self, step: int, metrics: StepMetrics) -> None:
-        """Adds a step that is done; every `log_every` steps, and at the last, writes their averages."""
+        """Adds a step that is done; every `log_every` steps, and at the stage's last, writes their averages."""
         self._gathered.append(metrics)
-        if step % self._run.training.log_every and step != self._run.training.num_steps:
+        if step % self._run.training.log_every and step != self._last_step:
             return
         now = time.perf_counter()
         seconds = max(now - self._began - self._seconds_out, 1e-9)

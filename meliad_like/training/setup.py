@@ -1,5 +1,6 @@
 """A run before its first step: documents, mesh, shardings, and the compiled step."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,14 +28,19 @@ from meliad_like.training.mesh import (
 from meliad_like.training.opening import checkpoint_metadata, open_checkpoint
 from meliad_like.training.optimizers import make_optimizer
 from meliad_like.training.schedules import make_schedule
+from meliad_like.training.stages import Stage, stages_of
 from meliad_like.training.state import TrainState, init_state
 from meliad_like.training.step import make_train_step
 
 
 class Setup(NamedTuple):
-    """A run before its first step: everything that is a function of the config, the documents and the devices."""
+    """A stage of a run before its first step: what is a function of the config, the documents and the devices."""
 
     run: RunConfig
+    """The config of this stage."""
+    whole_run: RunConfig
+    """That of all stages."""
+    stage: Stage
     store: TokenStore
     reader: Reader
     model: Model
@@ -50,16 +56,30 @@ class Setup(NamedTuple):
         with jax.set_mesh(self.mesh):
             return self.train_step.lower(self.abstract_state, abstract_batch(self.run)).compile()
 
+    def begin_stage(self, state: TrainState) -> TrainState:
+        """The state that the stage before left, with nothing remembered, for the lanes of this one."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state.carry)
+        init_carry = jax.jit(
+            lambda params: self.model.bind(params).init_carry(self.reader.num_lanes), out_shardings=shardings
+        )
+        return state._replace(carry=init_carry(state.params))
 
-def set_up(run: RunConfig) -> Setup:
+
+def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
     """Opens the documents and lays out the devices. Nothing is compiled yet, so that mistakes are found in seconds.
+
+    Args:
+      whole_run: all stages.
+      stage: one of them; None: the last one, which most runs have alone.
 
     Raises:
       UserError: the token store is missing or was made by other settings, or the mesh does not fit.
     """
+    stage = stages_of(whole_run)[-1] if stage is None else stage
+    run = stage.run
     store = TokenStore(run.data.store)
     store.check_settings(run.source, run.vocabulary)
-    reader = make_reader(run, store)
+    reader = make_reader(stage, store)
     model = Model(run.model, store.vocabulary.size)
     mesh = make_mesh(run.mesh)
     lanes = lane_sharding(mesh, reader.num_lanes)
@@ -71,10 +91,12 @@ def set_up(run: RunConfig) -> Setup:
         )
     optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
 
-    def initialise() -> TrainState:
-        return init_state(model, optimizer, reader.num_lanes, jax.random.key(run.training.seed))
+    # The seed comes in as data: its program is then that of all seeds, and is found in a compilation cache.
+    def initialise(key_data) -> TrainState:
+        return init_state(model, optimizer, reader.num_lanes, jax.random.wrap_key_data(key_data))
 
-    shapes = jax.eval_shape(initialise)
+    key_data = np.asarray(jax.random.key_data(jax.random.key(run.training.seed)))
+    shapes = jax.eval_shape(initialise, key_data)
     params = parameter_shardings(mesh, model.axes, shapes.params)
     shardings = TrainState(
         step=replicated(mesh),
@@ -95,24 +117,28 @@ def set_up(run: RunConfig) -> Setup:
     )
     return Setup(
         run=run,
+        whole_run=whole_run,
+        stage=stage,
         store=store,
         reader=reader,
         model=model,
         mesh=mesh,
         abstract_state=abstract_state,
-        initialise=jax.jit(initialise, out_shardings=shardings),
+        initialise=functools.partial(jax.jit(initialise, out_shardings=shardings), key_data),
         train_step=train_step,
     )
 
 
-def make_reader(run: RunConfig, store: TokenStore) -> Reader:
-    """The reader of the training documents that the config asks for."""
+def make_reader(stage: Stage, store: TokenStore) -> Reader:
+    """The reader of the training documents that the config asks for; its steps are those of the stage."""
+    run = stage.run
     arguments = (
         store.split("train"),
         run.data.num_lanes,
         run.data.segment_length,
         run.model.window_length,
-        run.training.seed,
+        # Each stage has an order of its own: it would otherwise begin with what the first one began with.
+        run.training.seed + (stage.index << 32),
     )
     size, end = store.vocabulary.size, store.vocabulary.end_of_document
     if run.data.kind == "lanes":
@@ -149,11 +175,13 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
         return state
     opened = open_checkpoint(load_dir, mesh=setup.mesh)
     setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {load_dir}")
-    if opened.model != setup.model:
-        raise UserError(f"--load_dir={load_dir} holds another model: {opened.model.config}, not {setup.model.config}")
+    if opened.model.config != setup.whole_run.model:
+        raise UserError(
+            f"--load_dir={load_dir} holds another model: {opened.model.config}, not {setup.whole_run.model}"
+        )
     return state._replace(params=opened.params)
 
 
 def metadata(setup: Setup, step: int) -> dict:
     """What is saved with the checkpoint of a step."""
-    return checkpoint_metadata(setup.run, setup.store.vocabulary, step, setup.store.fingerprint)
+    return checkpoint_metadata(setup.whole_run, setup.store.vocabulary, step, setup.store.fingerprint)

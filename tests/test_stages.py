@@ -1,0 +1,191 @@
+"""Staged training: what changes from stage to stage, what goes on, and that being killed changes nothing."""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from tiny_run import assert_same_bits, mesh_of_the_first_devices, parse, read_metrics
+
+from meliad_like import config
+from meliad_like.errors import UserError
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.loop import train
+from meliad_like.training.metrics import MetricsWriter
+from meliad_like.training.setup import Setup, set_up
+from meliad_like.training.stages import stages_of
+
+# Segments of 16, 32 and at last 64 tokens, in windows of 8, 16 and 16: 32, 16 and 8 lanes.
+STAGES = (
+    "DecoderConfig.num_layers = 1",
+    "RECURRENT_LAYERS = (-1,)",
+    "StagesConfig.num_steps = (4, 3)",
+    "StagesConfig.segment_length = (16, 32)",
+    "StagesConfig.window_length = (8, 16)",
+    "TrainingConfig.num_steps = 10",
+    "TrainingConfig.checkpoint_every = 1",
+    "TrainingConfig.checkpoints_kept = 20",
+    "MeshConfig.data = 1",
+)
+SHORTFORMER = (
+    "RunConfig.model = 'shortformer'",
+    "ShortformerConfig.num_layers = 1",
+    "ShortformerConfig.model_width = 16",
+    "ShortformerConfig.num_heads = 2",
+    "ShortformerConfig.head_size = 8",
+    "ShortformerConfig.feedforward_width = 16",
+    "ShortformerConfig.window_length = 32",
+    "ShortformerConfig.cache_length = 32",
+    "ShortformerConfig.cutoffs = (100, 200)",
+    "StagesConfig.num_steps = (3,)",
+    "StagesConfig.segment_length = (16,)",
+    "StagesConfig.window_length = (16,)",
+    "StagesConfig.cache_length = (16,)",
+    "ReaderConfig.segment_length = 32",
+    "ReaderConfig.kind = 'stream'",
+    "OptimizerConfig.name = 'nag'",
+    "OptimizerConfig.clip_norm = 0.1",
+    "TrainingConfig.num_steps = 6",
+    "TrainingConfig.checkpoint_every = 1",
+    "TrainingConfig.checkpoints_kept = 20",
+    "MeshConfig.data = 1",
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch):
+    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+
+
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory):
+    return tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
+
+
+@pytest.fixture(scope="module")
+def straight(bindings, tmp_path_factory):
+    """The working folder of a run of three stages, and how often a step was compiled."""
+    workdir, compiled = tmp_path_factory.mktemp("straight"), []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+        compile_step = Setup.compile_step
+        monkeypatch.setattr(Setup, "compile_step", lambda self: compiled.append(self.stage.index) or compile_step(self))
+        assert train(parse(bindings, *STAGES), workdir) == 0
+    assert compiled == [0, 1, 2]
+    return workdir
+
+
+def read_state(run, workdir, step):
+    stage = next(stage for stage in stages_of(run) if step <= stage.last_step)
+    with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
+        return checkpoints.restore(set_up(run, stage).abstract_state, step)[0]
+
+
+def train_and_stop(run, workdir, step, monkeypatch):
+    """Trains until SIGTERM comes when the metrics of a step are written; returns the exit status."""
+    write = MetricsWriter.write
+
+    def write_and_signal(self, at, metrics, kind="train"):
+        write(self, at, metrics, kind)
+        if at == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as context:
+        context.setattr(MetricsWriter, "write", write_and_signal)
+        return train(run, workdir)
+
+
+def test_lanes_follow_from_the_tokens_of_a_step(bindings):
+    stages = stages_of(parse(bindings, *STAGES))
+    assert [(stage.first_step, stage.last_step) for stage in stages] == [(0, 4), (4, 7), (7, 10)]
+    assert [stage.run.data.num_lanes for stage in stages] == [32, 16, 8]
+    assert [stage.run.model.window_length for stage in stages] == [8, 16, 16]
+    assert {stage.run.data.tokens_per_step for stage in stages} == {512}
+
+
+def test_a_run_without_stages_is_one(bindings):
+    run = parse(bindings)
+    ((index, first, last, same),) = stages_of(run)
+    assert (index, first, last, same) == (0, 0, run.training.num_steps, run)
+
+
+def test_what_goes_on_and_what_begins_anew(bindings, straight):
+    run = parse(bindings, *STAGES)
+    before, after, last = (read_state(run, straight, step) for step in (4, 5, 10))
+    assert [state.carry.layers[0].key.shape[:3] for state in (before, after, last)] == [
+        (32, 2, 8),
+        (16, 2, 16),
+        (8, 2, 16),
+    ]
+    # The state after a switch follows from the one before it, but for the carry.
+    setup = set_up(run, stages_of(run)[1])
+    state = setup.begin_stage(before)
+    assert_same_bits(state._replace(carry=None), before._replace(carry=None))
+    assert (np.asarray(state.carry.position) == 0).all()
+    expected, _ = setup.compile_step()(state, setup.reader.batch(0, range(16)))
+    assert_same_bits(after, expected)
+    assert [m["step"] for m in read_metrics(straight)] == [*range(1, 11)]
+    rates = [m["learning_rate"] for m in read_metrics(straight)]
+    np.testing.assert_allclose(rates, 0.1 * np.minimum(np.arange(10), 5) / 5, rtol=1e-6)
+
+
+def test_stages_read_their_documents_in_orders_of_their_own(bindings):
+    run = parse(bindings, *STAGES, "StagesConfig.segment_length = (64, 64)", "StagesConfig.window_length = (16, 16)")
+    first, second, last = (set_up(run, stage).reader.batch(0, range(8)).inputs for stage in stages_of(run))
+    assert (first != second).any() and (second != last).any() and (first != last).any()
+
+
+# Saved at a stage's last step, and at the first one of the next. When a step is logged, the loop is one step further.
+@pytest.mark.parametrize("stop", [3, 4])
+def test_stopped_around_a_switch(bindings, straight, tmp_path, monkeypatch, stop):
+    run = parse(bindings, *STAGES)
+    assert train_and_stop(run, tmp_path, stop, monkeypatch) == 75
+    with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.steps()[-1] == stop + 1
+    assert train(run, tmp_path) == 0
+    assert_same_bits(read_state(run, tmp_path, 10), read_state(run, straight, 10))
+    figures = [[(m["step"], m["loss"]) for m in read_metrics(folder)] for folder in (tmp_path, straight)]
+    assert figures[0] == figures[1]
+
+
+def test_a_shortformer_in_stages(bindings, tmp_path, monkeypatch):
+    bindings = [binding for binding in bindings if not binding.startswith("DecoderConfig")]
+    run = config.parse([], [*bindings, *SHORTFORMER])
+    assert train(run, tmp_path / "straight") == 0
+    assert train_and_stop(run, tmp_path / "stopped", 2, monkeypatch) == 75
+    assert train(run, tmp_path / "stopped") == 0
+    last = [read_state(run, tmp_path / folder, 6) for folder in ("straight", "stopped")]
+    assert_same_bits(*last)
+    assert last[0].carry.layers[0].cache.shape == (16, 32, 16)
+    assert read_state(run, tmp_path / "straight", 3).carry.layers[0].cache.shape == (32, 16, 16)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(last[0].params))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["StagesConfig.num_steps = (4, 6)"], r"num_steps=\(4, 6\) leaves none of TrainingConfig.num_steps=10"),
+        (["StagesConfig.num_steps = (4,)"], r"segment_length=\(16, 32\) and StagesConfig.num_steps=\(4,\) must have a"),
+        (["StagesConfig.num_steps = (0, 3)"], r"num_steps=\(0, 3\) must all be at least 1"),
+        (["StagesConfig.window_length = (5, 16)"], "stage 1 of 3: segment_length=16 must be a multiple of window_len"),
+        (["StagesConfig.segment_length = (16, 48)"], "stage 2 of 3: tokens_per_step=512 must be a multiple of segment"),
+        (["StagesConfig.cache_length = (8, 16)"], "StagesConfig.cache_length has no effect: DecoderConfig has no such"),
+    ],
+)
+def test_a_mistake_in_the_stages_is_named(bindings, more, message):
+    with pytest.raises(UserError, match=message):
+        parse(bindings, *STAGES, *more)
+
+
+def test_stages_are_saved_and_may_not_change(bindings, tmp_path):
+    run = parse(bindings, *STAGES)
+    config.save(run, tmp_path)
+    assert config.parse([str(tmp_path / "config.gin")]) == run
+    assert config.from_json((tmp_path / "config.json").read_text()) == run
+    with pytest.raises(UserError, match=r"stages.num_steps is \(4, 3\) there, \(4, 2\) here"):
+        config.save(parse(bindings, *STAGES, "StagesConfig.num_steps = (4, 2)"), tmp_path)
+    old = json.loads(config.to_json(parse(bindings)))
+    del old["stages"]
+    assert config.from_json(json.dumps(old)) == parse(bindings)
