@@ -36,7 +36,7 @@ class ModelConfig(Protocol):
 
     @property
     def needs_segments(self) -> bool:
-        """Whether what is remembered depends on where segments end; such a model can be evaluated, but it can't write."""
+        """Whether what is remembered depends on where segments end: such a model can be evaluated, but can't write."""
         ...
 
 
