@@ -11,7 +11,7 @@ from meliad_like.data.batch import Batch
 from meliad_like.data.schedule import Run, Schedule
 from meliad_like.errors import UserError
 
-ReaderKind = Literal["lanes", "stream", "shuffled"]
+ReaderKind = Literal["lanes", "stream", "shuffled", "windows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,10 @@ class ReaderConfig:
     kind: ReaderKind = "lanes"
     """`lanes`: each lane reads whole documents, and forgets one when the next begins. `stream`: each lane reads its own
     contiguous shard of all documents, and forgets at the end of an epoch alone. `shuffled`: segments of that stream in
-    an order of chance, nothing remembered."""
+    an order of chance, nothing remembered. `windows`: like lanes, but each segment is a sequence of its own, whose
+    windows repeat the last tokens of those before them (the model's `overlap`), unless `segments_follow`."""
+    segments_follow: bool = False
+    """`windows`: whether a lane goes on remembering where its next segment goes on with the same document."""
     store: str = ""
     """Folder of the token store that `python -m meliad_like.prepare` wrote."""
     segment_length: int = 4096

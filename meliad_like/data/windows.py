@@ -120,8 +120,8 @@ class WindowsReader:
                     inputs[place][:length], targets[place][:length] = tokens[:-1], tokens[1:]
                     loss_mask[place][repeated:length] = True
                     start[place], document[place], position[place] = not follows, run.document, first
-        flat = (x.reshape(len(lanes), -1) for x in (inputs, targets, loss_mask))
-        return Batch(*flat, start, document, position)
+        inputs, targets, loss_mask = (x.reshape(len(lanes), -1) for x in (inputs, targets, loss_mask))
+        return Batch(inputs, targets, loss_mask, start, document, position)
 
     def _window(self, index: int) -> tuple[int, bool]:
         """(first input of a document's window, whether it follows another one)."""

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 from meliad_like.data.batch import AnyArray, Batch
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import LanesReader
+from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.layers.sharding import MESH_AXES_OF
@@ -109,16 +110,12 @@ class Evaluator:
         shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())
         useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
         self.num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
-        self._reader = LanesReader(
-            self._split,
-            self.num_lanes,
-            segment_length,
-            window,
-            vocabulary_size=model.vocabulary_size,
-            shuffle=False,
-            epochs=1,
-            whole_segments=whole_segments,
-        )
+        arguments = (self._split, self.num_lanes, segment_length, window)
+        settings: dict[str, Any] = {"vocabulary_size": model.vocabulary_size, "shuffle": False, "epochs": 1}
+        if model.overlap:
+            self._reader = WindowsReader(*arguments, **settings, overlap=model.overlap)
+        else:
+            self._reader = LanesReader(*arguments, **settings, whole_segments=whole_segments)
         self._mesh = mesh
         self._lanes = lane_sharding(mesh, self.num_lanes)
 

@@ -46,6 +46,18 @@ class Model:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
 
     @property
+    def overlap(self) -> int:
+        """Tokens that a window repeats of the one before; of most families 0."""
+        return getattr(self.config, "overlap", 0)
+
+    @property
+    def fixed_parameters(self) -> frozenset[str]:
+        """The first names of parameters that training leaves as they are; of most families none."""
+        if getattr(self.config, "train_decoder", True):
+            return frozenset()
+        return frozenset(self.abstract_params) - {"recurrence"}
+
+    @property
     def forward_flops_per_token(self) -> float:
         """One token read by all layers, and its logits."""
         return self._family.forward_flops_per_token(self.config, self.vocabulary_size)
@@ -64,6 +76,11 @@ class Model:
         """The module with these parameters; cheap, meant to be called inside a jitted function."""
         graphdef, abstract = self._abstract
         state = jax.tree.map(lambda x: x, abstract)
+        if fixed := self.fixed_parameters:
+            params = {
+                name: jax.tree.map(jax.lax.stop_gradient, value) if name in fixed else value
+                for name, value in params.items()
+            }
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graphdef, state)
 

@@ -5,6 +5,7 @@ The objective is the sum of the losses over the tokens divided by the constant n
 so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` does see the factor.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,6 +88,15 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
     if config.clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+
+
+def leave_fixed(optimizer: optax.GradientTransformation, fixed: Set[str]) -> optax.GradientTransformation:
+    """`optimizer` for the parameters whose path does not begin with one of these names; it has no state for others."""
+
+    def labels(params):
+        return {name: "fixed" if name in fixed else "trained" for name in params}
+
+    return optax.partition({"trained": optimizer, "fixed": optax.set_to_zero()}, labels)
 
 
 class NesterovState(NamedTuple):

@@ -14,8 +14,10 @@ from meliad_like.data.batch import Batch
 from meliad_like.data.readers import LanesReader, Reader
 from meliad_like.data.stream import ShuffledReader, StreamReader
 from meliad_like.data.token_store import TokenStore
+from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata
 from meliad_like.training.mesh import (
     carry_shardings,
@@ -26,7 +28,7 @@ from meliad_like.training.mesh import (
     replicated,
 )
 from meliad_like.training.opening import checkpoint_metadata, open_checkpoint
-from meliad_like.training.optimizers import make_optimizer
+from meliad_like.training.optimizers import leave_fixed, make_optimizer
 from meliad_like.training.schedules import make_schedule
 from meliad_like.training.stages import Stage, stages_of
 from meliad_like.training.state import TrainState, init_state
@@ -90,6 +92,8 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
             f"gradient_accumulation={run.training.gradient_accumulation} parts on {shards} device(s)"
         )
     optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+    if fixed := model.fixed_parameters:
+        optimizer = leave_fixed(optimizer, fixed)
 
     # The seed comes in as data: its program is then that of all seeds, and is found in a compilation cache.
     def initialise(key_data) -> TrainState:
@@ -141,6 +145,11 @@ def make_reader(stage: Stage, store: TokenStore) -> Reader:
         run.training.seed + (stage.index << 32),
     )
     size, end = store.vocabulary.size, store.vocabulary.end_of_document
+    overlap = Model(run.model, size).overlap
+    if run.data.kind == "windows":
+        return WindowsReader(*arguments, vocabulary_size=size, overlap=overlap, apart=not run.data.segments_follow)
+    if overlap:
+        raise UserError(f"windows with overlap={overlap} need ReaderConfig.kind='windows', not {run.data.kind!r}")
     if run.data.kind == "lanes":
         return LanesReader(*arguments, vocabulary_size=size)
     kind = {"stream": StreamReader, "shuffled": ShuffledReader}[run.data.kind]
@@ -175,11 +184,11 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
         return state
     opened = open_checkpoint(load_dir, mesh=setup.mesh)
     setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {load_dir}")
-    if opened.model.config != setup.whole_run.model:
-        raise UserError(
-            f"--load_dir={load_dir} holds another model: {opened.model.config}, not {setup.whole_run.model}"
-        )
-    return state._replace(params=opened.params)
+    wanted = setup.whole_run.model
+    if not (wanted.extends(opened.run.model) if isinstance(wanted, PretrainedConfig) else wanted == opened.run.model):
+        raise UserError(f"--load_dir={load_dir} holds another model: {opened.run.model}, not {wanted}")
+    # What a pretrained model did not have, such as a recurrence, begins fresh.
+    return state._replace(params={**state.params, **opened.params})
 
 
 def metadata(setup: Setup, step: int) -> dict:

@@ -25,6 +25,32 @@ POSITIVE = (
     "recurrence_width",
 )
 
+DECODER_FIELDS = (
+    "architecture",
+    "num_layers",
+    "model_width",
+    "num_heads",
+    "num_key_value_heads",
+    "head_size",
+    "feedforward_width",
+    "activation",
+    "max_positions",
+    "norm_epsilon",
+    "rotary_base",
+    "tied_embedding",
+)
+"""What a pretrained model is; the other fields say what is made of it."""
+RECURRENCE_FIELDS = (
+    "insertion_layers",
+    "insertion_point",
+    "num_inserted",
+    "pooling",
+    "pooled_layers",
+    "recurrence_width",
+    "recurrence_depth",
+    "recurrence_activation",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class PretrainedConfig:
@@ -121,6 +147,16 @@ class PretrainedConfig:
             raise UserError(f"insertion_layers={self.insertion_layers} names a layer twice")
         if not self.train_decoder and not self.recurrent:
             raise UserError("train_decoder=False leaves nothing to train without insertion_layers")
+
+    def extends(self, other: object) -> bool:
+        """Whether training may begin with the parameters of a model of the config `other`.
+
+        It is the same decoder, with the same recurrence if it has one; how it reads may differ.
+        """
+        if not isinstance(other, PretrainedConfig):
+            return False
+        names = DECODER_FIELDS + (RECURRENCE_FIELDS if other.recurrent else ())
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
     def insertion_indices(self) -> frozenset[int]:
