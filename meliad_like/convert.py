@@ -2,9 +2,13 @@
 
 python -m meliad_like.convert meliad --input=FILE_OR_FOLDER --output=DIR --gin_file=... [--gin_file=...]
 python -m meliad_like.convert meliad --reverse --input=DIR --output=FILE.npz
+python -m meliad_like.convert huggingface --input=FOLDER --output=DIR [--gin_file=...]
+python -m meliad_like.convert huggingface --reverse --input=DIR --output=FOLDER
+python -m meliad_like.convert gguf --input=FILE.gguf --output=DIR [--gin_file=...]
 
-The gin files describe the model as it was trained; the reference does not mask the empty cache at a document's start:
---gin_file=option/unmasked_empty_cache.gin.
+For the reference, google-research/meliad, gin files describe the model as it was trained; it does not mask the empty
+cache at a document's start: --gin_file=option/unmasked_empty_cache.gin. Pretrained models say themselves what they are;
+gin files may say how they read, such as PretrainedConfig.window_length, and which documents.
 """
 
 from absl import flags
@@ -13,9 +17,11 @@ from meliad_like import command_line
 from meliad_like.errors import UserError
 
 INPUT = flags.DEFINE_string(
-    "input", None, "npz file or orbax folder; with --reverse, our checkpoint folder.", required=True
+    "input", None, "Their file or folder; with --reverse, our checkpoint folder.", required=True
 )
-OUTPUT = flags.DEFINE_string("output", None, "Our checkpoint folder; with --reverse, an npz file.", required=True)
+OUTPUT = flags.DEFINE_string(
+    "output", None, "Our checkpoint folder; with --reverse, an npz file or a new folder.", required=True
+)
 REVERSE = flags.DEFINE_bool("reverse", False, "From ours to theirs.")
 
 
@@ -23,16 +29,25 @@ def main(subject: str) -> None:
     if REVERSE.value:
         if command_line.GIN_FILE.value or command_line.GIN_PARAM.value:
             raise UserError("--gin_file and --gin_param have no effect with --reverse: the checkpoint has its config")
-        from meliad_like.conversion.checkpoint import convert_to_meliad
+        if subject == "gguf":
+            raise UserError("GGUF files are read, not written: convert huggingface --reverse, and then with llama.cpp")
+    if subject == "meliad":
+        from meliad_like.conversion.checkpoint import convert_from_meliad, convert_to_meliad
 
-        convert_to_meliad(INPUT.value, OUTPUT.value)
+        if REVERSE.value:
+            convert_to_meliad(INPUT.value, OUTPUT.value)
+        else:
+            convert_from_meliad(INPUT.value, command_line.read_config(), OUTPUT.value)
     else:
-        run = command_line.read_config()
-        from meliad_like.conversion.checkpoint import convert_from_meliad
+        from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained, convert_to_huggingface
 
-        convert_from_meliad(INPUT.value, run, OUTPUT.value)
+        if REVERSE.value:
+            convert_to_huggingface(INPUT.value, OUTPUT.value)
+        else:
+            gin = command_line.GIN_FILE.value, command_line.GIN_PARAM.value
+            convert_from_pretrained(subject, INPUT.value, *gin, OUTPUT.value)
     print(f"{subject}: {INPUT.value} -> {OUTPUT.value}")
 
 
 if __name__ == "__main__":
-    command_line.run(main, subjects=("meliad",))
+    command_line.run(main, subjects=("meliad", "huggingface", "gguf"))

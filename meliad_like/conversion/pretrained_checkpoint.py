@@ -1,0 +1,104 @@
+"""Pretrained models as checkpoint folders of ours, and back."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from meliad_like.config.bindings import Binding, Bindings, collect
+from meliad_like.config.run import RunConfig, build
+from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
+from meliad_like.data.tokenizers_vocabulary import TokenizersVocabulary
+from meliad_like.data.vocabulary import make_vocabulary
+from meliad_like.errors import UserError
+from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.opening import checkpoint_metadata, open_checkpoint, save_vocabulary
+
+
+def convert_from_pretrained(
+    kind: str, path: str | Path, gin_files: Sequence[str], gin_params: Sequence[str], folder: str | Path
+) -> None:
+    """Writes a checkpoint folder of ours, at step 0, for evaluation, generation and fine-tuning.
+
+    The file decides what the decoder is; gin files and bindings may say how it reads (window, overlap), which documents
+    and which vocabulary. By default the window is all positions, and the vocabulary is the one beside the model.
+
+    Args:
+      kind: `huggingface`: a folder of config.json and safetensors; `gguf`: a file.
+
+    Raises:
+      UserError: the model can't be read, a binding contradicts it, or `folder` has checkpoints already.
+    """
+    bindings = collect(gin_files, gin_params)
+    if kind == "gguf":
+        from meliad_like.conversion.gguf_file import read_gguf
+
+        pretrained = read_gguf(path)
+    else:
+        pretrained = read_huggingface(path)
+    run = run_of(pretrained, path, bindings)
+    vocabulary = make_vocabulary(run.vocabulary)
+    if vocabulary.size != pretrained.vocabulary_size:
+        raise UserError(
+            f"{path} has {pretrained.vocabulary_size} tokens and its vocabulary {vocabulary.size}: set "
+            f"VocabularyConfig.model_file, or VocabularyConfig.size_multiple={pretrained.vocabulary_size} if only "
+            "unused ids are missing"
+        )
+    with Checkpoints(folder) as checkpoints:
+        if steps := checkpoints.steps():
+            raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")
+        save_vocabulary(vocabulary, folder)
+        state: dict[str, Any] = {"step": jnp.zeros((), jnp.int32), "params": pretrained.params}
+        checkpoints.save(0, state, checkpoint_metadata(run, vocabulary, 0, None))
+
+
+def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunConfig:
+    """The run that a pretrained model and some bindings make.
+
+    Raises:
+      UserError: a binding says something else about the decoder than its file does.
+    """
+    here = {f"PretrainedConfig.{name}": getattr(pretrained.config, name) for name in DECODER_FIELDS}
+    here["RunConfig.model"] = "pretrained"
+    for key, value in here.items():
+        bound = bindings.get(key)
+        if bound is not None and not bound.of_base and bound.value != value:
+            raise UserError(f"{bound.origin}: {key} = {bound.value!r}, but {path} has {value!r}")
+    defaults = {
+        "PretrainedConfig.window_length": pretrained.config.window_length,
+        "VocabularyConfig.kind": "tokenizers",
+        "VocabularyConfig.model_file": str(path),
+    }
+    given = {key: binding for key, binding in bindings.items() if not binding.of_base}
+    window = given.get("PretrainedConfig.window_length", Binding(pretrained.config.window_length, "")).value
+    # base.gin's segments are those of another window.
+    defaults |= {"ReaderConfig.segment_length": window, "ReaderConfig.tokens_per_step": window}
+    if "ReaderConfig.segment_length" in given:
+        defaults["ReaderConfig.tokens_per_step"] = given["ReaderConfig.segment_length"].value
+    made = {key: Binding(value, str(path)) for key, value in (defaults | here).items()}
+    return build(bindings | made | {key: given[key] for key in given if key not in here})
+
+
+def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[Path]:
+    """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer.
+
+    Returns:
+      The files. A recurrence is in one of its own, which only we read.
+
+    Raises:
+      UserError: there is no usable checkpoint, it is of another family, or the folder is not empty.
+    """
+    opened = open_checkpoint(checkpoint)
+    folder = Path(folder)
+    if not isinstance(opened.run.model, PretrainedConfig):
+        raise UserError(f"{checkpoint} is a {type(opened.run.model).__name__} model: only pretrained ones go back")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: choose another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    pretrained = Pretrained(opened.run.model, opened.vocabulary.size, opened.params)
+    written = write_huggingface(pretrained, opened.vocabulary.end_of_document, folder)
+    if isinstance(opened.vocabulary, TokenizersVocabulary):
+        opened.vocabulary.save(folder)
+    return written

@@ -1,0 +1,196 @@
+"""A pretrained model from its folder through fine-tuning with a recurrence, evaluation and text, and back."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import mesh_of_the_first_devices, read_metrics
+
+from meliad_like import config
+from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
+from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained, convert_to_huggingface
+from meliad_like.data.preparation import prepare
+from meliad_like.data.tokenizers_vocabulary import _byte_characters
+from meliad_like.errors import UserError
+from meliad_like.evaluation.opening import open_with
+from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.generation.sampling import SamplingConfig
+from meliad_like.generation.streaming import Generator
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.training import setup as training_setup
+from meliad_like.training.loop import train
+from meliad_like.training.opening import open_checkpoint
+
+DECODER = PretrainedConfig(
+    num_layers=2,
+    model_width=16,
+    num_heads=2,
+    num_key_value_heads=2,
+    head_size=8,
+    feedforward_width=16,
+    max_positions=12,
+    window_length=12,
+)
+BINDINGS = [
+    "RunConfig.model = 'pretrained'",
+    "PretrainedConfig.num_layers = 2",
+    "PretrainedConfig.model_width = 16",
+    "PretrainedConfig.num_heads = 2",
+    "PretrainedConfig.num_key_value_heads = 2",
+    "PretrainedConfig.head_size = 8",
+    "PretrainedConfig.feedforward_width = 16",
+    "PretrainedConfig.max_positions = 12",
+    "PretrainedConfig.window_length = 8",
+    "PretrainedConfig.overlap = 2",
+    "ReaderConfig.kind = 'windows'",
+    "ReaderConfig.segment_length = 32",
+    "ReaderConfig.tokens_per_step = 128",
+    "OptimizerConfig.name = 'adam'",
+    "OptimizerConfig.base_rate = 1.0",
+    "ScheduleConfig.name = 'constant'",
+    "ScheduleConfig.max_rate = 0.01",
+    "ScheduleConfig.warmup_steps = 2",
+    "TrainingConfig.num_steps = 8",
+    "TrainingConfig.log_every = 1",
+    "TrainingConfig.evaluate_every = 8",
+]
+RECURRENT = ["PretrainedConfig.insertion_layers = (1,)", "PretrainedConfig.recurrence_width = 6"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A random model in a folder of transformers, our checkpoint of it, and documents."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    (folder / "theirs").mkdir()
+    pretrained = Pretrained(DECODER, 257, Model(DECODER, 257).init(jax.random.key(0)))
+    write_huggingface(pretrained, 256, folder / "theirs")
+    tokens = [*_byte_characters().values(), "<|endoftext|>"]
+    (folder / "theirs" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (folder / "theirs" / "merges.txt").write_text("#version: 0.2\n")
+    generator = np.random.default_rng(0)
+    for split, num_documents in (("train", 8), ("validation", 2), ("test", 1)):
+        (folder / "documents" / split).mkdir(parents=True)
+        for i in range(num_documents):
+            words = generator.choice(["a", "rose", "is"], size=generator.integers(5, 60))
+            (folder / "documents" / split / f"{i}.txt").write_text(" ".join(words))
+    convert_from_pretrained("huggingface", folder / "theirs", [], documents(folder), folder / "ours")
+    run = config.parse([], [*documents(folder), *BINDINGS])
+    prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
+    return folder
+
+
+def documents(folder):
+    return [
+        "SourceConfig.kind = 'text'",
+        f"SourceConfig.folder = '{folder / 'documents'}'",
+        f"ReaderConfig.store = '{folder / 'store'}'",
+        "VocabularyConfig.kind = 'tokenizers'",
+        f"VocabularyConfig.model_file = '{folder / 'theirs'}'",
+    ]
+
+
+def run_of(place, *more):
+    return config.parse([], [*documents(place), *BINDINGS, *more])
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    monkeypatch.setattr(training_setup, "make_mesh", mesh_of_the_first_devices)
+
+
+@pytest.fixture(scope="module")
+def trained(place):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_setup, "make_mesh", mesh_of_the_first_devices)
+        train(run_of(place, *RECURRENT, "MeshConfig.data = 1"), place / "trained", place / "ours")
+    return place / "trained"
+
+
+def evaluate(folder, *bindings):
+    opened, mesh = open_with(folder, ["MeshConfig.data = 8", *bindings])
+    store = training_setup.TokenStore(opened.run.data.store)
+    evaluator = Evaluator(
+        opened.model, store.split("test"), mesh, name="test", segment_length=2 * opened.model.config.window_length,
+        max_lanes=1,
+    )  # fmt: skip
+    return evaluator(opened.params)
+
+
+def test_a_converted_model_is_the_same_model(place):
+    opened = open_checkpoint(place / "ours")
+    theirs = read_huggingface(place / "theirs")
+    assert opened.run.model == DECODER
+    jax.tree.map(np.testing.assert_array_equal, opened.params, theirs.params)
+    assert opened.vocabulary.decode(opened.vocabulary.encode("a rose")) == "a rose"
+
+
+def test_it_learns_and_the_recurrence_begins_fresh(place, trained):
+    losses = [metrics["loss"] for metrics in read_metrics(trained)]
+    assert losses[-1] < losses[0] - 0.5
+    before, after = open_checkpoint(place / "ours"), open_checkpoint(trained)
+    assert (np.asarray(after.params["embedding"]) != before.params["embedding"]).any()
+    assert "recurrence" not in before.params
+    assert np.abs(after.params["recurrence"]["layers"][0]["bias"]).max() > 0
+
+
+def test_a_fixed_decoder_stays_as_it_is(place):
+    fixed = ["PretrainedConfig.train_decoder = False", "TrainingConfig.num_steps = 3", "MeshConfig.data = 1"]
+    train(run_of(place, *RECURRENT, *fixed), place / "fixed", place / "ours")
+    before, after = open_checkpoint(place / "ours").params, open_checkpoint(place / "fixed").params
+    assert np.abs(after.pop("recurrence")["layers"][0]["bias"]).max() > 0
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_other_windows_and_overlaps_are_evaluated_with_the_same_parameters(place, trained):
+    length = sum(1 for _ in open_checkpoint(trained).vocabulary.encode((place / "documents/test/0.txt").read_text()))
+    scores = {overlap: evaluate(place / "ours", f"PretrainedConfig.overlap = {overlap}") for overlap in (0, 11)}
+    for score in scores.values():
+        assert score.num_tokens == length
+    recurrent = evaluate(trained)
+    assert recurrent.num_tokens == length
+    assert recurrent.bits_per_token < scores[0].bits_per_token
+
+
+@pytest.mark.parametrize("folder, window", [("ours", 12), ("trained", 8)])
+def test_text_of_any_length(place, trained, folder, window):
+    opened, _ = open_with(place / folder, ["MeshConfig.data = 8"])
+    generator = Generator(
+        opened.model, opened.params, segment_length=2 * window, end_of_document=256,
+        sampling=SamplingConfig(temperature=0.0), stop_at_end=False,
+    )  # fmt: skip
+    prompt = opened.vocabulary.encode("a rose is a rose is a rose is")
+    reading = generator.read(generator.begin(0), prompt)
+    written = [token for tokens, _ in generator.write(reading, 20) for token in tokens]
+    assert len(written) == 20
+    # Whatever is read at once, the text is the same.
+    slowly = generator.begin(0)
+    for token in prompt:
+        slowly = generator.read(slowly, np.array([token]))
+    assert written == [token for tokens, _ in generator.write(slowly, 20) for token in tokens]
+
+
+def test_back_to_transformers(place, trained, tmp_path):
+    written = convert_to_huggingface(trained, tmp_path / "back")
+    assert [path.name for path in written] == ["config.json", "model.safetensors", "recurrence.safetensors"]
+    back, params = read_huggingface(tmp_path / "back"), open_checkpoint(trained).params
+    del params["recurrence"]
+    jax.tree.map(np.testing.assert_array_equal, back.params, params)
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+    with pytest.raises(UserError, match="back is not empty: choose another --output"):
+        convert_to_huggingface(trained, tmp_path / "back")
+
+
+def test_what_contradicts_is_named(place, tmp_path):
+    def refused(message, *bindings):
+        with pytest.raises(UserError, match=message):
+            convert_from_pretrained("huggingface", place / "theirs", [], bindings, tmp_path / "ours")
+
+    refused("num_layers = 5, but .*theirs has 2", "PretrainedConfig.num_layers = 5")
+    refused("window_length=100 is more than the max_positions=12", "PretrainedConfig.window_length = 100")
+    refused("257 tokens and its vocabulary 258", "VocabularyConfig.size_multiple = 2")
+    with pytest.raises(UserError, match="windows with overlap=2 need ReaderConfig.kind='windows', not 'lanes'"):
+        train(run_of(place, "ReaderConfig.kind = 'lanes'", "MeshConfig.data = 1"), tmp_path / "run")
+    with pytest.raises(UserError, match="holds another model"):
+        train(run_of(place, "PretrainedConfig.num_layers = 1", "MeshConfig.data = 1"), tmp_path / "b", place / "ours")
