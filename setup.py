@@ -19,7 +19,7 @@ setup(
     # installed, it is the folder meliad_like/gin_files, where --gin_file also looks.
     packages=[*find_packages(include=["meliad_like", "meliad_like.*"]), "meliad_like.gin_files"],
     package_dir={"meliad_like.gin_files": "gin"},
-    package_data={"meliad_like.gin_files": ["**/*.gin"]},
+    package_data={"meliad_like.gin_files": ["**/*.gin"], "meliad_like.studies": ["*.css", "*.js"]},
     install_requires=REQUIREMENTS,
     extras_require={
         "base": [],  # so that launch/environment.sh always names an extra

@@ -1,0 +1,114 @@
+"""A model whose recurrent states are cleared every k tokens, against the same model (appendix G.1, Figure 5)."""
+
+from collections.abc import Sequence
+from typing import Any
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from meliad_like.errors import UserError
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.studies.compare import settings
+from meliad_like.studies.comparison import ReadDocument
+from meliad_like.studies.comparison_page import compare_page
+from meliad_like.studies.page import Chart, Series, figure, paragraph, section
+from meliad_like.studies.readings import Request, choose, open_subject, read
+
+MOST_STRETCHES = 64
+
+
+def run(request: Request) -> None:
+    """Writes the study into the folder `request.output`.
+
+    Raises:
+      UserError: the model has no states; k is no multiple of its window, or no document is longer than k; or a
+        checkpoint, store, split or document is missing.
+    """
+    subject = open_subject(request.checkpoint, request.gin_params, request.step)
+    model = subject.run.model
+    if not isinstance(model, DecoderConfig) or not model.recurrent_layers:
+        raise UserError(f"clear_state: the model of {request.checkpoint} has no recurrent layer whose states to clear")
+    every, window = request.clear_every or subject.run.data.segment_length, model.window_length
+    if every % window:
+        raise UserError(f"--clear_every={every} must be a multiple of the window, {window} tokens")
+    chosen = choose(subject, request)
+    if chosen.documents.lengths.max() <= every + 1:
+        raise UserError(f"--clear_every={every}: none of the documents is longer, so nothing would be cleared")
+    segments = (
+        f"ReaderConfig.segment_length = {every}",
+        f"ReaderConfig.tokens_per_step = {every * subject.run.data.num_lanes}",
+    )
+    kept, cleared = (
+        open_subject(
+            request.checkpoint,
+            (*request.gin_params, *segments, f"DecoderConfig.clear_states = {clear}"),
+            request.step,
+            label,
+        )
+        for clear, label in ((False, "states kept"), (True, f"states cleared every {every:,} tokens"))
+    )
+    first, other = read(kept, chosen), read(cleared, chosen)
+    targets = [nats.size for nats in first.losses]
+    gains = [theirs - ours for ours, theirs in zip(first.losses, other.losses, strict=True)]
+    by_position = _by_position(gains, every)
+    details: dict[str, Any] = {
+        "clear_every": every,
+        "largest_difference_in_the_first_stretch_nats": max(float(np.abs(gain[:every]).max()) for gain in gains),
+        "gain_by_position_in_stretch_bits": [by_position[0].tolist(), by_position[1].tolist()],
+    }
+
+    def more(_: list[ReadDocument]) -> Sequence[Element]:
+        return [_section(every, details["largest_difference_in_the_first_stretch_nats"], *by_position)]
+
+    compare_page(
+        request.output,
+        f"{subject.label}: states kept against cleared every {every:,} tokens",
+        first,
+        other,
+        chosen,
+        settings(request, first, window),
+        marks=lambda document: list(range(every, targets[document.index], every)),
+        more=more,
+        details=details,
+    )
+
+
+def _by_position(gains: Sequence[np.ndarray], every: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean gain in bits by where in a stretch the predicting token stands, without each document's first stretch.
+
+    Returns:
+      The edges of at most MOST_STRETCHES bins of the positions, and the means.
+    """
+    edges = np.linspace(0, every, min(MOST_STRETCHES, every) + 1).astype(int)
+    position = np.concatenate([np.arange(every, gain.size) % every for gain in gains])
+    later = np.concatenate([gain[every:].astype(np.float64) for gain in gains]) / np.log(2)
+    sums = np.histogram(position, edges, weights=later)[0]
+    counts = np.histogram(position, edges)[0]
+    return edges, sums / np.maximum(counts, 1)
+
+
+def _section(every: int, largest: float, edges: np.ndarray, means: np.ndarray) -> Element:
+    chart = Chart(
+        title="Gain of keeping the states, by position since they were cleared",
+        x_label="tokens since the states were cleared",
+        y_label="gain, bits per token",
+        series=[Series("better with states|worse with states", edges, means, "bars", "sign")],
+        caption=f"Mean over all stretches of {every:,} tokens but each document's first, before which nothing can be "
+        "cleared.",
+    )
+    return section(
+        "Where it matters",
+        paragraph(
+            f"In the first {every:,} tokens of every document both readings are the same: the largest difference there "
+            f"is {largest:g} nats. The last {len(means) // 2} of {len(means)} bins below have "
+            f"{_share(means):.0%} of the gain."
+            if means.sum() > 0
+            else f"The largest difference in the first {every:,} tokens of a document is {largest:g} nats. Later "
+            "tokens are on the whole not predicted better with what the states kept."
+        ),
+        figure(chart),
+    )
+
+
+def _share(means: np.ndarray) -> float:
+    return float(means[len(means) - len(means) // 2 :].sum() / means.sum())

@@ -1,0 +1,39 @@
+"""Two models on the same documents: section 4.6 and appendix G of Block-Recurrent Transformers."""
+
+from meliad_like.errors import UserError
+from meliad_like.studies.comparison_page import Settings, compare_page
+from meliad_like.studies.readings import Reading, Request, choose, open_subject, read
+
+
+def run(request: Request) -> None:
+    """Writes the study into the folder `request.output`.
+
+    Raises:
+      UserError: there is nothing to compare with, or a checkpoint, store, split or document is missing.
+    """
+    if len(request.others) > 1 or not (request.others or request.gin_params):
+        raise UserError("compare needs one other model: --other=DIR, or --gin_param=... for the same one's settings")
+    first = open_subject(request.checkpoint, step=request.step)
+    folder = request.others[0] if request.others else request.checkpoint
+    step = request.other_step if request.others else request.step
+    other = open_subject(folder, request.gin_params, step)
+    if first.label == other.label:
+        first, other = (s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in (first, other))
+    chosen = choose(first, request)
+    pair = read(first, chosen), read(other, chosen)
+    compare_page(
+        request.output,
+        f"{first.label} against {other.label}",
+        *pair,
+        chosen,
+        # What the other model cannot see is what the first one may have remembered.
+        settings(request, pair[0], window=other.run.model.window_length),
+    )
+
+
+def settings(request: Request, first: Reading, window: int) -> Settings:
+    """How to look at the two, where `window` tokens can be seen without a memory."""
+    unit = request.unit
+    if unit == "auto":
+        unit = "word" if first.subject.run.vocabulary.kind == "bytes" else "token"
+    return Settings(unit, request.top, window, first.subject.run.data.segment_length)

@@ -1,0 +1,295 @@
+"""The page of two readings of the same documents, and its files of numbers."""
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from meliad_like.studies import comparison
+from meliad_like.studies.comparison import Excerpt, Group, ReadDocument
+from meliad_like.studies.page import (
+    Chart,
+    Series,
+    document_choice,
+    document_part,
+    facts_table,
+    figure,
+    paragraph,
+    section,
+    table,
+    tag,
+    write_page,
+)
+from meliad_like.studies.readings import Chosen, Reading, differences
+from meliad_like.studies.text_view import pack, text_view
+from meliad_like.studies.units import CATEGORIES, PLACES
+
+SHOWN = 10  # of the top units, before one asks for more
+
+PLACE_NAMES = {
+    "window": "in the window",
+    "segment": "in the segment",
+    "earlier": "earlier",
+    "never": "never before",
+}
+
+
+class Settings(NamedTuple):
+    """How to look at two readings."""
+
+    unit: str
+    """`word` or `token`."""
+    top: int
+    """How many of the units with the largest gains, and losses, of each document."""
+    window: int
+    segment: int
+
+
+def compare_page(
+    folder: Path,
+    title: str,
+    first: Reading,
+    other: Reading,
+    chosen: Chosen,
+    settings: Settings,
+    *,
+    marks: Callable[[ReadDocument], Sequence[int]] = lambda document: (),
+    more: Callable[[list[ReadDocument]], Sequence[Element]] = lambda documents: (),
+    details: dict[str, Any] | None = None,
+) -> None:
+    """Writes `index.html`, `summary.json`, `top.csv` and `tokens.npz`.
+
+    Args:
+      folder: made if need be.
+      title: of the page.
+      first, other: the readings; gains are those of the first.
+      chosen: the documents.
+      settings: how to look at them.
+      marks: where in a document the picture has vertical lines.
+      more: sections to come after the pictures by document.
+      details: more for summary.json.
+    """
+    documents = comparison.compare(first, other, chosen, settings.unit, settings.window, settings.segment)
+    gains, losses = ([document.top(settings.top, worse) for document in documents] for worse in (False, True))
+    top = list(chain.from_iterable(gains))
+    folder.mkdir(parents=True, exist_ok=True)
+    comparison.write_numbers(folder, documents, top)
+    saved = {
+        "title": title,
+        "first": first.details(),
+        "other": other.details(),
+        "split": chosen.split_name,
+        "store": chosen.store.fingerprint,
+        **settings._asdict(),
+        **(details or {}),
+        **comparison.summary(documents, top),
+    }
+    (folder / "summary.json").write_text(json.dumps(saved, indent=2) + "\n")
+    by_document = [document_choice(chosen.documents.names, chosen.documents.lengths)]
+    by_document += [
+        _document_part(document, best, worst, marks(document), settings)
+        for document, best, worst in zip(documents, gains, losses, strict=True)
+    ]
+    write_page(
+        folder / "index.html",
+        title,
+        _lead(first, other, chosen, documents, settings),
+        [
+            section("Along a document", *by_document),
+            *more(documents),
+            text_view(
+                first.label,
+                other.label,
+                np.concatenate([document.gains_by_unit for document in documents]),
+                [pack(document.units, document.first_by_unit, document.other_by_unit) for document in documents],
+            ),
+            *_tables(documents, top, settings),
+            _facts(first, other, chosen, settings),
+        ],
+    )
+
+
+def _lead(
+    first: Reading, other: Reading, chosen: Chosen, documents: list[ReadDocument], settings: Settings
+) -> list[Element]:
+    gain = other.bits_per_token - first.bits_per_token
+    per_unit = np.concatenate([document.gains_by_unit for document in documents])
+    better, worse = (float((sign * per_unit > 0.005).mean()) for sign in (1, -1))
+    return [
+        paragraph(
+            tag("span", first.label, class_="first"),
+            f" pays {first.bits_per_token:.4f} bits per token, ",
+            tag("span", other.label, class_="other"),
+            f" {other.bits_per_token:.4f}: a gain of {_signed(gain, 4)}. The first predicts {better:.0%} of the "
+            f"{settings.unit}s better and {worse:.0%} worse (by more than 0.005 bits).",
+        ),
+        tag("p", f"{chosen.title}; {first.num_targets:,} predicted tokens.", class_="about"),
+    ]
+
+
+def _document_part(
+    document: ReadDocument, gains: list[Excerpt], losses: list[Excerpt], marks: Sequence[int], settings: Settings
+) -> Element:
+    curve = comparison.along(document.gains)
+    among = f"of {int(curve.edges[1]):,} tokens"
+    spread = Chart(
+        title="Gain by token",
+        x_label="token",
+        y_label="gain, bits",
+        series=[
+            Series(f"largest gain {among}", curve.edges, np.maximum(curve.highest, 0), "bars", "1"),
+            Series(f"largest loss {among}", curve.edges, np.minimum(curve.lowest, 0), "bars", "2"),
+        ],
+        caption="Above zero the first model predicted better. Click or tap to read the text there; the violet stripe "
+        "is the page that is open.",
+        marks=marks,
+        document=document.index,
+    )
+    total = Chart(
+        title="Gain so far",
+        x_label="token",
+        y_label="sum of the gains, bits",
+        series=[Series("", curve.edges, np.append(0, curve.total))],
+        marks=marks,
+        document=document.index,
+    )
+    lists = [
+        section(f"The {len(gains)} {settings.unit}s with the largest gain", *_places(gains), level=3),
+        section(f"The {len(losses)} {settings.unit}s with the largest loss", *_places(losses), level=3),
+    ]
+    return document_part(document.index, figure(spread), figure(total), *lists)
+
+
+def _signed(value: float, digits: int) -> str:
+    return f"{value:+,.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def _places(excerpts: list[Excerpt]) -> list[Element]:
+    items = [_item(excerpt) for excerpt in excerpts]
+    if not items:
+        return [tag("p", "None: the two readings are the same.", class_="note")]
+    shown = tag("ol", *items[:SHOWN], class_="places")
+    if len(items) <= SHOWN:
+        return [shown]
+    rest = tag("details", tag("summary", f"{len(items) - SHOWN} more"), tag("ol", *items[SHOWN:], class_="places"))
+    return [shown, rest]
+
+
+def _item(excerpt: Excerpt) -> Element:
+    seen = f"the same {excerpt.distance:,} tokens before, " if excerpt.distance else ""
+    facts = tag(
+        "div",
+        f"{_signed(excerpt.gain, 2)} bits: ",
+        tag("span", f"{excerpt.first_bits:.2f}", class_="first"),
+        " instead of ",
+        tag("span", f"{excerpt.other_bits:.2f}", class_="other"),
+        f" · token {excerpt.token:,} · {seen}{PLACE_NAMES[excerpt.place]} · {excerpt.category}",
+        class_="facts",
+    )
+    # White space can't be seen, and an end has no text.
+    shown = excerpt.text if excerpt.text.strip() else repr(excerpt.text).strip("'") or "(end of the document)"
+    text = tag("p", excerpt.before, tag("mark", shown), excerpt.after, class_="excerpt")
+    return tag("li", tag("a", facts, text, href=f"#{excerpt.document}:{excerpt.token}"))
+
+
+def _tables(documents: list[ReadDocument], top: list[Excerpt], settings: Settings) -> list[Element]:
+    unit = settings.unit
+    by_place = comparison.by_place(documents)
+    in_place = {place: sum(excerpt.place == place for excerpt in top) for place in PLACES}
+    distances = [group for group in comparison.by_distance(documents) if group.num_units]
+    curve = Chart(
+        title=f"Mean gain by how far back the same {unit} last began",
+        x_label="distance, tokens",
+        y_label=f"gain, bits per {unit}",
+        series=[Series("", [float(group.label) * 2**0.5 for group in distances], [g.mean for g in distances])],
+        caption="In powers of two.",
+        log_x=True,
+        marks=[settings.window + 1],
+    )
+    in_category = {kind: sum(excerpt.category == kind for excerpt in top) for kind in CATEGORIES}
+    by_category = comparison.by_category(documents)
+    return [
+        section(
+            f"Where the same {unit} last occurred",
+            _group_table([PLACE_NAMES[place] for place in PLACES], by_place, list(in_place.values()), unit),
+            tag(
+                "p",
+                f"In the window: among the {settings.window + 1} tokens before it, which are the token that predicts "
+                f"it and the {settings.window} that this one sees in a layer; through several layers a model sees "
+                f"further. In the segment: not in the window, but in the same {settings.segment:,} tokens, counted "
+                "from the beginning of the document. Earlier: before that.",
+                class_="note",
+            ),
+            figure(curve),
+        ),
+        section(
+            f"What the top {unit}s are",
+            _group_table(CATEGORIES, by_category, list(in_category.values()), unit),
+            tag(
+                "p",
+                "By simple rules, in this order. Title: in a line of at most 80 characters that begins with chapter, "
+                "part, act and the like and a number, or that stands between blank lines and is a heading of "
+                "Markdown, LaTeX or a wiki, or all in capitals. Identifier: has an underscore, a capital after a "
+                "small letter, or digits beside letters. Name: begins with a capital, has a second letter, is no "
+                "Roman numeral, and is nowhere in the document in small letters.",
+                class_="note",
+            ),
+        ),
+        _document_table(documents),
+    ]
+
+
+def _group_table(labels: Sequence[str], groups: list[Group], in_top: list[int], unit: str) -> Element:
+    num_units = sum(group.num_units for group in groups)
+    rows = [
+        (
+            label,
+            f"{g.num_units:,}",
+            f"{g.num_units / num_units:.1%}",
+            _signed(g.gain, 1),
+            _signed(g.mean, 4),
+            f"{count:,}",
+        )
+        for label, g, count in zip(labels, groups, in_top, strict=True)
+    ]
+    header = ("", f"{unit}s", "share", "gain, bits", f"per {unit}", f"of the top {sum(in_top):,}")
+    return table(header, rows)
+
+
+def _document_table(documents: list[ReadDocument]) -> Element:
+    def row(document: ReadDocument) -> tuple[str, ...]:
+        targets = max(len(document.tokens) - 1, 1)
+        first, other = document.first.sum() / targets, document.other.sum() / targets
+        return document.name, f"{targets:,}", f"{first:.4f}", f"{other:.4f}", _signed(other - first, 4)
+
+    header = ("document", "tokens", "first", "other", "gain")
+    return section("By document", table(header, map(row, documents), "Bits per token."))
+
+
+def _facts(first: Reading, other: Reading, chosen: Chosen, settings: Settings) -> Element:
+    return section(
+        "What is compared",
+        facts_table([first.details(), other.details()], ("", "first", "other")),
+        *_differences(first, other),
+        tag(
+            "p",
+            f"Documents: {chosen.description}. Every document begins with a segment, and each model remembers what it "
+            "can from its beginning on; a document's first token is read and not predicted. "
+            + (
+                "A word is a run of letters, digits and underscores, or of white space, or one other sign; its bits "
+                "are the sum over its tokens."
+                if settings.unit == "word"
+                else "Tokens that share a character count as one."
+            ),
+            class_="about",
+        ),
+    )
+
+
+def _differences(first: Reading, other: Reading) -> list[Element]:
+    rows = differences(first.subject.run, other.subject.run)
+    return [table(("where their settings differ", "first", "other"), rows)] if rows else []

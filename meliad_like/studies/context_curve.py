@@ -1,0 +1,209 @@
+"""What reading on is worth: loss by position in the document (Block-Recurrent Transformers, appendix H, Figure 6)."""
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree.ElementTree import Element
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from meliad_like.studies.page import Chart, Series, facts_table, figure, paragraph, section, tag, write_page
+from meliad_like.studies.readings import Chosen, Reading, Request, choose, open_subject, read
+
+BINS_PER_OCTAVE = 4
+RESAMPLES = 500
+FEWEST_DOCUMENTS = 5  # below which no interval is shown
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Sums by document and by position of the predicting token; position 0 is the document's first token."""
+
+    edges: Int[np.ndarray, " bins+1"]
+    tokens: Int[np.ndarray, "documents bins"]
+    bits: Float[np.ndarray, "models documents bins"]
+
+    @property
+    def local(self) -> Float[np.ndarray, "models bins"]:
+        """Bits per token in each bin."""
+        return self.bits.sum(axis=1) / self.tokens.sum(axis=0)
+
+    @property
+    def cumulative(self) -> Float[np.ndarray, "models bins"]:
+        """Bits per token up to the end of each bin, over all documents, the short ones as far as they go."""
+        return self.bits.sum(axis=1).cumsum(axis=1) / self.tokens.sum(axis=0).cumsum()
+
+    @property
+    def num_documents(self) -> Int[np.ndarray, " bins"]:
+        """How many documents have tokens in each bin."""
+        return (self.tokens > 0).sum(axis=0)
+
+    def gains(self, other: int) -> Float[np.ndarray, " bins"]:
+        """Bits per token that model 0 saves against another one, over the same tokens."""
+        return self.local[other] - self.local[0]
+
+    def interval(self, other: int) -> Float[np.ndarray, "2 bins"]:
+        """From where to where 90% of the gains are, when the documents are drawn anew from these documents."""
+        saved = self.bits[other] - self.bits[0]
+        num_documents = len(self.tokens)
+        drawn = np.random.default_rng(0).multinomial(
+            num_documents, np.full(num_documents, 1 / num_documents), RESAMPLES
+        )
+        tokens = drawn @ self.tokens
+        gains = np.where(tokens > 0, drawn @ saved / np.maximum(tokens, 1), np.nan)
+        return np.nanquantile(gains, (0.05, 0.95), axis=0)
+
+
+def curves(losses: Sequence[Sequence[Float[np.ndarray, " targets"]]]) -> Curves:
+    """Sums up losses in nats, by model and document. Bins grow with the position, four to a doubling."""
+    longest = max(map(len, losses[0]))
+    octaves = np.arange(0, math.log2(longest) + 1, 1 / BINS_PER_OCTAVE)
+    edges = np.unique(np.append(np.rint(2**octaves).astype(int), 0))
+    edges = np.append(edges[edges < longest], longest)
+
+    def by_bin(values: np.ndarray) -> np.ndarray:
+        return np.histogram(np.arange(len(values)), edges, weights=values)[0]
+
+    tokens = np.stack([by_bin(np.ones(len(nats))) for nats in losses[0]]).astype(int)
+    bits = np.stack([[by_bin(nats.astype(np.float64) / math.log(2)) for nats in model] for model in losses])
+    return Curves(edges, tokens, bits)
+
+
+def run(request: Request) -> None:
+    """Writes the study into the folder `request.output`.
+
+    Raises:
+      UserError: a checkpoint, store, split or document is missing, or a checkpoint has another vocabulary.
+    """
+    subjects = [open_subject(request.checkpoint, step=request.step)]
+    if request.gin_params and not request.others:
+        subjects.append(open_subject(request.checkpoint, request.gin_params, request.step))
+    subjects += [open_subject(folder, request.gin_params, request.other_step) for folder in request.others]
+    chosen = choose(subjects[0], request)
+    readings = [read(subject, chosen) for subject in subjects]
+    result = curves([reading.losses for reading in readings])
+    request.output.mkdir(parents=True, exist_ok=True)
+    _write_numbers(request.output, readings, chosen, result)
+    others = ", ".join(reading.label for reading in readings)
+    write_page(
+        request.output / "index.html",
+        f"Loss by position: {others}",
+        _lead(readings, chosen),
+        [
+            section("Bits per token by position in the document", *_figures(readings, result)),
+            section(
+                "What was read",
+                facts_table(
+                    [reading.details() for reading in readings], ("", *(f"model {i + 1}" for i in range(len(readings))))
+                ),
+                tag(
+                    "p",
+                    f"Documents: {chosen.description}. Position 0 is a document's first token, which is read and not "
+                    "predicted; a loss counts where the token stands that predicts.",
+                    class_="about",
+                ),
+            ),
+        ],
+    )
+
+
+def _lead(readings: Sequence[Reading], chosen: Chosen) -> list[Element]:
+    totals = "; ".join(f"{reading.label} {reading.bits_per_token:.4f}" for reading in readings)
+    return [
+        paragraph(f"Bits per token over all tokens: {totals}."),
+        tag("p", f"{chosen.title}; {readings[0].num_targets:,} predicted tokens.", class_="about"),
+    ]
+
+
+def _figures(readings: Sequence[Reading], result: Curves) -> list[Element]:
+    # A bin [a, b) of a logarithmic axis that has no zero.
+    centres = np.sqrt(np.maximum(result.edges[:-1], 0.5) * result.edges[1:])
+    ends = result.edges[1:]
+
+    def lines(x: np.ndarray, values: np.ndarray) -> list[Series]:
+        return [Series(r.label, x, y, colour=str(i % 5 + 1)) for i, (r, y) in enumerate(zip(readings, values))]
+
+    charts = [
+        Chart(
+            "Cumulative",
+            "tokens read",
+            "bits per token",
+            lines(ends, result.cumulative),
+            "Mean over all tokens up to there, of all documents, the short ones as far as they go.",
+            log_x=True,
+            from_zero=False,
+        ),
+        Chart(
+            "Local",
+            "position in the document, tokens",
+            "bits per token",
+            lines(centres, result.local),
+            "Mean over the tokens around there; further on, fewer and longer documents are left, so that a curve may "
+            "rise or fall with them.",
+            log_x=True,
+            from_zero=False,
+        ),
+    ]
+    charts += [_gain_chart(readings, result, other, centres) for other in range(1, len(readings))]
+    charts.append(
+        Chart(
+            "Documents that are so long",
+            "position in the document, tokens",
+            "documents",
+            [Series("", np.maximum(result.edges, 0.5), result.num_documents, "bars", "muted")],
+            log_x=True,
+        )
+    )
+    return [figure(chart) for chart in charts]
+
+
+def _gain_chart(readings: Sequence[Reading], result: Curves, other: int, centres: np.ndarray) -> Chart:
+    series = [Series("mean", centres, result.gains(other))]
+    caption = (
+        "Over the same tokens, so that it does not matter which documents are left; above zero the first is better."
+    )
+    if len(result.tokens) >= FEWEST_DOCUMENTS:
+        low, high = result.interval(other)
+        series.append(Series("90% interval over documents", centres, high, "band", "muted", low))
+        caption += " The interval comes from drawing the documents anew, 500 times."
+    return Chart(
+        f"What {readings[0].label} saves against {readings[other].label}",
+        "position in the document, tokens",
+        "gain, bits per token",
+        series,
+        caption,
+        log_x=True,
+    )
+
+
+def _write_numbers(folder: Path, readings: Sequence[Reading], chosen: Chosen, result: Curves) -> None:
+    np.savez_compressed(
+        folder / "curves.npz",
+        names=np.array(chosen.documents.names),
+        edges=result.edges,
+        tokens=result.tokens,
+        bits=result.bits,
+    )
+    with (folder / "curves.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        names = [f"{kind}: {reading.label}" for kind in ("local", "cumulative") for reading in readings]
+        writer.writerow(("start", "stop", "documents", "tokens", *names))
+        columns = (
+            result.edges[:-1],
+            result.edges[1:],
+            result.num_documents,
+            result.tokens.sum(axis=0),
+            *result.local,
+            *result.cumulative,
+        )
+        writer.writerows(zip(*(column.tolist() for column in columns), strict=True))
+    saved = {
+        "models": [reading.details() for reading in readings],
+        "split": chosen.split_name,
+        "store": chosen.store.fingerprint,
+    }
+    (folder / "summary.json").write_text(json.dumps(saved, indent=2) + "\n")

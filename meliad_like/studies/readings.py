@@ -1,0 +1,193 @@
+"""Models and the documents that they read for a study."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from meliad_like.config.run import RunConfig
+from meliad_like.config.saved import to_bindings
+from meliad_like.data.token_store import Split, TokenStore, short
+from meliad_like.errors import UserError
+from meliad_like.evaluation.opening import open_store, open_with
+from meliad_like.evaluation.perplexity import ChosenDocuments, Evaluator, order_of_chance
+from meliad_like.evaluation.report import with_progress
+from meliad_like.training.opening import OpenedCheckpoint
+
+
+class Request(NamedTuple):
+    """What the command line asks for."""
+
+    checkpoint: str
+    step: int | None
+    others: tuple[str, ...]
+    other_step: int | None
+    gin_params: tuple[str, ...]
+    store: str | None
+    split: str
+    documents: tuple[str, ...]
+    """Names; none: `num_documents` of chance."""
+    num_documents: int | None
+    """None: all."""
+    unit: str
+    """`word`, `token`, or `auto`: words of a byte vocabulary, otherwise tokens."""
+    top: int
+    clear_every: int | None
+    """Tokens; None: a segment of the training."""
+    output: Path
+
+
+class Subject(NamedTuple):
+    """A model to be studied: a checkpoint, perhaps with some settings changed."""
+
+    label: str
+    folder: str
+    """Of the checkpoint."""
+    gin_params: tuple[str, ...]
+    """What is changed of its config."""
+    opened: OpenedCheckpoint
+    mesh: Mesh
+
+    @property
+    def run(self) -> RunConfig:
+        return self.opened.run
+
+    def details(self) -> dict[str, Any]:
+        """For a caption, and for JSON."""
+        return {
+            "label": self.label,
+            "checkpoint": self.folder,
+            "step": self.opened.step,
+            "changed settings": list(self.gin_params),
+            "parameters": self.opened.model.num_parameters,
+            "window": self.run.model.window_length,
+            "segment": self.run.data.segment_length,
+        }
+
+
+class Chosen(NamedTuple):
+    """The documents of a study."""
+
+    store: TokenStore
+    split_name: str
+    documents: ChosenDocuments
+    num_in_split: int
+
+    @property
+    def title(self) -> str:
+        """Says so where it is a part of the split."""
+        number = len(self.documents.names)
+        which = f"{number:,}" if number == self.num_in_split else f"{number:,} of {self.num_in_split:,}"
+        documents = "document" if self.num_in_split == 1 else "documents"
+        return f"{self.split_name}, {which} {documents}"
+
+    @property
+    def description(self) -> str:
+        """With the fingerprint of the token store."""
+        return f"{self.title}; token store {self.store.folder} ({short(self.store.fingerprint)})"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model made of documents, token by token."""
+
+    subject: Subject
+    losses: list[Float[np.ndarray, " targets"]]
+    """Nats of each document's tokens but the first."""
+
+    @property
+    def label(self) -> str:
+        return self.subject.label
+
+    @property
+    def num_targets(self) -> int:
+        return sum(map(len, self.losses))
+
+    @cached_property
+    def bits_per_token(self) -> float:
+        return sum(float(nats.sum(dtype=np.float64)) for nats in self.losses) / math.log(2) / self.num_targets
+
+    def details(self) -> dict[str, Any]:
+        """For a caption, and for JSON."""
+        return self.subject.details() | {"bits per token": self.bits_per_token}
+
+
+def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None = None, label: str = "") -> Subject:
+    """Opens a checkpoint; its label, unless given, is its run's folder, the step if asked for, and what is changed.
+
+    Raises:
+      UserError: as `open_with`.
+    """
+    opened, mesh = open_with(folder, gin_params, step)
+    return Subject(label or _label(folder, gin_params, step), folder, tuple(gin_params), opened, mesh)
+
+
+def choose(subject: Subject, request: Request) -> Chosen:
+    """The documents to read, of the store that was asked for or else the one that the model was trained with.
+
+    Without names they are drawn once and for all, in an order of chance.
+
+    Raises:
+      UserError: there is no such store, split or document, or the model has another vocabulary than the store.
+    """
+    store = open_store(subject.opened, subject.folder, request.store, prepare=False)
+    split = store.split(request.split)
+    if request.documents:
+        chosen = [_index(split, name, request.split) for name in request.documents]
+    else:
+        order = order_of_chance(len(split))
+        # A document of one token has nothing to predict.
+        chosen = np.sort(order[split.lengths[order] > 1][: request.num_documents]).tolist()
+    return Chosen(store, request.split, ChosenDocuments(split, np.asarray(chosen, np.int64)), len(split))
+
+
+def _index(documents: Split, name: str, split: str) -> int:
+    if name not in documents.names:
+        some = ", ".join(documents.names[:5])
+        raise UserError(f"--document={name} is not in {split}, which has {len(documents)}: {some}, ...")
+    return documents.names.index(name)
+
+
+def read(subject: Subject, chosen: Chosen) -> Reading:
+    """Has a model read the documents, each from the beginning of a segment.
+
+    Raises:
+      UserError: the model has another vocabulary.
+    """
+    opened = subject.opened
+    chosen.store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {subject.folder}")
+    evaluator = Evaluator(
+        opened.model,
+        chosen.documents,
+        subject.mesh,
+        name=chosen.split_name,
+        segment_length=opened.run.data.segment_length,
+        max_lanes=opened.run.data.num_lanes,
+        loss_slice=opened.run.training.loss_slice,
+        whole_segments=True,
+    )
+    return Reading(subject, with_progress(subject.label, lambda told: evaluator.token_losses(opened.params, told)))
+
+
+def _label(folder: str, gin_params: Sequence[str], step: int | None) -> str:
+    path = Path(folder)
+    name = path.parent.name if path.name == "checkpoints" else path.name
+    changes = [param.partition(".")[2].replace(" ", "") for param in gin_params]
+    return ", ".join([name or str(path), *([f"step {step:,}"] if step is not None else []), *changes])
+
+
+def differences(first: RunConfig, other: RunConfig) -> list[tuple[str, str, str]]:
+    """The settings of model, segments and training in which two runs differ: name and both values."""
+    ours, theirs = (to_bindings(run, "") for run in (first, other))
+    rows = []
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
+        a, b = (str(run[key].value) if key in run else "-" for run in (ours, theirs))
+        if a != b and not key.startswith(("SourceConfig.", "MeshConfig.")):
+            rows.append((key, a, b))
+    return rows

@@ -1,0 +1,187 @@
+"""Documents as a person reads them: tokens in units, how far back each last occurred, and what kind of word it is."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from meliad_like.data.vocabulary import Vocabulary
+
+UNITS = ("word", "token")
+PLACES = ("window", "segment", "earlier", "never")
+"""Where the same unit last occurred, the nearest first; see `Units.places`."""
+CATEGORIES = ("title", "name", "identifier", "other")
+"""What `categories` tells apart."""
+
+WORD = re.compile(r"\w{1,200}|\s{1,200}|.", re.DOTALL)
+NUMBERED_TITLE = re.compile(
+    r"(?i:chapter|book|part|act|scene|section|canto|volume|letter|appendix)\s+(?i:the\s+)?"
+    r"(?:\d+(?:\.\d+)*|[IVXLCDM]+|[A-Z]|(?i:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|first|second|"
+    r"third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|last))\b[\s.:,;)—–-]*(?=$|[A-Z\"'“‘])"
+)
+MARKED_TITLE = re.compile(r"#{1,6} \S|\\(?:chapter|part|(?:sub)*section|paragraph)\*?\{|=+ .* =+$")
+IDENTIFIER = re.compile(r"\w*(?:_|[a-z][A-Z]|[A-Za-z][0-9]|[0-9][A-Za-z])\w*")
+ROMAN = re.compile(r"[IVXLCDM]+")
+LONGEST_TITLE = 80
+
+
+@dataclass(frozen=True)
+class Units:
+    """The tokens of a document in groups that follow each other."""
+
+    text: bytes
+    """All of it; ends and other controls have no bytes."""
+    token_ends: Int[np.ndarray, " tokens"]
+    """Where in the text each token ends."""
+    first: Int[np.ndarray, " units"]
+    """The first token of each unit."""
+    word: Int[np.ndarray, " units"]
+    """The first byte of the word that each unit belongs to."""
+    keys: list[bytes]
+    """Units with the same key are the same: a word its letters, a token its bytes."""
+
+    @property
+    def stop(self) -> Int[np.ndarray, " units"]:
+        """The token after each unit's last."""
+        return np.append(self.first[1:], len(self.token_ends))
+
+    @property
+    def ends(self) -> Int[np.ndarray, " units"]:
+        """Where in the text each unit ends."""
+        return self.token_ends[self.stop - 1]
+
+    @property
+    def starts(self) -> Int[np.ndarray, " units"]:
+        """Where in the text each unit begins."""
+        return np.append(0, self.ends[:-1])
+
+    def distances(self) -> Int[np.ndarray, " units"]:
+        """Tokens from where the same unit last began to where this one begins; 0 where it never did."""
+        return last_distances(self.keys, self.first)
+
+    def places(self, window: int, segment: int) -> Int[np.ndarray, " units"]:
+        """Where the same unit last began, as indices of PLACES.
+
+        In the window: among the `window + 1` tokens before it, which are the token that predicts it and those that this
+        one sees. In the segment: further back, but not before the segment of the token that predicts it. Segments of a
+        document are counted from its beginning. Through several layers a window reaches further than this.
+        """
+        distances = self.distances()
+        same_segment = (self.first - distances) // segment == (self.first - 1) // segment
+        conditions = [distances == 0, distances <= window + 1, same_segment]
+        choices = [PLACES.index(place) for place in ("never", "window", "segment")]
+        return np.select(conditions, choices, PLACES.index("earlier"))
+
+
+def make_units(tokens: Int[np.ndarray, " tokens"], vocabulary: Vocabulary, unit: str) -> Units:
+    """Groups a document's tokens.
+
+    Args:
+      tokens: of the whole document.
+      unit: `token`, where tokens that share a character are together; or `word`, where a token belongs to the word
+        that its last byte belongs to. Words are runs of letters, digits and _, or of white space, or single signs.
+    """
+    pieces = {int(token): vocabulary.decode_bytes([token]) for token in np.unique(tokens)}
+    by_token = [pieces[token] for token in tokens.tolist()]
+    text = b"".join(by_token)
+    token_ends = np.cumsum([len(piece) for piece in by_token])
+    token_starts = np.append(0, token_ends[:-1])
+    empty = token_ends == token_starts
+    word_starts = _word_starts(text)
+    last_bytes = np.maximum(token_ends - 1, 0)
+    words = word_starts[np.searchsorted(word_starts, last_bytes, side="right") - 1]
+    if unit == "word":
+        begins = np.append(True, words[1:] != words[:-1])
+    else:
+        first_bytes = np.frombuffer(text + b"\0", np.uint8)[token_starts]
+        begins = (first_bytes & 0xC0) != 0x80
+    begins |= empty | np.append(True, empty[:-1])
+    first = np.flatnonzero(begins)
+    stop = np.append(first[1:], len(tokens))
+    spans = zip(token_starts[first].tolist(), token_ends[stop - 1].tolist(), strict=True)
+    keys = [text[start:end] for start, end in spans]
+    if unit == "word":
+        # A SentencePiece token brings the space before its word along.
+        keys = [key.strip() or key for key in keys]
+    return Units(text, token_ends, first, words[stop - 1], keys)
+
+
+def last_distances(keys: Sequence[bytes], first: Int[np.ndarray, " units"]) -> Int[np.ndarray, " units"]:
+    """How far each `first` is from that of the last unit before it with the same key; 0 where there is none."""
+    numbers: dict[bytes, int] = {}
+    number = np.fromiter((numbers.setdefault(key, len(numbers)) for key in keys), np.int64, len(keys))
+    order = np.argsort(number, kind="stable")
+    distances = np.zeros(len(keys), np.int64)
+    same = number[order[1:]] == number[order[:-1]]
+    distances[order[1:][same]] = (first[order[1:]] - first[order[:-1]])[same]
+    return distances
+
+
+def categories(units: Units) -> Int[np.ndarray, " units"]:
+    """The kind of word that each unit belongs to, as indices of CATEGORIES. Heuristics, in this order:
+
+    - title: in a line of at most 80 characters that begins with chapter, book, part, act, scene, section, canto,
+      volume, letter or appendix and a number; or that is between blank lines and marked as a heading of Markdown, LaTeX
+      or a wiki, or all in capitals;
+    - identifier: has an underscore, a capital after a small letter, or digits next to letters;
+    - name: begins with a capital, has a second letter, is no Roman numeral, and is nowhere in the document in small
+      letters;
+    - other: everything else, and signs and white space.
+    """
+    in_title = _in_titles(units)
+    word_starts = np.append(_word_starts(units.text), len(units.text))
+    word_ends = word_starts[np.searchsorted(word_starts, units.word, side="right")]
+    texts = [
+        units.text[start:end].decode("utf-8", "replace")
+        for start, end in zip(units.word.tolist(), word_ends.tolist(), strict=True)
+    ]
+    present = set(texts)
+    kinds = {text: _category(text, present) for text in present}
+    found = np.fromiter((kinds[text] for text in texts), np.int64, len(texts))
+    lettered = np.fromiter((any(map(str.isalnum, text)) for text in texts), bool, len(texts))
+    found[lettered & in_title] = CATEGORIES.index("title")
+    found[units.ends == units.starts] = CATEGORIES.index("other")
+    return found
+
+
+def _category(word: str, present: set[str]) -> int:
+    if not word or not (word[0].isalpha() or word[0] == "_"):
+        name = "other"
+    elif IDENTIFIER.fullmatch(word):
+        name = "identifier"
+    elif word[0].isupper() and len(word) > 1 and not ROMAN.fullmatch(word) and word.lower() not in present:
+        name = "name"
+    else:
+        name = "other"
+    return CATEGORIES.index(name)
+
+
+def _in_titles(units: Units) -> Bool[np.ndarray, " units"]:
+    lines = units.text.split(b"\n")
+    starts = np.cumsum([0, *(len(line) + 1 for line in lines[:-1])])
+    texts = [line.strip().decode("utf-8", "replace") if len(line) < 4 * LONGEST_TITLE else "x" * 99 for line in lines]
+    padded = ["", *texts, ""]
+    titles = np.array(
+        [is_title(text, not padded[i] and not padded[i + 2]) for i, text in enumerate(texts)],
+        bool,
+    )
+    return titles[np.searchsorted(starts, units.word, side="right") - 1]
+
+
+def is_title(line: str, alone: bool) -> bool:
+    """Whether a line looks like the title of a chapter; `alone`: between blank lines."""
+    if not line or len(line) > LONGEST_TITLE:
+        return False
+    if NUMBERED_TITLE.match(line):
+        return True
+    return alone and (MARKED_TITLE.match(line) is not None or (line.isupper() and sum(map(str.isalpha, line)) > 2))
+
+
+def _word_starts(text: bytes) -> Int[np.ndarray, " words"]:
+    """Where in the text words begin; those of an empty text: at 0."""
+    # Bytes that are no UTF-8 become one character each, and come back as one byte.
+    words = WORD.findall(text.decode("utf-8", "surrogateescape"))
+    lengths = [len(word) if word.isascii() else len(word.encode("utf-8", "surrogateescape")) for word in words]
+    return np.cumsum([0, *lengths[:-1]])

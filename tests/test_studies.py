@@ -1,0 +1,253 @@
+"""Studies of small checkpoints: their numbers, and pages that are safe and whole."""
+
+import base64
+import csv
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from meliad_like import config
+from meliad_like.data.preparation import prepare
+from meliad_like.data.vocabulary import ByteVocabulary
+from meliad_like.errors import UserError
+from meliad_like.evaluation import opening
+from meliad_like.models.model import Model
+from meliad_like.studies import clear_state, compare, context_curve, gates
+from meliad_like.studies.readings import Request, choose, open_subject, read
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.mesh import make_mesh
+from meliad_like.training.opening import checkpoint_metadata, save_vocabulary
+
+EVIL = "</script><script>alert('document')</script><img src=x onerror=alert(1)> & Gomin met Gomin.\n\n"
+DOCUMENTS = {"one": EVIL * 4, "two": "A rose is a rose. " * 20, "three": "é" * 50}
+WINDOW, SEGMENT = 16, 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:1]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of untrained checkpoints by name, on the same documents."""
+    root = tmp_path_factory.mktemp("studies")
+    (root / "documents" / "test").mkdir(parents=True)
+    for name, text in DOCUMENTS.items():
+        (root / "documents" / "test" / f"{name}.txt").write_text(text)
+    folders = {}
+    for seed, row in enumerate(("fixed_skip", "slide_12l", "lstm_dual")):
+        run = config.parse(
+            ["size/tiny.gin", f"block_recurrent/{row}.gin"],
+            [
+                f"ReaderConfig.store = '{root / 'store'}'",
+                "SourceConfig.kind = 'text'",
+                f"SourceConfig.folder = '{root / 'documents'}'",
+            ],
+        )
+        vocabulary = ByteVocabulary()
+        if not folders:
+            prepare(run.source, run.vocabulary, root / "store", num_workers=1)
+        folder = root / f"{row}<b>"
+        save_vocabulary(vocabulary, folder / "checkpoints")
+        params = jax.jit(Model(run.model, vocabulary.size).init)(jax.random.key(seed))
+        with Checkpoints(folder / "checkpoints") as checkpoints:
+            checkpoints.save(
+                seed, {"params": params, "step": np.int32(seed)}, checkpoint_metadata(run, vocabulary, seed, None)
+            )
+        folders[row] = str(folder)
+    return folders
+
+
+def request(checkpoint, output, **changes):
+    default = {
+        "step": None, "others": (), "other_step": None, "gin_params": (), "store": None, "split": "test",
+        "documents": (), "num_documents": None, "unit": "auto", "top": 12, "clear_every": None,
+    }  # fmt: skip
+    return Request(checkpoint=checkpoint, output=Path(output), **(default | changes))
+
+
+class Page(HTMLParser):
+    """What is in a page."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.tags, self.attributes, self.scripts, self.text, self.policy = [], [], [], "", ""
+        self._open = None
+        self.source = (folder / "index.html").read_text()
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag in ("script", "style"):
+            self._open = (tag, dict(attrs), [])
+        if dict(attrs).get("http-equiv") == "Content-Security-Policy":
+            self.policy = dict(attrs)["content"]
+
+    def handle_data(self, data):
+        if self._open:
+            self._open[2].append(data)
+        else:
+            self.text += data
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style"):
+            name, attributes, parts = self._open
+            self.scripts.append((name, attributes, "".join(parts)))
+            self._open = None
+
+
+def assert_safe(page):
+    """Nothing is loaded from anywhere, and nothing runs that a document or a folder brought."""
+    assert not {"img", "link", "iframe", "object", "b"} & set(page.tags)
+    for name, value in page.attributes:
+        assert name not in ("src", "srcset", "data") and not name.startswith("on")
+        assert name != "href" or value.startswith("#")
+    running = [text for tag, attributes, text in page.scripts if tag == "style" or "type" not in attributes]
+    assert len(running) == 3
+    for text in running:
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in page.policy
+        assert "@import" not in text and "url(" not in text and "innerHTML" not in text
+    assert "default-src 'none'" in page.policy and "unsafe" not in page.policy
+    for _, attributes, text in page.scripts:
+        if attributes.get("type") == "application/json":
+            json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def compared(runs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared")
+    compare.run(request(runs["fixed_skip"], folder, others=(runs["slide_12l"],)))
+    return folder
+
+
+def test_comparison_page(compared):
+    page = Page(compared)
+    assert_safe(page)
+    for words in (
+        "fixed_skip<b> against slide_12l<b>",
+        "test, 3 documents",
+        "recurrent_layers",
+        "Gomin",
+        "alert('document')",
+    ):
+        assert words in page.text, words
+
+
+def test_comparison_numbers(runs, compared):
+    numbers = np.load(compared / "tokens.npz")
+    assert numbers["lengths"].sum() == len(numbers["tokens"]) == len(numbers["first_bits"])
+    saved = json.loads((compared / "summary.json").read_text())
+    subject = open_subject(runs["slide_12l"])
+    reading = read(subject, choose(subject, request(runs["slide_12l"], "")))
+    expected = np.concatenate([np.append(0, nats) for nats in reading.losses]) / np.log(2)
+    np.testing.assert_allclose(numbers["other_bits"], expected, rtol=1e-6)
+    assert saved["other"]["bits per token"] == pytest.approx(reading.bits_per_token)
+    gain = (numbers["other_bits"] - numbers["first_bits"]).sum()
+    for groups in ("by_place", "by_category"):
+        assert sum(group["gain_bits"] for group in saved[groups]) == pytest.approx(gain, abs=1e-6)
+    top = list(csv.DictReader((compared / "top.csv").open(newline="")))
+    # Words, not bytes: their bits are those of all their bytes.
+    [row] = [row for row in top if row["text"] == "Gomin"][:1]
+    start = int(row["token"]) + sum(numbers["lengths"][: list(numbers["names"]).index(row["document"])])
+    assert bytes(numbers["tokens"][start : start + 5].tolist()) == b"Gomin"
+    assert float(row["other_bits"]) == pytest.approx(numbers["other_bits"][start : start + 5].sum())
+    assert row["category"] == "name" and row["place"] in ("window", "segment", "earlier", "never")
+
+
+def test_the_text_of_a_page_is_the_document(compared):
+    [packed] = [text for _, attributes, text in Page(compared).scripts if attributes.get("id") == "document-0"]
+    content = gzip.decompress(base64.b64decode(packed))
+    units, size = np.frombuffer(content[:8], "<u4")
+    tokens, sizes, first, other = np.frombuffer(content[8 : 8 + 8 * units], "<u2").reshape(4, units).astype(int)
+    numbers = np.load(compared / "tokens.npz")
+    name = str(numbers["names"][0])
+    assert content[8 + 8 * units :].decode() == DOCUMENTS[name] and size == sizes.sum()
+    assert tokens.sum() == numbers["lengths"][0]
+    for bits, column in ((first, "first_bits"), (other, "other_bits")):
+        assert bits.sum() / 100 == pytest.approx(numbers[column][: numbers["lengths"][0]].sum(), abs=0.005 * units)
+
+
+def test_cleared_and_kept_differ_from_the_second_segment_on(runs, tmp_path):
+    clear_state.run(request(runs["fixed_skip"], tmp_path, clear_every=32))
+    saved = json.loads((tmp_path / "summary.json").read_text())
+    assert saved["largest_difference_in_the_first_stretch_nats"] == 0
+    assert saved["other"]["segment"] == 32 and saved["other"]["label"] == "states cleared every 32 tokens"
+    numbers = np.load(tmp_path / "tokens.npz")
+    starts = np.cumsum(numbers["lengths"]) - numbers["lengths"]
+    for start, length in zip(starts, numbers["lengths"], strict=True):
+        # Token 33 is the first whose prediction follows a cleared state.
+        gains = (numbers["other_bits"] - numbers["first_bits"])[start : start + length]
+        assert not gains[:33].any() and np.count_nonzero(gains[33:]) > 0.9 * (length - 33)
+    assert_safe(Page(tmp_path))
+
+
+def test_curves_by_position():
+    losses = np.log(2) * np.array([1, 2, 3, 4, 5, 6, 7, 8, 9], np.float32)
+    result = context_curve.curves([[losses, losses[:3]], [2 * losses, 2 * losses[:3]]])
+    assert result.edges.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert result.num_documents.tolist() == [2, 2, 2, 1, 1, 1, 1, 1, 1]
+    np.testing.assert_allclose(result.local[0], range(1, 10), rtol=1e-6)
+    np.testing.assert_allclose(result.cumulative[0], [1, 1.5, 2, 16 / 7, 21 / 8, 3, 3.4, 42 / 11, 4.25], rtol=1e-6)
+    np.testing.assert_allclose(result.gains(1), range(1, 10), rtol=1e-6)
+    low, high = result.interval(1)
+    # Two documents that agree: however they are drawn, the gain is the same.
+    np.testing.assert_allclose([low, high], [result.gains(1)] * 2, rtol=1e-6)
+
+
+def test_context_curve_of_two_settings(runs, tmp_path):
+    context_curve.run(
+        request(runs["fixed_skip"], tmp_path, gin_params=("DecoderConfig.clear_states = True",), documents=("two",))
+    )
+    rows = list(csv.DictReader((tmp_path / "curves.csv").open(newline="")))
+    saved = json.loads((tmp_path / "summary.json").read_text())
+    assert int(rows[-1]["stop"]) == len(DOCUMENTS["two"]) and {row["documents"] for row in rows} == {"1"}
+    for model in saved["models"]:
+        assert float(rows[-1][f"cumulative: {model['label']}"]) == pytest.approx(model["bits per token"])
+    assert saved["models"][1]["label"] == "fixed_skip<b>, clear_states=True"
+    page = Page(tmp_path)
+    assert_safe(page)
+    assert "test, 1 of 3 documents" in page.text
+
+
+def test_missing_things_are_named(runs, tmp_path):
+    first = runs["fixed_skip"]
+    with pytest.raises(UserError, match="compare needs one other model: --other=DIR, or --gin_param"):
+        compare.run(request(first, tmp_path))
+    with pytest.raises(UserError, match="--document=none is not in test, which has 3: "):
+        compare.run(request(first, tmp_path, others=(first,), documents=("none",)))
+    with pytest.raises(UserError, match="--clear_every=40 must be a multiple of the window, 16 tokens"):
+        clear_state.run(request(first, tmp_path, clear_every=40))
+    with pytest.raises(UserError, match="--clear_every=1600: none of the documents is longer"):
+        clear_state.run(request(first, tmp_path, clear_every=1600))
+    with pytest.raises(UserError, match="clear_state: the model of .*slide_12l.* has no recurrent layer"):
+        clear_state.run(request(runs["slide_12l"], tmp_path))
+    with pytest.raises(UserError, match="gates: the model of .*slide_12l.* has no recurrent layer"):
+        gates.run(request(runs["slide_12l"], tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["curve"], "the first argument must be compare or clear_state or context_curve or gates, not 'curve'"),
+        (["gates", "--other=x"], "--other has no effect on gates: it is for compare and context_curve"),
+        (["compare", "--gin_file=x"], "--gin_file has no effect here"),
+    ],
+)
+def test_the_command_line_is_checked(arguments, message):
+    command = [sys.executable, "-m", "meliad_like.studies", *arguments, "--checkpoint=a", "--output=b"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
