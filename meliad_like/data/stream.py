@@ -12,6 +12,42 @@ from meliad_like.data.batch import Batch
 from meliad_like.data.readers import Split, check_tokens
 
 
+class Concatenated:
+    """A split's documents as the only one of a split: first the end of a document, then their tokens."""
+
+    def __init__(self, split: Split, vocabulary_size: int, end_of_document: int):
+        """Tokens must be below vocabulary_size; the first is end_of_document."""
+        self._split = split
+        self._vocabulary_size = vocabulary_size
+        self._end_of_document = end_of_document
+        self.ends = np.cumsum(np.asarray(split.lengths, np.int64))
+        """Where documents end, counted without the first token."""
+        self.lengths = self.ends[-1:] + 1
+        self.names = ["all documents, one after the other"]
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
+        """int32[stop - start]: tokens from `start` on; there is one document, 0.
+
+        Raises:
+          UserError: a token id is not below vocabulary_size.
+        """
+        parts = [np.full(1, self._end_of_document, np.int32)] if start == 0 else []
+        place, last = max(start - 1, 0), stop - 1
+        while place < last:
+            index, offset = (int(x) for x in self.place(np.asarray(place)))
+            end = min(last, int(self.ends[index]))
+            tokens = self._split.tokens(index, offset, offset + end - place)
+            check_tokens(tokens, self._vocabulary_size, offset, self._split.names[index])
+            parts.append(tokens)
+            place = end
+        return np.concatenate(parts)
+
+    def place(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(document, position in it) of tokens, counted without the first one."""
+        document = np.searchsorted(self.ends, place, side="right")
+        return document, place - (self.ends[document] - np.asarray(self._split.lengths, np.int64)[document])
+
+
 class StreamReader:
     """The stream as one contiguous shard for each lane: what a lane reads next is what comes next.
 
@@ -46,17 +82,15 @@ class StreamReader:
         self.segment_length = segment_length
         self._window_length = window_length
         self._seed = seed
-        self._split = split
-        self._vocabulary_size = vocabulary_size
-        self._end_of_document = end_of_document
         self._epochs = epochs
-        self._ends = np.cumsum(np.asarray(split.lengths, np.int64))
+        self._stream = Concatenated(split, vocabulary_size, end_of_document)
+        self._num_tokens = int(self._stream.ends[-1])
         self.steps_per_epoch = -(-self._num_segments // num_lanes)
 
     @property
     def _num_segments(self) -> int:
         """Segments of the stream, the last of which may not be full."""
-        return -(-int(self._ends[-1]) // self.segment_length)
+        return -(-self._num_tokens // self.segment_length)
 
     @property
     def num_steps(self) -> int | None:
@@ -66,7 +100,7 @@ class StreamReader:
     @property
     def padding_share(self) -> float:
         """Share of an epoch's positions that have no target."""
-        return 1 - int(self._ends[-1]) / (self.steps_per_epoch * self.num_lanes * self.segment_length)
+        return 1 - self._num_tokens / (self.steps_per_epoch * self.num_lanes * self.segment_length)
 
     def batch(self, step: int, lanes: Sequence[int]) -> Batch:
         """Rows `lanes` of the batch of a step, as numpy arrays.
@@ -85,13 +119,12 @@ class StreamReader:
             start[row, 0] = self._begins(step_of_epoch)
             if segment >= self._num_segments:
                 continue
-            first, last = segment * n, min((segment + 1) * n, int(self._ends[-1]))
-            tokens = self._tokens(first - 1, last)
+            first, last = segment * n, min((segment + 1) * n, self._num_tokens)
+            tokens = self._stream.tokens(0, first, last + 1)
             places = np.s_[row, : last - first]
             inputs[places], targets[places], loss_mask[places] = tokens[:-1], tokens[1:], True
             blocks = np.arange(first, last, w)
-            document[row, : len(blocks)] = self._document_of(blocks)
-            position[row, : len(blocks)] = blocks - self._first_of(document[row, : len(blocks)])
+            document[row, : len(blocks)], position[row, : len(blocks)] = self._stream.place(blocks)
         return Batch(inputs, targets, loss_mask, start, document, position)
 
     def _segment(self, epoch: int, step: int, lane: int) -> int:
@@ -101,26 +134,6 @@ class StreamReader:
     def _begins(self, step: int) -> bool:
         """Whether a lane remembers nothing when it reads this step of an epoch."""
         return step == 0
-
-    def _document_of(self, place: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self._ends, place, side="right")
-
-    def _first_of(self, document: np.ndarray) -> np.ndarray:
-        return self._ends[document] - np.asarray(self._split.lengths, np.int64)[document]
-
-    def _tokens(self, first: int, last: int) -> np.ndarray:
-        """Places [first, last) of the stream; what comes before its beginning is the end of a document."""
-        parts = [np.full(1, self._end_of_document, np.int32)] if first < 0 else []
-        place = max(first, 0)
-        while place < last:
-            document = int(self._document_of(np.asarray(place)))
-            begin = int(self._first_of(np.asarray(document)))
-            stop = min(last, int(self._ends[document]))
-            tokens = self._split.tokens(document, place - begin, stop - begin)
-            check_tokens(tokens, self._vocabulary_size, place - begin, self._split.names[document])
-            parts.append(tokens)
-            place = stop
-        return np.concatenate(parts)
 
 
 class ShuffledReader(StreamReader):

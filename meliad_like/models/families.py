@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import Field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
+
 from meliad_like.models.decoder import Decoder
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.flops import forward_flops_per_token, training_flops_per_token
@@ -51,12 +53,26 @@ class Family(NamedTuple):
     training_flops_per_token: Callable[[Any, int], float] | None = None
     """The same of a training step; by default three times the forward pass, because every product has two more in the
     backward pass, one for each of its factors."""
+    num_visible: Callable[[Any, np.ndarray], np.ndarray] = lambda config, position: position % config.window_length + 1
+    """(config, positions in a document) -> how many tokens a token there attends to, itself included, in a layer that
+    attends to no memory beyond its cache; by default those of its block."""
+
+
+def decoder_visible(config: DecoderConfig, position: np.ndarray) -> np.ndarray:
+    """The w tokens before a token, and the token itself through the residual stream."""
+    return np.minimum(position, config.window_length) + 1
+
+
+def shortformer_visible(config: ShortformerConfig, position: np.ndarray) -> np.ndarray:
+    """What is cached when a token's block begins, and the block up to it."""
+    offset = position % config.window_length
+    return np.minimum(position - offset, config.cache_length) + offset + 1
 
 
 FAMILIES = {
-    "decoder": Family(DecoderConfig, Decoder, forward_flops_per_token, training_flops_per_token),
+    "decoder": Family(DecoderConfig, Decoder, forward_flops_per_token, training_flops_per_token, decoder_visible),
     "pretrained": Family(PretrainedConfig, PretrainedDecoder, pretrained_flops.forward_flops_per_token),
-    "shortformer": Family(ShortformerConfig, Shortformer, shortformer_flops_per_token),
+    "shortformer": Family(ShortformerConfig, Shortformer, shortformer_flops_per_token, num_visible=shortformer_visible),
 }
 """By the names that `RunConfig.model` is bound to."""
 

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
@@ -67,6 +68,10 @@ class Model:
         """Forward and backward pass."""
         count = self._family.training_flops_per_token
         return 3 * self.forward_flops_per_token if count is None else count(self.config, self.vocabulary_size)
+
+    def num_visible(self, position: np.ndarray) -> np.ndarray:
+        """How many tokens a token at these positions of a document attends to, itself included."""
+        return self._family.num_visible(self.config, position)
 
     def init(self, key: PRNGKeyArray) -> dict[str, Any]:
         """Fresh parameters: nested dictionaries of float32 arrays."""

@@ -1,0 +1,210 @@
+"""Ways to predict the same tokens, with more or less before each of them, at more or less cost.
+
+Shortformer, sections 2 and 5: `segments` are disjoint, and a model that remembers goes on from one to the next;
+`sliding` windows repeat what is before their `stride` new tokens, and are read from nothing each; `token_by_token` is
+how text is written, one token at a time with all that the model remembers. For a model that remembers nothing the
+paper's token-by-token figures are those of `sliding` windows with a stride of 1. One lane at a time, windows excepted.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from meliad_like.data.batch import Batch
+from meliad_like.data.readers import Split
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.training.loss import segment_losses
+from meliad_like.training.mesh import replicated
+
+ProtocolName = Literal["segments", "sliding", "token_by_token"]
+
+
+@dataclass(frozen=True)
+class ProtocolScore:
+    """What a protocol found, and what it took."""
+
+    protocol: str
+    num_tokens: int
+    """Tokens that were predicted: all but each document's first."""
+    nats: float
+    """Minus the sum of the logarithms of their probabilities."""
+    min_visible: int
+    """The fewest tokens that a layer attends to where a prediction is made (`Family.num_visible`)."""
+    mean_visible: float
+    max_visible: int
+    flops: float
+    """Operations of all that was computed, padding and repetition included; compilation is not."""
+    seconds: float
+    """Wall time without compilation."""
+
+    @property
+    def bits_per_token(self) -> float:
+        return self.nats / self.num_tokens / math.log(2)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats / self.num_tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+class Row(NamedTuple):
+    """Inputs of a document that are read at once."""
+
+    document: int
+    first: int
+    """The first input's position."""
+    length: int
+    repeated: int
+    """Inputs whose targets don't count, because an earlier row has them."""
+    fresh: bool
+    """Whether nothing is remembered before it."""
+
+
+def rows_of(lengths: np.ndarray, protocol: ProtocolName, n: int, stride: int) -> Iterator[Row]:
+    """The rows of all documents; every token after a document's first is a target exactly once.
+
+    Args:
+        lengths: of the documents, in tokens.
+        protocol: which.
+        n: inputs in a row, at most.
+        stride: of sliding windows: targets that each has of its own, but for the first of a document, which has n.
+    """
+    for document, num_targets in enumerate(np.maximum(lengths - 1, 0).tolist()):
+        first = 0
+        while first < num_targets:
+            yield Row(document, first, min(n, num_targets - first), 0, first == 0 or protocol == "sliding")
+            first += n
+            if protocol == "sliding":
+                break
+        while protocol == "sliding" and first < num_targets:
+            last = min(first + stride, num_targets)
+            yield Row(document, last - n, n, n - (last - first), True)
+            first = last
+
+
+def evaluate(
+    model: Model,
+    params: Any,
+    split: Split,
+    protocol: ProtocolName,
+    *,
+    segment_length: int,
+    mesh: Mesh,
+    stride: int | None = None,
+    num_windows: int = 1,
+    loss_slice: int = 1024,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ProtocolScore:
+    """Predicts every token of every document once.
+
+    Args:
+        model: without its parameters.
+        params: on the mesh.
+        split: the documents; `Concatenated` makes one of them, in which nothing is reset.
+        protocol: which.
+        segment_length: tokens read at once; of sliding windows, their length. A multiple of the model's window.
+        mesh: where the parameters are.
+        stride: new tokens of a sliding window.
+        num_windows: sliding windows that are read side by side.
+        loss_slice: tokens of a lane whose logits exist at once.
+        on_progress: told the number of tokens predicted so far, and of all that will be.
+
+    Raises:
+        UserError: the lengths do not fit, or there is nothing to predict.
+    """
+    n, w = segment_length, model.config.window_length
+    if n % w:
+        raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
+    if (protocol == "sliding") != (stride is not None) or not 1 <= (stride or 1) <= n:
+        raise UserError(f"protocol={protocol} with stride={stride}: only sliding windows have one, of 1 to {n} tokens")
+    if protocol == "token_by_token" and model.config.needs_segments:
+        raise UserError("token by token there are no segments, on which what this model remembers depends")
+    lengths = np.asarray(split.lengths, np.int64)
+    total = int(np.maximum(lengths - 1, 0).sum())
+    if total == 0:
+        raise UserError("no document has a token to predict")
+    b = num_windows if protocol == "sliding" else 1
+    step = functools.partial(_decode if protocol == "token_by_token" else _read, model, loss_slice)
+    # Every device does the same: there is one lane.
+    everywhere = replicated(mesh)
+    init = jax.jit(
+        lambda params: model.bind(params).init_carry(b, decoding=protocol == "token_by_token"),
+        out_shardings=everywhere,
+    )
+    carry = fresh_carry = init(params)
+    compiled = jax.jit(step, out_shardings=everywhere).lower(params, carry, _empty_batch(b, n, w)).compile()
+    nats, visible_sum, least, most, done, num_read = 0.0, 0, np.inf, 0, 0, 0
+    began = time.perf_counter()
+    rows = list(rows_of(lengths, protocol, n, stride or n))
+    for index in range(0, len(rows), b):
+        chosen = rows[index : index + b]
+        batch = _batch(split, chosen, b, n, w)
+        # Decoding has no flag that says where a document begins.
+        carry, losses = compiled(params, fresh_carry if chosen[0].fresh else carry, batch)
+        nats += float(np.asarray(losses, np.float64)[batch.loss_mask].sum())
+        num_read += batch.inputs.size
+        for row in chosen:
+            before = 0 if protocol == "sliding" else row.first
+            visible = model.num_visible(before + np.arange(row.repeated, row.length))
+            visible_sum += int(visible.sum())
+            least, most, done = min(least, visible.min()), max(most, visible.max()), done + len(visible)
+        if on_progress is not None:
+            on_progress(done, total)
+    assert done == total
+    return ProtocolScore(
+        protocol=protocol if stride is None else f"{protocol}, stride {stride}",
+        num_tokens=total,
+        nats=nats,
+        min_visible=int(least),
+        mean_visible=visible_sum / total,
+        max_visible=int(most),
+        flops=num_read * model.forward_flops_per_token,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _read(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Float[Array, "b n"]]:
+    losses, carry = segment_losses(model.bind(params), batch, carry, loss_slice)
+    return carry, losses.nats
+
+
+def _decode(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Float[Array, "b n"]]:
+    """As `_read`, one token after the other."""
+    module = model.bind(params)
+
+    def one_token(carry, token):
+        inputs, target = token
+        logits, carry = module.decode_step(inputs, carry)
+        target_logits = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return carry, jax.nn.logsumexp(logits, axis=-1) - target_logits
+
+    carry, nats = jax.lax.scan(one_token, carry, (batch.inputs.T, batch.targets.T))
+    return carry, nats.T
+
+
+def _empty_batch(b: int, n: int, w: int) -> Batch:
+    tokens, blocks = np.zeros((b, n), np.int32), np.zeros((b, n // w), np.int32)
+    return Batch(tokens, tokens.copy(), tokens.astype(bool), blocks.astype(bool), blocks - 1, blocks)
+
+
+def _batch(split: Split, rows: list[Row], b: int, n: int, w: int) -> Batch:
+    batch = _empty_batch(b, n, w)
+    for i, row in enumerate(rows):
+        tokens = split.tokens(row.document, row.first, row.first + row.length + 1)
+        batch.inputs[i, : row.length], batch.targets[i, : row.length] = tokens[:-1], tokens[1:]
+        batch.loss_mask[i, row.repeated : row.length] = True
+        batch.start[i, 0] = row.fresh
+    return batch

@@ -1,0 +1,132 @@
+"""Three ways to predict the same tokens: what each scores, sees and costs."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_split import FakeSplit
+
+from meliad_like.data.stream import Concatenated
+from meliad_like.errors import UserError
+from meliad_like.evaluation.protocols import evaluate, rows_of
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.model import Model
+from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.training.mesh import MeshConfig, make_mesh
+
+W, V = 4, 40
+PIA = ShortformerConfig(
+    num_layers=2, model_width=16, num_heads=2, head_size=8, feedforward_width=16, window_length=W, cache_length=W,
+    cutoffs=(10,),
+)  # fmt: skip
+CONFIGS = {
+    "shortformer": PIA,
+    "baseline": dataclasses.replace(PIA, position="input", cache_length=0),
+    "slide": DecoderConfig(
+        num_layers=1, model_width=16, num_heads=2, head_size=8, feedforward_width=16, window_length=W
+    ),
+}
+LENGTHS = (11, 2, 19)
+
+
+class Split(FakeSplit):
+    def tokens(self, document, start, stop):
+        return super().tokens(document, start, stop) * 7 % (V - 1)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(MeshConfig(), jax.devices()[:2])
+
+
+def run(name, protocol, mesh, concatenated=True, segment_length=W, **arguments):
+    model = Model(CONFIGS[name], V)
+    params = jax.device_put(model.init(jax.random.key(0)), jax.NamedSharding(mesh, jax.P()))
+    split = Split(LENGTHS)
+    split = Concatenated(split, V, V - 1) if concatenated else split
+    return model, evaluate(model, params, split, protocol, segment_length=segment_length, mesh=mesh, **arguments)
+
+
+def reference(name, windows):
+    """Nats of the last targets of some windows of the stream, each read alone and from nothing."""
+    model = Model(CONFIGS[name], V)
+    params = model.init(jax.random.key(0))
+    stream = Concatenated(Split(LENGTHS), V, V - 1).tokens(0, 0, sum(LENGTHS) + 1)
+    module, total = model.bind(params), 0.0
+    for first, last, repeated in windows:
+        length = -(-(last - first) // W) * W
+        tokens = np.pad(stream[first:last], (0, length - (last - first)))[None]
+        hidden, _ = module(tokens, module.init_carry(1), jnp.zeros((1, length // W), bool))
+        log_probabilities = jax.nn.log_softmax(module.logits(hidden))[0]
+        total -= sum(float(log_probabilities[i, stream[first + i + 1]]) for i in range(repeated, last - first))
+    return total
+
+
+@pytest.mark.parametrize("concatenated", [True, False])
+@pytest.mark.parametrize("name", ["shortformer", "slide"])
+def test_token_by_token_equals_segments(name, concatenated, mesh):
+    _, segments = run(name, "segments", mesh, concatenated)
+    _, tokens = run(name, "token_by_token", mesh, concatenated)
+    assert tokens.num_tokens == segments.num_tokens == sum(LENGTHS) - (0 if concatenated else 3)
+    assert tokens.nats / tokens.num_tokens == pytest.approx(segments.nats / segments.num_tokens, abs=1e-5)
+    assert (tokens.min_visible, tokens.mean_visible, tokens.max_visible) == (
+        segments.min_visible, segments.mean_visible, segments.max_visible,
+    )  # fmt: skip
+
+
+def test_segments_of_the_baseline_are_read_alone(mesh):
+    model, score = run("baseline", "segments", mesh)
+    assert score.nats == pytest.approx(reference("baseline", [(i, min(i + 4, 32), 0) for i in range(0, 32, 4)]), 1e-5)
+    assert (score.min_visible, score.mean_visible, score.max_visible) == (1, 2.5, 4)
+    assert score.flops == 32 * model.forward_flops_per_token
+
+
+@pytest.mark.parametrize("num_windows", [1, 3])
+@pytest.mark.parametrize("stride", [1, 3])
+def test_sliding_windows(stride, num_windows, mesh):
+    model, score = run("baseline", "sliding", mesh, stride=stride, num_windows=num_windows)
+    ends = [*range(4 + stride, 32, stride), 32]
+    windows = [(0, 4, 0), *((end - 4, end, 4 - (end - last)) for last, end in zip([4, *ends], ends))]
+    assert score.num_tokens == 32
+    assert score.nats == pytest.approx(reference("baseline", windows), 1e-5)
+    assert score.flops == -(-len(windows) // num_windows) * num_windows * 4 * model.forward_flops_per_token
+    # Of later windows, a target sees all but the stride's end.
+    assert (score.min_visible, score.max_visible) == (1, 4)
+    if stride == 1:
+        assert score.mean_visible == (1 + 2 + 3 + 29 * 4) / 32
+
+
+def test_a_cache_is_seen_as_the_paper_counts(mesh):
+    """From L' + 1 to L' + L tokens, but in the first segment, which has none before it."""
+    _, score = run("shortformer", "segments", mesh)
+    assert score.min_visible == 1 and score.max_visible == 8
+    assert score.mean_visible == ((1 + 2 + 3 + 4) + 7 * (5 + 6 + 7 + 8)) / 32
+    assert score.perplexity == pytest.approx(math.exp(score.nats / 32)) == pytest.approx(2**score.bits_per_token)
+
+
+def test_a_window_of_two_blocks_fills_the_cache(mesh):
+    _, score = run("shortformer", "sliding", mesh, segment_length=8, stride=2)
+    windows = [(0, 8, 0), *((end - 8, end, 6) for end in range(10, 33, 2))]
+    assert score.nats == pytest.approx(reference("shortformer", windows), 1e-5)
+
+
+def test_rows_of_documents():
+    rows = [tuple(row) for row in rows_of(np.array([3, 1, 10]), "sliding", 4, 3)]
+    assert rows == [(0, 0, 2, 0, True), (2, 0, 4, 0, True), (2, 3, 4, 1, True), (2, 5, 4, 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"protocol": "segments", "segment_length": 6}, "segment_length=6 must be a multiple of window_length=4"),
+        ({"protocol": "segments", "stride": 2}, "protocol=segments with stride=2: only sliding windows have one"),
+        ({"protocol": "sliding"}, "protocol=sliding with stride=None: only sliding"),
+        ({"protocol": "sliding", "stride": 5}, "stride=5: only sliding windows have one, of 1 to 4 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_named(arguments, message, mesh):
+    with pytest.raises(UserError, match=message):
+        run("baseline", mesh=mesh, **arguments)
