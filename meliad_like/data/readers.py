@@ -25,6 +25,8 @@ class ReaderConfig:
     windows repeat the last tokens of those before them (the model's `overlap`), unless `segments_follow`."""
     segments_follow: bool = False
     """`windows`: whether a lane goes on remembering where its next segment goes on with the same document."""
+    train_disjoint: bool = False
+    """`windows`: training windows repeat nothing, whatever overlap the model is evaluated with."""
     store: str = ""
     """Folder of the token store that `python -m meliad_like.prepare` wrote."""
     segment_length: int = 4096

@@ -147,7 +147,12 @@ def make_reader(stage: Stage, store: TokenStore) -> Reader:
     size, end = store.vocabulary.size, store.vocabulary.end_of_document
     overlap = Model(run.model, size).overlap
     if run.data.kind == "windows":
-        return WindowsReader(*arguments, vocabulary_size=size, overlap=overlap, apart=not run.data.segments_follow)
+        return WindowsReader(
+            *arguments,
+            vocabulary_size=size,
+            overlap=0 if run.data.train_disjoint else overlap,
+            apart=not run.data.segments_follow,
+        )
     if overlap:
         raise UserError(f"windows with overlap={overlap} need ReaderConfig.kind='windows', not {run.data.kind!r}")
     if run.data.kind == "lanes":
