@@ -1,0 +1,90 @@
+"""The gin files of pretrained models and of the paper that adds recurrence to them; what they cost."""
+
+import itertools
+
+import pytest
+
+from meliad_like import config
+from meliad_like.config.search import shipped_files
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.flops import (
+    forward_flops_per_token,
+    paper_flops_per_token,
+    recurrence_flops_per_token,
+)
+
+SIZES = {
+    "gpt2_small": (50_257, 124_439_808),
+    "gpt2_medium": (50_257, 354_823_168),
+    "gpt2_large": (50_257, 774_030_080),
+    "gpt2_xl": (50_257, 1_557_611_200),
+    "smollm2_135m": (49_152, 134_515_008),
+}
+# FLOPs per token of tables 1 and 2. The paper rounds 2.625 to 2.62.
+TABLE_2 = {0: 1.75, 5: 1.78, 10: 1.81, 30: 1.94, 50: 2.10, 75: 2.33, 100: 2.62, 150: 3.50, 200: 5.25}
+ROWS = [name for name in shipped_files() if name.startswith("recurrent_pretrained/")]
+
+
+def parse(*files):
+    return config.parse(["pretrained/gpt2_small.gin", *files])
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters(name):
+    vocabulary_size, expected = SIZES[name]
+    run = config.parse([f"pretrained/{name}.gin"])
+    assert Model(run.model, vocabulary_size).num_parameters == expected
+
+
+def test_the_recurrence_of_the_paper():
+    run = parse("recurrent_pretrained/recurrent.gin")
+    # 768 -> 200 -> 200 -> 200 -> 768, and a score for each of 12 layers.
+    assert Model(run.model, 50_257).num_parameters == SIZES["gpt2_small"][1] + 388_568 + 12
+    assert run.model.insertion_indices == {1}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_file_fits_every_model(name):
+    for size in SIZES:
+        run = config.parse([f"pretrained/{size}.gin", name])
+        assert config.from_json(config.to_json(run)) == run
+
+
+def test_every_row_of_the_tables_and_every_point_of_the_figures_is_there():
+    rows = {f"tables/baseline_overlap_{overlap}" for overlap in TABLE_2}
+    rows |= {f"tables/recurrent_overlap_{overlap}" for overlap in (0, 5, 10, 30, 50)}
+    windows = range(200, 601, 100)
+    rows |= {f"figures/baseline_window_{w}_overlap_{o}" for w, o in itertools.product(windows, (0, 30, 50))}
+    rows |= {f"figures/recurrent_window_{w}_overlap_0" for w in windows}
+    assert {name for name in ROWS if name.count("/") == 2} == {f"recurrent_pretrained/{row}.gin" for row in rows}
+    for row in rows:
+        run = parse(f"recurrent_pretrained/{row}.gin")
+        assert run.model.recurrent == ("recurrent" in row)
+        assert f"overlap_{run.model.overlap}" in row
+        assert run.model.window_length == (300 if "tables" in row else int(row.split("_")[2]))
+        assert run.data.segment_length == 20 * run.model.window_length
+        # Recurrent models are trained with the overlap they are tested with, the others without any.
+        assert run.data.train_disjoint == (not run.model.recurrent)
+        assert run.schedule.warmup_steps == 100
+
+
+@pytest.mark.parametrize("overlap", TABLE_2)
+def test_operations_by_the_papers_count(overlap):
+    model = parse(f"recurrent_pretrained/tables/baseline_overlap_{overlap}.gin").model
+    # From its own 1.75e8, as it must have been: 1.754e8 would round otherwise.
+    rounded = 1.75e8 * paper_flops_per_token(model) / paper_flops_per_token(parse().model.__class__(window_length=300))
+    assert rounded / 1e8 == pytest.approx(TABLE_2[overlap], abs=0.00501)
+    assert paper_flops_per_token(model) == pytest.approx(rounded, rel=0.003)
+
+
+def test_operations_as_counted():
+    baseline = parse("recurrent_pretrained/tables/baseline_overlap_0.gin").model
+    recurrent = parse("recurrent_pretrained/tables/recurrent_overlap_0.gin").model
+    # Besides what the paper counts: logits, and twice its attention.
+    attention, logits = 2 * 12 * 300 * 768, 2 * 768 * 50_257
+    counted = forward_flops_per_token(baseline, 50_257)
+    assert counted == pytest.approx(paper_flops_per_token(baseline) + attention + logits)
+    # Weighing the layers; a network once a window; one more key and value, and what every query does with them.
+    added = 2 * 12 * 768 + (2 * 388_568 - 2 * 1368 + 2 * 768 * 1536) / 300 + 4 * 768
+    assert recurrence_flops_per_token(recurrent) == pytest.approx(added)
+    assert recurrence_flops_per_token(recurrent) / counted < 0.0002
