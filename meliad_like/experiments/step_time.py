@@ -1,0 +1,122 @@
+"""The time of a training step, of several models in turn, so that a change of the machine's speed hits all alike.
+
+What is compared are ratios within a round: a machine that others use as well may be twice as fast a minute later.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from meliad_like.config import RunConfig
+from meliad_like.data.batch import Batch
+from meliad_like.models.model import Model
+from meliad_like.training.hardware import DATASHEET_FLOPS
+from meliad_like.training.optimizers import make_optimizer
+from meliad_like.training.schedules import make_schedule
+from meliad_like.training.setup import abstract_batch
+from meliad_like.training.state import TrainState, init_state
+from meliad_like.training.step import StepMetrics, make_train_step
+
+WARM_UP = 2  # rounds that are not counted
+PRODUCT = 2048  # rows of the square matrices whose product is timed beside the steps
+
+
+@dataclass
+class TimedStep:
+    """The training step of a run on one device, compiled, with its state and a batch of random tokens."""
+
+    run: RunConfig
+    model: Model
+    step: jax.stages.Compiled
+    state: TrainState
+    batch: Batch
+    compile_seconds: float
+    seconds: list[float] = field(default_factory=list)
+
+    def __call__(self) -> StepMetrics:
+        """Does one step and notes how long it took."""
+        began = time.perf_counter()
+        self.state, metrics = self.step(self.state, self.batch)
+        jax.block_until_ready(self.state)
+        self.seconds.append(time.perf_counter() - began)
+        return metrics
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the step needs at most, by the compiler's own analysis: state, batch and temporary arrays."""
+        analysis = self.step.memory_analysis()
+        return analysis.temp_size_in_bytes + analysis.argument_size_in_bytes
+
+
+def compile_step(run: RunConfig, model: Model) -> tuple[jax.stages.Compiled, TrainState]:
+    """The step of a run on one device, from shapes alone; and the shapes of its state."""
+    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+    shapes = jax.eval_shape(lambda key: init_state(model, optimizer, run.data.num_lanes, key), jax.random.key(0))
+    step = jax.jit(make_train_step(model, optimizer, run.training), donate_argnums=0)
+    return step.lower(shapes, abstract_batch(run)).compile(), shapes
+
+
+def make_step(run: RunConfig, vocabulary_size: int) -> TimedStep:
+    """The step of a run, ready to be timed; nothing is read from disk."""
+    model = Model(run.model, vocabulary_size)
+    began = time.perf_counter()
+    step, _ = compile_step(run, model)
+    compile_seconds = time.perf_counter() - began
+    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+    state = jax.jit(lambda key: init_state(model, optimizer, run.data.num_lanes, key))(jax.random.key(0))
+    return TimedStep(run, model, step, state, jax.device_put(random_batch(run, vocabulary_size)), compile_seconds)
+
+
+def random_batch(run: RunConfig, vocabulary_size: int) -> Batch:
+    """A batch of random tokens, with a document for each lane."""
+    shapes = abstract_batch(run)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    b, n = shapes.inputs.shape
+    tokens = np.random.default_rng(0).integers(0, vocabulary_size, (b, n + 1)).astype(np.int32)
+    start = zeros.start.copy()
+    start[:, 0] = True
+    return zeros._replace(inputs=tokens[:, :-1], targets=tokens[:, 1:], loss_mask=np.ones((b, n), bool), start=start)
+
+
+def time_in_turn(steps: Mapping[str, TimedStep], repeats: int, said: Callable[[str], Any] = print) -> dict[str, Any]:
+    """Times every step `repeats` times, one of each a round, and a matrix product beside them.
+
+    Returns:
+      `device`; `peak`, FLOP/s of the device (for bfloat16 from its data sheet, where that is known; otherwise of the
+      product, in the steps' precision); and for each of `rows` its `seconds` by round, `memory_bytes`,
+      `compile_seconds` and `share_of_peak`.
+    """
+    dtype = next(iter(steps.values())).run.model.activation_dtype
+    x = jax.random.normal(jax.random.key(0), (PRODUCT, PRODUCT), dtype)
+    multiply = jax.jit(lambda x: x @ x)
+    product_seconds = []
+    for i in range(WARM_UP + repeats):
+        for step in steps.values():
+            step()
+        began = time.perf_counter()
+        multiply(x).block_until_ready()
+        product_seconds.append(time.perf_counter() - began)
+        said(f"round {i + 1} of {WARM_UP + repeats}")
+    device = jax.devices()[0].device_kind
+    measured = 2 * PRODUCT**3 / float(np.median(product_seconds[WARM_UP:]))
+    peak = DATASHEET_FLOPS.get(device, measured) if dtype == "bfloat16" else measured
+    rows = {}
+    for name, step in steps.items():
+        seconds = step.seconds[WARM_UP:]
+        flops = step.model.training_flops_per_token * step.run.data.tokens_per_step
+        rows[name] = {
+            "seconds": seconds,
+            "memory_bytes": step.memory_bytes,
+            "compile_seconds": step.compile_seconds,
+            "share_of_peak": flops / float(np.median(seconds)) / peak,
+        }
+    return {"device": device, "peak": peak, "rows": rows}
+
+
+def relative_time(rows: Mapping[str, Any], name: str, baseline: str) -> float:
+    """The median over rounds of a step's time over that of the baseline in the same round."""
+    return float(np.median(np.array(rows[name]["seconds"]) / np.array(rows[baseline]["seconds"])))

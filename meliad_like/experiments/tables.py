@@ -1,0 +1,207 @@
+"""The rows of tables 1, 3, 4 and 5 of Block-Recurrent Transformers (arXiv:2203.07852), and the paper's own figures."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meliad_like.errors import UserError
+
+FOLDER = "block_recurrent"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of a table."""
+
+    name: str
+    """As `--row` takes it: its gin file's name."""
+    label: str
+    """As the paper calls it."""
+    file: str
+    """Its gin file, at the paper's size."""
+    baseline: str
+    """The row that it is compared with: by step time, and by bits per byte within a seed."""
+    paper: Mapping[str, float] = field(default_factory=dict)
+    """The paper's figures by the names of its columns."""
+    shares: str = ""
+    """The row whose runs are this one's as well, because it is the same model."""
+    series: str = ""
+    """The line of the picture that it is a point of."""
+    vocabulary_size: int = 0
+    """Of a row that has a vocabulary of its own; 0: the task's."""
+
+    @property
+    def run_name(self) -> str:
+        return self.shares or self.name
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: a measure of some series of rows."""
+
+    measure: str
+    """A figure of `results.RowResult`."""
+    paper: str
+    """The paper's column of that measure."""
+    x: str = ""
+    """What the series run over: a figure as well; "": no lines, but one place for each row."""
+    series: tuple[str, ...] = ()
+    paper_x: Mapping[str, float] = field(default_factory=dict)
+    """Where the paper's rows lie."""
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    title: str
+    rows: tuple[Row, ...]
+    panels: tuple[Panel, ...]
+    measures: tuple[str, ...] = ()
+    """Figures that this table has beside those of all tables."""
+
+    def row(self, name: str) -> Row:
+        """
+        Raises:
+          UserError: there is none of this name.
+        """
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise UserError(f"{self.name} has no row {name}; it has {', '.join(row.name for row in self.rows)}")
+
+    @property
+    def paper_columns(self) -> list[str]:
+        return list(dict.fromkeys(column for row in self.rows for column in row.paper))
+
+
+def _table1() -> Table:
+    columns = ("step time", "PG19 bytes", "PG19 tokens", "arXiv", "GitHub")
+    figures: Sequence[tuple] = (
+        ("xl_512", "XL:512", 0.88, 1.01, 3.62, 1.45, 1.21),
+        ("xl_1024", "XL:1024", 1.20, 0.997, 3.59, 1.37, 1.08),
+        ("xl_2048", "XL:2048", 2.11, 0.990, 3.58, 1.31, 1.01),
+        ("slide_12l", "Slide:12L", 0.93, 0.989, 3.60, 1.43, 1.19),
+        ("slide_13l", "Slide:13L", 1.00, 0.989, 3.58, 1.42, 1.17),
+        ("lstm_dual", "Rec:lstm:dual", 1.06, 0.985, 3.54, 1.26, 1.01),
+        ("lstm_single", "Rec:lstm:single", 1.05, 0.962, 3.54, 1.29, 1.03),
+        ("lstm_skip", "Rec:lstm:skip", 1.00, 0.969, 3.56, 1.31, 1.10),
+        ("fixed_dual", "Rec:fixed:dual", 1.01, 0.957, 3.52, 1.27, 0.991),
+        ("fixed_single", "Rec:fixed:single", 1.02, 0.966, 3.58, 1.25, 1.00),
+        ("fixed_skip", "Rec:fixed:skip", 0.99, 0.952, 3.53, 1.24, 0.976),
+        ("feedback_lstm_single", "Feedback:lstm:single", 1.40, 0.977, 3.50, 1.22),
+        ("feedback_fixed_skip", "Feedback:fixed:skip", 1.35, 0.935, 3.49, 1.24),
+        ("memorizing_64k", "Memorizing Trans. 64k", 1.94, 0.950, 3.53, 1.22),
+    )
+    rows = tuple(
+        Row(name, label, f"{FOLDER}/{name}.gin", "slide_13l", dict(zip(columns, values)))
+        for name, label, *values in figures
+    )
+    panels = (Panel("bits_per_byte", "PG19 bytes"), Panel("step_time", "step time"))
+    return Table("table1", "Table 1: recurrence and its baselines", rows, panels)
+
+
+def _table3() -> Table:
+    column, folder = "PG19 tokens", f"{FOLDER}/table3"
+    windows = {128: (3.58, 3.69), 256: (3.54, 3.64), 512: (3.53, 3.60)}
+    states = {128: 3.54, 256: 3.535, 512: 3.53, 1024: 3.51, 2048: 3.55}
+    rows = []
+    for i, (kind, model) in enumerate((("recurrent", "Rec:fixed:skip"), ("slide", "Slide:12L"))):
+        for window, values in windows.items():
+            name = f"{kind}_window_{window}"
+            rows.append(
+                Row(
+                    name,
+                    f"{model}, window {window}",
+                    f"{folder}/{name}.gin",
+                    f"slide_window_{window}",
+                    {column: values[i]},
+                    series=f"{model}, by window",
+                )
+            )
+    rows += [
+        Row(
+            f"states_{number}",
+            f"Rec:fixed:skip, {number} states",
+            f"{folder}/states_{number}.gin",
+            "states_512",
+            {column: value},
+            shares="recurrent_window_512" if number == 512 else "",
+            series="Rec:fixed:skip, by states",
+        )
+        for number, value in states.items()
+    ]
+    paper_x = {f"{kind}_window_{window}": window for kind in ("recurrent", "slide") for window in windows}
+    panels = (
+        Panel(
+            "bits_per_token", column, "window_length", ("Rec:fixed:skip, by window", "Slide:12L, by window"), paper_x
+        ),
+        Panel(
+            "bits_per_token",
+            column,
+            "num_states",
+            ("Rec:fixed:skip, by states",),
+            {f"states_{number}": number for number in states},
+        ),
+    )
+    return Table("table3", "Table 3: the window's size and the number of states", tuple(rows), panels)
+
+
+def _table4() -> Table:
+    column = "PG19 tokens"
+    figures = {
+        "40m": (40.6e6, 3.96, 4.03),
+        "81m": (81.2e6, 3.79, 3.86),
+        "162m": (162e6, 3.59, 3.67),
+        "325m": (325e6, 3.44, 3.51),
+        "650m": (650e6, 3.29, 3.39),
+        "1300m": (1.3e9, 3.22, 3.31),
+    }
+    models = {"recurrent": "Rec:fixed:skip", "xl": "XL:512"}
+    # Of the four smaller sizes and of the two larger ones.
+    num_layers = {"recurrent": (12, 24), "xl": (13, 26)}
+    rows, paper_x = [], {}
+    for i, (kind, model) in enumerate(models.items()):
+        for size, (parameters, *values) in figures.items():
+            name = f"{kind}_{size}"
+            label = f"{model}, {num_layers[kind][parameters > 5e8]} layers, {size.upper()}"
+            paper = {"parameters": parameters, column: values[i]}
+            rows.append(Row(name, label, f"{FOLDER}/table4/{name}.gin", f"xl_{size}", paper, series=model))
+            paper_x[name] = parameters
+    panel = Panel("bits_per_token", column, "parameters_without_embedding", tuple(models.values()), paper_x)
+    return Table("table4", "Table 4 and figure 3: sizes", tuple(rows), (panel,))
+
+
+def _table5() -> Table:
+    columns = ("token count", "scale factor", "bits per token", "word perplexity")
+    figures = {
+        "bytes": (256, 41_288_269, 5.9267, 0.960, 51.61),
+        "sentencepiece_512": (512, 18_124_332, 2.6016, 2.125, 46.16),
+        "sentencepiece_1k": (1_000, 15_865_499, 2.2774, 2.477, 49.91),
+        "sentencepiece_4k": (4_000, 12_622_101, 1.8118, 3.021, 44.43),
+        "sentencepiece_8k": (8_000, 11_559_455, 1.6593, 3.289, 43.94),
+        "sentencepiece_32k": (32_000, 10_229_476, 1.4684, 3.647, 40.93),
+        "sentencepiece_64k": (64_000, 9_856_687, 1.4149, 3.766, 40.18),
+        "sentencepiece_96k": (96_000, 9_711_259, 1.3940, 3.801, 39.36),
+        "sentencepiece_128k": (128_000, 9_638_472, 1.3835, 3.830, 39.37),
+    }
+    rows = tuple(
+        Row(
+            name,
+            name.replace("_", " ").replace("sentencepiece", "SentencePiece"),
+            f"{FOLDER}/table5/{name}.gin",
+            "bytes",
+            dict(zip(columns, values)),
+            series="Rec:fixed:skip",
+            vocabulary_size=size,
+        )
+        for name, (size, *values) in figures.items()
+    )
+    paper_x = {row.name: row.vocabulary_size for row in rows}
+    panels = (
+        Panel("tokens_per_word", "scale factor", "vocabulary_size", ("Rec:fixed:skip",), paper_x),
+        Panel("bits_per_token", "bits per token", "vocabulary_size", ("Rec:fixed:skip",), paper_x),
+    )
+    measures = ("vocabulary_size", "num_tokens", "tokens_per_word", "word_perplexity")
+    return Table("table5", "Table 5 and figure 7: vocabularies", rows, panels, measures)
+
+
+TABLES = {table.name: table for table in (_table1(), _table3(), _table4(), _table5())}

@@ -1,0 +1,191 @@
+"""The rows of tables 1, 3, 4 and 5: their gin files at the paper's size, and what a scale makes of them."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from meliad_like import config
+from meliad_like.config.search import shipped_files
+from meliad_like.errors import UserError
+from meliad_like.experiments.scales import SCALES, Scale, configure
+from meliad_like.experiments.step_time import compile_step, random_batch
+from meliad_like.experiments.tables import TABLES
+from meliad_like.models.model import Model
+
+ROWS = {row.file: row for table in TABLES.values() for row in table.rows}
+FIXED_SKIP = 193_230_968  # with a vocabulary of 32,000
+# Without the embedding: fixed:skip, and XL:512 with one layer more (two at 24 layers).
+TABLE_4 = {
+    "40m": (40_387_192, 40_911_720),
+    "81m": (80_233_080, 81_806_184),
+    "162m": (160_462_968, 163_608_936),
+    "325m": (319_849_712, 327_190_224),
+    "650m": (639_698_400, 654_379_424),
+    "1300m": (1_279_384_032, 1_308_745_120),
+}
+# Small enough to compile in a second; windows, states, segments and layers keep their proportions.
+TINIEST = Scale(divisor=64, layers=6, bindings={"ReaderConfig.tokens_per_step": 64})
+WIDTHS = [
+    "DecoderConfig.model_width = 16",
+    "DecoderConfig.num_heads = 2",
+    "DecoderConfig.head_size = 8",
+    "DecoderConfig.feedforward_width = 32",
+]
+
+
+def test_every_file_is_a_row_of_a_table_and_every_row_has_one():
+    assert {name for name in shipped_files() if name.startswith("block_recurrent/")} == set(ROWS)
+
+
+@pytest.mark.parametrize("file", ROWS)
+def test_a_row_reads_32_lanes_of_4096_tokens_a_step_whatever_its_segments(file):
+    run = config.parse([file])
+    assert run.data.tokens_per_step == 32 * 4096
+    one_window = "xl_" in file or "memorizing" in file
+    assert run.data.segment_length == (run.model.window_length if one_window else 4096)
+    assert run.training.num_steps == 500_000
+    assert run.model.dropout_rate == 0.05
+
+
+def test_the_scaling_study_alone_has_a_cosine():
+    schedules = {file: config.parse([file]).schedule for file in ROWS}
+    assert {file for file, schedule in schedules.items() if schedule.name == "cosine"} == {
+        row.file for row in TABLES["table4"].rows
+    }
+    assert {(s.max_rate, s.min_rate) for s in schedules.values() if s.name == "cosine"} == {(0.01, 0.001)}
+    assert {s.name for s in schedules.values()} == {"cosine", "inverse_square_root"}
+
+
+@pytest.mark.parametrize("window", [128, 256, 512])
+def test_windows_of_table_3(window):
+    recurrent, slide = (
+        config.parse([f"block_recurrent/table3/{kind}_window_{window}.gin"]).model for kind in ("recurrent", "slide")
+    )
+    assert recurrent.window_length == slide.window_length == window
+    assert (recurrent.num_states, recurrent.recurrent_indices, recurrent.total_layers) == (512, {9}, 12)
+    assert (slide.recurrent_layers, slide.total_layers) == ((), 12)
+    assert Model(recurrent, 32_000).num_parameters == FIXED_SKIP
+
+
+@pytest.mark.parametrize("number", [128, 256, 512, 1024, 2048])
+def test_states_of_table_3(number):
+    model = config.parse([f"block_recurrent/table3/states_{number}.gin"]).model
+    assert (model.window_length, model.num_states, model.gate, model.cell) == (512, number, "fixed", "skip")
+    # Of each state: where it begins, and its name.
+    assert Model(model, 32_000).num_parameters == FIXED_SKIP + (number - 512) * 2 * 1024
+
+
+@pytest.mark.parametrize("size", TABLE_4)
+def test_parameters_of_table_4_are_the_papers_if_the_embedding_is_not_counted(size):
+    rows = [TABLES["table4"].row(f"{kind}_{size}") for kind in ("recurrent", "xl")]
+    models = [config.parse([row.file]).model for row in rows]
+    without_embedding = tuple(Model(m, 256).num_parameters - 256 * m.model_width for m in models)
+    assert without_embedding == TABLE_4[size]
+    # The paper has one figure for both.
+    assert np.mean(without_embedding) == pytest.approx(rows[0].paper["parameters"], rel=0.006)
+
+
+@pytest.mark.parametrize("size", ["650m", "1300m"])
+def test_the_largest_models_of_table_4_have_24_layers_and_their_baselines_26(size):
+    recurrent, baseline = (
+        config.parse([f"block_recurrent/table4/{kind}_{size}.gin"]).model for kind in ("recurrent", "xl")
+    )
+    assert (recurrent.total_layers, recurrent.recurrent_indices) == (24, {9, 19})
+    assert (baseline.total_layers, baseline.recurrent_indices) == (26, set())
+
+
+def test_vocabularies_of_table_5():
+    table = TABLES["table5"]
+    for row in table.rows:
+        run = config.parse([row.file])
+        assert run.model == config.parse(["block_recurrent/fixed_skip.gin"]).model
+        if row.name == "bytes":
+            assert run.vocabulary.kind == "bytes"
+        else:
+            assert (run.vocabulary.kind, run.vocabulary.size) == ("sentencepiece", row.vocabulary_size)
+    # What they add is the embedding alone.
+    assert Model(run.model, 128_000).num_parameters == FIXED_SKIP + (128_000 - 32_000) * 1024
+
+
+def test_the_papers_scale_is_the_files_themselves():
+    for row in ROWS.values():
+        assert configure(row, SCALES["paper"]).model == config.parse([row.file]).model
+
+
+def shape(name: str, scale: str) -> tuple:
+    run = configure(TABLES["table1"].row(name), SCALES[scale])
+    m = run.model
+    return (
+        run.data.segment_length,
+        m.window_length,
+        m.num_states,
+        m.total_layers,
+        m.model_width,
+        m.num_heads,
+        m.head_size,
+    )
+
+
+def test_tiny_is_every_row_made_smaller_by_one_factor():
+    assert shape("slide_12l", "tiny") == (256, 32, 32, 6, 64, 2, 32)
+    assert shape("slide_13l", "tiny") == (256, 32, 32, 7, 64, 2, 32)
+    assert shape("xl_2048", "tiny") == (128, 128, 32, 6, 64, 2, 32)
+    assert shape("fixed_skip", "small") == (1024, 128, 128, 12, 256, 4, 64)
+    memory = configure(TABLES["table1"].row("memorizing_64k"), SCALES["tiny"]).model
+    assert (memory.memory_layers, memory.memory_size, memory.memory_neighbors) == ((4,), 4096, 8)
+    tall = configure(TABLES["table4"].row("recurrent_650m"), SCALES["tiny"]).model
+    assert (tall.total_layers, tall.recurrent_layers) == (12, (4, 9))
+    assert len({configure(row, SCALES["tiny"]).data.tokens_per_step for row in ROWS.values()}) == 1
+
+
+def test_what_the_user_binds_is_not_scaled():
+    row = TABLES["table1"].row("fixed_skip")
+    params = ["DecoderConfig.window_length = 64", "TrainingConfig.num_steps = 7"]
+    run = configure(row, SCALES["tiny"], ["option/states_1024.gin"], params)
+    assert (run.model.window_length, run.model.num_states, run.training.num_steps) == (64, 64, 7)
+
+
+def test_a_vocabulary_of_the_row_wins_over_the_tasks_and_has_a_store_of_its_own():
+    row = TABLES["table5"].row("sentencepiece_1k")
+    run = configure(row, SCALES["tiny"], ["task/standard_library.gin"])
+    assert (run.vocabulary.kind, run.vocabulary.size) == ("sentencepiece", 1000)
+    assert run.data.store == "stores/standard_library_bytes_sentencepiece_1k"
+
+
+def test_an_unknown_row_is_named():
+    with pytest.raises(UserError, match="table3 has no row fixed_skip; it has recurrent_window_128, "):
+        TABLES["table3"].row("fixed_skip")
+
+
+def one_file_of_each_structure() -> list[str]:
+    """Rows that differ in lengths alone compile to the same program but for these lengths."""
+    files = {}
+    for file in ROWS:
+        run = configure(ROWS[file], TINIEST, gin_params=WIDTHS)
+        m = run.model
+        recurrence = (m.gate, m.cell, m.feedback, len(m.recurrent_layers), np.sign(m.num_states - m.window_length))
+        structure = (m.memory_layers, run.data.segment_length > m.window_length, m.recurrent_layers and recurrence)
+        files.setdefault(structure, file)
+    return list(files.values())
+
+
+@pytest.mark.parametrize("file", one_file_of_each_structure())
+def test_a_row_made_small_trains(file):
+    run = configure(ROWS[file], TINIEST, gin_params=WIDTHS)
+    model = Model(run.model, 64)
+    step, shapes = compile_step(run, model)
+    # Compiling the true initialisation as well would take half as long again.
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    generator = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: generator.normal(0, 0.1, x.shape).astype(np.float32), shapes.params)
+    state, batch = zeros._replace(params=params), random_batch(run, 64)
+    metrics = []
+    for _ in range(2):
+        state, measured = step(state, batch)
+        metrics.append(jax.device_get(measured))
+    assert all(m.finite and m.num_tokens == 64 for m in metrics)
+    assert metrics[0].loss == pytest.approx(math.log(64), rel=0.25)
+    moved = jax.tree.map(lambda old, new: float(np.abs(np.asarray(new) - old).max()), params, state.params)
+    assert min(jax.tree.leaves(moved)) > 0
