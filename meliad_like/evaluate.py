@@ -1,9 +1,17 @@
 """Evaluates a checkpoint: `python -m meliad_like.evaluate --checkpoint=DIR [--split=test] [--output=FILE]`."""
 
+from typing import TYPE_CHECKING
+
 from absl import flags
 
 from meliad_like import command_line
 from meliad_like.errors import UserError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from meliad_like.data.token_store import Split
+    from meliad_like.training.opening import OpenedCheckpoint
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True
@@ -15,6 +23,17 @@ PREPARE = flags.DEFINE_bool("prepare", False, "Make the token store first, if it
 OUTPUT = flags.DEFINE_string("output", None, "JSON file to write, with a row for each document.")
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Evaluate only some documents, of so many tokens at most.")
 COMPARE = flags.DEFINE_bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
+PROTOCOL = flags.DEFINE_multi_enum(
+    "protocol",
+    [],
+    ["segments", "sliding", "token_by_token"],
+    "Instead of the evaluation by document: how the tokens are read, what each sees, and what it costs. Repeatable.",
+)
+STRIDE = flags.DEFINE_integer("stride", None, "New tokens of a window of --protocol=sliding.", lower_bound=1)
+WINDOWS = flags.DEFINE_integer("windows", 1, "Windows of --protocol=sliding that are read side by side.", lower_bound=1)
+CONCATENATED = flags.DEFINE_bool(
+    "concatenated", True, "Whether a --protocol reads all documents as one, in which nothing is forgotten."
+)
 DETAILS = flags.DEFINE_bool("details", True, "Whether to show all figures, and the loss by position.")
 
 
@@ -34,6 +53,9 @@ def main() -> None:
     opened, mesh = open_with(CHECKPOINT.value, command_line.GIN_PARAM.value, STEP.value)
     store = open_store(opened, CHECKPOINT.value, STORE.value, PREPARE.value)
     run, model, vocabulary, split = opened.run, opened.model, opened.vocabulary, store.split(SPLIT.value)
+    if PROTOCOL.value:
+        compare_protocols(opened, mesh, split)
+        return
     evaluator = Evaluator(
         model,
         split,
@@ -73,6 +95,47 @@ def main() -> None:
             "bytes_of_first_tokens": first_bytes,
         }
         report.write(evaluation, OUTPUT.value, **details)
+
+
+def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Split | Concatenated") -> None:
+    """Prints what each --protocol finds and takes, and writes it to --output."""
+    import dataclasses
+    import json
+
+    from etils import epath
+    from rich.console import Console
+
+    from meliad_like.data.stream import Concatenated
+    from meliad_like.evaluation import protocols, report
+
+    if COMPARE.value or MAX_TOKENS.value is not None:
+        raise UserError("--compare and --max_tokens have no effect with --protocol: leave them out")
+    run, model = opened.run, opened.model
+    if CONCATENATED.value:
+        split = Concatenated(split, model.vocabulary_size, opened.vocabulary.end_of_document)
+    scores = []
+    for protocol in PROTOCOL.value:
+
+        def evaluate(progress, protocol=protocol):
+            return protocols.evaluate(
+                model,
+                opened.params,
+                split,
+                protocol,
+                segment_length=run.data.segment_length,
+                mesh=mesh,
+                stride=STRIDE.value if protocol == "sliding" else None,
+                num_windows=WINDOWS.value,
+                loss_slice=run.training.loss_slice,
+                on_progress=progress,
+            )
+
+        scores.append(report.with_progress(protocol, evaluate))
+    Console().print(report.protocols(scores).to_rich())
+    if OUTPUT.value:
+        path = epath.Path(OUTPUT.value)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([dataclasses.asdict(score) for score in scores], indent=2) + "\n")
 
 
 if __name__ == "__main__":

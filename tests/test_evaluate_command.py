@@ -71,6 +71,26 @@ def test_a_checkpoint_folder_and_the_documents_are_enough(workdir, tmp_path):
     assert saved["other_bits_per_byte"]["gzip -9"] == 8 * sum(len(gzip.compress(text)) for text in texts.values()) / 611
 
 
+def test_protocols_side_by_side(workdir, tmp_path):
+    output = tmp_path / "protocols.json"
+    flags = ("--protocol=segments", "--protocol=sliding", "--stride=32", "--windows=4", "--protocol=token_by_token")
+    result = evaluate(f"--checkpoint={workdir}", "--prepare", f"--output={output}", *flags)
+    assert result.returncode == 0, result.stderr
+    assert "by protocol; visible: the fewest, mean and most tokens" in result.stdout
+    segments, sliding, tokens = json.loads(output.read_text())
+    assert sliding["protocol"] == "sliding, stride 32"
+    # Of a byte vocabulary: all bytes, and the ends of three documents.
+    assert segments["num_tokens"] == sliding["num_tokens"] == tokens["num_tokens"] == 614
+    assert segments["nats"] == pytest.approx(tokens["nats"], rel=1e-5)
+    assert sliding["flops"] > segments["flops"]
+
+    refused = evaluate(f"--checkpoint={workdir}", "--protocol=segments", "--compare")
+    assert (refused.returncode, "--compare and --max_tokens have no effect with --protocol" in refused.stderr) == (
+        2,
+        True,
+    )
+
+
 def test_the_missing_store_is_one_line_with_the_way_out(workdir, tmp_path):
     result = evaluate(f"--checkpoint={workdir / 'checkpoints'}", f"--store={tmp_path / 'none'}")
     assert result.returncode == 2

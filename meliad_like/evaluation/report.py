@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from etils import epath
@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table as RichTable
 
 from meliad_like.errors import UserError
+from meliad_like.evaluation.protocols import ProtocolScore
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 
 Result = TypeVar("Result")
@@ -86,6 +87,24 @@ def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, 
     rows = [(name, *(_text(getattr(result, figure)) for figure in figures)) for name, result in evaluations.items()]
     rows += [(name, _text(bits_per_byte), "", "", "") for name, bits_per_byte in (compressors or {}).items()]
     return Table(title(first), ("", *(figure.replace("_", " ") for figure in figures)), rows)
+
+
+def protocols(scores: Sequence[ProtocolScore]) -> Table:
+    """Protocols below each other, which read the same tokens."""
+    rows = [
+        (
+            score.protocol,
+            _text(score.num_tokens),
+            _text(score.bits_per_token),
+            _text(score.perplexity),
+            f"{score.min_visible:,} / {score.mean_visible:,.1f} / {score.max_visible:,}",
+            f"{score.flops / score.num_tokens:.3g}",
+            _text(score.tokens_per_second),
+        )
+        for score in scores
+    ]
+    header = ("", "tokens", "bits per token", "perplexity", "visible", "FLOPs per token", "tokens per second")
+    return Table("by protocol; visible: the fewest, mean and most tokens that a layer attends to", header, rows)
 
 
 def title(evaluation: Evaluation) -> str:
