@@ -139,7 +139,10 @@ def _make_vocabulary(
 
     if not vocabulary.trained:
         return make_vocabulary(vocabulary)
-    with console.status(f"training a {vocabulary.model_type} vocabulary of {vocabulary.size}"):
+    what = "counting words"
+    if vocabulary.kind == "sentencepiece":
+        what = f"training a {vocabulary.model_type} vocabulary of {vocabulary.size}"
+    with console.status(what):
         return make_vocabulary(vocabulary, texts())
 
 

@@ -1,4 +1,4 @@
-"""Vocabularies: text to tokens and back, by bytes, SentencePiece, or the BPE of a pretrained model.
+"""Vocabularies: text to tokens and back, by bytes, SentencePiece, whole words, or the BPE of a pretrained model.
 
 The end of a document is a token of its own.
 """
@@ -9,6 +9,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from meliad_like.data.dictionary_vocabulary import (
+    DictionaryVocabulary,
+    count_words,
+    read_dictionary,
+)
 from meliad_like.data.sentencepiece_vocabulary import (
     MODEL_NAME,
     SentencePieceVocabulary,
@@ -23,6 +28,7 @@ __all__ = [
     "MODEL_NAME",
     "TOKENIZER_NAME",
     "ByteVocabulary",
+    "DictionaryVocabulary",
     "SentencePieceVocabulary",
     "StreamingDecoder",
     "TokenizersVocabulary",
@@ -32,7 +38,7 @@ __all__ = [
     "make_vocabulary",
 ]
 
-KINDS = ("bytes", "sentencepiece", "tokenizers")
+KINDS = ("bytes", "sentencepiece", "tokenizers", "dictionary")
 MODEL_TYPES = ("unigram", "bpe")
 
 
@@ -42,10 +48,12 @@ class VocabularyConfig:
 
     kind: str = "bytes"
     """`bytes`: the 256 bytes of UTF-8 and the end of a document, 257 in all. `sentencepiece`: loaded or trained.
-    `tokenizers`: the byte-level BPE of a pretrained model."""
+    `tokenizers`: the byte-level BPE of a pretrained model. `dictionary`: whole words between spaces, by rank; loaded
+    from a dictionary of fairseq, or counted."""
     model_file: str = ""
     """`sentencepiece`: a `.model` file to load; "": train one on the source's training documents.
-    `tokenizers`: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with vocab.json and merges.txt."""
+    `tokenizers`: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with vocab.json and merges.txt.
+    `dictionary`: fairseq's dict.txt; "": count all words of the training documents."""
     end_token: str = ""
     """`tokenizers`: what ends a document; "": <|endoftext|> where there is one, else what ends a text by the file."""
     model_type: str = "unigram"
@@ -74,7 +82,7 @@ class VocabularyConfig:
     @property
     def trained(self) -> bool:
         """Whether the vocabulary has to be learned from documents."""
-        return self.kind == "sentencepiece" and not self.model_file
+        return self.kind in ("sentencepiece", "dictionary") and not self.model_file
 
     @property
     def settings_fingerprint(self) -> str:
@@ -84,7 +92,9 @@ class VocabularyConfig:
           UserError: the model file cannot be read.
         """
         settings = {"kind": self.kind, "size_multiple": self.size_multiple}
-        if self.trained:
+        if self.kind == "dictionary":
+            settings["model"] = "" if self.trained else make_vocabulary(self).fingerprint
+        elif self.trained:
             settings = {key: value for key, value in asdict(self).items() if key not in ("model_file", "end_token")}
         elif self.kind == "sentencepiece":
             settings["model"] = hashlib.sha256(read_model(self.model_file)).hexdigest()
@@ -109,6 +119,8 @@ def load_vocabulary(folder: str | Path) -> Vocabulary:
     if settings["kind"] == "tokenizers":
         tokenizer, _ = read_tokenizer(Path(folder) / TOKENIZER_NAME)
         return TokenizersVocabulary(tokenizer, settings["end_token"], settings["size_multiple"])
+    if settings["kind"] == "dictionary":
+        return DictionaryVocabulary(read_dictionary(folder), settings["size_multiple"])
     return SentencePieceVocabulary(read_model(Path(folder) / MODEL_NAME), settings["size_multiple"])
 
 
@@ -123,6 +135,9 @@ def make_vocabulary(config: VocabularyConfig, texts: Iterable[str] = ()) -> Voca
     if config.kind == "tokenizers":
         tokenizer, end = read_tokenizer(config.model_file)
         return TokenizersVocabulary(tokenizer, config.end_token or end, config.size_multiple)
+    if config.kind == "dictionary":
+        counts = count_words(texts) if config.trained else read_dictionary(config.model_file)
+        return DictionaryVocabulary(counts, config.size_multiple)
     if config.trained:
         return SentencePieceVocabulary(train_sentencepiece(config, texts), config.size_multiple)
     return SentencePieceVocabulary(read_model(config.model_file), config.size_multiple)

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from meliad_like.config.bindings import Bindings, collect
 from meliad_like.config.run import RunConfig, build
 from meliad_like.config.saved import to_bindings
+from meliad_like.data.dictionary_vocabulary import DICTIONARY_NAME
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import MODEL_NAME, TOKENIZER_NAME, TokenizersVocabulary
 from meliad_like.errors import UserError
@@ -75,6 +76,8 @@ def _prepare(opened: OpenedCheckpoint, folder: Path, place: Path) -> None:
     if vocabulary.kind == "sentencepiece":
         # Trained anew on what documents there are here, it could be another one.
         vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / MODEL_NAME))
+    elif vocabulary.kind == "dictionary":
+        vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / DICTIONARY_NAME))
     elif isinstance(opened.vocabulary, TokenizersVocabulary):
         end_token = opened.vocabulary.end_token
         vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / TOKENIZER_NAME), end_token=end_token)

@@ -1,0 +1,100 @@
+"""A vocabulary of whole words, in the dictionary format of fairseq: a word and its count in each line.
+
+Text is already cut into words by spaces, as WikiText-103 is. The end of a line is a token of its own, and the last
+line's is the end of the document, so that documents one after the other are the stream of tokens that fairseq makes.
+"""
+
+import collections
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from meliad_like.data.table_vocabulary import TableVocabulary
+from meliad_like.errors import UserError
+
+DICTIONARY_NAME = "dict.txt"
+# Ids 0 to 3. The dictionary's file does not name them.
+SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+END_OF_LINE, UNKNOWN = 2, 3
+
+Counts = list[tuple[str, int]]
+
+
+class DictionaryVocabulary(TableVocabulary):
+    """Words by rank. A word that is not among them is `<unk>`, and how many spaces were between two is forgotten."""
+
+    def __init__(self, counts: Sequence[tuple[str, int]], size_multiple: int = 1):
+        """`counts`: words and how often they were seen, the most frequent first."""
+        self._counts = list(counts)
+        words = [word for word, _ in self._counts]
+        pieces = [b"", b"", b"\n", b"<unk> ", *(word.encode() + b" " for word in words)]
+        super().__init__(pieces, END_OF_LINE, size_multiple)
+        # WikiText has the word <unk> in its text: it is that of the specials.
+        self._ids = {word: i for i, word in reversed([*enumerate([*SPECIALS, *words])])}
+
+    @property
+    def lossless(self) -> bool:
+        return False
+
+    @property
+    def fingerprint(self) -> str:
+        return self._digest("dictionary", format_dictionary(self._counts).encode())
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = []
+        for line in text.removesuffix("\n").split("\n"):
+            ids += [self._ids.get(word, UNKNOWN) for word in line.split()]
+            ids.append(END_OF_LINE)
+        # The last line ends with the document.
+        return np.asarray(ids[:-1], np.int32)
+
+    def save(self, folder: str | Path) -> None:
+        self._save(folder, "dictionary")
+        (Path(folder) / DICTIONARY_NAME).write_text(format_dictionary(self._counts), encoding="utf-8")
+
+
+def read_dictionary(path: str | Path) -> Counts:
+    """The words and counts of a fairseq dictionary, in its order.
+
+    Args:
+      path: the file, or a folder with dict.txt.
+
+    Raises:
+      UserError: it can't be read, or a line is no word and count.
+    """
+    path = Path(path).expanduser()
+    path = path / DICTIONARY_NAME if path.is_dir() else path
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UserError(f"cannot read the dictionary {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"the dictionary {path} is not UTF-8 (byte {error.start})") from None
+    counts, seen = [], set()
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
+        word, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
+        if not word or not count.isdecimal():
+            raise UserError(f"{path}:{number}: {line!r} is not a word and its count")
+        if word in seen:
+            raise UserError(f"{path}:{number}: the word {word!r} is there twice")
+        seen.add(word)
+        counts.append((word, int(count)))
+    return counts
+
+
+def format_dictionary(counts: Iterable[tuple[str, int]]) -> str:
+    """What `read_dictionary` reads."""
+    return "".join(f"{word} {count}\n" for word, count in counts)
+
+
+def count_words(texts: Iterable[str]) -> Counts:
+    """The dictionary of these texts: their words, the most frequent first, and equally frequent ones by the alphabet.
+
+    As fairseq does, fills up to a multiple of 8 ids with words that do not occur.
+    """
+    counter = collections.Counter(word for text in texts for word in text.split())
+    counter.pop(SPECIALS[UNKNOWN], None)
+    counts = sorted(counter.items(), key=lambda item: (-item[1], item[0]))
+    missing = -(len(SPECIALS) + len(counts)) % 8
+    return [*counts, *((f"madeupword{i:04d}", 0) for i in range(missing))]
