@@ -21,7 +21,7 @@ def bindings(tmp_path_factory):
 def train(setup, state):
     """Losses of some steps, and the state after them."""
     state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, setup.abstract_state))
-    step, losses = setup.compile_step(), []
+    step, losses = setup.program.compile_step(), []
     for i in range(NUM_STEPS):
         state, metrics = step(state, setup.reader.batch(i, range(8)))
         losses.append(metrics.loss)
@@ -59,7 +59,7 @@ def test_sharded_equals_unsharded(bindings, files, layers, meshes, monkeypatch):
         return set_up(config.parse(["size/tiny.gin", *files], [*bindings, *layers, *mesh]))
 
     one = set_up_on(1, 1, 1)
-    initial = jax.tree.map(np.asarray, one.initialise())
+    initial = jax.tree.map(np.asarray, one.program.initialise())
     losses, state = train(one, initial)
     assert losses[-1] < losses[0] - 0.5
     for mesh in meshes:
@@ -73,7 +73,9 @@ def test_cutting_the_parameters_does_not_gather_the_tokens(bindings):
     """A step on `fsdp` holds about what it holds on `data`: its own lanes' activations."""
     files, one_layer = ["size/tiny.gin", "block_recurrent/slide_12l.gin", *SMALL], "DecoderConfig.num_layers = 1"
     data, fsdp = (
-        set_up(config.parse(files, [*bindings, one_layer, f"MeshConfig.{axis} = 8"])).compile_step().memory_analysis()
+        set_up(config.parse(files, [*bindings, one_layer, f"MeshConfig.{axis} = 8"]))
+        .program.compile_step()
+        .memory_analysis()
         for axis in ("data", "fsdp")
     )
     assert fsdp.argument_size_in_bytes < 0.3 * data.argument_size_in_bytes

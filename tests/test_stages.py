@@ -14,7 +14,7 @@ from meliad_like.errors import UserError
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.loop import train
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.setup import Setup, set_up
+from meliad_like.training.setup import Program, set_up
 from meliad_like.training.stages import stages_of
 
 # Segments of 16, 32 and at last 64 tokens, in windows of 8, 16 and 16: 32, 16 and 8 lanes.
@@ -70,10 +70,15 @@ def straight(bindings, tmp_path_factory):
     workdir, compiled = tmp_path_factory.mktemp("straight"), []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
-        compile_step = Setup.compile_step
-        monkeypatch.setattr(Setup, "compile_step", lambda self: compiled.append(self.stage.index) or compile_step(self))
+        compile_step = Program.compile_step
+
+        def compile_and_count(self):
+            compiled.append(self.abstract_batch.inputs.shape)
+            return compile_step(self)
+
+        monkeypatch.setattr(Program, "compile_step", compile_and_count)
         assert train(parse(bindings, *STAGES), workdir) == 0
-    assert compiled == [0, 1, 2]
+    assert compiled == [(32, 16), (16, 32), (8, 64)]
     return workdir
 
 
@@ -124,7 +129,7 @@ def test_what_goes_on_and_what_begins_anew(bindings, straight):
     state = setup.begin_stage(before)
     assert_same_bits(state._replace(carry=None), before._replace(carry=None))
     assert (np.asarray(state.carry.position) == 0).all()
-    expected, _ = setup.compile_step()(state, setup.reader.batch(0, range(16)))
+    expected, _ = setup.program.compile_step()(state, setup.reader.batch(0, range(16)))
     assert_same_bits(after, expected)
     assert [m["step"] for m in read_metrics(straight)] == [*range(1, 11)]
     rates = [m["learning_rate"] for m in read_metrics(straight)]

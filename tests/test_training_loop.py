@@ -157,7 +157,7 @@ def test_checkpoints_written_beside_the_steps_hold_the_states_of_their_steps(bin
     """The next steps take over the buffers while a checkpoint is being written."""
     every_step = ("TrainingConfig.num_steps = 6", "TrainingConfig.checkpoint_every = 1")
     assert train(parse(bindings, *every_step, "TrainingConfig.checkpoints_kept = 6"), tmp_path) == 0
-    step, state = setup.compile_step(), setup.initialise()
+    step, state = setup.program.compile_step(), setup.program.initialise()
     for i in range(6):
         state, _ = step(state, setup.reader.batch(i, range(8)))
         assert_same_bits(read_state(setup, tmp_path, i + 1), jax.tree.map(np.asarray, state))
@@ -218,7 +218,7 @@ def test_fine_tuning_starts_with_the_parameters_alone(bindings, setup, straight,
     with Checkpoints(tmp_path) as checkpoints:
         state = starting_state(setup, checkpoints, str(straight))
         assert_same_bits(state.params, read_state(setup, straight, NUM_STEPS).params)
-        fresh = setup.initialise()
+        fresh = setup.program.initialise()
         assert_same_bits(state._replace(params=None), fresh._replace(params=None))
 
         other = set_up(parse(bindings, "DecoderConfig.gate = 'lstm'"))

@@ -94,7 +94,7 @@ def _train_stage(
 ) -> tuple[TrainState, bool]:
     """Trains until the stage's last step; returns the state, and whether SIGTERM came before."""
     run, stage, step = setup.run, setup.stage, int(state.step)
-    train_step = setup.compile_step()
+    train_step = setup.program.compile_step()
 
     def save(step: int, state: TrainState) -> None:
         # What stops a run often comes at a step that was saved anyway.

@@ -35,6 +35,25 @@ from meliad_like.training.state import TrainState, init_state
 from meliad_like.training.step import make_train_step
 
 
+class Program(NamedTuple):
+    """The model and its training step on a mesh: what is a function of the config and the devices."""
+
+    model: Model
+    mesh: Mesh
+    abstract_state: TrainState
+    """Shapes, with the shardings of this mesh."""
+    initialise: Callable[[], TrainState]
+    train_step: jax.stages.Wrapped
+    """(state, batch) -> (state, metrics), jitted; the state's buffers are donated."""
+    abstract_batch: Batch
+    """Shapes of the batch of a step, over all hosts."""
+
+    def compile_step(self) -> jax.stages.Compiled:
+        """The step for these shapes and shardings. It refuses all others, so a run compiles it once."""
+        with jax.set_mesh(self.mesh):
+            return self.train_step.lower(self.abstract_state, self.abstract_batch).compile()
+
+
 class Setup(NamedTuple):
     """A stage of a run before its first step: what is a function of the config, the documents and the devices."""
 
@@ -45,18 +64,19 @@ class Setup(NamedTuple):
     stage: Stage
     store: TokenStore
     reader: Reader
-    model: Model
-    mesh: Mesh
-    abstract_state: TrainState
-    """Shapes, with the shardings of this mesh."""
-    initialise: Callable[[], TrainState]
-    train_step: jax.stages.Wrapped
-    """(state, batch) -> (state, metrics), jitted; the state's buffers are donated."""
+    program: Program
 
-    def compile_step(self) -> jax.stages.Compiled:
-        """The step for these shapes and shardings. It refuses all others, so a run compiles it once."""
-        with jax.set_mesh(self.mesh):
-            return self.train_step.lower(self.abstract_state, abstract_batch(self.run)).compile()
+    @property
+    def model(self) -> Model:
+        return self.program.model
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.program.mesh
+
+    @property
+    def abstract_state(self) -> TrainState:
+        return self.program.abstract_state
 
     def begin_stage(self, state: TrainState) -> TrainState:
         """The state that the stage before left, with nothing remembered, for the lanes of this one."""
@@ -82,13 +102,25 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
     store = TokenStore(run.data.store)
     store.check_settings(run.source, run.vocabulary)
     reader = make_reader(stage, store)
-    model = Model(run.model, store.vocabulary.size)
-    mesh = make_mesh(run.mesh)
-    lanes = lane_sharding(mesh, reader.num_lanes)
+    return Setup(run, whole_run, stage, store, reader, make_program(run, store.vocabulary.size, make_mesh(run.mesh)))
+
+
+def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
+    """Lays out the model, its optimizer and its lanes on a mesh, without any documents and without compiling.
+
+    Args:
+      run: of one stage.
+
+    Raises:
+      UserError: the mesh does not fit the lanes or the model.
+    """
+    num_lanes = run.data.num_lanes
+    model = Model(run.model, vocabulary_size)
+    lanes = lane_sharding(mesh, num_lanes)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    if reader.num_lanes % (run.training.gradient_accumulation * shards):
+    if num_lanes % (run.training.gradient_accumulation * shards):
         raise UserError(
-            f"{reader.num_lanes} lanes (tokens_per_step / segment_length) do not divide into "
+            f"{num_lanes} lanes (tokens_per_step / segment_length) do not divide into "
             f"gradient_accumulation={run.training.gradient_accumulation} parts on {shards} device(s)"
         )
     optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
@@ -97,7 +129,7 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
 
     # The seed comes in as data: its program is then that of all seeds, and is found in a compilation cache.
     def initialise(key_data) -> TrainState:
-        return init_state(model, optimizer, reader.num_lanes, jax.random.wrap_key_data(key_data))
+        return init_state(model, optimizer, num_lanes, jax.random.wrap_key_data(key_data))
 
     key_data = np.asarray(jax.random.key_data(jax.random.key(run.training.seed)))
     shapes = jax.eval_shape(initialise, key_data)
@@ -106,7 +138,7 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
         step=replicated(mesh),
         params=params,
         optimizer_state=optimizer_state_shardings(mesh, shapes.optimizer_state, shapes.params, params),
-        carry=carry_shardings(mesh, reader.num_lanes, shapes.carry),
+        carry=carry_shardings(mesh, num_lanes, shapes.carry),
         num_skipped=replicated(mesh),
         halted=replicated(mesh),
     )
@@ -119,17 +151,13 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
         in_shardings=(shardings, lanes),
         out_shardings=(shardings, replicated(mesh)),
     )
-    return Setup(
-        run=run,
-        whole_run=whole_run,
-        stage=stage,
-        store=store,
-        reader=reader,
+    return Program(
         model=model,
         mesh=mesh,
         abstract_state=abstract_state,
         initialise=functools.partial(jax.jit(initialise, out_shardings=shardings), key_data),
         train_step=train_step,
+        abstract_batch=abstract_batch(run),
     )
 
 
@@ -184,7 +212,7 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
         compare_metadata(checkpoints.folder, {k: saved[k] for k in fingerprints}, {k: here[k] for k in fingerprints})
         # What is in the file is the state after its last good step, so a halted run can go on under another policy.
         return state._replace(halted=jax.device_put(jnp.zeros((), bool), replicated(setup.mesh)))
-    state = setup.initialise()
+    state = setup.program.initialise()
     if load_dir is None:
         return state
     opened = open_checkpoint(load_dir, mesh=setup.mesh)
