@@ -11,6 +11,7 @@ Pooling = Literal["mean", "sum", "max", "attention"]
 PooledLayers = Literal["blocks", "final_norm"]
 InsertionPoint = Literal["before_norm", "after_norm"]
 ActivationDtype = Literal["float32", "bfloat16"]
+Remat = Literal["none", "layers"]
 
 POSITIVE = (
     "num_layers",
@@ -86,6 +87,9 @@ class PretrainedConfig:
     dropout_rate: float = 0.0
     """On embeddings, attention weights and what is added to the residual stream."""
     activation_dtype: ActivationDtype = "float32"
+    remat: Remat = "none"
+    """What of a window the backward pass computes again: nothing, or `layers`. With a recurrence all of a window is
+    computed again in any case; `layers` then saves memory at that time."""
 
     insertion_layers: tuple[int, ...] = ()
     """Layers, counted from 0, whose attention gets what was pooled from the window before; negative numbers count from
@@ -111,6 +115,7 @@ class PretrainedConfig:
             ("architecture", Architecture),
             ("activation", Activation),
             ("activation_dtype", ActivationDtype),
+            ("remat", Remat),
             ("insertion_point", InsertionPoint),
             ("pooling", Pooling),
             ("pooled_layers", PooledLayers),

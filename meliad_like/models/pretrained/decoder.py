@@ -109,7 +109,8 @@ class PretrainedDecoder(nnx.Module):
         outputs, new_caches = [x], []
         for i, block in enumerate(self.blocks):
             here = inserted if i in self.config.insertion_indices else None
-            x, cache = block(x, position, None if caches is None else caches[i], here, keys[i])
+            call = jax.checkpoint(Block.__call__) if self.config.remat == "layers" else Block.__call__
+            x, cache = call(block, x, position, None if caches is None else caches[i], here, keys[i])
             x = constrain(x, "lanes", None, None)
             outputs.append(x)
             new_caches.append(cache)
