@@ -1,0 +1,89 @@
+"""Every row of the Shortformer paper's tables as a run."""
+
+import pytest
+
+from meliad_like import config
+from meliad_like.config.search import shipped_files
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.training.stages import stages_of
+
+FILES = [name for name in shipped_files() if name.startswith("shortformer/")]
+EPOCH = 1401
+# Position, cache, segments and reader of the last stage; steps and length of the first one, if there are two.
+BASELINE, PIA = ("input", 0), ("infused", 512)
+ROWS = {
+    "baseline": (*BASELINE, 3072, "shuffled"),
+    "infused_cache": (*PIA, 512, "stream"),
+    "staged_baseline": (*BASELINE, 3072, "shuffled", 50 * EPOCH, 128),
+    "shortformer": (*PIA, 512, "stream", 100 * EPOCH, 128),
+    "infused_no_cache": ("infused", 0, 3072, "shuffled"),
+    "infused_no_cache_in_order": ("infused", 0, 3072, "stream"),
+    "cache_not_infused": ("input", 3072, 3072, "stream"),
+    "table4/one_stage": (*PIA, 512, "stream"),
+    **{f"table1/length_{n}": (*BASELINE, n, "shuffled") for n in (32, 64, 128, 256, 512, 1024, 1536, 3072)},
+    **{
+        f"table2/first_length_{n}": (*BASELINE, 3072, "shuffled", 50 * EPOCH, n)
+        for n in (32, 64, 128, 256, 512, 1024, 1536)
+    },
+    **{f"table2/epochs_{n}": (*BASELINE, 3072, "shuffled", n * EPOCH, 128) for n in range(25, 201, 25)},
+    **{f"table3/length_{n}": ("infused", n, n, "stream") for n in (32, 64, 128, 256, 512, 768, 1024, 1536)},
+    **{f"table4/first_length_{n}": (*PIA, 512, "stream", 100 * EPOCH, n) for n in (32, 64, 128, 256)},
+    **{f"table9/second_length_{n}": (*BASELINE, n, "shuffled", 50 * EPOCH, 128) for n in (256, 512, 1024, 1536, 3072)},
+    "table11/baseline": (*BASELINE, 1024, "shuffled"),
+    "table11/infused_cache": (*PIA, 512, "stream"),
+    "table11/staged_baseline": (*BASELINE, 1024, "shuffled", 136_635, 128),
+    "table11/shortformer": (*PIA, 512, "stream", 280_102, 128),
+    "table12/baseline": (*BASELINE, 3072, "shuffled"),
+    "table12/staged_baseline": (*BASELINE, 3072, "shuffled", 136_635, 128),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_is_the_papers(row):
+    run = config.parse([f"shortformer/{row}.gin"])
+    *first, last = stages_of(run)
+    model = last.run.model
+    actual = (model.position, model.cache_length, last.run.data.segment_length, run.data.kind)
+    assert model.window_length == last.run.data.segment_length
+    for stage in first:
+        actual += (stage.last_step, stage.run.data.segment_length)
+        assert stage.run.model.window_length == stage.run.data.segment_length
+        # L' = L, where there is a cache.
+        assert stage.run.model.cache_length in (0, stage.run.data.segment_length)
+    assert actual == ROWS[row]
+    book_corpus = row.startswith(("table11", "table12"))
+    assert run.training.num_steps == (59 * 9495 if book_corpus else 286_000)
+    assert model.cutoffs == (() if book_corpus else (20_000, 60_000))
+
+
+def test_every_file_is_a_row_or_part_of_one():
+    assert {name.removeprefix("shortformer/").removesuffix(".gin") for name in FILES} == {
+        *ROWS, "protocol", "book_corpus",
+    }  # fmt: skip
+
+
+def test_a_cell_of_table_2_is_its_row_and_its_column():
+    run = config.parse(["shortformer/table2/epochs_175.gin", "shortformer/table2/first_length_64.gin"])
+    assert (run.stages.num_steps, run.stages.segment_length) == ((175 * EPOCH,), (64,))
+
+
+def test_the_protocol():
+    run = config.parse(["task/wikitext103.gin", "shortformer/shortformer.gin"])
+    assert (run.data.tokens_per_step, run.optimizer.clip_norm, run.optimizer.momentum) == (8 * 9216, 0.1, 0.99)
+    assert [stage.run.data.num_lanes for stage in stages_of(run)] == [8 * 72, 8 * 18]
+    assert run.vocabulary.kind == "dictionary"
+
+
+def test_parameters_of_the_rows():
+    counts = {
+        row: Model(config.parse([f"shortformer/{row}.gin"]).model, size).num_parameters
+        for row, size in (("shortformer", 267_744), ("baseline", 267_744), ("table11/shortformer", 29_000))
+    }
+    # The book corpus has one table of 29,000 x 1024 for embedding and softmax, beside the same 16 layers.
+    assert counts == {"shortformer": 246_933_504, "baseline": 246_933_504, "table11/shortformer": 231_232_512}
+
+
+def test_a_size_of_another_family_is_an_error():
+    with pytest.raises(UserError, match="nothing reads DecoderConfig.num_layers: RunConfig.model is 'short"):
+        config.parse(["size/tiny.gin", "shortformer/shortformer.gin"])
