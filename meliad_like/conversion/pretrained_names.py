@@ -131,10 +131,15 @@ def read_parameters(
             found = np.swapaxes(by_pair, 1, 2).reshape(shape)
         if where.transposed:
             found = found.T
-        # Not copied once more where the device can use the host's memory.
-        return jnp.asarray(np.ascontiguousarray(found, np.float32))
+        # Copies are made in the background: the next tensor is not read before this one's source is free.
+        return jax.block_until_ready(jnp.asarray(np.ascontiguousarray(found, np.float32)))
 
-    params = jax.tree.map_with_path(fill, template)
+    leaves, structure = jax.tree.flatten_with_path(template)
+    filled: list[Any] = [None] * len(leaves)
+    # The largest first, while there is nothing beside it.
+    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i][1].size):
+        filled[i] = fill(*leaves[i])
+    params = jax.tree.unflatten(structure, filled)
     if left_over:
         raise UserError(
             f"{owner} has a tensor {min(left_over)} that a {config.architecture} model of its config has no place for "

