@@ -3,133 +3,26 @@
 import base64
 import csv
 import gzip
-import hashlib
 import json
 import subprocess
 import sys
-from html.parser import HTMLParser
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from study_runs import DOCUMENTS, Page, assert_safe, one_device, request, runs
 
-from meliad_like import config
-from meliad_like.data.preparation import prepare
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.evaluation import opening
-from meliad_like.models.model import Model
 from meliad_like.studies import clear_state, compare, context_curve, gates
-from meliad_like.studies.readings import Request, choose, open_subject, read
-from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.mesh import make_mesh
-from meliad_like.training.opening import checkpoint_metadata, save_vocabulary
+from meliad_like.studies.readings import choose, open_subject, read
 
-EVIL = "</script><script>alert('document')</script><img src=x onerror=alert(1)> & Gomin met Gomin.\n\n"
-DOCUMENTS = {"one": EVIL * 4, "two": "A rose is a rose. " * 20, "three": "é" * 50}
-WINDOW, SEGMENT = 16, 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:1]))
-        yield
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Folders of untrained checkpoints by name, on the same documents."""
-    root = tmp_path_factory.mktemp("studies")
-    (root / "documents" / "test").mkdir(parents=True)
-    for name, text in DOCUMENTS.items():
-        (root / "documents" / "test" / f"{name}.txt").write_text(text)
-    folders = {}
-    for seed, row in enumerate(("fixed_skip", "slide_12l", "lstm_dual")):
-        run = config.parse(
-            ["size/tiny.gin", f"block_recurrent/{row}.gin"],
-            [
-                f"ReaderConfig.store = '{root / 'store'}'",
-                "SourceConfig.kind = 'text'",
-                f"SourceConfig.folder = '{root / 'documents'}'",
-            ],
-        )
-        vocabulary = ByteVocabulary()
-        if not folders:
-            prepare(run.source, run.vocabulary, root / "store", num_workers=1)
-        folder = root / f"{row}<b>"
-        save_vocabulary(vocabulary, folder / "checkpoints")
-        params = jax.jit(Model(run.model, vocabulary.size).init)(jax.random.key(seed))
-        with Checkpoints(folder / "checkpoints") as checkpoints:
-            checkpoints.save(
-                seed, {"params": params, "step": np.int32(seed)}, checkpoint_metadata(run, vocabulary, seed, None)
-            )
-        folders[row] = str(folder)
-    return folders
-
-
-def request(checkpoint, output, **changes):
-    default = {
-        "step": None, "others": (), "other_step": None, "gin_params": (), "store": None, "split": "test",
-        "documents": (), "num_documents": None, "unit": "auto", "top": 12, "clear_every": None,
-    }  # fmt: skip
-    return Request(checkpoint=checkpoint, output=Path(output), **(default | changes))
-
-
-class Page(HTMLParser):
-    """What is in a page."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.tags, self.attributes, self.scripts, self.text, self.policy = [], [], [], "", ""
-        self._open = None
-        self.source = (folder / "index.html").read_text()
-        self.feed(self.source)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag in ("script", "style"):
-            self._open = (tag, dict(attrs), [])
-        if dict(attrs).get("http-equiv") == "Content-Security-Policy":
-            self.policy = dict(attrs)["content"]
-
-    def handle_data(self, data):
-        if self._open:
-            self._open[2].append(data)
-        else:
-            self.text += data
-
-    def handle_endtag(self, tag):
-        if tag in ("script", "style"):
-            name, attributes, parts = self._open
-            self.scripts.append((name, attributes, "".join(parts)))
-            self._open = None
-
-
-def assert_safe(page):
-    """Nothing is loaded from anywhere, and nothing runs that a document or a folder brought."""
-    assert not {"img", "link", "iframe", "object", "b"} & set(page.tags)
-    for name, value in page.attributes:
-        assert name not in ("src", "srcset", "data") and not name.startswith("on")
-        assert name != "href" or value.startswith("#")
-    running = [text for tag, attributes, text in page.scripts if tag == "style" or "type" not in attributes]
-    assert len(running) == 3
-    for text in running:
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"'sha256-{digest}'" in page.policy
-        assert "@import" not in text and "url(" not in text and "innerHTML" not in text
-    assert "default-src 'none'" in page.policy and "unsafe" not in page.policy
-    for _, attributes, text in page.scripts:
-        if attributes.get("type") == "application/json":
-            json.loads(text)
+__all__ = ["one_device", "runs"]  # fixtures
 
 
 @pytest.fixture(scope="module")
 def compared(runs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
-    compare.run(request(runs["fixed_skip"], folder, others=(runs["slide_12l"],)))
+    compare.run(request(runs("fixed_skip"), folder, others=(runs("slide_12l"),)))
     return folder
 
 
@@ -150,8 +43,8 @@ def test_comparison_numbers(runs, compared):
     numbers = np.load(compared / "tokens.npz")
     assert numbers["lengths"].sum() == len(numbers["tokens"]) == len(numbers["first_bits"])
     saved = json.loads((compared / "summary.json").read_text())
-    subject = open_subject(runs["slide_12l"])
-    reading = read(subject, choose(subject, request(runs["slide_12l"], "")))
+    subject = open_subject(runs("slide_12l"))
+    reading = read(subject, choose([subject], request(runs("slide_12l"), "")))
     expected = np.concatenate([np.append(0, nats) for nats in reading.losses]) / np.log(2)
     np.testing.assert_allclose(numbers["other_bits"], expected, rtol=1e-6)
     assert saved["other"]["bits per token"] == pytest.approx(reading.bits_per_token)
@@ -160,11 +53,13 @@ def test_comparison_numbers(runs, compared):
         assert sum(group["gain_bits"] for group in saved[groups]) == pytest.approx(gain, abs=1e-6)
     top = list(csv.DictReader((compared / "top.csv").open(newline="")))
     # Words, not bytes: their bits are those of all their bytes.
-    [row] = [row for row in top if row["text"] == "Gomin"][:1]
-    start = int(row["token"]) + sum(numbers["lengths"][: list(numbers["names"]).index(row["document"])])
-    assert bytes(numbers["tokens"][start : start + 5].tolist()) == b"Gomin"
-    assert float(row["other_bits"]) == pytest.approx(numbers["other_bits"][start : start + 5].sum())
-    assert row["category"] == "name" and row["place"] in ("window", "segment", "earlier", "never")
+    assert any(len(row["text"]) > 3 for row in top)
+    for row in top:
+        start = int(row["token"]) + sum(numbers["lengths"][: list(numbers["names"]).index(row["document"])])
+        place = np.s_[start : start + len(row["text"].encode())]
+        assert bytes(numbers["tokens"][place].tolist()).decode() == row["text"]
+        assert float(row["other_bits"]) == pytest.approx(numbers["other_bits"][place].sum())
+        assert float(row["gain"]) > 0 and row["category"] != "sign"
 
 
 def test_the_text_of_a_page_is_the_document(compared):
@@ -181,7 +76,7 @@ def test_the_text_of_a_page_is_the_document(compared):
 
 
 def test_cleared_and_kept_differ_from_the_second_segment_on(runs, tmp_path):
-    clear_state.run(request(runs["fixed_skip"], tmp_path, clear_every=32))
+    clear_state.run(request(runs("fixed_skip"), tmp_path, clear_every=32))
     saved = json.loads((tmp_path / "summary.json").read_text())
     assert saved["largest_difference_in_the_first_stretch_nats"] == 0
     assert saved["other"]["segment"] == 32 and saved["other"]["label"] == "states cleared every 32 tokens"
@@ -196,7 +91,7 @@ def test_cleared_and_kept_differ_from_the_second_segment_on(runs, tmp_path):
 
 def test_curves_by_position():
     losses = np.log(2) * np.array([1, 2, 3, 4, 5, 6, 7, 8, 9], np.float32)
-    result = context_curve.curves([[losses, losses[:3]], [2 * losses, 2 * losses[:3]]])
+    result = context_curve.curves([[losses, losses[:3]], [2 * losses, 2 * losses[:3]]], first_bin=1)
     assert result.edges.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert result.num_documents.tolist() == [2, 2, 2, 1, 1, 1, 1, 1, 1]
     np.testing.assert_allclose(result.local[0], range(1, 10), rtol=1e-6)
@@ -209,7 +104,7 @@ def test_curves_by_position():
 
 def test_context_curve_of_two_settings(runs, tmp_path):
     context_curve.run(
-        request(runs["fixed_skip"], tmp_path, gin_params=("DecoderConfig.clear_states = True",), documents=("two",))
+        request(runs("fixed_skip"), tmp_path, gin_params=("DecoderConfig.clear_states = True",), documents=("two",))
     )
     rows = list(csv.DictReader((tmp_path / "curves.csv").open(newline="")))
     saved = json.loads((tmp_path / "summary.json").read_text())
@@ -223,7 +118,7 @@ def test_context_curve_of_two_settings(runs, tmp_path):
 
 
 def test_missing_things_are_named(runs, tmp_path):
-    first = runs["fixed_skip"]
+    first = runs("fixed_skip")
     with pytest.raises(UserError, match="compare needs one other model: --other=DIR, or --gin_param"):
         compare.run(request(first, tmp_path))
     with pytest.raises(UserError, match="--document=none is not in test, which has 3: "):
@@ -233,9 +128,13 @@ def test_missing_things_are_named(runs, tmp_path):
     with pytest.raises(UserError, match="--clear_every=1600: none of the documents is longer"):
         clear_state.run(request(first, tmp_path, clear_every=1600))
     with pytest.raises(UserError, match="clear_state: the model of .*slide_12l.* has no recurrent layer"):
-        clear_state.run(request(runs["slide_12l"], tmp_path))
+        clear_state.run(request(runs("slide_12l"), tmp_path))
     with pytest.raises(UserError, match="gates: the model of .*slide_12l.* has no recurrent layer"):
-        gates.run(request(runs["slide_12l"], tmp_path))
+        gates.run(request(runs("slide_12l"), tmp_path))
+    subject = open_subject(first)
+    other = subject._replace(opened=subject.opened._replace(vocabulary=ByteVocabulary(64)))
+    with pytest.raises(UserError, match=r"the vocabulary of the checkpoint .*fixed_skip<b> \(\w{12}\) is not that of"):
+        choose([subject, other], request(first, tmp_path))
     assert not list(tmp_path.iterdir())
 
 

@@ -88,7 +88,8 @@ def test_categories():
         "title": ["CHAPTER", "I", "Loomings", "MOBY", "DICK", "Notes"],
         "name": ["Ishmael", "Queequeg", "SAYS", "NO"],
         "identifier": ["my_friend2", "parseArgs", "utf8"],
-        "other": ["Call", "call", "XIV", "The", "men", "A", ",", " ", "", "middle"],
+        "word": ["Call", "call", "XIV", "The", "men", "A", "middle"],
+        "sign": [",", " ", "#", "\n", ""],
     }
     assert {name: [word for word in words if found[word] != name] for name, words in expected.items()} == {
         name: [] for name in expected

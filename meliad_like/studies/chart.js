@@ -42,10 +42,15 @@ function linearTicks(low, high, count) {
 }
 
 function logTicks(low, high, count) {
+  const decades = Math.log10(high / low);
+  if (decades < 0.5) return linearTicks(low, high, count);
+  const factors = decades < 2 ? [1, 2, 5] : [1];
+  const every = Math.max(1, Math.ceil((decades + 1) / count));
   const ticks = [];
-  const every = Math.max(1, Math.ceil((Math.log10(high / low) + 1) / count));
-  for (let power = Math.ceil(Math.log10(low) - 1e-9); 10 ** power <= high * 1.001; power += every) ticks.push(10 ** power);
-  return ticks.length > 1 ? ticks : linearTicks(low, high, count);
+  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power += every) {
+    ticks.push(...factors.map((factor) => factor * 10 ** power));
+  }
+  return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
 }
 
 function nearest(values, x) {
@@ -201,7 +206,7 @@ class Chart {
   point(event) {
     const at = this.value(event);
     const series = this.data.series;
-    const place = (one) => (one.kind === "bars" ? Math.min(one.y.length, Math.max(1, one.x.findIndex((x) => x > at) >>> 0)) - 1 : nearest(one.x, at));
+    const place = ({ kind, x, y }) => (kind === "bars" ? Math.max(0, Math.min(x.filter((edge) => edge <= at).length, y.length) - 1) : nearest(x, at));
     const [lead] = series;
     const i = place(lead);
     const label = lead.kind === "bars" ? `${number(lead.x[i])} to ${number(lead.x[i + 1])}` : number(lead.x[i]);

@@ -31,7 +31,7 @@ def run(request: Request) -> None:
     every, window = request.clear_every or subject.run.data.segment_length, model.window_length
     if every % window:
         raise UserError(f"--clear_every={every} must be a multiple of the window, {window} tokens")
-    chosen = choose(subject, request)
+    chosen = choose([subject], request)
     if chosen.documents.lengths.max() <= every + 1:
         raise UserError(f"--clear_every={every}: none of the documents is longer, so nothing would be cleared")
     segments = (
@@ -96,19 +96,17 @@ def _section(every: int, largest: float, edges: np.ndarray, means: np.ndarray) -
         caption=f"Mean over all stretches of {every:,} tokens but each document's first, before which nothing can be "
         "cleared.",
     )
+    early, late = (float(part.sum()) / means.sum() for part in (means[: len(means) // 8], means[len(means) // 2 :]))
+    share = (
+        f"Of what is gained after that, {early:.0%} is in the first eighth of a stretch, {late:.0%} in its second half."
+    )
+    none = "Later tokens are on the whole not predicted better with what the states kept."
     return section(
         "Where it matters",
         paragraph(
-            f"In the first {every:,} tokens of every document both readings are the same: the largest difference there "
-            f"is {largest:g} nats. The last {len(means) // 2} of {len(means)} bins below have "
-            f"{_share(means):.0%} of the gain."
-            if means.sum() > 0
-            else f"The largest difference in the first {every:,} tokens of a document is {largest:g} nats. Later "
-            "tokens are on the whole not predicted better with what the states kept."
+            f"In the first {every:,} tokens of every document both readings should be the same: the largest difference "
+            f"there is {largest:g} nats. ",
+            share if means.sum() > 0 else none,
         ),
         figure(chart),
     )
-
-
-def _share(means: np.ndarray) -> float:
-    return float(means[len(means) - len(means) // 2 :].sum() / means.sum())

@@ -19,7 +19,7 @@ def run(request: Request) -> None:
     other = open_subject(folder, request.gin_params, step)
     if first.label == other.label:
         first, other = (s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in (first, other))
-    chosen = choose(first, request)
+    chosen = choose([first, other], request)
     pair = read(first, chosen), read(other, chosen)
     compare_page(
         request.output,

@@ -87,9 +87,17 @@ class ReadDocument:
     def gains_by_unit(self) -> Float[np.ndarray, " units"]:
         return self.other_by_unit - self.first_by_unit
 
-    def top(self, count: int, losses: bool = False) -> list[Excerpt]:
-        """The units with the largest gains, the largest first; or with the largest losses."""
+    def top(self, count: int, *, words: bool, losses: bool = False) -> list[Excerpt]:
+        """The units with the largest gains, the largest first.
+
+        Args:
+          count: so many, if there are.
+          words: leave signs and white space out.
+          losses: those with the largest losses instead.
+        """
         gains = -self.gains_by_unit if losses else self.gains_by_unit
+        if words:
+            gains = np.where(self.categories == CATEGORIES.index("sign"), 0, gains)
         order = np.argsort(-gains, kind="stable")[:count]
         distances = self.units.distances()
         return [self._excerpt(unit, int(distances[unit])) for unit in order.tolist() if gains[unit] > 0]

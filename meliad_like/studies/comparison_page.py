@@ -33,8 +33,16 @@ SHOWN = 10  # of the top units, before one asks for more
 PLACE_NAMES = {
     "window": "in the window",
     "segment": "in the segment",
-    "earlier": "earlier",
+    "earlier": "before the segment",
     "never": "never before",
+}
+
+CATEGORY_NAMES = {
+    "title": "titles",
+    "name": "names",
+    "identifier": "identifiers",
+    "word": "other words",
+    "sign": "signs and white space",
 }
 
 
@@ -74,7 +82,10 @@ def compare_page(
       details: more for summary.json.
     """
     documents = comparison.compare(first, other, chosen, settings.unit, settings.window, settings.segment)
-    gains, losses = ([document.top(settings.top, worse) for document in documents] for worse in (False, True))
+    gains, losses = (
+        [document.top(settings.top, words=settings.unit == "word", losses=losses) for document in documents]
+        for losses in (False, True)
+    )
     top = list(chain.from_iterable(gains))
     folder.mkdir(parents=True, exist_ok=True)
     comparison.write_numbers(folder, documents, top)
@@ -206,7 +217,7 @@ def _tables(documents: list[ReadDocument], top: list[Excerpt], settings: Setting
         x_label="distance, tokens",
         y_label=f"gain, bits per {unit}",
         series=[Series("", [float(group.label) * 2**0.5 for group in distances], [g.mean for g in distances])],
-        caption="In powers of two.",
+        caption="In powers of two; the dotted line is the end of the window.",
         log_x=True,
         marks=[settings.window + 1],
     )
@@ -221,21 +232,22 @@ def _tables(documents: list[ReadDocument], top: list[Excerpt], settings: Setting
                 f"In the window: among the {settings.window + 1} tokens before it, which are the token that predicts "
                 f"it and the {settings.window} that this one sees in a layer; through several layers a model sees "
                 f"further. In the segment: not in the window, but in the same {settings.segment:,} tokens, counted "
-                "from the beginning of the document. Earlier: before that.",
+                "from the beginning of the document. Before the segment: earlier than that.",
                 class_="note",
             ),
             figure(curve),
         ),
         section(
             f"What the top {unit}s are",
-            _group_table(CATEGORIES, by_category, list(in_category.values()), unit),
+            _group_table([CATEGORY_NAMES[kind] for kind in CATEGORIES], by_category, list(in_category.values()), unit),
             tag(
                 "p",
                 "By simple rules, in this order. Title: in a line of at most 80 characters that begins with chapter, "
                 "part, act and the like and a number, or that stands between blank lines and is a heading of "
                 "Markdown, LaTeX or a wiki, or all in capitals. Identifier: has an underscore, a capital after a "
                 "small letter, or digits beside letters. Name: begins with a capital, has a second letter, is no "
-                "Roman numeral, and is nowhere in the document in small letters.",
+                "Roman numeral, and is nowhere in the document in small letters. "
+                + ("Signs and white space are not among the top." if unit == "word" else ""),
                 class_="note",
             ),
         ),

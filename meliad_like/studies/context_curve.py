@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from meliad_like.studies.page import Chart, Series, facts_table, figure, paragraph, section, tag, write_page
 from meliad_like.studies.readings import Chosen, Reading, Request, choose, open_subject, read
 
+FIRST_BIN = 32  # tokens, of which there are too few for smaller bins
 BINS_PER_OCTAVE = 4
 RESAMPLES = 500
 FEWEST_DOCUMENTS = 5  # below which no interval is shown
@@ -58,11 +59,11 @@ class Curves:
         return np.nanquantile(gains, (0.05, 0.95), axis=0)
 
 
-def curves(losses: Sequence[Sequence[Float[np.ndarray, " targets"]]]) -> Curves:
+def curves(losses: Sequence[Sequence[Float[np.ndarray, " targets"]]], first_bin: int = FIRST_BIN) -> Curves:
     """Sums up losses in nats, by model and document. Bins grow with the position, four to a doubling."""
     longest = max(map(len, losses[0]))
-    octaves = np.arange(0, math.log2(longest) + 1, 1 / BINS_PER_OCTAVE)
-    edges = np.unique(np.append(np.rint(2**octaves).astype(int), 0))
+    octaves = np.arange(0, max(math.log2(longest / first_bin), 0), 1 / BINS_PER_OCTAVE)
+    edges = np.unique(np.rint(np.append(0, first_bin * 2**octaves)).astype(int))
     edges = np.append(edges[edges < longest], longest)
 
     def by_bin(values: np.ndarray) -> np.ndarray:
@@ -83,7 +84,7 @@ def run(request: Request) -> None:
     if request.gin_params and not request.others:
         subjects.append(open_subject(request.checkpoint, request.gin_params, request.step))
     subjects += [open_subject(folder, request.gin_params, request.other_step) for folder in request.others]
-    chosen = choose(subjects[0], request)
+    chosen = choose(subjects, request)
     readings = [read(subject, chosen) for subject in subjects]
     result = curves([reading.losses for reading in readings])
     request.output.mkdir(parents=True, exist_ok=True)
@@ -120,8 +121,9 @@ def _lead(readings: Sequence[Reading], chosen: Chosen) -> list[Element]:
 
 
 def _figures(readings: Sequence[Reading], result: Curves) -> list[Element]:
-    # A bin [a, b) of a logarithmic axis that has no zero.
-    centres = np.sqrt(np.maximum(result.edges[:-1], 0.5) * result.edges[1:])
+    # The axis is logarithmic and has no zero.
+    edges = np.maximum(result.edges, result.edges[1] / 2)
+    centres = np.sqrt(edges[:-1] * edges[1:])
     ends = result.edges[1:]
 
     def lines(x: np.ndarray, values: np.ndarray) -> list[Series]:
@@ -154,7 +156,7 @@ def _figures(readings: Sequence[Reading], result: Curves) -> list[Element]:
             "Documents that are so long",
             "position in the document, tokens",
             "documents",
-            [Series("", np.maximum(result.edges, 0.5), result.num_documents, "bars", "muted")],
+            [Series("", edges, result.num_documents, "bars", "muted")],
             log_x=True,
         )
     )

@@ -66,7 +66,7 @@ def run(request: Request) -> None:
     model = subject.run.model
     if not isinstance(model, DecoderConfig) or not model.recurrent_layers:
         raise UserError(f"gates: the model of {request.checkpoint} has no recurrent layer")
-    chosen = choose(subject, request)
+    chosen = choose([subject], request)
     if chosen.documents.lengths.max() < model.window_length:
         raise UserError(f"gates: no document has a whole block of {model.window_length} tokens")
     traces, measured = _read(subject, chosen)
@@ -120,7 +120,7 @@ def _gate_parts(kept: dict[str, np.ndarray], measured: dict[str, np.ndarray], wi
         rows.append((_title(name), f"{share.mean():.3f}", *(f"{x:,.3g}" for x in blocks)))
     header = ("time constants, blocks", "mean g", "shortest", "10%", "median", "90%", "longest")
     note = (
-        f"A block is {window} tokens. g is the share of a state that a block leaves; the time constant is -1/log(g), "
+        f"A block is {window} tokens. g is the share of a state that a block leaves; the time constant is −1/log(g), "
         "and after 0.69 of it half is left."
     )
     if measured:

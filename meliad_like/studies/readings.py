@@ -128,15 +128,17 @@ def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None =
     return Subject(label or _label(folder, gin_params, step), folder, tuple(gin_params), opened, mesh)
 
 
-def choose(subject: Subject, request: Request) -> Chosen:
-    """The documents to read, of the store that was asked for or else the one that the model was trained with.
+def choose(subjects: Sequence[Subject], request: Request) -> Chosen:
+    """The documents to read, of the store that was asked for or else the one that the first model was trained with.
 
     Without names they are drawn once and for all, in an order of chance.
 
     Raises:
-      UserError: there is no such store, split or document, or the model has another vocabulary than the store.
+      UserError: there is no such store, split or document, or a model has another vocabulary than the store.
     """
-    store = open_store(subject.opened, subject.folder, request.store, prepare=False)
+    store = open_store(subjects[0].opened, subjects[0].folder, request.store, prepare=False)
+    for subject in subjects[1:]:
+        store.check_vocabulary(subject.opened.vocabulary.fingerprint, f"the checkpoint {subject.folder}")
     split = store.split(request.split)
     if request.documents:
         chosen = [_index(split, name, request.split) for name in request.documents]
@@ -155,13 +157,8 @@ def _index(documents: Split, name: str, split: str) -> int:
 
 
 def read(subject: Subject, chosen: Chosen) -> Reading:
-    """Has a model read the documents, each from the beginning of a segment.
-
-    Raises:
-      UserError: the model has another vocabulary.
-    """
+    """Has a model read the documents, each from the beginning of a segment."""
     opened = subject.opened
-    chosen.store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {subject.folder}")
     evaluator = Evaluator(
         opened.model,
         chosen.documents,

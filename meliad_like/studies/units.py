@@ -12,7 +12,7 @@ from meliad_like.data.vocabulary import Vocabulary
 UNITS = ("word", "token")
 PLACES = ("window", "segment", "earlier", "never")
 """Where the same unit last occurred, the nearest first; see `Units.places`."""
-CATEGORIES = ("title", "name", "identifier", "other")
+CATEGORIES = ("title", "name", "identifier", "word", "sign")
 """What `categories` tells apart."""
 
 WORD = re.compile(r"\w{1,200}|\s{1,200}|.", re.DOTALL)
@@ -128,7 +128,8 @@ def categories(units: Units) -> Int[np.ndarray, " units"]:
     - identifier: has an underscore, a capital after a small letter, or digits next to letters;
     - name: begins with a capital, has a second letter, is no Roman numeral, and is nowhere in the document in small
       letters;
-    - other: everything else, and signs and white space.
+    - word: what else has a letter or a digit;
+    - sign: everything else: signs, white space, the end of the document.
     """
     in_title = _in_titles(units)
     word_starts = np.append(_word_starts(units.text), len(units.text))
@@ -140,21 +141,20 @@ def categories(units: Units) -> Int[np.ndarray, " units"]:
     present = set(texts)
     kinds = {text: _category(text, present) for text in present}
     found = np.fromiter((kinds[text] for text in texts), np.int64, len(texts))
-    lettered = np.fromiter((any(map(str.isalnum, text)) for text in texts), bool, len(texts))
-    found[lettered & in_title] = CATEGORIES.index("title")
-    found[units.ends == units.starts] = CATEGORIES.index("other")
+    found[units.ends == units.starts] = CATEGORIES.index("sign")
+    found[in_title & (found != CATEGORIES.index("sign"))] = CATEGORIES.index("title")
     return found
 
 
 def _category(word: str, present: set[str]) -> int:
-    if not word or not (word[0].isalpha() or word[0] == "_"):
-        name = "other"
-    elif IDENTIFIER.fullmatch(word):
+    if not any(map(str.isalnum, word)):
+        name = "sign"
+    elif IDENTIFIER.fullmatch(word) and not word[0].isdigit():
         name = "identifier"
     elif word[0].isupper() and len(word) > 1 and not ROMAN.fullmatch(word) and word.lower() not in present:
         name = "name"
     else:
-        name = "other"
+        name = "word"
     return CATEGORIES.index(name)
 
 

@@ -1,0 +1,120 @@
+"""Small checkpoints of three kinds for the tests of studies, and a look at the pages."""
+
+import base64
+import functools
+import hashlib
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from meliad_like import config
+from meliad_like.data.preparation import prepare
+from meliad_like.data.vocabulary import ByteVocabulary
+from meliad_like.evaluation import opening
+from meliad_like.models.model import Model
+from meliad_like.studies.readings import Request
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.mesh import make_mesh
+from meliad_like.training.opening import checkpoint_metadata, save_vocabulary
+
+EVIL = "</script><script>alert('document')</script><img src=x onerror=alert(1)> & Gomin met Gomin.\n\n"
+DOCUMENTS = {"one": EVIL * 4, "two": "A rose is a rose. " * 20, "three": "é" * 50}
+WINDOW, SEGMENT = 16, 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:1]))
+        yield
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Folders of untrained checkpoints by name, on the same documents; made when they are asked for."""
+    root = tmp_path_factory.mktemp("studies")
+    (root / "documents" / "test").mkdir(parents=True)
+    for name, text in DOCUMENTS.items():
+        (root / "documents" / "test" / f"{name}.txt").write_text(text)
+
+    @functools.cache
+    def make(row):
+        settings = {
+            "ReaderConfig.store": root / "store",
+            "SourceConfig.kind": "text",
+            "SourceConfig.folder": root / "documents",
+        }
+        bindings = [f"{key} = '{value}'" for key, value in settings.items()]
+        run = config.parse(["size/tiny.gin", f"block_recurrent/{row}.gin"], bindings)
+        vocabulary = ByteVocabulary()
+        prepare(run.source, run.vocabulary, root / "store", num_workers=1)
+        folder = root / f"{row}<b>"
+        save_vocabulary(vocabulary, folder / "checkpoints")
+        params = jax.jit(Model(run.model, vocabulary.size).init)(jax.random.key(len(row)))
+        with Checkpoints(folder / "checkpoints") as checkpoints:
+            metadata = checkpoint_metadata(run, vocabulary, 3, None)
+            checkpoints.save(3, {"params": params, "step": np.int32(3)}, metadata)
+        return str(folder)
+
+    return make
+
+
+def request(checkpoint, output, **changes):
+    default = {
+        "step": None, "others": (), "other_step": None, "gin_params": (), "store": None, "split": "test",
+        "documents": (), "num_documents": None, "unit": "auto", "top": 12, "clear_every": None,
+    }  # fmt: skip
+    return Request(checkpoint=checkpoint, output=Path(output), **(default | changes))
+
+
+class Page(HTMLParser):
+    """What is in a page."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.tags, self.attributes, self.scripts, self.text, self.policy = [], [], [], "", ""
+        self._open = None
+        self.source = (folder / "index.html").read_text()
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag in ("script", "style"):
+            self._open = (tag, dict(attrs), [])
+        if dict(attrs).get("http-equiv") == "Content-Security-Policy":
+            self.policy = dict(attrs)["content"]
+
+    def handle_data(self, data):
+        if self._open:
+            self._open[2].append(data)
+        else:
+            self.text += data
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style"):
+            name, attributes, parts = self._open
+            self.scripts.append((name, attributes, "".join(parts)))
+            self._open = None
+
+
+def assert_safe(page):
+    """Nothing is loaded from anywhere, and nothing runs that a document or a folder brought."""
+    assert not {"img", "link", "iframe", "object", "b"} & set(page.tags)
+    for name, value in page.attributes:
+        assert name not in ("src", "srcset", "data") and not name.startswith("on")
+        assert name != "href" or value.startswith("#")
+    running = [text for tag, attributes, text in page.scripts if tag == "style" or "type" not in attributes]
+    assert len(running) == 3
+    for text in running:
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in page.policy
+        assert "@import" not in text and "url(" not in text and "innerHTML" not in text
+    assert "default-src 'none'" in page.policy and "unsafe" not in page.policy
+    for _, attributes, text in page.scripts:
+        if attributes.get("type") == "application/json":
+            json.loads(text)

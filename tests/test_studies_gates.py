@@ -1,0 +1,100 @@
+"""What is said of gates and states is what the model has and does."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from study_runs import WINDOW, Page, assert_safe, one_device, request, runs
+
+from meliad_like.layers.recurrence import LstmGate
+from meliad_like.studies import gates
+from meliad_like.studies.readings import open_subject
+from meliad_like.studies.state_trace import LAGS, GateMeans, Tracer
+
+__all__ = ["one_device", "runs"]  # fixtures
+BLOCKS = 3
+TOKENS = np.random.default_rng(0).integers(0, 256, BLOCKS * WINDOW + 3).astype(np.int32)
+
+
+def test_time_constants_by_hand():
+    # After one time constant, 1/e is left: 0.5^t = 1/e at t = 1/log(2).
+    np.testing.assert_allclose(gates.time_constants(np.array([0.5, 0.9, np.exp(-0.01)])), [1.442695, 9.491222, 100])
+
+
+def test_fixed_gates_are_sigmoids_of_their_biases(runs):
+    subject = open_subject(runs("fixed_skip"))
+    [layer] = subject.run.model.recurrent_indices
+    found = gates.fixed_gates(subject)
+    bias = subject.opened.params["layers"][layer]["cell"]["attention_gate"]["bias"]
+    assert list(found) == [f"layer {layer} attention_gate"]
+    np.testing.assert_allclose(found[f"layer {layer} attention_gate"], jax.nn.sigmoid(bias), rtol=1e-6)
+
+
+def states_after(subject, layer, blocks):
+    """The states of a layer when so many blocks have been read in one pass."""
+    model = subject.opened.model
+
+    @jax.jit
+    def read(params):
+        module = model.bind(params)
+        carry = module.init_carry(1)
+        if blocks:
+            _, carry = module(TOKENS[None, : blocks * WINDOW], carry, np.arange(blocks)[None] == 0)
+        return carry.layers[layer].states[0]
+
+    return np.asarray(read(subject.opened.params))
+
+
+def test_a_trace_compares_the_states_after_each_block(runs):
+    subject = open_subject(runs("fixed_skip"))
+    tracer = Tracer(subject.opened.model)
+    [layer] = tracer.layers
+    trace = tracer.read(subject.opened.params, TOKENS, GateMeans())[layer]
+    states = [states_after(subject, layer, blocks) for blocks in range(BLOCKS + 1)]
+    change = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in pairwise(states)]
+    np.testing.assert_allclose(trace.change, change, rtol=1e-4)
+
+    def cosine(a, b):
+        return np.mean(np.sum(a * b, axis=1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1))
+
+    np.testing.assert_allclose(trace.from_initial, [cosine(states[0], s) for s in states[1:]], rtol=1e-4)
+    two_back = [np.nan, *(cosine(a, b) for a, b in zip(states, states[2:]))]
+    np.testing.assert_allclose(trace.similarity[LAGS.index(2)], two_back, rtol=1e-4)
+    assert np.isnan(trace.similarity[LAGS.index(8)]).all()
+
+
+def test_measured_gates_are_those_that_the_model_uses(runs, monkeypatch):
+    subject = open_subject(runs("lstm_dual"))
+    means = GateMeans()
+    Tracer(subject.opened.model).read(subject.opened.params, TOKENS, means)
+    used = []
+
+    def gates_that_tell(self, hidden, original=LstmGate.gates):
+        found = original(self, hidden)
+        jax.debug.callback(lambda *values: used.append(np.stack(values)), *found, ordered=True)
+        return found
+
+    monkeypatch.setattr(LstmGate, "gates", gates_that_tell)
+    states_after(subject, *subject.run.model.recurrent_indices, BLOCKS)
+    jax.effects_barrier()
+    # In each block the gate after the attention, then the one after the network.
+    assert len(used) == 2 * BLOCKS
+    for name, values in zip(("attention_gate", "feedforward_gate"), (used[::2], used[1::2]), strict=True):
+        [found] = [mean for key, mean in means.means().items() if key.endswith(name)]
+        np.testing.assert_allclose(found, np.mean(values, axis=(0, 2, 3)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("row", ["fixed_skip", "lstm_dual"])
+def test_page(runs, tmp_path, row):
+    gates.run(request(runs(row), tmp_path))
+    page = Page(tmp_path)
+    assert_safe(page)
+    assert "16 states of 32 channels, updated every 16 tokens" in page.text
+    assert ("measured gates" in page.text) == (row == "lstm_dual")
+    saved = json.loads((tmp_path / "summary.json").read_text())
+    arrays = np.load(Path(tmp_path) / "gates.npz")
+    for name, quantiles in saved["time_constants_blocks"].items():
+        assert quantiles[2] == pytest.approx(np.median(gates.time_constants(arrays[f"{name} kept"])))
