@@ -49,7 +49,7 @@ COMMANDS = commands()
 
 def test_every_entry_point_is_shown():
     shown = {name.removeprefix("meliad_like.") for name in COMMANDS}
-    assert shown == {"prepare", "train", "evaluate", "generate", "convert", "plot"}
+    assert shown == {"prepare", "train", "evaluate", "generate", "convert", "plot", "studies"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
