@@ -1,5 +1,6 @@
 """A pretrained model from its folder through fine-tuning with a recurrence, evaluation and text, and back."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from tiny_run import mesh_of_the_first_devices, read_metrics
 
 from meliad_like import config
+from meliad_like.config import from_json
 from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained, convert_to_huggingface
 from meliad_like.data.preparation import prepare
@@ -20,6 +22,7 @@ from meliad_like.generation.streaming import Generator
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.training import setup as training_setup
+from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.loop import train
 from meliad_like.training.opening import open_checkpoint
 
@@ -54,7 +57,8 @@ BINDINGS = [
     "ScheduleConfig.warmup_steps = 2",
     "TrainingConfig.num_steps = 8",
     "TrainingConfig.log_every = 1",
-    "TrainingConfig.evaluate_every = 8",
+    "TrainingConfig.evaluate_every = 4",
+    "TrainingConfig.keep_best = True",
 ]
 RECURRENT = ["PretrainedConfig.insertion_layers = (1,)", "PretrainedConfig.recurrence_width = 6"]
 
@@ -133,6 +137,21 @@ def test_it_learns_and_the_recurrence_begins_fresh(place, trained):
     assert (np.asarray(after.params["embedding"]) != before.params["embedding"]).any()
     assert "recurrence" not in before.params
     assert np.abs(after.params["recurrence"]["layers"][0]["bias"]).max() > 0
+
+
+def test_the_best_parameters_are_kept(trained):
+    by_step = {metrics["step"]: metrics["bits_per_token"] for metrics in read_metrics(trained, "validation")}
+    best = open_checkpoint(trained / "best")
+    assert set(by_step) == {4, 8}
+    assert best.step == min(by_step, key=by_step.__getitem__)
+    # Worse ones do not take their place.
+    with Checkpoints(trained / "best", keep_last=1) as checkpoints:
+        worse = checkpoints.read_metadata() | {"step": 9, "bits_per_token": -1.0}
+        checkpoints.save(9, {"step": np.int32(9), "params": best.params}, worse)
+    run = from_json(json.dumps(worse["config"]))
+    longer = dataclasses.replace(run, training=dataclasses.replace(run.training, num_steps=10))
+    train(longer, trained)
+    assert open_checkpoint(trained / "best").step == 9
 
 
 def test_a_fixed_decoder_stays_as_it_is(place):

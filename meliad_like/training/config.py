@@ -27,6 +27,9 @@ class TrainingConfig:
     evaluate_split: str = "validation"
     evaluate_max_tokens: int | None = None
     """Evaluate on the way only some documents of that split, of so many tokens at most; None: all of them."""
+    keep_best: bool = False
+    """Whether the parameters with the fewest bits per token in these evaluations are kept, in the run's folder `best`,
+    which is a checkpoint folder of its own."""
     checkpoint_every: int = 1000
     checkpoints_kept: int = 3
     """The newest so many stay."""
@@ -38,6 +41,8 @@ class TrainingConfig:
     def __post_init__(self):
         if self.nonfinite not in get_args(Nonfinite):
             raise UserError(f"nonfinite={self.nonfinite!r} is not one of {', '.join(get_args(Nonfinite))}")
+        if self.keep_best and not self.evaluate_every:
+            raise UserError("keep_best=True needs an evaluate_every")
         if self.sample_every and not self.sample_tokens:
             raise UserError(f"sample_every={self.sample_every} needs sample_tokens of at least 1")
         for field in ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"):

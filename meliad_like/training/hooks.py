@@ -10,9 +10,11 @@ from meliad_like.evaluation import report
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
+from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.mesh import replicated
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.setup import Setup
+from meliad_like.training.opening import save_vocabulary
+from meliad_like.training.setup import Setup, metadata
 from meliad_like.training.state import TrainState
 
 
@@ -27,8 +29,11 @@ class Hook(NamedTuple):
         return self.every > 0 and (step % self.every == 0 or step == num_steps)
 
 
-def evaluation_hook(setup: Setup, writer: MetricsWriter) -> Callable[[int, TrainState], None]:
-    """Evaluates the whole of a split, and writes the result as metrics of that split's name."""
+def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Callable[[int, TrainState], None]:
+    """Evaluates the whole of a split, and writes the result as metrics of that split's name.
+
+    With `keep_best`, the best parameters so far are in the folder `best`.
+    """
     run = setup.run
     evaluator = None
 
@@ -55,8 +60,20 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter) -> Callable[[int, Train
         }
         writer.write(step, figures, kind=run.training.evaluate_split)
         writer.say(f"step {step}: {result.bits_per_byte:.3f} bits/byte on {report.title(result)}")
+        if run.training.keep_best:
+            _keep_if_best(setup, best, step, state, result.bits_per_token)
 
     return evaluate
+
+
+def _keep_if_best(setup: Setup, folder: epath.Path, step: int, state: TrainState, bits_per_token: float) -> None:
+    if jax.process_index() == 0:
+        save_vocabulary(setup.store.vocabulary, folder)
+    with Checkpoints(folder, keep_last=1) as best:
+        if best.steps() and best.read_metadata()["bits_per_token"] <= bits_per_token:
+            return
+        kept = {"step": state.step, "params": state.params}
+        best.save(step, kept, metadata(setup, step) | {"bits_per_token": bits_per_token})
 
 
 def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState], None]:

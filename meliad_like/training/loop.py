@@ -113,7 +113,7 @@ def _train_stage(
         reporter = Reporter(setup, writer, batches)
         # The checkpoint comes last: what the others met is then known before it is written.
         hooks = [
-            Hook(run.training.evaluate_every, evaluation_hook(setup, writer)),
+            Hook(run.training.evaluate_every, evaluation_hook(setup, writer, folder / "best")),
             Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
             Hook(run.training.checkpoint_every, save),
         ]
