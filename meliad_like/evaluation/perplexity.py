@@ -126,7 +126,7 @@ class Evaluator:
         self._init_carry = jax.jit(init_carry, out_shardings=carry)
         # Every host needs the losses of all lanes; beside the logits they are small.
         self._step = jax.jit(
-            functools.partial(_step, model, loss_slice),
+            functools.partial(evaluation_step, model, loss_slice),
             donate_argnums=1,
             out_shardings=(carry, replicated(mesh)),
         )
@@ -218,7 +218,10 @@ class Evaluator:
         return self._window * (2**index // 2)
 
 
-def _step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _Losses]:
+def evaluation_step(
+    model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch
+) -> tuple[Any, _Losses]:
+    """Reads a segment: the carry after it, and every target's loss."""
     losses, carry = segment_losses(model.bind(params), batch, carry, loss_slice)
     return carry, _Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
 

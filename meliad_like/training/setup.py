@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,8 @@ from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch
 from meliad_like.data.readers import LanesReader, Reader
 from meliad_like.data.stream import ShuffledReader, StreamReader
-from meliad_like.data.token_store import TokenStore
+from meliad_like.data.token_store import STORE_NAME, TokenStore
+from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
@@ -159,6 +161,16 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
         train_step=train_step,
         abstract_batch=abstract_batch(run),
     )
+
+
+def vocabulary_size(run: RunConfig) -> int:
+    """Tokens of the vocabulary: the token store's; where there is no store yet, as many as the settings say."""
+    if (Path(run.data.store).expanduser() / STORE_NAME).exists():
+        return TokenStore(run.data.store).vocabulary.size
+    settings = run.vocabulary
+    if settings.trained:
+        return -(-settings.size // settings.size_multiple) * settings.size_multiple
+    return make_vocabulary(settings).size
 
 
 def make_reader(stage: Stage, store: TokenStore) -> Reader:

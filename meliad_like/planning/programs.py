@@ -1,0 +1,132 @@
+"""The programs of a run, compiled for devices that need not be there, and what they need on each of them."""
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meliad_like.config import RunConfig
+from meliad_like.evaluation.perplexity import evaluation_step
+from meliad_like.models.model import Model
+from meliad_like.planning.collectives import Traffic, traffic
+from meliad_like.planning.topology import Topology
+from meliad_like.training.mesh import carry_shardings, lane_sharding, make_mesh, replicated
+from meliad_like.training.setup import Program, make_program
+
+
+class Need(NamedTuple):
+    """Of one program, in bytes on each device."""
+
+    name: str
+    parts: dict[str, int]
+    """What goes in and stays: parameters, optimizer state, carry, batch."""
+    activations: int
+    """Everything temporary, gradients included."""
+    results: int
+    """What comes out and takes no place of what went in."""
+    code: int
+    collectives: dict[str, Traffic]
+    flops: float
+    """By our own count; an operation of all devices together is shared out evenly."""
+    compile_seconds: float
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values()) + self.activations + self.results + self.code
+
+
+def needs(run: RunConfig, vocabulary_size: int, topology: Topology) -> Iterator[Need]:
+    """Compiles training, evaluation and decoding of a run, in turn.
+
+    Raises:
+      UserError: the mesh does not fit the devices, the lanes or the model.
+    """
+    mesh = make_mesh(run.mesh, topology.devices)
+    program = make_program(run, vocabulary_size, mesh)
+    model, state, batch = program.model, program.abstract_state, program.abstract_batch
+    tokens = run.data.tokens_per_step / mesh.size
+    yield _need("training", program.compile_step, _state_parts(program), model.training_flops_per_token * tokens)
+
+    def evaluate():
+        with jax.set_mesh(mesh):
+            step = jax.jit(
+                functools.partial(evaluation_step, model, run.training.loss_slice),
+                donate_argnums=1,
+                in_shardings=(
+                    _shardings(state.params),
+                    _shardings(state.carry),
+                    lane_sharding(mesh, run.data.num_lanes),
+                ),
+                out_shardings=(_shardings(state.carry), replicated(mesh)),
+            )
+            return step.lower(state.params, state.carry, batch).compile()
+
+    parts = {name: _state_parts(program)[name] for name in ("parameters", "carry", "batch")}
+    yield _need("evaluation", evaluate, parts, model.forward_flops_per_token * tokens)
+
+    decoding = _decoding_carry(model, state.params, run.data.num_lanes, mesh)
+
+    def decode():
+        lanes = lane_sharding(mesh, run.data.num_lanes)
+        step = jax.jit(
+            lambda params, token, carry: model.bind(params).decode_step(token, carry),
+            donate_argnums=2,
+            in_shardings=(_shardings(state.params), lanes, _shardings(decoding)),
+            out_shardings=(lanes, _shardings(decoding)),
+        )
+        token = jax.ShapeDtypeStruct((run.data.num_lanes,), jnp.int32)
+        with jax.set_mesh(mesh):
+            return step.lower(state.params, token, decoding).compile()
+
+    parts = {"parameters": _size_on_device(state.params), "carry": _size_on_device(decoding)}
+    yield _need("decoding", decode, parts, model.forward_flops_per_token * run.data.num_lanes / mesh.size)
+
+
+def _need(name: str, compile_program, parts: dict[str, int], flops: float) -> Need:
+    began = time.perf_counter()
+    compiled = compile_program()
+    seconds = time.perf_counter() - began
+    memory = compiled.memory_analysis()
+    return Need(
+        name=name,
+        parts=parts,
+        activations=memory.temp_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        code=memory.generated_code_size_in_bytes,
+        collectives=traffic(compiled.as_text()),
+        flops=flops,
+        compile_seconds=seconds,
+    )
+
+
+def _state_parts(program: Program) -> dict[str, int]:
+    state = program.abstract_state
+    shards = lane_sharding(program.mesh, program.abstract_batch.inputs.shape[0])
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shards), program.abstract_batch)
+    groups = {
+        "parameters": state.params,
+        "optimizer state": state.optimizer_state,
+        "carry": state.carry,
+        "batch": batch,
+    }
+    return {name: _size_on_device(tree) for name, tree in groups.items()}
+
+
+def _size_on_device(tree: Any) -> int:
+    """Bytes of abstract arrays on one device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
+
+
+def _decoding_carry(model: Model, params: Any, num_lanes: int, mesh) -> Any:
+    shapes = jax.eval_shape(lambda params: model.bind(params).init_carry(num_lanes, decoding=True), params)
+    shardings = carry_shardings(mesh, num_lanes, shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, tree)

@@ -1,0 +1,79 @@
+"""Devices that are not there: those of a TPU slice, as the TPU's own compiler describes them, or of one CPU."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from meliad_like.errors import UserError
+from meliad_like.training.hardware import DATASHEET_FLOPS
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    """From the vendor's data sheets; bytes, and bytes per second."""
+
+    memory: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    """To all neighbours together."""
+
+
+CHIPS = {
+    "TPU v4": Chip(32 * GIB, 1228e9, 300e9),
+    "TPU v5 lite": Chip(16 * GIB, 819e9, 200e9),
+    "TPU v5": Chip(95 * GIB, 2765e9, 600e9),
+    "TPU v6 lite": Chip(32 * GIB, 1640e9, 448e9),
+}
+
+
+class Topology(NamedTuple):
+    """Devices to compile for."""
+
+    name: str
+    devices: Sequence[Any]
+    kind: str
+    chip: Chip | None
+    """Of a device, where it is known."""
+    peak_flops: float | None
+    """Of a device at bfloat16 matrix products."""
+
+
+def describe(name: str) -> Topology:
+    """
+    Args:
+      name: `v4:2x2x4` and the like, as the TPU compiler names slices by chips; or `cpu:8`, which must come before jax
+        has started.
+
+    Raises:
+      UserError: there is no such slice, or no TPU compiler.
+    """
+    generation, _, shape = name.partition(":")
+    if not re.fullmatch(r"\d+(x\d+)*", shape):
+        raise UserError(f"--topology={name} must be a generation and a shape, such as v4:2x2x4, v5e:4x4 or cpu:8")
+    if generation == "cpu":
+        jax.config.update("jax_num_cpu_devices", int(shape))
+        return Topology(name, jax.devices("cpu"), "cpu", None, None)
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(f"--topology={name} needs the TPU compiler: install it with pip install 'meliad_like[tpu]'")
+    # It would otherwise ask the machine it is on which slice it belongs to.
+    for variable, value in {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v4-32",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }.items():
+        os.environ.setdefault(variable, value)
+    from jax.experimental import topologies
+
+    try:
+        # JAX runs v4 with one device a chip; later generations are so by themselves.
+        options = {"chip_config_name": "megacore"} if generation == "v4" else {}
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"the TPU compiler knows no topology {name}: {str(error).splitlines()[0]}") from None
+    kind = devices[0].device_kind
+    return Topology(name, devices, kind, CHIPS.get(kind), DATASHEET_FLOPS.get(kind))

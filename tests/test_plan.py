@@ -1,0 +1,132 @@
+"""Plans: what is counted in a compiled program, and what the command says of a run."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meliad_like import config
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.planning.collectives import Traffic, traffic
+from meliad_like.planning.programs import Need, needs
+from meliad_like.planning.report import alternatives, fits, seconds, to_json
+from meliad_like.planning.topology import GIB, Chip, Topology, describe
+from meliad_like.training.mesh import MeshConfig, make_mesh
+
+HLO = """HloModule step, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(f32[] %x, f32[] %y)
+}
+
+%body (arg: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %all-gather.1 = f32[8,4]{1,0:T(8,128)} all-gather(f32[8,2] %piece), dimensions={1}
+  ROOT %tuple = (s32[], f32[8,4]) tuple(s32[] %i, f32[8,4] %all-gather.1)
+}
+
+ENTRY %main (p: f32[8,4], /*index=1*/q: bf16[16]) -> f32[8,4] {
+  %all-reduce-start.2 = (f32[8,4], f32[8,4]) all-reduce-start(f32[8,4] %p), to_apply=%add
+  %all-reduce-done.2 = f32[8,4] all-reduce-done((f32[8,4], f32[8,4]) %all-reduce-start.2)
+  %reduce-scatter.3 = bf16[16]{0} reduce-scatter(bf16[128] %q), to_apply=%add
+  ROOT %while.1 = (s32[], f32[8,4]) while((s32[], f32[8,4]) %init), condition=%less, body=%body, TRIPS
+}
+""".replace("TRIPS", 'backend_config={"known_trip_count":{"n":"5"}}')
+
+
+def test_collectives_are_counted_as_often_as_they_run():
+    assert traffic(HLO) == {
+        "all-reduce": Traffic(1, 8 * 4 * 4),
+        "all-gather": Traffic(5, 5 * 8 * 4 * 4),
+        "reduce-scatter": Traffic(1, 16 * 2),
+    }
+
+
+def test_collectives_of_a_program_that_was_compiled():
+    mesh = make_mesh(MeshConfig(data=8))
+    cut, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+    def run(x):
+        return jax.lax.scan(lambda y, _: (jnp.sin(y + x.sum(axis=0)), None), jnp.zeros(64), length=3)[0]
+
+    compiled = jax.jit(run, in_shardings=cut, out_shardings=whole).lower(x).compile()
+    found = traffic(compiled.as_text())
+    assert found.keys() == {"all-reduce"}
+    # Moved out of the loop or not.
+    assert found["all-reduce"] in (Traffic(1, 256), Traffic(3, 768))
+
+
+@pytest.fixture(scope="module")
+def run():
+    params = ["ReaderConfig.tokens_per_step = 512", "DecoderConfig.num_layers = 1", "RECURRENT_LAYERS = (-1,)"]
+    params += ["MeshConfig.fsdp = 2", "MeshConfig.tensor = 2", "DecoderConfig.dropout_rate = 0.0"]
+    return config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin"], params)
+
+
+@pytest.fixture(scope="module")
+def planned(run):
+    return list(needs(run, 256, Topology("cpu:8", jax.devices(), "cpu", None, None)))
+
+
+def test_parts_equal_a_hand_count(run, planned):
+    training, evaluation, decoding = planned
+    assert [need.name for need in planned] == ["training", "evaluation", "decoding"]
+    model = Model(run.model, 256)
+    # Nearly all parameters are cut twice; position bias, scales and norms once or not at all.
+    assert training.parts["parameters"] == pytest.approx(model.num_parameters * 4 / 4, rel=0.1)
+    assert evaluation.parts["parameters"] == decoding.parts["parameters"] == training.parts["parameters"]
+    # Momentum as large as the parameters; the rest of Adafactor's state is larger than that where nothing is factored.
+    assert 1 <= training.parts["optimizer state"] / training.parts["parameters"] < 2.5
+    # 8 lanes on 4 shards: tokens, targets and mask, and by block start, document and position.
+    assert training.parts["batch"] == 2 * (64 * (4 + 4 + 1) + 4 * (1 + 4 + 4))
+    assert training.flops == model.training_flops_per_token * 512 / 8
+    assert decoding.flops == model.forward_flops_per_token * 8 / 8
+    assert "all-reduce" in training.collectives
+    assert all(need.activations > 0 and need.total > 0 for need in planned)
+
+
+def need_of(total_gib, **changes):
+    plain = Need("training", {"parameters": 0}, int(total_gib * GIB), 0, 0, {}, 1e12, 0.0)
+    return plain._replace(**changes)
+
+
+TOPOLOGY = Topology("v4:2", [None] * 2, "TPU v4", Chip(32 * GIB, 1e12, 1e11), 1e14)
+
+
+def test_what_fits_and_what_limits():
+    assert fits(need_of(31), TOPOLOGY)
+    assert not fits(need_of(33), TOPOLOGY)
+    assert fits(need_of(1e6), TOPOLOGY._replace(chip=None))
+    linked = need_of(1, collectives={"all-reduce": Traffic(1, int(1e11))})
+    assert seconds(linked, TOPOLOGY) == {"arithmetic": 0.01, "memory": 2 * GIB / 1e12, "links": 1.0}
+    assert seconds(linked, TOPOLOGY._replace(chip=None)) == {}
+    written = to_json([linked], TOPOLOGY)
+    assert json.loads(json.dumps(written))["programs"][0]["fits"]
+
+
+def test_alternatives_need_less_and_can_be_built(run):
+    found = dict(alternatives(run, 8))
+    assert list(found)[:2] == ["DecoderConfig.remat = 'dots'", "DecoderConfig.remat = 'layers'"]
+    assert "TrainingConfig.gradient_accumulation = 2 with DecoderConfig.remat = 'layers'" in found
+    assert found["MeshConfig.fsdp = 4 with DecoderConfig.remat = 'layers'"].mesh.fsdp == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v4", "--topology=v4 must be a generation and a shape"),
+        ("v4:2x", "--topology=v4:2x must be"),
+    ],
+)
+def test_mistaken_topologies(name, message):
+    with pytest.raises(UserError, match=message):
+        describe(name)
+
+
+def test_without_the_compiler_it_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs the TPU compiler: install it with pip install 'meliad_like"):
+        describe("v4:2x2x4")
