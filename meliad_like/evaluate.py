@@ -84,6 +84,8 @@ def main() -> None:
     console.print(
         f"Each document's first token is read but not predicted: {first_bytes:,} bytes in all.", highlight=False
     )
+    costs = ", ".join(f"{flops:.3g} {how.replace('_', ' ')}" for how, flops in model.flops_per_prediction.items())
+    console.print(f"Floating-point operations for each predicted token: {costs}.", highlight=False)
     if not vocabulary.lossless:
         console.print("The vocabulary does not keep text exactly: compare bits per byte with nothing but itself.")
     if OUTPUT.value:
@@ -93,6 +95,7 @@ def main() -> None:
             "store_fingerprint": store.fingerprint,
             "vocabulary": {"fingerprint": vocabulary.fingerprint, "lossless": vocabulary.lossless},
             "bytes_of_first_tokens": first_bytes,
+            "flops_per_prediction": model.flops_per_prediction,
         }
         report.write(evaluation, OUTPUT.value, **details)
 

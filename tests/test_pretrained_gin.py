@@ -77,6 +77,17 @@ def test_operations_by_the_papers_count(overlap):
     assert paper_flops_per_token(model) == pytest.approx(rounded, rel=0.003)
 
 
+def test_a_prediction_costs_what_is_read_for_it():
+    disjoint, overlapping = (
+        Model(parse(f"recurrent_pretrained/tables/recurrent_overlap_{overlap}.gin").model, 50_257).flops_per_prediction
+        for overlap in (0, 50)
+    )
+    assert overlapping["as_counted"] == pytest.approx(disjoint["as_counted"] * 300 / 250)
+    assert disjoint["by_the_paper"] == pytest.approx(1.75e8, rel=0.003)
+    decoder = Model(config.parse(["size/tiny.gin"]).model, 257)
+    assert decoder.flops_per_prediction == {"as_counted": decoder.forward_flops_per_token}
+
+
 def test_operations_as_counted():
     baseline = parse("recurrent_pretrained/tables/baseline_overlap_0.gin").model
     recurrent = parse("recurrent_pretrained/tables/recurrent_overlap_0.gin").model

@@ -10,6 +10,8 @@ from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from meliad_like.models.families import FAMILIES, Family, ModelConfig, family_name
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.flops import paper_flops_per_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,17 @@ class Model:
     def forward_flops_per_token(self) -> float:
         """One token read by all layers, and its logits."""
         return self._family.forward_flops_per_token(self.config, self.vocabulary_size)
+
+    @property
+    def flops_per_prediction(self) -> dict[str, float]:
+        """What a predicted token costs in the long run, tokens that windows read again included.
+
+        `as_counted` from the model (`models/flops.py`), and for pretrained models `by_the_paper` as well.
+        """
+        counted = self.forward_flops_per_token * self.config.window_length / (self.config.window_length - self.overlap)
+        if isinstance(self.config, PretrainedConfig):
+            return {"as_counted": counted, "by_the_paper": paper_flops_per_token(self.config)}
+        return {"as_counted": counted}
 
     @property
     def training_flops_per_token(self) -> float:
