@@ -26,6 +26,7 @@ setup(
         "tpu": ["jax[tpu]>=0.10"],
         "gpu": ["jax[cuda13]>=0.10"],
         "gpu_cuda12": ["jax[cuda12]>=0.10"],
+        "fairseq": ["torch>=2.6"],  # for reading its checkpoints, and for nothing else
         "dev": [
             "pre-commit>=4",
             "pyright[nodejs]>=1.1.400",

@@ -5,10 +5,13 @@ python -m meliad_like.convert meliad --reverse --input=DIR --output=FILE.npz
 python -m meliad_like.convert huggingface --input=FOLDER --output=DIR [--gin_file=...]
 python -m meliad_like.convert huggingface --reverse --input=DIR --output=FOLDER
 python -m meliad_like.convert gguf --input=FILE.gguf --output=DIR [--gin_file=...]
+python -m meliad_like.convert fairseq --input=FILE.pt --output=DIR --gin_file=... [--gin_file=...]
 
 For the reference, google-research/meliad, gin files describe the model as it was trained; it does not mask the empty
 cache at a document's start: --gin_file=option/unmasked_empty_cache.gin. Pretrained models say themselves what they are;
-gin files may say how they read, such as PretrainedConfig.window_length, and which documents.
+gin files may say how they read, such as PretrainedConfig.window_length, and which documents. Of fairseq's word models
+gin files say all: --gin_file=shortformer/shortformer.gin --gin_file=task/wikitext103.gin, and the dictionary as
+VocabularyConfig.model_file.
 """
 
 from absl import flags
@@ -31,6 +34,8 @@ def main(subject: str) -> None:
             raise UserError("--gin_file and --gin_param have no effect with --reverse: the checkpoint has its config")
         if subject == "gguf":
             raise UserError("GGUF files are read, not written: convert huggingface --reverse, and then with llama.cpp")
+        if subject == "fairseq":
+            raise UserError("checkpoints of fairseq are read, not written")
     if subject == "meliad":
         from meliad_like.conversion.checkpoint import convert_from_meliad, convert_to_meliad
 
@@ -38,6 +43,10 @@ def main(subject: str) -> None:
             convert_to_meliad(INPUT.value, OUTPUT.value)
         else:
             convert_from_meliad(INPUT.value, command_line.read_config(), OUTPUT.value)
+    elif subject == "fairseq":
+        from meliad_like.conversion.fairseq_checkpoint import convert_from_fairseq
+
+        convert_from_fairseq(INPUT.value, command_line.read_config(), OUTPUT.value)
     else:
         from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained, convert_to_huggingface
 
@@ -50,4 +59,4 @@ def main(subject: str) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, subjects=("meliad", "huggingface", "gguf"))
+    command_line.run(main, subjects=("meliad", "huggingface", "gguf", "fairseq"))

@@ -15,6 +15,8 @@ from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary, make_vocabulary
 from meliad_like.errors import UserError
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.families import family_name
 from meliad_like.models.model import Model
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.opening import checkpoint_metadata, open_checkpoint, save_vocabulary
@@ -79,6 +81,7 @@ def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) ->
     Raises:
       UserError: the checkpoint is not of this config and vocabulary, or `folder` has checkpoints already.
     """
+    _check_family(run, "--gin_file")
     theirs = read_meliad(path)
     vocabulary = _vocabulary(run)
     num_tokens = len(theirs[EMBEDDING])
@@ -105,7 +108,9 @@ def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".npz":
         raise UserError(f"{path} must end in .npz")
-    theirs = to_meliad(open_checkpoint(folder).params)
+    opened = open_checkpoint(folder)
+    _check_family(opened.run, str(folder))
+    theirs = to_meliad(opened.params)
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as file:
@@ -114,6 +119,11 @@ def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _check_family(run: RunConfig, origin: str) -> None:
+    if not isinstance(run.model, DecoderConfig):
+        raise UserError(f"{origin}: the reference has decoders alone, and this model is a {family_name(run.model)}")
 
 
 def _vocabulary(run: RunConfig) -> Vocabulary:

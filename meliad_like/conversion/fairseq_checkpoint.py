@@ -1,0 +1,62 @@
+"""Checkpoints of fairseq's `transformer_lm_wiki103` and of the Shortformer's authors as checkpoint folders of ours."""
+
+import argparse
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meliad_like.config import RunConfig
+from meliad_like.conversion.fairseq import from_fairseq
+from meliad_like.data.vocabulary import make_vocabulary
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.opening import checkpoint_metadata, save_vocabulary
+
+
+def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:
+    """The parameters of a fairseq checkpoint (`.pt`), float32, by their names. Nothing in the file is run.
+
+    Raises:
+      UserError: PyTorch is not installed, or the file can't be read, or holds more than numbers and settings.
+    """
+    try:
+        import torch  # type: ignore[import-not-found]  # an extra
+    except ImportError:
+        raise UserError("reading fairseq's checkpoints needs PyTorch: pip install -e '.[fairseq]'") from None
+    try:
+        # Beside the parameters lie the settings of the training.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise UserError(f"{path} is no checkpoint of weights and settings: {str(error).splitlines()[0]}") from None
+    if not isinstance(saved, dict) or "model" not in saved:
+        raise UserError(f"{path} is no checkpoint of fairseq: there is no model in it")
+    return {name: tensor.float().numpy() for name, tensor in saved["model"].items()}
+
+
+def convert_from_fairseq(path: str | Path, run: RunConfig, folder: str | Path) -> None:
+    """Writes a checkpoint folder of ours, at step 0, for evaluation, generation and fine-tuning.
+
+    Raises:
+      UserError: the checkpoint is not of this config and vocabulary, or `folder` has checkpoints already.
+    """
+    if not isinstance(run.model, ShortformerConfig):
+        raise UserError("a checkpoint of fairseq is a Shortformer: add --gin_file=shortformer/shortformer.gin")
+    if run.vocabulary.trained:
+        raise UserError("the checkpoint has the words of its own dict.txt: set VocabularyConfig.model_file to it")
+    vocabulary = make_vocabulary(run.vocabulary)
+    params = from_fairseq(read_fairseq(path), Model(run.model, vocabulary.size).abstract_params)
+    with Checkpoints(folder) as checkpoints:
+        if steps := checkpoints.steps():
+            raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")
+        save_vocabulary(vocabulary, folder)
+        state: dict[str, Any] = {"step": jnp.zeros((), jnp.int32), "params": jax.tree.map(jnp.asarray, params)}
+        checkpoints.save(0, state, checkpoint_metadata(run, vocabulary, 0, None))
