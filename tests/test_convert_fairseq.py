@@ -73,5 +73,5 @@ def test_a_file_is_read_and_not_run(tmp_path, capsys):
 
 
 def test_a_shortformer_is_not_the_references(run, tmp_path):
-    with pytest.raises(UserError, match="--gin_file: the reference has decoders alone, and this model is a shortformer"):
+    with pytest.raises(UserError, match="the reference has decoders alone, and this model is a shortformer"):
         convert_from_meliad("theirs.npz", run, tmp_path)
