@@ -76,7 +76,7 @@ def test_a_config_from_before_there_were_families_is_a_decoders():
     parts = {"DecoderConfig": "model", "ReaderConfig": "data", "ScheduleConfig": "schedule"}
     for class_name, _, name in (added.partition(".") for added in saved.ADDED):
         if class_name in parts:
-            old[parts[class_name]].pop(name, None)
+            del old[parts[class_name]][name]
     assert config.from_json(json.dumps(old)) == run
 
 

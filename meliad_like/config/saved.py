@@ -25,9 +25,12 @@ ADDED = frozenset(
         "DecoderConfig.feedback",
         "DecoderConfig.memory_layers",
         "DecoderConfig.memory_size",
-        "DecoderConfig.memory_neighbours",
+        "DecoderConfig.memory_neighbors",
         "DecoderConfig.memory_search",
+        "DecoderConfig.memory_update",
         "ReaderConfig.kind",
+        "ReaderConfig.segments_follow",
+        "ReaderConfig.train_disjoint",
         "ScheduleConfig.first_rate",
         "VocabularyConfig.end_token",
     }
