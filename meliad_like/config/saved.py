@@ -32,6 +32,7 @@ ADDED = frozenset(
         "ReaderConfig.segments_follow",
         "ReaderConfig.train_disjoint",
         "ScheduleConfig.first_rate",
+        "TrainingConfig.keep_best",
         "VocabularyConfig.end_token",
     }
 )
