@@ -23,9 +23,10 @@ PAGES = [
 
 # Parses the flags of several commands of one entry point, without running them.
 PARSE = """
-import importlib, json, sys
+import importlib.util, json, sys
 from absl import flags
-importlib.import_module(sys.argv[1])
+is_package = importlib.util.find_spec(sys.argv[1]).submodule_search_locations
+importlib.import_module(sys.argv[1] + (".__main__" if is_package else ""))
 for argv in json.loads(sys.argv[2]):
     flags.FLAGS.unparse_flags()
     flags.FLAGS([sys.argv[1], *argv])
@@ -49,7 +50,7 @@ COMMANDS = commands()
 
 def test_every_entry_point_is_shown():
     shown = {name.removeprefix("meliad_like.") for name in COMMANDS}
-    assert shown == {"prepare", "train", "evaluate", "generate", "convert", "plot", "studies"}
+    assert shown == {"prepare", "train", "evaluate", "generate", "convert", "plot", "studies", "experiments"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -10,9 +10,11 @@ from meliad_like import config
 from meliad_like.config.search import shipped_files
 from meliad_like.errors import UserError
 from meliad_like.experiments.scales import SCALES, Scale, configure
-from meliad_like.experiments.step_time import compile_step, random_batch
+from meliad_like.experiments.step_time import random_batch
 from meliad_like.experiments.tables import TABLES
 from meliad_like.models.model import Model
+from meliad_like.training.mesh import MeshConfig, make_mesh
+from meliad_like.training.setup import make_program
 
 ROWS = {row.file: row for table in TABLES.values() for row in table.rows}
 FIXED_SKIP = 193_230_968  # with a vocabulary of 32,000
@@ -174,13 +176,13 @@ def one_file_of_each_structure() -> list[str]:
 @pytest.mark.parametrize("file", one_file_of_each_structure())
 def test_a_row_made_small_trains(file):
     run = configure(ROWS[file], TINIEST, gin_params=WIDTHS)
-    model = Model(run.model, 64)
-    step, shapes = compile_step(run, model)
+    program = make_program(run, 64, make_mesh(MeshConfig(), jax.devices()[:1]))
+    step = program.compile_step()
     # Compiling the true initialisation as well would take half as long again.
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), program.abstract_state)
     generator = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: generator.normal(0, 0.1, x.shape).astype(np.float32), shapes.params)
-    state, batch = zeros._replace(params=params), random_batch(run, 64)
+    params = jax.tree.map(lambda x: generator.normal(0, 0.1, x.shape).astype(np.float32), zeros.params)
+    state, batch = zeros._replace(params=params), random_batch(program.abstract_batch, 64)
     metrics = []
     for _ in range(2):
         state, measured = step(state, batch)

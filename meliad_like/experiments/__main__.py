@@ -56,12 +56,12 @@ def main(subject: str) -> int:
     experiment.folder.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     status = 0
+    side_by_side = JOBS.value or ((os.cpu_count() or 1) if SCALES[SCALE.value].side_by_side else 1)
     if not REPORT.value and not STEP_TIME.value:
-        cores = (os.cpu_count() or 1) if SCALES[SCALE.value].side_by_side else 1
-        status = experiment.train(JOBS.value or cores, failed)
+        status = experiment.train(side_by_side, failed)
     # A job of some rows leaves the timing to the command for all of them.
     if not status and (STEP_TIME.value or not (REPORT.value or ROW.value or experiment.timed)):
-        status = experiment.time_steps(failed)
+        status = experiment.time_steps(side_by_side, failed)
     if status:
         return status
     print(experiment.report())

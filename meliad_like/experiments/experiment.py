@@ -16,13 +16,14 @@ from meliad_like.experiments.jobs import (
     facts,
     run_processes,
     train_and_evaluate,
-    vocabulary_size,
     write_json,
 )
 from meliad_like.experiments.results import STEP_TIME_NAME, gather, read_timing, run_folder
 from meliad_like.experiments.scales import SCALES, configure
 from meliad_like.experiments.step_time import make_step, time_in_turn
 from meliad_like.experiments.tables import Row, Table
+from meliad_like.training.mesh import make_mesh
+from meliad_like.training.setup import vocabulary_size
 
 STEP_TIME = "step_time"
 Workers = dict[str, tuple[str, Path]]
@@ -85,8 +86,12 @@ class Experiment:
         Returns:
           The exit status, as of `run_processes`.
         """
-        # Seed by seed, so that a table of all rows is there early; rows that share a run are one job.
-        jobs = {job.workdir.name: job for seed in self.seeds for row in self.rows for job in [self.job(row, seed)]}
+        # Seed by seed, so that a table of all rows is there early.
+        jobs: dict[str, Job] = {}
+        for seed in self.seeds:
+            for row in self.rows:
+                job = self.job(row, seed)
+                jobs.setdefault(job.workdir.name, job)  # of rows that share a run, the first
         pending = {name: job for name, job in jobs.items() if not job.finished(self.split)}
         for store, job in {job.run.data.store: job for job in pending.values()}.items():
             if not (Path(store).expanduser() / STORE_NAME).exists():
@@ -95,9 +100,9 @@ class Experiment:
         workers = {name: (f"{job.row.name},{job.seed}", job.workdir / LOG_NAME) for name, job in pending.items()}
         return self._start(workers, side_by_side, failed)
 
-    def time_steps(self, failed: list[str]) -> int:
-        """Times the steps of all rows in one process, with the machine to itself as far as we are concerned."""
-        return self._start({STEP_TIME: (STEP_TIME, self.folder / f"{STEP_TIME}.log")}, 1, failed)
+    def time_steps(self, side_by_side: int, failed: list[str]) -> int:
+        """Times the steps of all rows in one process, with the settings that runs side by side have."""
+        return self._start({STEP_TIME: (STEP_TIME, self.folder / f"{STEP_TIME}.log")}, side_by_side, failed)
 
     @property
     def timed(self) -> bool:
@@ -132,7 +137,7 @@ class Experiment:
         for row in self.rows:
             if row.run_name not in steps:
                 run = self.job(row, seed=0).run
-                steps[row.run_name] = make_step(run, vocabulary_size(run))
+                steps[row.run_name] = make_step(run, vocabulary_size(run), make_mesh(run.mesh))
                 print(f"compiled {row.run_name} in {steps[row.run_name].compile_seconds:.1f} s", flush=True)
         timing = time_in_turn(steps, self.repeats)
         for name, step in steps.items():

@@ -18,8 +18,7 @@ import jax
 
 from meliad_like import config
 from meliad_like.config import RunConfig
-from meliad_like.data.token_store import STORE_NAME, TokenStore
-from meliad_like.data.vocabulary import VocabularyConfig, make_vocabulary
+from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.evaluation import report
 from meliad_like.evaluation.perplexity import Evaluator
@@ -76,16 +75,6 @@ def facts(run: RunConfig, model: Model) -> dict[str, Any]:
         "parameters_without_embedding": parameters - model.abstract_params["embedding"].size,
         "training_flops_per_token": model.training_flops_per_token,
     }
-
-
-def vocabulary_size(run: RunConfig) -> int:
-    """Of the token store; where there is none yet, as the settings say."""
-    if (Path(run.data.store).expanduser() / STORE_NAME).exists():
-        return TokenStore(run.data.store).vocabulary.size
-    settings: VocabularyConfig = run.vocabulary
-    if settings.trained:
-        return -(-settings.size // settings.size_multiple) * settings.size_multiple
-    return make_vocabulary(settings).size
 
 
 def train_and_evaluate(job: Job, split: str) -> int:

@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +95,8 @@ def to_markdown(table: Table, results: Sequence[RowResult], notes: Sequence[str]
     if len(set(pairs.values())) == 1:
         against = labels[next(iter(pairs.values()))]
     else:
-        against = "; ".join(f"{labels[name]} to {labels[baseline]}" for name, baseline in pairs.items())
+        rows_of = {to: [labels[name] for name, other in pairs.items() if other == to] for to in pairs.values()}
+        against = "; ".join(f"{labels[to]} ({' / '.join(names)})" for to, names in rows_of.items())
     explained = [
         f"Differences in bits per byte (of runs with the same seed) and step times are relative to: {against}.",
         "± is the standard error of the mean over the runs. What isn't there is -.",
@@ -123,61 +124,78 @@ def write_csv(table: Table, results: Sequence[RowResult], path: Path) -> None:
 
 
 def draw(table: Table, results: Sequence[RowResult], path: Path) -> None:
-    """Ours above (or on the left), the paper's below it, each with its own axis: the documents are not the same."""
-    by_row = not table.panels[0].x
-    if by_row:
-        size = (4.2 * len(table.panels) + 3, 0.32 * len(results) + 1.4)
-        figure_ = Figure(figsize=size, dpi=120, layout="constrained")
-        for axes, panel in zip(np.atleast_1d(figure_.subplots(1, len(table.panels), sharey=True)), table.panels):
+    """Ours and the paper's, each with its own axis where the documents decide: they are not the same."""
+    panels = table.panels
+    if not panels[0].x:
+        picture = Figure(figsize=(4.2 * len(panels) + 3, 0.32 * len(results) + 1.4), dpi=120, layout="constrained")
+        row_of_axes = np.atleast_1d(picture.subplots(1, len(panels), sharey=True))
+        row_of_axes[0].invert_yaxis()
+        for axes, panel in zip(row_of_axes, panels):
             _draw_by_row(axes, results, panel)
     else:
-        figure_ = Figure(figsize=(4.6 * len(table.panels) + 0.5, 7), dpi=120, layout="constrained")
-        grid = figure_.subplots(2, len(table.panels), squeeze=False)
-        for (ours, paper), panel in zip(grid.T, table.panels):
-            _draw_series(ours, results, panel, lambda result, p: (result.mean(p.x), result.mean(p.measure)), "here")
-            _draw_series(
-                paper,
-                results,
-                panel,
-                lambda result, p: (p.paper_x[result.row.name], result.row.paper[p.paper]),
-                "in the paper",
-            )
-    figure_.savefig(path)
+        picture = Figure(figsize=(4.6 * len(panels) + 0.5, 7), dpi=120, layout="constrained")
+        for (ours, papers), panel in zip(picture.subplots(2, len(panels), squeeze=False).T, panels):
+            for axes, where in ((ours, "here"), (papers, "in the paper")):
+                for colour, name in zip(COLOURS, panel.series):
+                    members = [result for result in results if result.row.series == name]
+                    points = [_point(result, panel, where == "here") for result in members]
+                    x, y, error = np.array(points).reshape(-1, 3).T
+                    axes.errorbar(x, y, yerr=error, fmt="o-", color=colour, capsize=3, label=name)
+                _label(axes, panel, where)
+    picture.savefig(path)
+
+
+def _point(result: RowResult, panel: Panel, here: bool) -> tuple[float, float, float]:
+    """Place, height and error."""
+    if not here:
+        return panel.paper_x[result.row.name], result.row.paper[panel.paper], 0.0
+    return result.mean(panel.x), result.mean(panel.measure), _drawn_error(result, panel.measure)
+
+
+def _label(axes: Axes, panel: Panel, where: str) -> None:
+    axes.set_xscale("log")
+    ticks: list[float] = []
+    for x in sorted(float(x) for line in axes.lines for x in np.asarray(line.get_xdata()) if math.isfinite(x)):
+        if not ticks or x > 1.2 * ticks[-1]:
+            ticks.append(x)
+    axes.set_xticks(ticks, [_short(x) for x in ticks], rotation=30)
+    axes.minorticks_off()
+    label = panel.x.replace("_", " ").removeprefix("num ")
+    axes.set(xlabel=label, ylabel=panel.measure.replace("_", " "), title=where)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
 
 
 def _draw_by_row(axes: Axes, results: Sequence[RowResult], panel: Panel) -> None:
-    """One place for each row; the paper's points on an axis of their own, at the top."""
+    """One place for each row; the paper's points on an axis of their own at the top, if they can't be compared."""
     places = range(len(results))
-    errors = [0 if math.isnan(error := result.error(panel.measure)) else error for result in results]
+    errors = [_drawn_error(result, panel.measure) for result in results]
     values = [result.mean(panel.measure) for result in results]
     axes.errorbar(values, places, xerr=errors, fmt="o", color=COLOURS[0], capsize=3)
-    axes.set_xlabel(f"{panel.measure.replace('_', ' ')}, here (dots)", color=COLOURS[0])
     axes.set_yticks(places, [result.row.label for result in results])
-    axes.invert_yaxis()
     axes.grid(alpha=0.25)
-    above = axes.twiny()
     papers = [result.row.paper.get(panel.paper, math.nan) for result in results]
+    label = panel.measure.replace("_", " ")
+    if panel.comparable:
+        axes.plot(papers, places, "x", color=COLOURS[1])
+        axes.set_xlabel(f"{label}, here (dots) and in the paper (crosses)")
+        return
+    axes.set_xlabel(f"{label}, here (dots)", color=COLOURS[0])
+    above = axes.twiny()
     above.plot(papers, places, "x", color=COLOURS[1])
-    above.set_xlabel(f"{panel.paper}, paper (crosses)", color=COLOURS[1])
+    above.set_xlabel(f"{panel.paper}, in the paper (crosses)", color=COLOURS[1])
 
 
-def _draw_series(
-    axes: Axes,
-    results: Sequence[RowResult],
-    panel: Panel,
-    point: Callable[[RowResult, Panel], tuple[float, float]],
-    where: str,
-) -> None:
-    for colour, name in zip(COLOURS, panel.series):
-        members = [result for result in results if result.row.series == name]
-        x, y = np.array([point(result, panel) for result in members]).T
-        axes.plot(x, y, "o-", color=colour, label=name)
-    axes.set_xscale("log", base=2)
-    label = panel.x.replace("_", " ").removeprefix("num ")
-    axes.set(xlabel=label, ylabel=panel.measure.replace("_", " "), title=where)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:,.0f}M")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+def _drawn_error(result: RowResult, measure: str) -> float:
+    error = result.error(measure)
+    return 0.0 if math.isnan(error) else error
+
+
+def _short(number: float) -> str:
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 10 * unit or (number >= unit and name != "k"):
+            return f"{number / unit:.3g}{name}"
+    return f"{number:,.0f}"
 
 
 def _text(value: float, form: str) -> str:

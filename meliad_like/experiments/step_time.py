@@ -4,22 +4,21 @@ What is compared are ratios within a round: a machine that others use as well ma
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch
 from meliad_like.models.model import Model
 from meliad_like.training.hardware import DATASHEET_FLOPS
-from meliad_like.training.optimizers import make_optimizer
-from meliad_like.training.schedules import make_schedule
-from meliad_like.training.setup import abstract_batch
-from meliad_like.training.state import TrainState, init_state
-from meliad_like.training.step import StepMetrics, make_train_step
+from meliad_like.training.mesh import lane_sharding
+from meliad_like.training.setup import make_program
+from meliad_like.training.state import TrainState
 
 WARM_UP = 2  # rounds that are not counted
 PRODUCT = 2048  # rows of the square matrices whose product is timed beside the steps
@@ -27,7 +26,7 @@ PRODUCT = 2048  # rows of the square matrices whose product is timed beside the 
 
 @dataclass
 class TimedStep:
-    """The training step of a run on one device, compiled, with its state and a batch of random tokens."""
+    """The training step of a run, compiled, with its state and a batch of random tokens."""
 
     run: RunConfig
     model: Model
@@ -37,52 +36,42 @@ class TimedStep:
     compile_seconds: float
     seconds: list[float] = field(default_factory=list)
 
-    def __call__(self) -> StepMetrics:
+    def __call__(self) -> None:
         """Does one step and notes how long it took."""
         began = time.perf_counter()
-        self.state, metrics = self.step(self.state, self.batch)
+        self.state, _ = self.step(self.state, self.batch)
         jax.block_until_ready(self.state)
         self.seconds.append(time.perf_counter() - began)
-        return metrics
 
     @property
     def memory_bytes(self) -> int:
-        """What the step needs at most, by the compiler's own analysis: state, batch and temporary arrays."""
+        """What the step needs at most on a device, as the compiler plans it: state, batch and temporary arrays."""
         analysis = self.step.memory_analysis()
         return analysis.temp_size_in_bytes + analysis.argument_size_in_bytes
 
 
-def compile_step(run: RunConfig, model: Model) -> tuple[jax.stages.Compiled, TrainState]:
-    """The step of a run on one device, from shapes alone; and the shapes of its state."""
-    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
-    shapes = jax.eval_shape(lambda key: init_state(model, optimizer, run.data.num_lanes, key), jax.random.key(0))
-    step = jax.jit(make_train_step(model, optimizer, run.training), donate_argnums=0)
-    return step.lower(shapes, abstract_batch(run)).compile(), shapes
-
-
-def make_step(run: RunConfig, vocabulary_size: int) -> TimedStep:
-    """The step of a run, ready to be timed; nothing is read from disk."""
-    model = Model(run.model, vocabulary_size)
+def make_step(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> TimedStep:
+    """The step that training would do, ready to be timed; nothing is read from disk."""
+    program = make_program(run, vocabulary_size, mesh)
     began = time.perf_counter()
-    step, _ = compile_step(run, model)
+    step = program.compile_step()
     compile_seconds = time.perf_counter() - began
-    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
-    state = jax.jit(lambda key: init_state(model, optimizer, run.data.num_lanes, key))(jax.random.key(0))
-    return TimedStep(run, model, step, state, jax.device_put(random_batch(run, vocabulary_size)), compile_seconds)
+    batch = jax.device_put(
+        random_batch(program.abstract_batch, vocabulary_size), lane_sharding(mesh, run.data.num_lanes)
+    )
+    return TimedStep(run, program.model, step, program.initialise(), batch, compile_seconds)
 
 
-def random_batch(run: RunConfig, vocabulary_size: int) -> Batch:
+def random_batch(shapes: Batch, vocabulary_size: int) -> Batch:
     """A batch of random tokens, with a document for each lane."""
-    shapes = abstract_batch(run)
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    b, n = shapes.inputs.shape
+    b, n = zeros.inputs.shape
     tokens = np.random.default_rng(0).integers(0, vocabulary_size, (b, n + 1)).astype(np.int32)
-    start = zeros.start.copy()
-    start[:, 0] = True
-    return zeros._replace(inputs=tokens[:, :-1], targets=tokens[:, 1:], loss_mask=np.ones((b, n), bool), start=start)
+    zeros.start[:, 0] = True
+    return zeros._replace(inputs=tokens[:, :-1], targets=tokens[:, 1:], loss_mask=np.ones((b, n), bool))
 
 
-def time_in_turn(steps: Mapping[str, TimedStep], repeats: int, said: Callable[[str], Any] = print) -> dict[str, Any]:
+def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]:
     """Times every step `repeats` times, one of each a round, and a matrix product beside them.
 
     Returns:
@@ -94,16 +83,17 @@ def time_in_turn(steps: Mapping[str, TimedStep], repeats: int, said: Callable[[s
     x = jax.random.normal(jax.random.key(0), (PRODUCT, PRODUCT), dtype)
     multiply = jax.jit(lambda x: x @ x)
     product_seconds = []
-    for i in range(WARM_UP + repeats):
+    for _ in range(WARM_UP + repeats):
         for step in steps.values():
             step()
         began = time.perf_counter()
         multiply(x).block_until_ready()
         product_seconds.append(time.perf_counter() - began)
-        said(f"round {i + 1} of {WARM_UP + repeats}")
     device = jax.devices()[0].device_kind
     measured = 2 * PRODUCT**3 / float(np.median(product_seconds[WARM_UP:]))
     peak = DATASHEET_FLOPS.get(device, measured) if dtype == "bfloat16" else measured
+    # Devices that are pretended on one CPU share its rate.
+    num_devices = 1 if jax.default_backend() == "cpu" else jax.device_count()
     rows = {}
     for name, step in steps.items():
         seconds = step.seconds[WARM_UP:]
@@ -112,7 +102,7 @@ def time_in_turn(steps: Mapping[str, TimedStep], repeats: int, said: Callable[[s
             "seconds": seconds,
             "memory_bytes": step.memory_bytes,
             "compile_seconds": step.compile_seconds,
-            "share_of_peak": flops / float(np.median(seconds)) / peak,
+            "share_of_peak": flops / float(np.median(seconds)) / (peak * num_devices),
         }
     return {"device": device, "peak": peak, "rows": rows}
 

@@ -1,0 +1,287 @@
+"""The command that makes the paper's tables: runs, their times, and what is reported of them."""
+
+import csv
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny_run
+from tiny_run import mesh_of_the_first_devices
+
+from meliad_like.errors import UserError
+from meliad_like.experiments import report
+from meliad_like.experiments.experiment import Experiment
+from meliad_like.experiments.jobs import environment, run_processes, train_and_evaluate
+from meliad_like.experiments.results import gather
+from meliad_like.experiments.scales import SCALES, Scale
+from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
+from meliad_like.experiments.tables import TABLES
+
+SMALL = [
+    "DecoderConfig.num_layers = 1",
+    "DecoderConfig.model_width = 16",
+    "DecoderConfig.num_heads = 2",
+    "DecoderConfig.head_size = 8",
+    "DecoderConfig.feedforward_width = 32",
+    "DecoderConfig.window_length = 16",
+    "ReaderConfig.segment_length = 64",
+    "ReaderConfig.tokens_per_step = 128",
+    "MeshConfig.data = 1",
+]
+RUN = {
+    "segment_length": 256,
+    "window_length": 32,
+    "num_states": 32,
+    "tokens_per_step": 512,
+    "num_steps": 1800,
+    "parameters": 1000,
+    "parameters_without_embedding": 900,
+    "training_flops_per_token": 2_000_000.0,
+    "vocabulary_size": 257,
+    "device": "CPU with 2 cores",
+    "seconds": 60.0,
+}
+
+
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory):
+    """Of a run on documents that are made up."""
+    made = tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
+    return [b for b in made if b.startswith(("SourceConfig", "ReaderConfig.store", "VocabularyConfig"))] + SMALL
+
+
+def experiment(folder, table="table1", **changes) -> Experiment:
+    settings = {"scale_name": "tiny", "gin_files": (), "gin_params": (), "seeds": (0, 1)} | changes
+    return Experiment(table=TABLES[table], folder=folder, **settings)
+
+
+def write_result(folder, row: str, seed: int, bits: float, split: str = "test") -> None:
+    figures = {"bits_per_token": bits, "bits_per_byte": bits / 2, "word_perplexity": 40.0, "tokens_per_word": 1.5}
+    figures |= {"num_documents": 2, "num_bytes": 5000, "num_tokens": 2500}
+    (folder / f"{row}-{seed}").mkdir(parents=True)
+    content = RUN | {"seed": seed, "splits": {split: figures}}
+    (folder / f"{row}-{seed}" / "result.json").write_text(json.dumps(content))
+
+
+def test_a_run_is_done_once_and_goes_on_from_where_it_was(bindings, tmp_path, monkeypatch, capsys):
+    for module in ("training.setup", "experiments.jobs"):
+        monkeypatch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
+
+    def job(num_steps: int, *more: str):
+        params = (*bindings, f"TrainingConfig.num_steps = {num_steps}", *more)
+        made = experiment(tmp_path, gin_params=params, split="validation")
+        return made.job(made.table.row("slide_12l"), seed=1)
+
+    assert not job(3).finished("validation")
+    assert train_and_evaluate(job(3), "validation") == 0
+    assert "from step 0 to 3" in capsys.readouterr().out
+    assert job(3).finished("validation")
+    assert not job(3).finished("test")
+    result = job(3).result
+    assert (result["num_steps"], result["seed"], result["window_length"]) == (3, 1, 16)
+    assert 6 < result["splits"]["validation"]["bits_per_byte"] < 12
+
+    assert not job(5).finished("validation")
+    assert train_and_evaluate(job(5), "validation") == 0
+    assert "from step 3 to 5" in capsys.readouterr().out
+    assert job(5).result["num_steps"] == 5
+
+    with pytest.raises(UserError, match="belongs to another config: model.window_length is 16 there, 32 here"):
+        job(5, "DecoderConfig.window_length = 32").finished("validation")
+    with pytest.raises(UserError, match="split 'test' has no documents"):
+        train_and_evaluate(job(5), "test")
+    with (job(5).workdir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process is at work in .*slide_12l-1"):
+            train_and_evaluate(job(5), "validation")
+
+
+def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path):
+    params = [f"--gin_param={b}" for b in (*bindings, "TrainingConfig.num_steps = 2")]
+    command = [sys.executable, "-m", "meliad_like.experiments", "table1", f"--folder={tmp_path}", "--split=validation"]
+    command += ["--row=slide_12l", "--seeds=3", "--jobs=2", *params]
+    first = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
+    assert first.returncode == 0, first.stderr
+    assert "0 of 1 runs are finished; 2 side by side\nfinished slide_12l-3, 1 of 1 after " in first.stdout
+    assert f"wrote {tmp_path}/table1.md, .csv and .png" in first.stdout
+    assert (tmp_path / "table1.png").exists()
+    again = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
+    assert again.stdout.startswith("1 of 1 runs are finished"), again.stdout + again.stderr
+
+
+def test_a_run_that_failed_is_named_with_its_log(tmp_path, capsys):
+    made = experiment(tmp_path, seeds=(0,), chosen=("slide_12l", "slide_13l"), command=("false",))
+    made = dataclasses.replace(made, gin_params=(f"ReaderConfig.store = '{tmp_path / 'store'}'",))
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "store.json").touch()
+    failed = []
+    assert made.train(side_by_side=1, failed=failed) == 0
+    assert failed == [f"{row}-0 (see {tmp_path / f'{row}-0'}/log.txt)" for row in ("slide_12l", "slide_13l")]
+    assert "failed slide_13l-0, 2 of 2 after " in capsys.readouterr().out
+
+
+def test_rows_that_are_the_same_model_share_a_run(tmp_path, monkeypatch):
+    started = {}
+    monkeypatch.setattr(Experiment, "_start", lambda self, workers, *_: started.update(workers) or 0)
+    made = experiment(tmp_path, "table3", seeds=(7,))
+    (tmp_path / "store.json").touch()
+    made = dataclasses.replace(made, gin_params=(f"ReaderConfig.store = '{tmp_path}'",))
+    made.train(1, [])
+    assert len(started) == 10
+    assert started["recurrent_window_512-7"][0] == "recurrent_window_512,7"
+    assert "states_512-7" not in started
+
+
+def test_vocabularies_that_are_too_large_for_a_scale_are_made_when_they_are_named(tmp_path):
+    assert [row.name for row in experiment(tmp_path, "table5").rows][-1] == "sentencepiece_8k"
+    assert [row.name for row in experiment(tmp_path, "table5", chosen=("sentencepiece_64k",)).rows] == [
+        "sentencepiece_64k"
+    ]
+
+
+def test_statuses_of_processes_are_told(tmp_path):
+    commands = {f"{i}": (["sh", "-c", f"echo here; exit {i}"], tmp_path / "new" / f"{i}.txt") for i in range(4)}
+    statuses = {}
+    assert run_processes(commands, 2, dict(os.environ), statuses.__setitem__) == 0
+    assert statuses == {"0": 0, "1": 1, "2": 2, "3": 3}
+    assert (tmp_path / "new" / "3.txt").read_text() == "here\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path, number):
+    script = 'trap "echo saved; exit 75" TERM; echo begun; sleep 60 & wait'
+    commands = {name: (["bash", "-c", script], tmp_path / f"{name}.txt") for name in ("one", "two")}
+
+    def stop() -> None:
+        while not (tmp_path / "one.txt").exists() or "begun" not in (tmp_path / "one.txt").read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    thread = threading.Thread(target=stop)
+    thread.start()
+    statuses = {}
+    assert run_processes(commands, 1, dict(os.environ), statuses.__setitem__) == 75
+    thread.join()
+    assert (tmp_path / "one.txt").read_text() == "begun\nsaved\n"
+    assert not (tmp_path / "two.txt").exists()
+    assert statuses == {}
+    assert signal.getsignal(number) is before
+
+
+def test_side_by_side_each_run_has_one_thread(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    assert environment(tmp_path, side_by_side=True)["XLA_FLAGS"] == "--xla_a --xla_cpu_multi_thread_eigen=false"
+    assert environment(tmp_path, side_by_side=False)["XLA_FLAGS"] == "--xla_a"
+    assert environment(tmp_path, side_by_side=False)["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "compiled")
+
+
+def test_steps_are_timed_in_turn():
+    order = []
+    run = SimpleNamespace(model=SimpleNamespace(activation_dtype="float32"), data=SimpleNamespace(tokens_per_step=10))
+
+    class Step:
+        model, memory_bytes, compile_seconds = SimpleNamespace(training_flops_per_token=100.0), 7, 1.5
+
+        def __init__(self, name: str):
+            self.name, self.run, self.seconds = name, run, []
+
+        def __call__(self):
+            order.append(self.name)
+            self.seconds.append(1.0 + len(order))
+
+    timing = time_in_turn({"a": Step("a"), "b": Step("b")}, repeats=3)
+    assert order == ["a", "b"] * (WARM_UP + 3)
+    assert timing["rows"]["a"]["seconds"] == [6.0, 8.0, 10.0]
+    assert timing["rows"]["b"]["share_of_peak"] == pytest.approx(100 * 10 / 9 / timing["peak"])
+
+
+def test_step_times_are_compared_within_a_round():
+    # The machine became ten times slower in the middle.
+    rows = {"slow": {"seconds": [2.0, 2.2, 20.0]}, "fast": {"seconds": [1.0, 1.1, 10.0]}}
+    assert relative_time(rows, "slow", "fast") == pytest.approx(2.0)
+
+
+def test_times_and_memory_of_rows_are_written_for_the_table(tmp_path, monkeypatch):
+    monkeypatch.setitem(SCALES, "tiny", Scale(64, 12, {"ReaderConfig.tokens_per_step": 64, "MeshConfig.data": 1}))
+    monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
+    made = experiment(tmp_path, gin_params=("DecoderConfig.head_size = 8",), chosen=("slide_12l",), repeats=1)
+    assert not made.timed
+    assert made.work("step_time") == 0
+    assert made.timed
+    row = json.loads((tmp_path / "step_time.json").read_text())["rows"]["slide_12l"]
+    # Parameters, momentum and second moments, in float32.
+    assert row["memory_bytes"] > 3 * 4 * row["parameters"]
+    result = next(r for r in gather(TABLES["table1"], tmp_path, [0], "test") if r.row.name == "slide_12l")
+    assert result.mean("milliseconds") == pytest.approx(1e3 * row["seconds"][0])
+    assert np.isnan(result.mean("step_time"))  # its baseline was not timed
+
+
+def test_a_table_of_partial_results(tmp_path):
+    write_result(tmp_path, "slide_13l", 0, 2.0)
+    write_result(tmp_path, "slide_13l", 1, 3.0)
+    write_result(tmp_path, "fixed_skip", 0, 1.8)
+    write_result(tmp_path, "fixed_skip", 1, 2.6)
+    write_result(tmp_path, "lstm_dual", 1, 2.8)
+    timing = {"fixed_skip": {"seconds": [1.2, 2.4], "memory_bytes": 3_000_000, "share_of_peak": 0.5, "device": "CPU"}}
+    timing["slide_13l"] = timing["fixed_skip"] | {"seconds": [1.0, 2.0]}
+    (tmp_path / "step_time.json").write_text(json.dumps({"rows": timing}))
+    text = experiment(tmp_path).report()
+    assert text == (tmp_path / "table1.md").read_text()
+    assert (
+        "Scale tiny: 1,800 steps of 512 tokens; seeds 0, 1. Evaluated on all of test: 2 documents, 5,000 bytes" in text
+    )
+    assert "relative to: Slide:13L." in text
+    lines = {
+        line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:] for line in text.splitlines() if "| " in line
+    }
+    header = lines["model"]
+    fixed_skip = dict(zip(header, lines["Rec:fixed:skip"]))
+    assert fixed_skip["bits per token"] == "2.2000 ± 0.4000"
+    assert fixed_skip["difference"] == "-0.1500 ± 0.0500"
+    assert (fixed_skip["step time"], fixed_skip["memory of a step, MB"], fixed_skip["runs"]) == ("1.200", "3.0", "2")
+    assert (fixed_skip["paper: PG19 bytes"], fixed_skip["paper: step time"]) == ("0.952", "0.99")
+    lstm_dual = dict(zip(header, lines["Rec:lstm:dual"]))
+    assert (lstm_dual["bits per byte"], lstm_dual["difference"], lstm_dual["step time"]) == ("1.4000", "-0.1000", "-")
+    assert dict(zip(header, lines["XL:512"]))["bits per byte"] == "-"
+
+    with (tmp_path / "table1.csv").open() as file:
+        rows = {row["row"]: row for row in csv.DictReader(file)}
+    assert float(rows["fixed_skip"]["bits_per_byte"]) == pytest.approx(1.1)
+    assert float(rows["fixed_skip"]["difference_error"]) == pytest.approx(0.05)
+    assert (rows["xl_512"]["bits_per_byte"], rows["xl_512"]["paper: GitHub"]) == ("", "1.21")
+    assert len(rows) == 14
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_has_a_picture_of_whatever_is_there(tmp_path, name):
+    table = TABLES[name]
+    report.draw(table, gather(table, tmp_path, [0], "test"), tmp_path / "empty.png")
+    for row in table.rows[:-1]:
+        if not row.shares:
+            write_result(tmp_path, row.name, 0, 2.0)
+    results = gather(table, tmp_path, [0], "test")
+    report.draw(table, results, tmp_path / "full.png")
+    assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size
+    assert all(f"| {result.row.label} |" in report.to_markdown(table, results, []) for result in results)
+
+
+def test_columns_of_table_5(tmp_path):
+    write_result(tmp_path, "sentencepiece_1k", 0, 2.0)
+    lines = experiment(tmp_path, "table5").report().splitlines()
+    header, row = (
+        next(line for line in lines if line.startswith(start)) for start in ("| model", "| SentencePiece 1k")
+    )
+    cells = dict(zip(header.split(" | "), row.split(" | ")))
+    assert (cells["token count"], cells["scale factor"], cells["word perplexity"]) == ("2,500", "1.5000", "40.00")
+    assert cells["paper: token count"] == "15,865,499"
