@@ -86,10 +86,10 @@ def alternatives(run: RunConfig, num_devices: int) -> list[tuple[str, RunConfig]
     def add(bindings: str, **changes) -> None:
         found.append((bindings, dataclasses.replace(run, **changes)))
 
-    field_names = {field.name for field in dataclasses.fields(run.model)}
+    fields = {field.name: getattr(run.model, field.name) for field in dataclasses.fields(run.model)}
     model = run.model
     for remat in ("dots", "layers"):
-        if "remat" in field_names and run.model.remat == "none":
+        if fields.get("remat") == "none":
             model = dataclasses.replace(run.model, remat=remat)
             add(f"{type(model).__name__}.remat = {remat!r}", model=model)
     name = f" with {type(model).__name__}.remat = 'layers'" if model is not run.model else ""
