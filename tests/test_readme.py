@@ -50,7 +50,7 @@ COMMANDS = commands()
 
 def test_every_entry_point_is_shown():
     shown = {name.removeprefix("meliad_like.") for name in COMMANDS}
-    assert shown == {"prepare", "train", "evaluate", "generate", "convert", "plot", "studies", "experiments"}
+    assert shown == {"prepare", "train", "evaluate", "generate", "convert", "plot", "plan", "studies", "experiments"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
