@@ -25,6 +25,12 @@ from absl import app, flags
 
 ROWS = ("slide_13l", "fixed_skip")
 SPLITS = ("validation", "test")
+VARIANTS = (
+    ("slide_13l", "trained"),
+    ("fixed_skip", "trained"),
+    ("fixed_skip", "states cleared each segment"),
+    ("fixed_skip", "states cleared each block"),
+)
 
 FOLDER = flags.DEFINE_string("folder", "runs/recurrence_study", "Where stores, runs and results lie.")
 TASKS = flags.DEFINE_list("tasks", ["standard_library"], "Token stores: sub-folders of FOLDER/stores.")
@@ -39,7 +45,7 @@ def name_of(task: str, row: str, seed: str) -> str:
 
 
 def one_run(task: str, row: str, seed: str) -> None:
-    """Trains, then evaluates: as trained and, with a recurrent layer, with states cleared at each segment."""
+    """Trains, then evaluates: as trained and, with a recurrent layer, with states cleared at each segment or block."""
     from meliad_like import config
     from meliad_like.data.token_store import TokenStore
     from meliad_like.evaluation.perplexity import Evaluator
@@ -56,14 +62,15 @@ def one_run(task: str, row: str, seed: str) -> None:
     train(run, workdir)
     mesh = make_mesh(run.mesh)
     opened = open_checkpoint(workdir, mesh=mesh)
-    variants = {"trained": opened.model}
+    variants = {"trained": (opened.model, run.data.segment_length)}
     if run.model.recurrent_layers:
-        cleared = replace(opened.run.model, clear_states=True)
-        variants["states cleared"] = Model(cleared, opened.model.vocabulary_size)
+        cleared = Model(replace(opened.run.model, clear_states=True), opened.model.vocabulary_size)
+        variants["states cleared each segment"] = (cleared, run.data.segment_length)
+        variants["states cleared each block"] = (cleared, run.model.window_length)
     results = {}
-    for (variant, model), split in product(variants.items(), SPLITS):
+    for (variant, (model, segment_length)), split in product(variants.items(), SPLITS):
         evaluator = Evaluator(
-            model, store.split(split), mesh, name=split, segment_length=run.data.segment_length, max_lanes=8
+            model, store.split(split), mesh, name=split, segment_length=segment_length, max_lanes=8, whole_segments=True
         )
         evaluation = evaluator(opened.params)
         results.setdefault(variant, {})[split] = {
@@ -104,7 +111,7 @@ def summary(results: dict[str, dict]) -> str:
     lines = ["| documents | split | model | bits per byte | difference to slide_13l, paired |", "|---|---|---|---|---|"]
     for task, split in product(TASKS.value, SPLITS):
         baseline = None
-        for row, variant in (("slide_13l", "trained"), ("fixed_skip", "trained"), ("fixed_skip", "states cleared")):
+        for row, variant in VARIANTS:
             values = np.array([results[name_of(task, row, s)][variant][split]["bits_per_byte"] for s in SEEDS.value])
             baseline = values if baseline is None else baseline
             label = row if variant == "trained" else f"{row}, {variant}"
@@ -144,11 +151,9 @@ def plot(results: dict[str, dict]) -> None:
             ylim=(low * 1.3, high * 1.3),
         )
         left.legend()
-        for row, variant, style in (
-            ("slide_13l", "trained", "-"), ("fixed_skip", "trained", "-"), ("fixed_skip", "states cleared", "--"),
-        ):  # fmt: skip
+        for (row, variant), style in zip(VARIANTS, ("-", "-", "--", ":"), strict=True):
             curves = np.array([results[name_of(task, row, s)][variant]["test"]["positions"] for s in SEEDS.value])
-            label = row if variant == "trained" else "states cleared each segment"
+            label = row if variant == "trained" else variant
             right.plot(curves[0, :, 0] + 1, curves[:, :, 1].mean(axis=0), style, marker="o", markersize=3, label=label)
         right.set(xscale="log", xlabel="position in the document", ylabel="bits per byte", title=f"{task}: test split")
         right.legend()
