@@ -2,11 +2,14 @@
 
 import itertools
 
+import jax
+import numpy as np
 import pytest
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
 from meliad_like.models.model import Model
+from meliad_like.training.mesh import MeshConfig, make_mesh, parameter_shardings
 
 FILES = shipped_files()
 SIZES = [name for name in FILES if name.startswith("size/")]
@@ -103,6 +106,17 @@ def test_a_row_alone_is_the_model_of_table_1(row):
     assert run.data.tokens_per_step == 32 * 4096
     assert run.training.num_steps == 500_000
     assert model.dropout_rate == 0.05
+
+
+@pytest.mark.parametrize("row", ROW_PARAMETERS)
+def test_a_row_lies_on_any_mesh(row):
+    """No parameter has two dimensions along the same axis of the mesh, and all divide."""
+    model = Model(config.parse([f"block_recurrent/{row}.gin"]).model, 32_000)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
+    sizes = jax.tree.map(lambda s, x: np.prod(s.shard_shape(x.shape)), shardings, model.abstract_params)
+    # Cut in four, but for what has one dimension.
+    assert sum(jax.tree.leaves(sizes)) < 0.26 * model.num_parameters
 
 
 def test_feedback_and_memory_of_table_1():

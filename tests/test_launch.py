@@ -153,7 +153,8 @@ def test_wheel_contains_every_module_and_gin_file(tmp_path):
         env=os.environ | {"PIP_NO_INDEX": "1"},
     )
     (wheel,) = tmp_path.glob("*.whl")
-    expected = {str(path.relative_to(ROOT)) for path in ROOT.glob("meliad_like/**/*.py")}
+    suffixes = (".py", ".css", ".js")
+    expected = {str(p.relative_to(ROOT)) for p in ROOT.glob("meliad_like/**/*") if p.suffix in suffixes}
     expected |= {f"meliad_like/gin_files/{path.relative_to(ROOT / 'gin')}" for path in ROOT.glob("gin/**/*.gin")}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -86,4 +86,4 @@ def test_parameters_of_the_rows():
 
 def test_a_size_of_another_family_is_an_error():
     with pytest.raises(UserError, match="nothing reads DecoderConfig.num_layers: RunConfig.model is 'short"):
-        config.parse(["size/tiny.gin", "shortformer/shortformer.gin"])
+        config.parse(["size/small_37m.gin", "shortformer/shortformer.gin"])

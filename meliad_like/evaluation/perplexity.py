@@ -218,9 +218,7 @@ class Evaluator:
         return self._window * (2**index // 2)
 
 
-def evaluation_step(
-    model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch
-) -> tuple[Any, _Losses]:
+def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _Losses]:
     """Reads a segment: the carry after it, and every target's loss."""
     losses, carry = segment_losses(model.bind(params), batch, carry, loss_slice)
     return carry, _Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)

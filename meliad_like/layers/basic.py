@@ -112,8 +112,8 @@ class FeedForward(nnx.Module):
     The two halves are called apart by the recurrent cell, whose gate reads the hidden layer.
     """
 
-    def __init__(self, size_in: int, feedforward_width: int, model_width: int, *, rngs: nnx.Rngs, axis_in="model"):
-        self.hidden = Linear(size_in, feedforward_width, (axis_in, "feedforward"), rngs=rngs)
+    def __init__(self, size_in: int, feedforward_width: int, model_width: int, *, rngs: nnx.Rngs):
+        self.hidden = Linear(size_in, feedforward_width, ("model", "feedforward"), rngs=rngs)
         self.output = Linear(feedforward_width, model_width, ("feedforward", "model"), rngs=rngs)
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... d"]:

@@ -106,7 +106,7 @@ class StateCell(nnx.Module):
             self.feedforward_norm = RMSNorm(model_width, rngs=rngs)
             self.feedforward = FeedForward(model_width, feedforward_width, model_width, rngs=rngs)
         if cell == "single":
-            self.feedforward = FeedForward(2 * inner, feedforward_width, model_width, rngs=rngs, axis_in="heads")
+            self.feedforward = FeedForward(2 * inner, feedforward_width, model_width, rngs=rngs)
         if cell in ("single", "dual"):
             self.feedforward_gate = gate_class(feedforward_width, model_width, "feedforward", rngs=rngs)
         self.cell = cell
