@@ -2,26 +2,25 @@ r"""Is one recurrent layer worth more than one more ordinary layer? Slide:13L ag
 
     python -m meliad_like.prepare --gin_file=task/standard_library.gin \
         --store=runs/recurrence_study/stores/standard_library
-    XLA_FLAGS=--xla_cpu_multi_thread_eigen=false python benchmarks/recurrence_study.py --jobs=2
+    python benchmarks/recurrence_study.py --jobs=2
 
 On a CPU two runs with a thread each get further than one run with two.
 
 Every run sees the same documents in the same order as its partner. The folder holds a token store for each task
 (`python -m meliad_like.prepare`), gets a working folder for each run, and at the end `study.json` and `study.png`.
-Finished runs are not done again.
+Finished runs are not done again; others go on from their last checkpoint.
 """
 
 import json
-import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 from absl import app, flags
+
+from meliad_like.experiments.jobs import LOG_NAME, RESULT_NAME, environment, run_processes, write_json
 
 ROWS = ("slide_13l", "fixed_skip")
 SPLITS = ("validation", "test")
@@ -33,7 +32,9 @@ VARIANTS = (
 )
 
 FOLDER = flags.DEFINE_string("folder", "runs/recurrence_study", "Where stores, runs and results lie.")
-TASKS = flags.DEFINE_list("tasks", ["standard_library"], "Token stores: sub-folders of FOLDER/stores.")
+TASKS = flags.DEFINE_list(
+    "tasks", ["standard_library"], "Files in gin/task; the token store of each: FOLDER/stores/TASK."
+)
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of parameters and of the order of documents.")
 JOBS = flags.DEFINE_integer("jobs", 1, "Runs side by side on this machine.", lower_bound=1)
 GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Bindings for all runs.")
@@ -57,9 +58,10 @@ def one_run(task: str, row: str, seed: str) -> None:
     folder = Path(FOLDER.value)
     store = TokenStore(folder / "stores" / task)
     params = [f"ReaderConfig.store='{store.folder}'", f"TrainingConfig.seed={seed}", *GIN_PARAM.value]
-    run = config.parse(["recurrence_study.gin", f"block_recurrent/{row}.gin"], params)
+    run = config.parse([f"task/{task}.gin", "recurrence_study.gin", f"block_recurrent/{row}.gin"], params)
     workdir = folder / name_of(task, row, seed)
-    train(run, workdir)
+    if status := train(run, workdir):
+        sys.exit(status)
     mesh = make_mesh(run.mesh)
     opened = open_checkpoint(workdir, mesh=mesh)
     variants = {"trained": (opened.model, run.data.segment_length)}
@@ -78,32 +80,32 @@ def one_run(task: str, row: str, seed: str) -> None:
             "documents": {d.name: d.bits_per_byte for d in evaluation.documents},
             "positions": [[p.start, p.bits_per_token] for p in evaluation.positions],
         }
-    (workdir / "result.json").write_text(json.dumps(results, indent=2))
+    write_json(workdir / RESULT_NAME, results)
 
 
-def run_all() -> None:
-    """Starts every run that has no result, `jobs` at a time, each in a process of its own."""
+def run_all() -> int:
+    """Starts every run that has no result, `jobs` at a time, each in a process of its own; the exit status."""
+    folder = Path(FOLDER.value)
+    arguments = [f"--folder={folder}", *(f"--gin_param={value}" for value in GIN_PARAM.value)]
+    commands, failed = {}, []
+    for run in product(TASKS.value, ROWS, SEEDS.value):
+        workdir = folder / name_of(*run)
+        if not (workdir / RESULT_NAME).exists():
+            command = [sys.executable, __file__, *arguments, f"--one={','.join(run)}"]
+            commands[workdir.name] = (command, workdir / LOG_NAME)
 
-    def start(run: tuple[str, str, str]) -> None:
-        folder = Path(FOLDER.value) / name_of(*run)
-        if (folder / "result.json").exists():
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        arguments = [f"--gin_param={value}" for value in GIN_PARAM.value]
-        command = [sys.executable, __file__, f"--folder={FOLDER.value}", f"--one={','.join(run)}", *arguments]
-        with (folder / "log.txt").open("w") as log:
-            environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=True)
-        print("finished", *run, flush=True)
+    def say(name: str, status: int) -> None:
+        print(f"failed {name} (see {commands[name][1]})" if status else f"finished {name}", flush=True)
+        failed.extend([name] if status else [])
 
-    with ThreadPoolExecutor(JOBS.value) as pool:
-        list(pool.map(start, product(TASKS.value, ROWS, SEEDS.value)))
+    stopped = run_processes(commands, JOBS.value, environment(folder, side_by_side=JOBS.value > 1), say)
+    return stopped or int(bool(failed))
 
 
 def read_results() -> dict[str, dict]:
     folder = Path(FOLDER.value)
     runs = product(TASKS.value, ROWS, SEEDS.value)
-    return {name_of(*run): json.loads((folder / name_of(*run) / "result.json").read_text()) for run in runs}
+    return {name_of(*run): json.loads((folder / name_of(*run) / RESULT_NAME).read_text()) for run in runs}
 
 
 def summary(results: dict[str, dict]) -> str:
@@ -177,9 +179,10 @@ def main(_) -> None:
     if ONE.value:
         one_run(*ONE.value.split(","))
         return
-    run_all()
+    if status := run_all():
+        sys.exit(status)
     results = read_results()
-    (Path(FOLDER.value) / "study.json").write_text(json.dumps(results, indent=2))
+    write_json(Path(FOLDER.value) / "study.json", results)
     print(summary(results))
     plot(results)
 
