@@ -1,11 +1,18 @@
 """The parts that every layer is made of: parameters with logical axes, linear maps, norms, feed-forward, dropout."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
+
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "layers": jax.checkpoint_policies.nothing_saveable,
+}
 
 fan_in = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
@@ -50,6 +57,12 @@ def _product_backward(saved, cotangent):
 
 
 product.defvjp(_product_forward, _product_backward)
+
+
+def rematerialise(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """`function`, of which the backward pass computes again: nothing (`none`), all but matrix products (`dots`), or
+    everything (`layers`)."""
+    return function if remat == "none" else jax.checkpoint(function, policy=REMAT_POLICIES[remat])
 
 
 class Linear(nnx.Module):

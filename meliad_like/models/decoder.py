@@ -11,15 +11,10 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import RMSNorm, parameter, rows, tiled_dropout
+from meliad_like.layers.basic import RMSNorm, parameter, rematerialise, rows, tiled_dropout
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.decoder_layer import DecoderLayer, LayerCarry, ReadStates, block_positions, state_starts
-
-REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "layers": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 class DecoderCarry(NamedTuple):
@@ -96,9 +91,7 @@ class Decoder(nnx.Module):
         new_layers = []
         for i, (layer, layer_carry) in enumerate(zip(self.layers, layers, strict=True)):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-            call = type(layer).__call__
-            if self.config.remat != "none":
-                call = jax.checkpoint(call, policy=REMAT_POLICIES[self.config.remat])
+            call = rematerialise(type(layer).__call__, self.config.remat)
             x, layer_carry = call(layer, x, layer_carry, positions, key, read_states and read_states[i])
             x = constrain(x, "lanes", None, None)
             new_layers.append(layer_carry)

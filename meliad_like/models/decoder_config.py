@@ -1,11 +1,12 @@
 """The shape of a decoder: its baselines, recurrence, feedback and external memory differ in these fields alone."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 from meliad_like.errors import UserError
 from meliad_like.layers.memory import MemorySearch
 from meliad_like.layers.recurrence import CellKind, GateKind
+from meliad_like.models.validation import check_choices, check_layers, check_positive, check_rates, layer_indices
 
 Position = Literal["t5", "rotary", "none"]
 ActivationDtype = Literal["float32", "bfloat16"]
@@ -61,44 +62,16 @@ class DecoderConfig:
     """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
 
     def __post_init__(self):
-        for field, choices in (
-            ("position", Position),
-            ("gate", GateKind),
-            ("cell", CellKind),
-            ("activation_dtype", ActivationDtype),
-            ("remat", Remat),
-            ("feedback", Feedback),
-            ("memory_search", MemorySearch),
-            ("memory_update", MemoryUpdate),
-        ):
-            if getattr(self, field) not in get_args(choices):
-                raise UserError(f"{field}={getattr(self, field)!r} is not one of {', '.join(get_args(choices))}")
-        for field in (
-            "num_layers",
-            "model_width",
-            "num_heads",
-            "head_size",
-            "feedforward_width",
-            "window_length",
-            "num_states",
-            "memory_size",
-            "memory_neighbors",
-        ):
-            if getattr(self, field) < 1:
-                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
+        check_choices(self)
+        sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
+        check_positive(self, (*sizes, "num_states", "memory_size", "memory_neighbors"))
         if self.extra_layers < 0:
             raise UserError(f"extra_layers={self.extra_layers} must not be negative")
-        if not 0.0 <= self.dropout_rate < 1.0:
-            raise UserError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
+        check_rates(self, ("dropout_rate",))
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"head_size={self.head_size} must be even for position=rotary")
         for field in ("recurrent_layers", "memory_layers"):
-            layers = tuple(getattr(self, field))
-            object.__setattr__(self, field, layers)
-            if not all(-self.total_layers <= layer < self.total_layers for layer in layers):
-                raise UserError(f"{field}={layers} names a layer that {self.total_layers} layers lack")
-            if len(self._indices(layers)) != len(layers):
-                raise UserError(f"{field}={layers} names a layer twice")
+            check_layers(self, field, self.total_layers)
         if self.recurrent_indices & self.memory_indices:
             raise UserError(
                 f"recurrent_layers={self.recurrent_layers} and memory_layers={self.memory_layers} share a layer: "
@@ -131,12 +104,12 @@ class DecoderConfig:
     @property
     def recurrent_indices(self) -> frozenset[int]:
         """The recurrent layers, counted from 0."""
-        return self._indices(self.recurrent_layers)
+        return layer_indices(self.recurrent_layers, self.total_layers)
 
     @property
     def memory_indices(self) -> frozenset[int]:
         """The layers with an external memory, counted from 0."""
-        return self._indices(self.memory_layers)
+        return layer_indices(self.memory_layers, self.total_layers)
 
     @property
     def needs_segments(self) -> bool:
@@ -147,6 +120,3 @@ class DecoderConfig:
     def num_read_states(self) -> int:
         """States that a layer reads which is not itself recurrent."""
         return {"none": 0, "last": 1, "all": len(self.recurrent_layers)}[self.feedback] * self.num_states
-
-    def _indices(self, layers: tuple[int, ...]) -> frozenset[int]:
-        return frozenset(layer % self.total_layers for layer in layers)

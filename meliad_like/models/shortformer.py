@@ -10,9 +10,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.adaptive import AdaptiveVocabulary, TargetScore
 from meliad_like.layers.attention import attend, merge_heads, split_heads
-from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier
+from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier, rematerialise
 from meliad_like.layers.sharding import constrain
-from meliad_like.models.decoder import REMAT_POLICIES
 from meliad_like.models.shortformer_config import ShortformerConfig
 
 xavier = jax.nn.initializers.xavier_uniform()
@@ -284,9 +283,7 @@ class Shortformer(nnx.Module):
         x = constrain(dropout(x, config.dropout_rate, keys[-1]), "lanes", None, None)
         layers = []
         for layer, layer_carry, key in zip(self.layers, carry.layers, keys):
-            call = type(layer).__call__
-            if config.remat != "none":
-                call = jax.checkpoint(call, policy=REMAT_POLICIES[config.remat])
+            call = rematerialise(type(layer).__call__, config.remat)
             x, layer_carry = call(layer, x, layer_carry, num_cached, key)
             x = constrain(x, "lanes", None, None)
             layers.append(layer_carry)

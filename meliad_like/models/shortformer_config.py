@@ -1,10 +1,11 @@
 """The shape of a Shortformer, its ablations and the baseline: they differ in these fields alone."""
 
 import dataclasses
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import ActivationDtype, Remat
+from meliad_like.models.validation import check_choices, check_positive, check_rates
 
 Position = Literal["infused", "input"]
 
@@ -45,25 +46,12 @@ class ShortformerConfig:
     needs_segments: ClassVar[bool] = False
 
     def __post_init__(self):
-        for field, choices in (("position", Position), ("activation_dtype", ActivationDtype), ("remat", Remat)):
-            if getattr(self, field) not in get_args(choices):
-                raise UserError(f"{field}={getattr(self, field)!r} is not one of {', '.join(get_args(choices))}")
-        for field in (
-            "num_layers",
-            "model_width",
-            "num_heads",
-            "head_size",
-            "feedforward_width",
-            "window_length",
-            "band_factor",
-        ):
-            if getattr(self, field) < 1:
-                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
+        check_choices(self)
+        sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
+        check_positive(self, (*sizes, "band_factor"))
         if self.cache_length < 0:
             raise UserError(f"cache_length={self.cache_length} must not be negative")
-        for field in ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate", "softmax_dropout_rate"):
-            if not 0.0 <= getattr(self, field) < 1.0:
-                raise UserError(f"{field}={getattr(self, field)} must be at least 0 and below 1")
+        check_rates(self, ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate", "softmax_dropout_rate"))
         # Half of them are sines, and their frequencies are spaced over all but one of these.
         if self.model_width % 2 or self.model_width < 4:
             raise UserError(f"model_width={self.model_width} must be even, and at least 4")

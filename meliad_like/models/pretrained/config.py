@@ -1,16 +1,17 @@
 """The shape of a pretrained decoder and of the recurrence that is added to it."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 from meliad_like.errors import UserError
+from meliad_like.models.decoder_config import ActivationDtype
+from meliad_like.models.validation import check_choices, check_layers, check_positive, check_rates, layer_indices
 
 Architecture = Literal["gpt2", "llama"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu", "tanh"]
 Pooling = Literal["mean", "sum", "max", "attention"]
 PooledLayers = Literal["blocks", "final_norm"]
 InsertionPoint = Literal["before_norm", "after_norm"]
-ActivationDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layers"]
 
 POSITIVE = (
@@ -111,21 +112,8 @@ class PretrainedConfig:
     """Whether the pretrained parameters are trained, or the recurrence alone."""
 
     def __post_init__(self):
-        for field, choices in (
-            ("architecture", Architecture),
-            ("activation", Activation),
-            ("activation_dtype", ActivationDtype),
-            ("remat", Remat),
-            ("insertion_point", InsertionPoint),
-            ("pooling", Pooling),
-            ("pooled_layers", PooledLayers),
-            ("recurrence_activation", Activation),
-        ):
-            if getattr(self, field) not in get_args(choices):
-                raise UserError(f"{field}={getattr(self, field)!r} is not one of {', '.join(get_args(choices))}")
-        for field in POSITIVE:
-            if getattr(self, field) < 1:
-                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
+        check_choices(self)
+        check_positive(self, POSITIVE)
         if self.num_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_key_value_heads}"
@@ -138,18 +126,10 @@ class PretrainedConfig:
             )
         if not 0 <= self.overlap < self.window_length:
             raise UserError(f"overlap={self.overlap} must be at least 0 and below window_length={self.window_length}")
-        if not 0.0 <= self.dropout_rate < 1.0:
-            raise UserError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
+        check_rates(self, ("dropout_rate",))
         if self.recurrence_depth < 0:
             raise UserError(f"recurrence_depth={self.recurrence_depth} must not be negative")
-        object.__setattr__(self, "insertion_layers", tuple(self.insertion_layers))
-        for layer in self.insertion_layers:
-            if not -self.num_layers <= layer < self.num_layers:
-                raise UserError(
-                    f"insertion_layers={self.insertion_layers} names a layer that {self.num_layers} layers lack"
-                )
-        if len(self.insertion_indices) != len(self.insertion_layers):
-            raise UserError(f"insertion_layers={self.insertion_layers} names a layer twice")
+        check_layers(self, "insertion_layers", self.num_layers)
         if not self.train_decoder and not self.recurrent:
             raise UserError("train_decoder=False leaves nothing to train without insertion_layers")
 
@@ -166,7 +146,7 @@ class PretrainedConfig:
     @property
     def insertion_indices(self) -> frozenset[int]:
         """The layers with insertions, counted from 0."""
-        return frozenset(layer % self.num_layers for layer in self.insertion_layers)
+        return layer_indices(self.insertion_layers, self.num_layers)
 
     @property
     def recurrent(self) -> bool:

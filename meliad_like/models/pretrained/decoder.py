@@ -13,10 +13,10 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import parameter, rows
+from meliad_like.layers.basic import dropout, parameter, rematerialise, rows
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.parts import Block, Inserted, KeyValueCache, dropout, make_norm, normal
+from meliad_like.models.pretrained.parts import Block, Inserted, KeyValueCache, make_norm, normal
 from meliad_like.models.recurrent_pretrained import Recurrence
 from meliad_like.training.loss import TokenLosses, token_losses
 
@@ -109,7 +109,7 @@ class PretrainedDecoder(nnx.Module):
         outputs, new_caches = [x], []
         for i, block in enumerate(self.blocks):
             here = inserted if i in self.config.insertion_indices else None
-            call = jax.checkpoint(Block.__call__) if self.config.remat == "layers" else Block.__call__
+            call = rematerialise(Block.__call__, self.config.remat)
             x, cache = call(block, x, position, None if caches is None else caches[i], here, keys[i])
             x = constrain(x, "lanes", None, None)
             outputs.append(x)

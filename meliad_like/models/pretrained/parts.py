@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.attention import merge_heads, split_heads
-from meliad_like.layers.basic import Linear, RMSNorm, dropout_multiplier, parameter, rows
+from meliad_like.layers.basic import LayerNorm, Linear, RMSNorm, dropout
 from meliad_like.layers.positions import rotate
 from meliad_like.models.pretrained.config import Activation, PretrainedConfig
 
@@ -29,21 +29,6 @@ class Inserted(NamedTuple):
     vectors: Float[Array, "b e d"]
     present: Bool[Array, " b"]
     """False in a document's first window, which nothing precedes."""
-
-
-class LayerNorm(nnx.Module):
-    """Layer norm with scale and bias; its statistics are float32 whatever the dtype of `x`."""
-
-    def __init__(self, model_width: int, epsilon: float, *, rngs: nnx.Rngs):
-        self.epsilon = epsilon
-        self.scale = parameter(rngs.params(), jax.nn.initializers.ones, (model_width,), ("model",))
-        self.bias = parameter(rngs.params(), zeros, (model_width,), ("model",))
-
-    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        y = rows(x).astype(jnp.float32)
-        y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
-        return (y * self.scale[...] + self.bias[...]).astype(x.dtype).reshape(x.shape)
 
 
 def make_norm(config: PretrainedConfig, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
@@ -168,11 +153,6 @@ def attend(
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1).astype(value.dtype)
     weights = dropout(weights, dropout_rate, dropout_key)
     return jnp.einsum("bgqts,bgsk->bgqtk", weights, value).reshape(b, h, t, k)
-
-
-def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
-    """Dropout element by element, which the models were pretrained with."""
-    return x if key is None or rate == 0.0 else x * dropout_multiplier(key, rate, x.shape, x.dtype)
 
 
 def _write(
