@@ -1,12 +1,12 @@
 """The external memory: what is found, how much space finding takes, and what is never seen."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ways import V, W, begin, read, starts, tokens_of
 
 from meliad_like.errors import UserError
 from meliad_like.layers import memory
@@ -15,7 +15,6 @@ from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 
 B, H, T, M, K, J = 2, 3, 5, 48, 8, 4
-W = 4
 CONFIG = DecoderConfig(
     num_layers=2,
     model_width=16,
@@ -103,19 +102,10 @@ def test_search_never_holds_the_scores_of_all_slots():
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 5
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def read(model, params, tokens, carry, start):
-    return model.bind(params)(tokens, carry, start)
-
-
 def model_and_carry(config, b=2):
-    model = Model(config, 30)
+    model = Model(config, V)
     params = model.init(jax.random.key(0))
-    return model, params, model.bind(params).init_carry(b)
-
-
-def tokens_of(b, n, seed=0):
-    return np.random.default_rng(seed).integers(0, 30, (b, n), np.int32)
+    return model, params, begin(model, params, b)
 
 
 def poison(carry, lane):
@@ -128,52 +118,50 @@ def poison(carry, lane):
 @pytest.mark.parametrize("update", ["block", "segment"])
 def test_memories_leak_neither_into_another_lane_nor_into_the_next_document(update):
     model, params, carry = model_and_carry(dataclasses.replace(CONFIG, memory_update=update))
-    _, carry = read(model, params, tokens_of(2, 16), carry, np.zeros((2, 4), bool))
+    _, carry = read(model, params, tokens_of(2, 4), carry, starts(2, 4))
     # Lane 0 goes on for two blocks before its next document begins.
-    start = np.array([[False, False, True, False], [False] * 4])
-    tokens = tokens_of(2, 16, seed=1)
+    start = starts(2, 4, (0, 2))
+    tokens = tokens_of(2, 4, seed=1)
     clean, clean_carry = read(model, params, tokens, carry, start)
     poisoned, poisoned_carry = read(model, params, tokens, poison(carry, 0), start)
     assert (np.abs(poisoned - clean)[0, : 2 * W] > 0).any()
     np.testing.assert_array_equal(poisoned[0, 2 * W :], clean[0, 2 * W :])
     np.testing.assert_array_equal(poisoned[1], clean[1])
     # Nor is anything of it found in the segments that follow.
-    more = [read(model, params, tokens, c, np.zeros((2, 4), bool))[0] for c in (clean_carry, poisoned_carry)]
+    more = [read(model, params, tokens, c, starts(2, 4))[0] for c in (clean_carry, poisoned_carry)]
     np.testing.assert_array_equal(*more)
 
 
 def test_a_segment_of_one_block_is_updated_alike():
     """The paper's memorizing baseline has segments of one window."""
-    tokens, results = tokens_of(2, 4 * W), []
+    tokens, results = tokens_of(2, 4), []
     for update in ("block", "segment"):
         model, params, carry = model_and_carry(dataclasses.replace(CONFIG, memory_update=update))
         for segment in np.split(tokens, 4, axis=1):
-            hidden, carry = read(model, params, segment, carry, np.zeros((2, 1), bool))
-        results.append((hidden, carry))
+            logits, carry = read(model, params, segment, carry, starts(2, 1))
+        results.append((logits, carry))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def test_updated_by_segments_a_segment_does_not_find_itself():
     """With the reference's rule the first segment has no memories, by blocks its later blocks have."""
-    hidden = {}
+    logits = {}
     for update in ("block", "segment"):
         config = dataclasses.replace(CONFIG, memory_update=update)
         model, params, carry = model_and_carry(config)
-        hidden[update], _ = read(model, params, tokens_of(2, 4 * W), carry, np.zeros((2, 4), bool))
-    np.testing.assert_array_equal(hidden["block"][:, :W], hidden["segment"][:, :W])
-    assert (np.abs(hidden["block"] - hidden["segment"])[:, W:] > 0).any(axis=-1).all()
+        logits[update], _ = read(model, params, tokens_of(2, 4), carry, starts(2, 4))
+    np.testing.assert_array_equal(logits["block"][:, :W], logits["segment"][:, :W])
+    assert (np.abs(logits["block"] - logits["segment"])[:, W:] > 0).any(axis=-1).all()
 
 
 def test_gradients_reach_the_gate_and_the_query_but_no_memory():
     model, params, carry = model_and_carry(CONFIG)
-    _, carry = read(model, params, tokens_of(2, 16), carry, np.zeros((2, 4), bool))
+    _, carry = read(model, params, tokens_of(2, 4), carry, starts(2, 4))
 
     def total(params, stored):
         layer = carry.layers[0]._replace(memory=stored)
         module = model.bind(params)
-        hidden, _ = module(
-            tokens_of(2, W, seed=1), carry._replace(layers=[layer, carry.layers[1]]), np.zeros((2, 1), bool)
-        )
+        hidden, _ = module(tokens_of(2, 1, seed=1), carry._replace(layers=[layer, carry.layers[1]]), starts(2, 1))
         return jnp.sum(hidden**3)
 
     of_params, of_memory = jax.jit(jax.grad(total, argnums=(0, 1)))(params, carry.layers[0].memory)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_model import DenseModel
+from ways import V, W, assert_same, begin, decode, read, starts, tokens_of
 
 from meliad_like.conversion.meliad import to_meliad
 from meliad_like.layers.attention import ring_square
@@ -16,7 +17,6 @@ from meliad_like.models.decoder import DecoderCarry
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 
-W, V = 4, 50
 SLIDE = DecoderConfig(
     num_layers=2,
     model_width=16,
@@ -74,45 +74,6 @@ def make(config: DecoderConfig, seed: int = 0):
 
     params = jax.tree.map_with_path(perturb, model.init(jax.random.key(seed)))
     return model, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def read(model, params, tokens, carry, start):
-    module = model.bind(params)
-    hidden, carry = module(tokens, carry, start)
-    return module.logits(hidden), carry
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def decode(model, params, tokens, carry):
-    """Token by token: logits [b, n, v]."""
-    module = model.bind(params)
-
-    def step(carry, token):
-        logits, carry = module.decode_step(token, carry)
-        return carry, logits
-
-    carry, logits = jax.lax.scan(step, carry, tokens.T)
-    return jnp.moveaxis(logits, 0, 1), carry
-
-
-def begin(model, params, b, decoding=False):
-    return model.bind(params).init_carry(b, decoding=decoding)
-
-
-def tokens_of(b, blocks, seed=0):
-    return np.random.default_rng(seed).integers(0, V, (b, blocks * W), np.int32)
-
-
-def starts(b, blocks, *at):
-    flags = np.zeros((b, blocks), bool)
-    for lane, block in at:
-        flags[lane, block] = True
-    return flags
-
-
-def assert_same(ours, theirs, atol=1e-5):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=atol, rtol=0), ours, theirs)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ways import V, W, assert_same, begin, decode, read, starts, tokens_of
 
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.models.shortformer import forward_flops_per_token, sinusoids
 from meliad_like.models.shortformer_config import ShortformerConfig
 
-W, V = 4, 50
 PIA = ShortformerConfig(
     num_layers=2,
     model_width=16,
@@ -44,44 +44,6 @@ def make(name):
         model.init(jax.random.key(0)),
     )
     return model, params
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def read(model, params, tokens, carry, start):
-    module = model.bind(params)
-    hidden, carry = module(tokens, carry, start)
-    return module.logits(hidden), carry
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def decode(model, params, tokens, carry):
-    module = model.bind(params)
-
-    def step(carry, token):
-        logits, carry = module.decode_step(token, carry)
-        return carry, logits
-
-    carry, logits = jax.lax.scan(step, carry, tokens.T)
-    return jnp.moveaxis(logits, 0, 1), carry
-
-
-def begin(model, params, b, decoding=False):
-    return model.bind(params).init_carry(b, decoding=decoding)
-
-
-def tokens_of(b, blocks, seed=0):
-    return np.random.default_rng(seed).integers(0, V, (b, blocks * W), np.int32)
-
-
-def starts(b, blocks, *at):
-    flags = np.zeros((b, blocks), bool)
-    for lane, block in at:
-        flags[lane, block] = True
-    return flags
-
-
-def assert_same(ours, theirs):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), ours, theirs)
 
 
 def dense(config, params, tokens):
