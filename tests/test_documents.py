@@ -152,8 +152,8 @@ def test_fingerprint_follows_contents_not_place(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"kind": "books"}, "kind = 'books' is not one of text, jsonl, repositories, standard_library, tfds"),
-        ({"empty": "ignore"}, "empty = 'ignore' is not one of stop, skip"),
+        ({"kind": "books"}, "kind='books' is not one of text, jsonl, repositories, standard_library, tfds"),
+        ({"empty": "ignore"}, "empty='ignore' is not one of stop, skip"),
         ({"test_share": 0.6, "validation_share": 0.4}, "validation_share=0.4 and test_share=0.6 must"),
         ({"test_documents": ("a",), "validation_documents": ("a",)}, "a is both in validation_documents and in test"),
         ({"kind": "text", "folder": "/nowhere"}, "no folder of documents at SourceConfig.folder = '/nowhere'"),

@@ -96,5 +96,5 @@ def test_a_token_out_of_range_is_named():
 
 
 def test_the_kind_of_reader_is_checked():
-    with pytest.raises(UserError, match="ReaderConfig.kind='streams' is none of lanes, stream, shuffled"):
+    with pytest.raises(UserError, match="ReaderConfig.kind='streams' is not one of lanes, stream, shuffled"):
         ReaderConfig(kind="streams")

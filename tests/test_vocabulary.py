@@ -159,9 +159,9 @@ def test_padding_follows_the_end(foreign_model):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"kind": "words"}, "kind = 'words' is not one of bytes, sentencepiece"),
-        ({"model_type": "char"}, "model_type = 'char' is not one of unigram, bpe"),
-        ({"size_multiple": 0}, "size_multiple = 0 must be positive"),
+        ({"kind": "words"}, "kind='words' is not one of bytes, sentencepiece"),
+        ({"model_type": "char"}, "model_type='char' is not one of unigram, bpe"),
+        ({"size_multiple": 0}, "size_multiple=0 must be at least 1"),
         (
             {"kind": "sentencepiece", "model_file": "/no.model"},
             "cannot read the SentencePiece model /no.model: No such",

@@ -24,3 +24,16 @@ class Batch(NamedTuple):
     """Index of the block's document in its split; -1 where the lane is idle."""
     position: Int32[AnyArray, "b c"]
     """Offset, in tokens, of the block's first input in its document."""
+
+
+def empty_batch(num_lanes: int, segment_length: int, window_length: int) -> Batch:
+    """A batch in numpy, in which there is nothing to read."""
+    tokens, blocks = (num_lanes, segment_length), (num_lanes, segment_length // window_length)
+    return Batch(
+        inputs=np.zeros(tokens, np.int32),
+        targets=np.zeros(tokens, np.int32),
+        loss_mask=np.zeros(tokens, bool),
+        start=np.zeros(blocks, bool),
+        document=np.full(blocks, -1, np.int32),
+        position=np.zeros(blocks, np.int32),
+    )

@@ -3,22 +3,24 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from meliad_like.data.sources.base import Document, Reference, Source
 from meliad_like.data.splits import SPLITS, SplitRule
 from meliad_like.errors import UserError
+from meliad_like.validation import check_choices
 
-__all__ = ["KINDS", "POLICIES", "SPLITS", "Document", "Reference", "Source", "SourceConfig", "open_source"]
+__all__ = ["SPLITS", "Document", "Reference", "Source", "SourceConfig", "open_source"]
 
-KINDS = ("text", "jsonl", "repositories", "standard_library", "tfds")
-POLICIES = ("stop", "skip")
+Kind = Literal["text", "jsonl", "repositories", "standard_library", "tfds"]
+Policy = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
 class SourceConfig:
     """Where the documents come from, and how they are split."""
 
-    kind: str = "standard_library"
+    kind: Kind = "standard_library"
     """`text`: a folder of text files, one document per file. `jsonl`: files with one JSON object per line (`.jsonl`,
     also `.gz` and `.zst`). `repositories`: source trees, one document per sub-folder, all its files concatenated, each
     under a line `# file: path`. `standard_library`: Python's own source, one document per package or module. `tfds`: a
@@ -45,18 +47,14 @@ class SourceConfig:
     named `train`, `validation`, `test` decide."""
     test_share: float = 0.05
     """The same, for test."""
-    empty: str = "stop"
+    empty: Policy = "stop"
     """A document without text: `stop` with an error that names it, or `skip` it with a warning."""
-    undecodable: str = "stop"
+    undecodable: Policy = "stop"
     """A document that is not UTF-8: `stop` or `skip`. Of a repository only the file is left out; so it always is in
     the standard library."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"SourceConfig.kind = {self.kind!r} is not one of {', '.join(KINDS)}")
-        for name in ("empty", "undecodable"):
-            if getattr(self, name) not in POLICIES:
-                raise UserError(f"SourceConfig.{name} = {getattr(self, name)!r} is not one of {', '.join(POLICIES)}")
+        check_choices(self)
         shares = self.validation_share, self.test_share
         if min(shares) < 0 or sum(shares) >= 1:
             raise UserError(

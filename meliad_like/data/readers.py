@@ -2,14 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import numpy as np
 from absl import logging
 
-from meliad_like.data.batch import Batch
+from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.schedule import Run, Schedule
 from meliad_like.errors import UserError
+from meliad_like.validation import check_choices, check_positive
 
 ReaderKind = Literal["lanes", "stream", "shuffled", "windows"]
 
@@ -41,11 +42,9 @@ class ReaderConfig:
     """Batches that wait in the devices' memory, at most."""
 
     def __post_init__(self):
-        if self.kind not in get_args(ReaderKind):
-            raise UserError(f"ReaderConfig.kind={self.kind!r} is none of {', '.join(get_args(ReaderKind))}")
-        for name in ("segment_length", "tokens_per_step", "num_threads", "batches_ahead", "device_batches_ahead"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        check_choices(self)
+        waiting = ("num_threads", "batches_ahead", "device_batches_ahead")
+        check_positive(self, ("segment_length", "tokens_per_step", *waiting))
         if self.tokens_per_step % self.segment_length:
             raise UserError(
                 f"tokens_per_step={self.tokens_per_step} must be a multiple of segment_length={self.segment_length}"
@@ -169,11 +168,7 @@ class LanesReader:
           UserError: a token id is not below vocabulary_size.
         """
         num_blocks = self.segment_length // self.window_length
-        inputs, targets = np.zeros((2, len(lanes), self.segment_length), np.int32)
-        loss_mask = np.zeros(inputs.shape, bool)
-        start = np.zeros((len(lanes), num_blocks), bool)
-        document = np.full(start.shape, -1, np.int32)
-        position = np.zeros(start.shape, np.int32)
+        batch = empty_batch(len(lanes), self.segment_length, self.window_length)
         for row, lane in enumerate(lanes):
             for run in self._schedule.runs(lane, step * num_blocks, num_blocks):
                 tokens = self._tokens(run)
@@ -181,13 +176,13 @@ class LanesReader:
                 blocks = np.s_[row, first_block : first_block + run.num_blocks]
                 first = first_block * self.window_length
                 places = np.s_[row, first : first + len(tokens) - 1]
-                inputs[places] = tokens[:-1]
-                targets[places] = tokens[1:]
-                loss_mask[places] = True
-                start[row, first_block] = run.offset == 0
-                document[blocks] = run.document
-                position[blocks] = np.arange(run.offset, run.offset + run.num_blocks) * self.window_length
-        return Batch(inputs, targets, loss_mask, start, document, position)
+                batch.inputs[places] = tokens[:-1]
+                batch.targets[places] = tokens[1:]
+                batch.loss_mask[places] = True
+                batch.start[row, first_block] = run.offset == 0
+                batch.document[blocks] = run.document
+                batch.position[blocks] = np.arange(run.offset, run.offset + run.num_blocks) * self.window_length
+        return batch
 
     def _tokens(self, run: Run) -> np.ndarray:
         """The run's inputs, and the last one's target."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meliad_like.data.batch import Batch
+from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.readers import Split, check_tokens
 
 
@@ -109,23 +109,20 @@ class StreamReader:
           UserError: a token id is not below vocabulary_size.
         """
         n, w = self.segment_length, self._window_length
-        inputs, targets = np.zeros((2, len(lanes), n), np.int32)
-        loss_mask = np.zeros(inputs.shape, bool)
-        start = np.zeros((len(lanes), n // w), bool)
-        document, position = np.full(start.shape, -1, np.int32), np.zeros(start.shape, np.int32)
+        batch = empty_batch(len(lanes), n, w)
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         for row, lane in enumerate(lanes):
             segment = self._segment(epoch, step_of_epoch, lane)
-            start[row, 0] = self._begins(step_of_epoch)
+            batch.start[row, 0] = self._begins(step_of_epoch)
             if segment >= self._num_segments:
                 continue
             first, last = segment * n, min((segment + 1) * n, self._num_tokens)
             tokens = self._stream.tokens(0, first, last + 1)
             places = np.s_[row, : last - first]
-            inputs[places], targets[places], loss_mask[places] = tokens[:-1], tokens[1:], True
+            batch.inputs[places], batch.targets[places], batch.loss_mask[places] = tokens[:-1], tokens[1:], True
             blocks = np.arange(first, last, w)
-            document[row, : len(blocks)], position[row, : len(blocks)] = self._stream.place(blocks)
-        return Batch(inputs, targets, loss_mask, start, document, position)
+            batch.document[row, : len(blocks)], batch.position[row, : len(blocks)] = self._stream.place(blocks)
+        return batch
 
     def _segment(self, epoch: int, step: int, lane: int) -> int:
         """Which segment of the stream a lane reads in a step of an epoch."""

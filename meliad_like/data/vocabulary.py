@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from meliad_like.data.dictionary_vocabulary import (
     DictionaryVocabulary,
@@ -23,6 +24,7 @@ from meliad_like.data.sentencepiece_vocabulary import (
 from meliad_like.data.table_vocabulary import SETTINGS_NAME, ByteVocabulary, StreamingDecoder, Vocabulary
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabulary, read_tokenizer
 from meliad_like.errors import UserError
+from meliad_like.validation import check_choices, check_positive
 
 __all__ = [
     "MODEL_NAME",
@@ -38,15 +40,15 @@ __all__ = [
     "make_vocabulary",
 ]
 
-KINDS = ("bytes", "sentencepiece", "tokenizers", "dictionary")
-MODEL_TYPES = ("unigram", "bpe")
+Kind = Literal["bytes", "sentencepiece", "tokenizers", "dictionary"]
+ModelType = Literal["unigram", "bpe"]
 
 
 @dataclass(frozen=True)
 class VocabularyConfig:
     """How text becomes tokens."""
 
-    kind: str = "bytes"
+    kind: Kind = "bytes"
     """`bytes`: the 256 bytes of UTF-8 and the end of a document, 257 in all. `sentencepiece`: loaded or trained.
     `tokenizers`: the byte-level BPE of a pretrained model. `dictionary`: whole words between spaces, by rank; loaded
     from a dictionary of fairseq, or counted."""
@@ -56,7 +58,7 @@ class VocabularyConfig:
     `dictionary`: fairseq's dict.txt; "": count all words of the training documents."""
     end_token: str = ""
     """`tokenizers`: what ends a document; "": <|endoftext|> where there is one, else what ends a text by the file."""
-    model_type: str = "unigram"
+    model_type: ModelType = "unigram"
     """Training: `unigram` or `bpe`."""
     size: int = 32_000
     """Training: number of tokens, with the end of a document, one unknown token and 256 bytes among them."""
@@ -69,15 +71,10 @@ class VocabularyConfig:
     """Rounds the size up to a multiple that the hardware likes; the ids that this adds are never used."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"VocabularyConfig.kind = {self.kind!r} is not one of {', '.join(KINDS)}")
-        if self.model_type not in MODEL_TYPES:
-            raise UserError(f"VocabularyConfig.model_type = {self.model_type!r} is not one of {', '.join(MODEL_TYPES)}")
+        check_choices(self)
         if self.kind == "tokenizers" and not self.model_file:
             raise UserError("VocabularyConfig.kind = 'tokenizers' needs a VocabularyConfig.model_file")
-        for name in ("size", "training_bytes", "size_multiple"):
-            if getattr(self, name) < 1:
-                raise UserError(f"VocabularyConfig.{name} = {getattr(self, name)} must be positive")
+        check_positive(self, ("size", "training_bytes", "size_multiple"))
 
     @property
     def trained(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meliad_like.data.batch import Batch
+from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.readers import Split, check_tokens
 from meliad_like.data.schedule import Schedule
 from meliad_like.errors import UserError
@@ -102,14 +102,11 @@ class WindowsReader:
           UserError: a token id is not below vocabulary_size.
         """
         c, w = self._windows_in_segment, self.window_length
-        inputs, targets = np.zeros((2, len(lanes), c, w), np.int32)
-        loss_mask = np.zeros(inputs.shape, bool)
-        start = np.zeros((len(lanes), c), bool)
-        document, position = np.full(start.shape, -1, np.int32), np.zeros(start.shape, np.int32)
+        batch = empty_batch(len(lanes), self.segment_length, w)
         for row, lane in enumerate(lanes):
             for run in self._schedule.runs(lane, step * c, c):
                 for i in range(run.num_blocks):
-                    place = (row, run.block - step * c + i)
+                    place = (row, block := run.block - step * c + i)
                     first, follows = self._window(run.offset + i)
                     length = min(w, int(self._targets[run.document]) - first)
                     repeated = self.overlap if follows else 0
@@ -117,11 +114,11 @@ class WindowsReader:
                         continue  # the rest of a sequence that is longer than its document
                     tokens = self._split.tokens(run.document, first, first + length + 1)
                     check_tokens(tokens, self._vocabulary_size, first, self._split.names[run.document])
-                    inputs[place][:length], targets[place][:length] = tokens[:-1], tokens[1:]
-                    loss_mask[place][repeated:length] = True
-                    start[place], document[place], position[place] = not follows, run.document, first
-        inputs, targets, loss_mask = (x.reshape(len(lanes), -1) for x in (inputs, targets, loss_mask))
-        return Batch(inputs, targets, loss_mask, start, document, position)
+                    places = np.s_[row, block * w : block * w + length]
+                    batch.inputs[places], batch.targets[places] = tokens[:-1], tokens[1:]
+                    batch.loss_mask[row, block * w + repeated : block * w + length] = True
+                    batch.start[place], batch.document[place], batch.position[place] = not follows, run.document, first
+        return batch
 
     def _window(self, index: int) -> tuple[int, bool]:
         """(first input of a document's window, whether it follows another one)."""

@@ -6,7 +6,8 @@ from typing import Literal
 from meliad_like.errors import UserError
 from meliad_like.layers.memory import MemorySearch
 from meliad_like.layers.recurrence import CellKind, GateKind
-from meliad_like.models.validation import check_choices, check_layers, check_positive, check_rates, layer_indices
+from meliad_like.models.named_layers import check_layers, layer_indices
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
 Position = Literal["t5", "rotary", "none"]
 ActivationDtype = Literal["float32", "bfloat16"]
@@ -65,9 +66,8 @@ class DecoderConfig:
         check_choices(self)
         sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
         check_positive(self, (*sizes, "num_states", "memory_size", "memory_neighbors"))
-        if self.extra_layers < 0:
-            raise UserError(f"extra_layers={self.extra_layers} must not be negative")
-        check_rates(self, ("dropout_rate",))
+        check_not_negative(self, ("extra_layers",))
+        check_shares(self, ("dropout_rate",))
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"head_size={self.head_size} must be even for position=rotary")
         for field in ("recurrent_layers", "memory_layers"):

@@ -4,6 +4,7 @@ A family is a frozen config dataclass, a module that follows the contract of doc
 Everything that knows more than one of them is here; the trainer, the evaluator and the generator know none.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import Field
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -53,6 +54,14 @@ class Family(NamedTuple):
     training_flops_per_token: Callable[[Any, int], float] | None = None
     """The same of a training step; by default three times the forward pass, because every product has two more in the
     backward pass, one for each of its factors."""
+    flops_by_the_paper: Callable[[Any], float] | None = None
+    """(config) -> operations of a predicted token as the family's paper counts them, where it says how."""
+    overlap: Callable[[Any], int] = lambda config: 0
+    """(config) -> tokens that a window repeats of the one before."""
+    trains: Callable[[Any, str], bool] = lambda config, name: True
+    """(config, first name of a parameter) -> whether training changes it."""
+    extends: Callable[[Any, ModelConfig], bool] = operator.eq
+    """(config, that of another run) -> whether training may begin with the other's parameters."""
     num_visible: Callable[[Any, np.ndarray], np.ndarray] = lambda config, position: position % config.window_length + 1
     """(config, positions in a document) -> how many tokens a token there attends to, itself included, in a layer that
     attends to no memory beyond its cache; by default those of its block."""
@@ -70,8 +79,18 @@ def shortformer_visible(config: ShortformerConfig, position: np.ndarray) -> np.n
 
 
 FAMILIES = {
-    "decoder": Family(DecoderConfig, Decoder, forward_flops_per_token, training_flops_per_token, decoder_visible),
-    "pretrained": Family(PretrainedConfig, PretrainedDecoder, pretrained_flops.forward_flops_per_token),
+    "decoder": Family(
+        DecoderConfig, Decoder, forward_flops_per_token, training_flops_per_token, num_visible=decoder_visible
+    ),
+    "pretrained": Family(
+        PretrainedConfig,
+        PretrainedDecoder,
+        pretrained_flops.forward_flops_per_token,
+        flops_by_the_paper=pretrained_flops.paper_flops_per_token,
+        overlap=lambda config: config.overlap,
+        trains=lambda config, name: config.train_decoder or name == "recurrence",
+        extends=PretrainedConfig.extends,
+    ),
     "shortformer": Family(ShortformerConfig, Shortformer, shortformer_flops_per_token, num_visible=shortformer_visible),
 }
 """By the names that `RunConfig.model` is bound to."""
@@ -80,3 +99,8 @@ FAMILIES = {
 def family_name(config: ModelConfig) -> str:
     """The name in FAMILIES of the family that a config belongs to."""
     return next(name for name, family in FAMILIES.items() if family.config is type(config))
+
+
+def extends(config: ModelConfig, other: ModelConfig) -> bool:
+    """Whether a model of this config may begin with the parameters of one of the other's."""
+    return FAMILIES[family_name(config)].extends(config, other)

@@ -10,8 +10,6 @@ from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from meliad_like.models.families import FAMILIES, Family, ModelConfig, family_name
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.flops import paper_flops_per_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +49,12 @@ class Model:
     @property
     def overlap(self) -> int:
         """Tokens that a window repeats of the one before; of most families 0."""
-        return getattr(self.config, "overlap", 0)
+        return self._family.overlap(self.config)
 
-    @property
+    @functools.cached_property
     def fixed_parameters(self) -> frozenset[str]:
         """The first names of parameters that training leaves as they are; of most families none."""
-        if getattr(self.config, "train_decoder", True):
-            return frozenset()
-        return frozenset(self.abstract_params) - {"recurrence"}
+        return frozenset(name for name in self.abstract_params if not self._family.trains(self.config, name))
 
     @property
     def forward_flops_per_token(self) -> float:
@@ -69,12 +65,11 @@ class Model:
     def flops_per_prediction(self) -> dict[str, float]:
         """What a predicted token costs in the long run, tokens that windows read again included.
 
-        `as_counted` from the model (`models/flops.py`), and for pretrained models `by_the_paper` as well.
+        `as_counted` from the model (`models/flops.py`), and `by_the_paper` where the family's says how.
         """
         counted = self.forward_flops_per_token * self.config.window_length / (self.config.window_length - self.overlap)
-        if isinstance(self.config, PretrainedConfig):
-            return {"as_counted": counted, "by_the_paper": paper_flops_per_token(self.config)}
-        return {"as_counted": counted}
+        paper = self._family.flops_by_the_paper
+        return {"as_counted": counted} | ({"by_the_paper": paper(self.config)} if paper else {})
 
     @property
     def training_flops_per_token(self) -> float:

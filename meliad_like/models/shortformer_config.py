@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import ActivationDtype, Remat
-from meliad_like.models.validation import check_choices, check_positive, check_rates
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
 Position = Literal["infused", "input"]
 
@@ -49,9 +49,9 @@ class ShortformerConfig:
         check_choices(self)
         sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
         check_positive(self, (*sizes, "band_factor"))
-        if self.cache_length < 0:
-            raise UserError(f"cache_length={self.cache_length} must not be negative")
-        check_rates(self, ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate", "softmax_dropout_rate"))
+        check_not_negative(self, ("cache_length",))
+        rates = ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate", "softmax_dropout_rate")
+        check_shares(self, rates)
         # Half of them are sines, and their frequencies are spaced over all but one of these.
         if self.model_width % 2 or self.model_width < 4:
             raise UserError(f"model_width={self.model_width} must be even, and at least 4")

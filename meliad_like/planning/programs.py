@@ -49,7 +49,8 @@ def needs(run: RunConfig, vocabulary_size: int, topology: Topology) -> Iterator[
     program = make_program(run, vocabulary_size, mesh)
     model, state, batch = program.model, program.abstract_state, program.abstract_batch
     tokens = run.data.tokens_per_step / mesh.size
-    yield _need("training", program.compile_step, _state_parts(program), model.training_flops_per_token * tokens)
+    parts = _state_parts(program)
+    yield _need("training", program.compile_step, parts, model.training_flops_per_token * tokens)
 
     def evaluate():
         with jax.set_mesh(mesh):
@@ -65,8 +66,8 @@ def needs(run: RunConfig, vocabulary_size: int, topology: Topology) -> Iterator[
             )
             return step.lower(state.params, state.carry, batch).compile()
 
-    parts = {name: _state_parts(program)[name] for name in ("parameters", "carry", "batch")}
-    yield _need("evaluation", evaluate, parts, model.forward_flops_per_token * tokens)
+    read = {name: parts[name] for name in ("parameters", "carry", "batch")}
+    yield _need("evaluation", evaluate, read, model.forward_flops_per_token * tokens)
 
     decoding = _decoding_carry(model, state.params, run.data.num_lanes, mesh)
 
@@ -82,8 +83,8 @@ def needs(run: RunConfig, vocabulary_size: int, topology: Topology) -> Iterator[
         with jax.set_mesh(mesh):
             return step.lower(state.params, token, decoding).compile()
 
-    parts = {"parameters": _size_on_device(state.params), "carry": _size_on_device(decoding)}
-    yield _need("decoding", decode, parts, model.forward_flops_per_token * run.data.num_lanes / mesh.size)
+    held = {"parameters": parts["parameters"], "carry": _size_on_device(decoding)}
+    yield _need("decoding", decode, held, model.forward_flops_per_token * run.data.num_lanes / mesh.size)
 
 
 def _need(name: str, compile_program, parts: dict[str, int], flops: float) -> Need:

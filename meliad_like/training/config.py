@@ -1,9 +1,10 @@
 """What the training loop is told."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from meliad_like.errors import UserError
+from meliad_like.validation import check_choices, check_not_negative, check_positive
 
 Nonfinite = Literal["stop", "skip"]
 
@@ -39,15 +40,11 @@ class TrainingConfig:
     sample_tokens: int = 200
 
     def __post_init__(self):
-        if self.nonfinite not in get_args(Nonfinite):
-            raise UserError(f"nonfinite={self.nonfinite!r} is not one of {', '.join(get_args(Nonfinite))}")
+        check_choices(self)
         if self.keep_best and not self.evaluate_every:
             raise UserError("keep_best=True needs an evaluate_every")
         if self.sample_every and not self.sample_tokens:
             raise UserError(f"sample_every={self.sample_every} needs sample_tokens of at least 1")
-        for field in ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"):
-            if getattr(self, field) < 1:
-                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
-        for field in ("evaluate_every", "checkpoint_every", "checkpoint_keep_every", "sample_every", "sample_tokens"):
-            if getattr(self, field) < 0:
-                raise UserError(f"{field}={getattr(self, field)} must not be negative")
+        check_positive(self, ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"))
+        periods = ("evaluate_every", "checkpoint_every", "checkpoint_keep_every", "sample_every")
+        check_not_negative(self, (*periods, "sample_tokens"))

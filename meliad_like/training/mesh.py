@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meliad_like.errors import UserError
 from meliad_like.layers.sharding import MESH_AXES_OF
+from meliad_like.validation import check_positive
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -31,9 +32,7 @@ class MeshConfig:
     """Parts that heads, feed-forward width and vocabulary are cut into; these devices share their lanes."""
 
     def __post_init__(self):
-        for name in ("fsdp", "tensor"):
-            if getattr(self, name) < 1:
-                raise UserError(f"MeshConfig.{name}={getattr(self, name)} must be at least 1")
+        check_positive(self, ("fsdp", "tensor"))
         if self.data < 1 and self.data != -1:
             raise UserError(f"MeshConfig.data={self.data} must be at least 1, or -1 for all remaining devices")
 

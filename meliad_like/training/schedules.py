@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from optax import Schedule
 
 from meliad_like.errors import UserError
+from meliad_like.validation import check_not_negative
 
 # The inverse square roots would be infinite at step 0.
 FIRST_STEP_OF_INVERSE_SQUARE_ROOT = 100
@@ -48,8 +49,7 @@ class ScheduleConfig:
     def __post_init__(self):
         if self.name not in SCHEDULES:
             raise UserError(f"ScheduleConfig.name={self.name!r} is none of {', '.join(SCHEDULES)}")
-        if self.warmup_steps < 0 or self.spike_steps < 0:
-            raise UserError(f"warmup_steps={self.warmup_steps} and spike_steps={self.spike_steps} must not be negative")
+        check_not_negative(self, ("warmup_steps", "spike_steps"))
         if self.max_scheduled_steps is not None and self.max_scheduled_steps < 1:
             raise UserError(f"max_scheduled_steps={self.max_scheduled_steps} must be at least 1")
         if not 0 < self.min_rate <= self.highest_rate:

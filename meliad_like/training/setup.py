@@ -11,15 +11,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
-from meliad_like.data.batch import Batch
+from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.readers import LanesReader, Reader
 from meliad_like.data.stream import ShuffledReader, StreamReader
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
+from meliad_like.models.families import extends
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata
 from meliad_like.training.mesh import (
     carry_shardings,
@@ -203,11 +203,8 @@ def make_reader(stage: Stage, store: TokenStore) -> Reader:
 
 def abstract_batch(run: RunConfig) -> Batch:
     """Shapes of the batch of a step, over all hosts."""
-    b, n = run.data.num_lanes, run.data.segment_length
-    tokens, blocks = (b, n), (b, n // run.model.window_length)
-    types = Batch(np.int32, np.int32, np.bool_, np.bool_, np.int32, np.int32)
-    shapes = Batch(tokens, tokens, tokens, blocks, blocks, blocks)
-    return jax.tree.map(jax.ShapeDtypeStruct, shapes, types, is_leaf=lambda x: x in (tokens, blocks))
+    batch = empty_batch(run.data.num_lanes, run.data.segment_length, run.model.window_length)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
 def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None) -> TrainState:
@@ -230,7 +227,7 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
     opened = open_checkpoint(load_dir, mesh=setup.mesh)
     setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {load_dir}")
     wanted = setup.whole_run.model
-    if not (wanted.extends(opened.run.model) if isinstance(wanted, PretrainedConfig) else wanted == opened.run.model):
+    if not extends(wanted, opened.run.model):
         raise UserError(f"--load_dir={load_dir} holds another model: {opened.run.model}, not {wanted}")
     # What a pretrained model did not have, such as a recurrence, begins fresh.
     return state._replace(params={**state.params, **opened.params})

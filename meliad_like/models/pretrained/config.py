@@ -5,7 +5,8 @@ from typing import Literal
 
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import ActivationDtype
-from meliad_like.models.validation import check_choices, check_layers, check_positive, check_rates, layer_indices
+from meliad_like.models.named_layers import check_layers, layer_indices
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
 Architecture = Literal["gpt2", "llama"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu", "tanh"]
@@ -126,9 +127,8 @@ class PretrainedConfig:
             )
         if not 0 <= self.overlap < self.window_length:
             raise UserError(f"overlap={self.overlap} must be at least 0 and below window_length={self.window_length}")
-        check_rates(self, ("dropout_rate",))
-        if self.recurrence_depth < 0:
-            raise UserError(f"recurrence_depth={self.recurrence_depth} must not be negative")
+        check_shares(self, ("dropout_rate",))
+        check_not_negative(self, ("recurrence_depth",))
         check_layers(self, "insertion_layers", self.num_layers)
         if not self.train_decoder and not self.recurrent:
             raise UserError("train_decoder=False leaves nothing to train without insertion_layers")
