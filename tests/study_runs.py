@@ -67,6 +67,7 @@ def request(checkpoint, output, **changes):
     default = {
         "step": None, "others": (), "other_step": None, "gin_params": (), "store": None, "split": "test",
         "documents": (), "num_documents": None, "unit": "auto", "top": 12, "clear_every": None,
+        "context_tokens": None, "num_contexts": 2, "num_tokens": 20,
     }  # fmt: skip
     return Request(checkpoint=checkpoint, output=Path(output), **(default | changes))
 

@@ -141,8 +141,14 @@ def test_missing_things_are_named(runs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["curve"], "the first argument must be compare or clear_state or context_curve or gates, not 'curve'"),
-        (["gates", "--other=x"], "--other has no effect on gates: it is for compare and context_curve"),
+        (
+            ["curve"],
+            "the first argument must be compare or clear_state or context_curve or gates or continuations, not 'curve'",
+        ),
+        (
+            ["gates", "--other=x"],
+            "--other has no effect on gates: it is for compare and context_curve and continuations",
+        ),
         (["compare", "--gin_file=x"], "--gin_file has no effect here"),
     ],
 )

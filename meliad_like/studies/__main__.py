@@ -4,6 +4,7 @@ python -m meliad_like.studies compare --checkpoint=DIR --other=DIR --output=DIR
 python -m meliad_like.studies clear_state --checkpoint=DIR --output=DIR [--clear_every=4096]
 python -m meliad_like.studies context_curve --checkpoint=DIR [--other=DIR ...] --output=DIR
 python -m meliad_like.studies gates --checkpoint=DIR --output=DIR
+python -m meliad_like.studies continuations --checkpoint=DIR [--other=DIR ...] --output=DIR
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ from absl import flags
 from meliad_like import command_line
 from meliad_like.errors import UserError
 
-STUDIES = ("compare", "clear_state", "context_curve", "gates")
+STUDIES = ("compare", "clear_state", "context_curve", "gates", "continuations")
 COMPARISONS = ("compare", "clear_state")
 
 CHECKPOINT = flags.DEFINE_string(
@@ -38,13 +39,21 @@ TOP = flags.DEFINE_integer("top", 40, "Words or tokens of each document with the
 CLEAR_EVERY = flags.DEFINE_integer(
     "clear_every", None, "Tokens between two clearings. Default: a segment.", lower_bound=1
 )
+CONTEXT_TOKENS = flags.DEFINE_integer(
+    "context_tokens", None, "Tokens of a context, whole windows. Default: one window.", lower_bound=1
+)
+NUM_CONTEXTS = flags.DEFINE_integer("num_contexts", 3, "In each document, at most.", lower_bound=1)
+NUM_TOKENS = flags.DEFINE_integer("num_tokens", 100, "Tokens to write after each context.", lower_bound=2)
 
 USED_BY = {
-    "other": ("compare", "context_curve"),
-    "other_step": ("compare", "context_curve"),
+    "other": ("compare", "context_curve", "continuations"),
+    "other_step": ("compare", "context_curve", "continuations"),
     "unit": COMPARISONS,
     "top": COMPARISONS,
     "clear_every": ("clear_state",),
+    "context_tokens": ("continuations",),
+    "num_contexts": ("continuations",),
+    "num_tokens": ("continuations",),
 }
 
 
@@ -55,7 +64,7 @@ def main(study: str) -> None:
         if flags.FLAGS[name].present and study not in studies:
             raise UserError(f"--{name} has no effect on {study}: it is for {' and '.join(studies)}")
     # Importing jax takes seconds: a mistyped flag is reported before.
-    from meliad_like.studies import clear_state, compare, context_curve, gates
+    from meliad_like.studies import clear_state, compare, context_curve, continuations, gates
     from meliad_like.studies.readings import Request
 
     num_documents = NUM_DOCUMENTS.value
@@ -74,9 +83,18 @@ def main(study: str) -> None:
         unit=UNIT.value,
         top=TOP.value,
         clear_every=CLEAR_EVERY.value,
+        context_tokens=CONTEXT_TOKENS.value,
+        num_contexts=NUM_CONTEXTS.value,
+        num_tokens=NUM_TOKENS.value,
         output=Path(OUTPUT.value),
     )
-    modules = {"compare": compare, "clear_state": clear_state, "context_curve": context_curve, "gates": gates}
+    modules = {
+        "compare": compare,
+        "clear_state": clear_state,
+        "context_curve": context_curve,
+        "gates": gates,
+        "continuations": continuations,
+    }
     modules[study].run(request)
     print(f"wrote {request.output / 'index.html'}")
 

@@ -40,6 +40,12 @@ class Request(NamedTuple):
     top: int
     clear_every: int | None
     """Tokens; None: a segment of the training."""
+    context_tokens: int | None
+    """None: a window."""
+    num_contexts: int
+    """In each document, at most."""
+    num_tokens: int
+    """To write after each context."""
     output: Path
 
 
