@@ -40,6 +40,12 @@ def rotate(x, position):
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
+def sinusoids(place, width):
+    """As fairseq has them, which counts from 2."""
+    angle = (place[:, None] + 2) / 10_000 ** (np.arange(width // 2) / (width // 2 - 1))
+    return np.concatenate([np.sin(angle), np.cos(angle)], axis=-1)
+
+
 class DenseModel:
     def __init__(self, config, theirs):
         self.config, self.theirs = config, {name: value.astype(np.float64) for name, value in theirs.items()}
@@ -86,11 +92,14 @@ class DenseModel:
         """One block, whose first token is at position `begin`."""
         config, w = self.config, self.config.window_length
         y = norm(x, p["tbase/_kvq/pre_attn_layernorm/scale"])
-        query = unit(self.heads(y @ p["tbase/_kvq/queries_layer/kernel"]))
+        to_query, to_key = (p[f"tbase/_kvq/{name}_layer/kernel"] for name in ("queries", "keys"))
+        query, new_key = self.heads(y @ to_query), self.heads(y @ to_key)
+        if config.position != "infused":
+            query, new_key = unit(query), unit(new_key)
         scale = p["tbase/_kvq/attention_scale"]
         memory_key, memory_value = (z[:, w:][:, -config.memory_size :] for z in past)
         key, value = past = (
-            np.concatenate([past[0], unit(self.heads(y @ p["tbase/_kvq/keys_layer/kernel"]))], axis=1),
+            np.concatenate([past[0], new_key], axis=1),
             np.concatenate([past[1], self.heads(y @ p["tbase/_kvq/values_layer/kernel"])], axis=1),
         )
         t, s = np.arange(begin, begin + w), np.arange(-w, begin + w)
@@ -102,6 +111,11 @@ class DenseModel:
             bias = p["relative_positions/rel_embedding"][:, bucket]
         if "external_memory_bias" not in p and config.position == "rotary":
             turned_query, turned_key = rotate(query, t), rotate(key, s)
+        if config.position == "infused":
+            # Places in the tile of the block before and the block itself; what lies before these is not seen.
+            turned_query = unit(query + self.heads(sinusoids(t - begin + w, len(y[0])) @ to_query))
+            turned_key = unit(key + self.heads(sinusoids(s - begin + w, len(y[0])) @ to_key))
+            key = unit(key)
         mixed = attend(turned_query, turned_key, value, scale, bias, seen)
         if "external_memory_bias" in p:
             share = sigmoid(p["external_memory_bias"])[:, None, None]

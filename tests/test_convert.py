@@ -147,6 +147,8 @@ def test_what_does_not_fit_is_named(tmp_path):
         convert(theirs, dataclasses.replace(CONFIG, feedforward_width=32))
     with pytest.raises(UserError, match=r"260 tokens and the vocabulary of the config 257.*size_multiple=260"):
         convert(theirs | {"embed/embedding": np.zeros((260, 8), np.float32)})
+    with pytest.raises(UserError, match="the reference has no infused positions, and this model has"):
+        convert(theirs, dataclasses.replace(CONFIG, position="infused"))
     with pytest.raises(UserError, match="is no checkpoint of meliad: it has final_layernorm/scale"):
         convert(without(theirs, "embed/embedding"))
     assert not output.exists()

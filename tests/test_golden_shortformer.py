@@ -9,8 +9,8 @@ import pytest
 
 from meliad_like.conversion.fairseq import fairseq_name, from_fairseq
 from meliad_like.errors import UserError
+from meliad_like.layers.positions import sinusoids
 from meliad_like.models.model import Model
-from meliad_like.models.shortformer import sinusoids
 from meliad_like.models.shortformer_config import ShortformerConfig
 from meliad_like.training.loss import token_losses
 

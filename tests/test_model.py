@@ -38,6 +38,7 @@ SKIP = CONFIGS["fixed:skip"]
 CONFIGS |= {
     "rotary": dataclasses.replace(SKIP, position="rotary"),
     "none": dataclasses.replace(SKIP, position="none"),
+    "infused": dataclasses.replace(SKIP, position="infused"),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
     "two": dataclasses.replace(CONFIGS["lstm:skip"], recurrent_layers=(0, 1)),
 }
@@ -57,7 +58,7 @@ CONFIGS |= {
     ),
 }
 # As few as show every way through the code: compiling takes most of the time.
-WAYS = ("slide", "fixed:skip", "lstm:dual", "lstm:single", "rotary", "none", "unmasked")
+WAYS = ("slide", "fixed:skip", "lstm:dual", "lstm:single", "rotary", "none", "infused", "unmasked")
 WAYS += ("feedback of the last", "feedback of all", "memory", "memory of buckets", "memory and feedback")
 
 
@@ -108,7 +109,7 @@ def test_decoding_equals_the_parallel_pass(name):
     assert_same([first, second, third], expected)
 
 
-@pytest.mark.parametrize("name", ["two", "rotary", "feedback of all", "memory"])
+@pytest.mark.parametrize("name", ["two", "rotary", "infused", "feedback of all", "memory"])
 def test_a_book_in_segments_is_the_book(name):
     model, params = make(CONFIGS[name])
     tokens = tokens_of(2, 8)

@@ -33,7 +33,7 @@ def train(setup, state):
     ("files", "layers", "meshes"),
     [
         (("block_recurrent/fixed_skip.gin",), ["RECURRENT_LAYERS = (-2,)"], [(8, 1, 1), (2, 2, 2), (1, 4, 2)]),
-        (("block_recurrent/slide_12l.gin", *SMALL), [], [(2, 2, 2)]),
+        (("block_recurrent/slide_12l.gin", "option/infused.gin", *SMALL), [], [(2, 2, 2)]),
         (
             ("block_recurrent/lstm_dual.gin", *SMALL),
             ["DecoderConfig.num_layers = 1", "RECURRENT_LAYERS = (-1,)"],
@@ -49,7 +49,7 @@ def train(setup, state):
             [(2, 2, 2)],
         ),
     ],
-    ids=["fixed:skip", "slide", "lstm:dual", "feedback and memory"],
+    ids=["fixed:skip", "slide, infused", "lstm:dual", "feedback and memory"],
 )
 def test_sharded_equals_unsharded(bindings, files, layers, meshes, monkeypatch):
     monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)

@@ -10,8 +10,9 @@ import pytest
 from ways import V, W, assert_same, begin, decode, read, starts, tokens_of
 
 from meliad_like.errors import UserError
+from meliad_like.layers.positions import sinusoids
 from meliad_like.models.model import Model
-from meliad_like.models.shortformer import forward_flops_per_token, sinusoids
+from meliad_like.models.shortformer import forward_flops_per_token
 from meliad_like.models.shortformer_config import ShortformerConfig
 
 PIA = ShortformerConfig(

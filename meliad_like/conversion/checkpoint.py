@@ -124,6 +124,8 @@ def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
 def _check_family(run: RunConfig, origin: str) -> None:
     if not isinstance(run.model, DecoderConfig):
         raise UserError(f"{origin}: the reference has decoders alone, and this model is a {family_name(run.model)}")
+    if run.model.position == "infused":
+        raise UserError(f"{origin}: the reference has no infused positions, and this model has")
 
 
 def _vocabulary(run: RunConfig) -> Vocabulary:

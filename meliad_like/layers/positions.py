@@ -1,6 +1,6 @@
-"""Relative positions: T5's bias by distance, and rotary embeddings.
+"""Positions: T5's bias by distance, rotary embeddings, and sinusoids.
 
-Both are told distances, never absolute positions, so a document may be of any length.
+All are told distances or places in a window, never positions in a document, which may so be of any length.
 """
 
 import jax
@@ -13,6 +13,8 @@ from meliad_like.layers.basic import parameter
 
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
+# Fairseq counts positions from here, and its checkpoints were trained so.
+FIRST_POSITION = 2
 
 
 def t5_bucket(distance: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:
@@ -40,6 +42,14 @@ class T5Bias(nnx.Module):
         # A product with a constant 0/1 matrix: the transpose of a gather would be a slow scatter.
         one_hot = np.eye(NUM_BUCKETS, dtype=np.float32)[t5_bucket(distance)]
         return jnp.einsum("hi,si->hs", self.table[...], one_hot, precision="highest")
+
+
+def sinusoids(num_positions: int, model_width: int) -> Float[np.ndarray, "s d"]:
+    """Sines, then cosines, of each position; wavelengths from 2 pi to 20,000 pi (Vaswani et al. 2017, section 3.5)."""
+    half = model_width // 2
+    frequency = np.exp(np.arange(half) * (-np.log(10_000) / (half - 1)))
+    angle = (np.arange(num_positions) + FIRST_POSITION)[:, None] * frequency
+    return np.concatenate([np.sin(angle), np.cos(angle)], axis=1).astype(np.float32)
 
 
 def rotate(

@@ -9,7 +9,7 @@ from meliad_like.layers.recurrence import CellKind, GateKind
 from meliad_like.models.named_layers import check_layers, layer_indices
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
-Position = Literal["t5", "rotary", "none"]
+Position = Literal["t5", "rotary", "infused", "none"]
 ActivationDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layers"]
 Feedback = Literal["none", "last", "all"]
@@ -31,7 +31,9 @@ class DecoderConfig:
     window_length: int = 512
     """Tokens that a token sees, and tokens in a block."""
     position: Position = "t5"
-    """Relative positions inside the window."""
+    """Inside the window: T5's bias by distance, rotary, none, or `infused`: sinusoids of the place in a tile of 2w are
+    added to what queries and keys are made of, but not values (Shortformer, section 5.1). A document's first block has
+    the places w to 2w - 1 too, where Shortformer's counts from 0."""
     recurrent_layers: tuple[int, ...] = ()
     """Which layers are recurrent; negative numbers count from the end (-3 of 12 is the paper's layer 10)."""
     num_states: int = 512
@@ -70,6 +72,13 @@ class DecoderConfig:
         check_shares(self, ("dropout_rate",))
         if self.position == "rotary" and self.head_size % 2:
             raise UserError(f"head_size={self.head_size} must be even for position=rotary")
+        if self.position == "infused":
+            if self.model_width % 2 or self.model_width < 4:
+                raise UserError(f"model_width={self.model_width} must be even, and at least 4, for position=infused")
+            if not self.mask_empty_cache:
+                raise UserError(
+                    "position='infused' needs mask_empty_cache=True: keys of an empty cache have no places"
+                )
         for field in ("recurrent_layers", "memory_layers"):
             check_layers(self, field, self.total_layers)
         if self.recurrent_indices & self.memory_indices:

@@ -21,7 +21,7 @@ from meliad_like.layers.attention import (
 )
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, dropout_multiplier, parameter, tiled_dropout
 from meliad_like.layers.memory import Memory, attend_memories, recall, remember, search
-from meliad_like.layers.positions import T5Bias, rotate
+from meliad_like.layers.positions import T5Bias, rotate, sinusoids
 from meliad_like.layers.recurrence import StateCell, StateHeads
 from meliad_like.models.decoder_config import DecoderConfig
 
@@ -36,13 +36,16 @@ class DecodingCarry(NamedTuple):
 
 
 class LayerCarry(NamedTuple):
-    """What a layer remembers. Column `s` of the caches is the last token whose offset in its block is `s`."""
+    """What a layer remembers. Column `s` of the caches is the last token whose offset in its block is `s`. Keys have
+    unit length, but with infused positions, which are added before that."""
 
     key: Float[Array, "b h w k"]
     value: Float[Array, "b h w k"]
     states: Float[Array, "b r d"] | None = None
     decoding: DecodingCarry | None = None
     memory: Memory | None = None
+    placed_key: Float[Array, "b h w k"] | None = None
+    """Decoding with infused positions: the keys with theirs, which last for a block."""
 
 
 class ReadStates(NamedTuple):
@@ -55,7 +58,8 @@ class ReadStates(NamedTuple):
 
 
 class TokenHeads(NamedTuple):
-    """Projections of tokens, [b, h, n, k]: unit keys, values, scaled unit queries; the last where states are read."""
+    """Projections of tokens, [b, h, n, k]: unit keys, values, scaled unit queries (with infused positions neither unit
+    nor scaled); the last where states are read."""
 
     key: Array
     value: Array
@@ -110,6 +114,8 @@ class DecoderLayer(nnx.Module):
 
         w, r = config.window_length, config.num_states
         carry = LayerCarry(cache(w), cache(w))
+        if decoding and self.position == "infused":
+            carry = carry._replace(placed_key=cache(w))
         if self.memory_gate is not None:
             carry = carry._replace(memory=Memory(cache(config.memory_size), cache(config.memory_size)))
         if self.cell is not None:
@@ -120,14 +126,20 @@ class DecoderLayer(nnx.Module):
 
     def _heads(self, x: Float[Array, "b n d"]) -> TokenHeads:
         h, cross_query = self.config.num_heads, None
+        key, query = (split_heads(linear(x), h) for linear in (self.key, self.query))
+        if self.position != "infused":
+            key, query = unit(key), self._scaled(query)
         if self.cross_query is not None and self.cross_attention_scale is not None:
             cross_query = unit(split_heads(self.cross_query(x), h)) * head_scale(self.cross_attention_scale, x.dtype)
-        return TokenHeads(
-            key=unit(split_heads(self.key(x), h)),
-            value=split_heads(self.value(x), h),
-            query=unit(split_heads(self.query(x), h)) * head_scale(self.attention_scale, x.dtype),
-            cross_query=cross_query,
-        )
+        return TokenHeads(key=key, value=split_heads(self.value(x), h), query=query, cross_query=cross_query)
+
+    def _scaled(self, query: Float[Array, "*batch h n k"]) -> Float[Array, "*batch h n k"]:
+        return unit(query) * head_scale(self.attention_scale, query.dtype)
+
+    def _infused(self, linear: Linear, place: Int[Array, " n"] | np.ndarray, dtype) -> Float[Array, "h n k"]:
+        """What these of a tile's 2w places add to keys or queries: sinusoids go into the projection, a linear map."""
+        table = jnp.asarray(sinusoids(2 * self.config.window_length, self.config.model_width), dtype)
+        return split_heads(linear(table[place]), self.config.num_heads)
 
     def _bias_by_distance(self) -> Float[Array, "h w"]:
         """The scaled position bias of distances 1 to w: the attention scale multiplies the bias as well."""
@@ -165,8 +177,8 @@ class DecoderLayer(nnx.Module):
         config, w = self.config, self.config.window_length
         keys = (None,) * 3 if dropout_key is None else jax.random.split(dropout_key, 3)
         heads = self._heads(tiled_dropout(self.attention_norm(x), config.dropout_rate, keys[0]))
-        key, value, query, cross_query = (
-            y if y is None else rearrange(y, "b h (c w) k -> b c h w k", w=w) for y in heads
+        key, value, query, cross_query = TokenHeads(
+            *(y if y is None else rearrange(y, "b h (c w) k -> b c h w k", w=w) for y in heads)
         )
         inside = previous_valid = positions > 0
         previous_key, previous_value = _block_before(key, carry.key), _block_before(value, carry.value)
@@ -182,6 +194,14 @@ class DecoderLayer(nnx.Module):
         if self.position == "rotary":
             window_query, window_key = (rotate(y, np.arange(w, 2 * w)) for y in (query, key))
             window_previous_key = rotate(previous_key, np.arange(w))
+        cached_key = key[:, -1]
+        if self.position == "infused":
+            here, before = np.arange(w, 2 * w), np.arange(w)
+            window_query = self._scaled(query + self._infused(self.query, here, x.dtype))
+            window_key = unit(key + self._infused(self.key, here, x.dtype))
+            window_previous_key = unit(previous_key + self._infused(self.key, before, x.dtype))
+            # States see tokens without positions.
+            key, previous_key = unit(key), unit(previous_key)
         window_attention = attend_window(
             window_query,
             window_key,
@@ -212,7 +232,7 @@ class DecoderLayer(nnx.Module):
                     states = self.cell.update(read_states.states, read_states.heads, *(y[:, 0] for y in tiles))
             mixed.append(attend(cross_query, state_key, state_value))
         x = self._finish(x, rearrange(merge_heads(*mixed), "b c w i -> b (c w) i"), keys[2])
-        return x, carry._replace(key=key[:, -1], value=value[:, -1], states=states, memory=memory)
+        return x, carry._replace(key=cached_key, value=value[:, -1], states=states, memory=memory)
 
     def begin_states(
         self, states: Float[Array, "b r d"], start: Bool[Array, " b"], kernels: Float[Array, "d 4 i"]
@@ -318,9 +338,17 @@ class DecoderLayer(nnx.Module):
         distance = jnp.asarray(ring_distance(w))[offset]
         bias = jnp.moveaxis(jnp.take(self._bias_by_distance(), distance - 1, axis=1), 0, 1)
         seen = (jnp.arange(w) < offset[:, None]) | (position >= w)[:, None] | (not self.config.mask_empty_cache)
-        query, key = heads.query, carry.key
+        query, key, placed_key = heads.query, carry.key, carry.placed_key
+        lanes = jnp.arange(x.shape[0])
         if self.position == "rotary":
             query, key = rotate(query, np.full(1, w)), rotate(key, (w - distance)[:, None])
+        elif placed_key is not None:
+            of_query, of_key = (
+                rearrange(self._infused(linear, w + offset, x.dtype), "h b k -> b h 1 k")
+                for linear in (self.query, self.key)
+            )
+            query, key = self._scaled(query + of_query), placed_key
+            placed_key = placed_key.at[lanes, :, offset].set(unit(heads.key + of_key)[:, :, 0])
         window_attention = attend(query, key, carry.value, bias[:, :, None], seen[:, None, None])
         if carry.memory is not None:
             found, found_key, found_value = self._search(carry.memory, heads.query, position - offset)
@@ -329,25 +357,30 @@ class DecoderLayer(nnx.Module):
         if read_states is not None:
             mixed.append(attend(heads.cross_query, read_states.key, read_states.value))
         x = self._finish(x, merge_heads(*mixed)[:, 0])
-        lanes = jnp.arange(x.shape[0])
         carry = carry._replace(
+            placed_key=placed_key,
             key=carry.key.at[lanes, :, offset].set(heads.key[:, :, 0]),
             value=carry.value.at[lanes, :, offset].set(heads.value[:, :, 0]),
         )
         return x, self._end_block(carry, position, offset)
 
     def begin_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
-        """In a recurrent layer, at a block's first token: keeps the block before, which the ring is about to lose, and
-        projects the states once for the block. To be called before any layer's `decode_step`."""
-        if self.cell is None:
+        """At a block's first token. A recurrent layer keeps the block before, which the ring is about to lose, and
+        projects the states once for the block; infused positions of that block become those of a block before.
+        To be called before any layer's `decode_step`."""
+        if self.cell is None and carry.placed_key is None:
             return carry
         first = position % self.config.window_length == 0
 
         def begin(carry):
-            heads = self.cell.heads(carry.states, self.cell.kernels(carry.states.dtype))
-            new = DecodingCarry(carry.key, carry.value, heads.key, heads.value)
-            chosen = jax.tree.map(lambda x, y: jnp.where(first[:, None, None, None], x, y), new, carry.decoding)
-            return carry._replace(decoding=chosen)
+            new = carry
+            if self.cell is not None:
+                heads = self.cell.heads(carry.states, self.cell.kernels(carry.states.dtype))
+                new = new._replace(decoding=DecodingCarry(carry.key, carry.value, heads.key, heads.value))
+            if carry.placed_key is not None:
+                before = self._infused(self.key, np.arange(self.config.window_length), carry.key.dtype)
+                new = new._replace(placed_key=unit(carry.key + before))
+            return jax.tree.map(lambda x, y: jnp.where(first.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, carry)
 
         return jax.lax.cond(jnp.any(first), begin, lambda carry: carry, carry)
 
@@ -364,6 +397,7 @@ class DecoderLayer(nnx.Module):
                 keep = jnp.broadcast_to(last[:, None], tokens.shape)
                 return carry._replace(memory=remember(carry.memory, carry.key, carry.value, tokens, keep))
             key = jnp.concatenate([carry.decoding.previous_key, carry.key], axis=2)
+            key = unit(key) if self.position == "infused" else key
             value = jnp.concatenate([carry.decoding.previous_value, carry.value], axis=2)
             previous = ((position >= w) | (not self.config.mask_empty_cache))[:, None]
             valid = (jnp.arange(2 * w) >= w) | previous

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from meliad_like.layers.adaptive import AdaptiveVocabulary, TargetScore
 from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier, rematerialise
+from meliad_like.layers.positions import sinusoids
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.shortformer_config import ShortformerConfig
 
@@ -19,8 +20,6 @@ xavier = jax.nn.initializers.xavier_uniform()
 shared_xavier = jax.nn.initializers.variance_scaling(0.5, "fan_avg", "uniform")
 # Uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in), for kernels; biases need to be told their fan_in.
 uniform_fan_in = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-# Fairseq counts positions from here, and its checkpoints were trained so.
-FIRST_POSITION = 2
 EPSILON = 1e-5
 
 
@@ -28,14 +27,6 @@ def uniform_bias(fan_in: int):
     """An initializer, uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in)."""
     bound = fan_in**-0.5
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
-def sinusoids(num_positions: int, model_width: int) -> Float[np.ndarray, "s d"]:
-    """Sines, then cosines, of each position; wavelengths from 2 pi to 20,000 pi (Vaswani et al. 2017, section 3.5)."""
-    half = model_width // 2
-    frequency = np.exp(np.arange(half) * (-np.log(10_000) / (half - 1)))
-    angle = (np.arange(num_positions) + FIRST_POSITION)[:, None] * frequency
-    return np.concatenate([np.sin(angle), np.cos(angle)], axis=1).astype(np.float32)
 
 
 class DecodingCarry(NamedTuple):
