@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted(ROOT.glob("launch/*.s*")), *sorted(ROOT.glob("tests/*.sh")), ROOT / ".ci" / "run"]
 
 # Stands in for every Python: logs what it makes and installs, and fails, or kills the script, on demand.
 FAKE_PYTHON = """#!/usr/bin/env bash

@@ -1,13 +1,11 @@
 """The quick start from its first line to its last, small; and what it does with what an earlier one left."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.image
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
+from checkouts import make_checkout
 
 # The smallest run that goes all the way: bytes of three short documents instead of the standard library.
 TINY = {
@@ -37,20 +35,6 @@ FAKE_PYTHON = """#!/usr/bin/env bash
 """
 
 
-def make_checkout(folder: Path, python: str) -> Path:
-    """A checkout, with a space in its name, that is set up already: `python` is the text of its interpreter."""
-    checkout = folder / "a checkout"
-    (checkout / ".venv" / "bin").mkdir(parents=True)
-    for name in ("launch", "gin", "meliad_like", "setup.py", "requirements.txt"):
-        (checkout / name).symlink_to(ROOT / name)
-    interpreter = checkout / ".venv" / "bin" / "python"
-    interpreter.write_text(python)
-    interpreter.chmod(0o755)
-    installed = [str(checkout), (ROOT / "requirements.txt").read_text() + (ROOT / "setup.py").read_text()]
-    (checkout / ".venv" / "installed-base").write_text("\n".join(installed))
-    return checkout
-
-
 def quick_start(checkout: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     command = ["bash", checkout / "launch" / "quickstart.sh", *arguments]
     environment = {"PATH": "/usr/bin:/bin"} | environment
@@ -58,7 +42,7 @@ def quick_start(checkout: Path, *arguments: str, **environment: str) -> subproce
 
 
 def test_from_documents_to_table_picture_and_sample(tmp_path):
-    checkout = make_checkout(tmp_path, f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    checkout = make_checkout(tmp_path)
     for split, name in (("train", "one"), ("validation", "two"), ("test", "logging")):
         path = checkout / "documents" / split / f"{name}.txt"
         path.parent.mkdir(parents=True)

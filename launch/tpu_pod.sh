@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Trains on a TPU pod slice: makes the slice or takes the one of that name, puts this checkout there, runs the same command
+# on every worker, and after a preemption makes the slice again and goes on from the last checkpoint.
+#
+#   bash launch/tpu_pod.sh --name=pod --zone=us-central2-b --type=v4-64 --spot -- --gin_file=... --workdir=gs://BUCKET/RUN
+#
+# --name, --zone, --type   of the slice; the type as in gcloud's --accelerator-type, up to v6e (v7x: gke_xpk.sh)
+# --project=PROJECT        if it is not gcloud's default
+# --spot, --reserved       preemptible, or from a reservation; otherwise on demand
+# --runtime=VERSION        TPU software, if not what Google names for the type
+# --create_flags="..."     more flags for gcloud compute tpus queued-resources create, such as --network=NAME
+# --before=COMMAND         runs on every worker first, in the checkout: fetches the token store, say
+# --max_restarts=5         gives up after so many restarts in a row that went on from the same step as the one before
+# --logs=FOLDER            gets attempt_1/worker_0.log and so on; default: runs/pods/NAME
+# --keep                   keeps the slice after the last step; after a failure or Ctrl-C it is kept in any case
+# --poll=30                seconds between two looks at a slice that is being made
+# --dry_run                prints the commands and runs none
+#
+# Ctrl-C and SIGTERM: the training saves, then this ends with status 75. The same command goes on.
+set -euo pipefail
+# shellcheck source=launch/running.sh
+source "$(dirname "${BASH_SOURCE[0]}")/running.sh"
+
+name="" zone="" type="" project="" runtime="" create_flags="" before="" max_restarts=5 logs="" poll=30
+spot="" reserved="" keep=""
+read_flags "name zone type project runtime create_flags before max_restarts logs poll" "spot reserved keep" "$@"
+need_flags name zone type
+((${#training_arguments[@]})) || stop "what to train is missing: -- --gin_file=FILE --workdir=gs://BUCKET/RUN"
+[[ "$max_restarts" =~ ^[0-9]+$ ]] || stop "--max_restarts=$max_restarts must be a whole number"
+: "${logs:=runs/pods/$name}"
+case "$type" in
+    v6e*) : "${runtime:=v2-alpha-tpuv6e}" ;;
+    v5p*) : "${runtime:=v2-alpha-tpuv5}" ;;
+    v5lite*) : "${runtime:=v2-alpha-tpuv5-lite}" ;;
+    v[234]-*) : "${runtime:=tpu-ubuntu2204-base}" ;;
+    *) [[ -n "$runtime" ]] || stop "--type=$type is none of v2 to v6e; give its software with --runtime=VERSION" ;;
+esac
+need_program gcloud "https://cloud.google.com/sdk/docs/install says how"
+# shellcheck source=launch/tpu_slice.sh
+source launch/tpu_slice.sh
+
+# Leaves the workers' exit statuses in `statuses`.
+train() {
+    local number workers processes=() command
+    command="$(worker train "$(date +%s)" "$before" "${training_arguments[@]}")"
+    if [[ -n "$dry_run" ]]; then
+        say "And the same on each other worker at the same time, with a log each:"
+        on_slice 0 "$command"
+        return
+    fi
+    workers="$(tpus tpu-vm describe "$name" --format="value(networkEndpoints.len())")"
+    say "Training on $workers workers, each with a log in $1; this is worker 0"
+    trap stop_training INT TERM
+    { on_slice 0 "$command" 2>&1 </dev/null | tee "$1/worker_0.log"; } &
+    processes+=("$!")
+    for ((number = 1; number < workers; number++)); do
+        on_slice "$number" "$command" >"$1/worker_$number.log" 2>&1 </dev/null &
+        processes+=("$!")
+    done
+    statuses=()
+    for number in "${!processes[@]}"; do
+        # A signal to this script ends a wait before its time.
+        while :; do
+            wait "${processes[number]}" && statuses[number]=0 || statuses[number]=$?
+            kill -0 "${processes[number]}" 2>/dev/null || break
+        done
+    done
+    trap - INT TERM
+}
+
+stopping=""
+# shellcheck disable=SC2329  # called by the trap
+stop_training() {
+    trap - INT TERM
+    stopping=1
+    say "SIGTERM to the training on all workers, which saves first"
+    on_slice all "$(worker stop)" || true
+}
+
+attempt=1
+while [[ -e "$logs/attempt_$attempt" ]]; do attempt=$((attempt + 1)); done
+if [[ -n "$dry_run" ]]; then
+    say "Unless there is such a slice:"
+    tpus "${create[@]}"
+    pack "$logs/attempt_$attempt"
+    install "$logs/attempt_$attempt"
+    train
+    exit
+fi
+trap say_what_costs EXIT
+step=-1 restarts=0
+while :; do
+    folder="$logs/attempt_$attempt"
+    make_slice
+    pack "$folder"
+    if install "$folder"; then train "$folder"; else statuses=("$?"); fi
+    say "Exit statuses of the workers: ${statuses[*]}"
+    [[ -z "$stopping" ]] || exit "$SAVED"
+    worst="$(printf '%s\n' "${statuses[@]}" | sort -n | tail -n 1)"
+    ((worst > 0)) || break
+    # Saved after SIGTERM, killed, connection lost; or nothing of that, but the slice has gone.
+    if [[ ! " ${statuses[*]} " =~ \ ($SAVED|137|143|255)\  && "$(slice_state)" == READY ]]; then
+        say "The training failed; the logs in $folder say why"
+        exit "$worst"
+    fi
+    began="$(start_step "$folder/worker_0.log")"
+    if ((${began:--1} > step)); then restarts=0; else restarts=$((restarts + 1)); fi
+    step="${began:-$step}"
+    ((restarts < max_restarts)) || stop "$restarts restarts in a row saved nothing; the logs are in $logs"
+    attempt=$((attempt + 1))
+    say "Preempted: going on from the last checkpoint"
+done
+trap - EXIT
+[[ -n "$keep" ]] || tpus "${delete[@]}"
+say "Done; the logs are in $logs"

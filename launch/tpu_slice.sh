@@ -1,0 +1,69 @@
+# shellcheck shell=bash disable=SC2154
+# Sourced by tpu_pod.sh, whose flags it uses: one slice of TPUs, made, deleted and given the code with gcloud.
+
+place=(--zone="$zone" --quiet)
+[[ -z "$project" ]] || place+=(--project="$project")
+tpus() { execute gcloud compute tpus "$@" "${place[@]}"; }
+
+delete=(queued-resources delete "$name" --force)
+create=(queued-resources create "$name" --node-id="$name" --accelerator-type="$type" --runtime-version="$runtime")
+read -ra create_flags <<<"$create_flags${spot:+ --spot}${reserved:+ --reserved}"
+create+=(${create_flags[@]+"${create_flags[@]}"})
+
+# on_slice WORKER COMMAND: in the checkout of a worker, or of all. Ends with the command's exit status, or with 255 when
+# ssh fails ten times.
+on_slice() { tpus tpu-vm ssh "$name" --worker="$1" --command="mkdir -p meliad_like && cd meliad_like && $2"; }
+
+code=(launch gin meliad_like setup.py requirements.txt pyproject.toml MANIFEST.in)
+worker() { quote bash launch/tpu_worker.sh "$@"; }
+
+pack() { execute mkdir -p "$1" && execute tar -czhf "$1/code.tgz" --exclude=__pycache__ "${code[@]}"; }
+
+# Puts the code onto every worker, in the place of older code and what may still run of it.
+install() {
+    tpus tpu-vm scp "$1/code.tgz" "$name:meliad_like.tgz" --worker=all || return 255
+    local unpack="rm -rf ${code[*]} && tar -xzf ../meliad_like.tgz"
+    on_slice all "if test -e launch; then $(worker stop); fi && $unpack && $(worker install)"
+}
+
+# READY, or what state the slice or the request for it is in; nothing where there is none, or no answer.
+slice_state() {
+    local state
+    state="$(tpus queued-resources describe "$name" --format="value(state.state)" 2>/dev/null)" || true
+    if [[ "$state" == ACTIVE ]]; then
+        state="$(tpus tpu-vm describe "$name" --format="value(state)" 2>/dev/null)" || state="ACTIVE, but without an answer"
+    fi
+    printf '%s\n' "$state"
+}
+
+# Returns when the slice is there. A queued resource waits until one is free; tpu-vm create would fail where none is. After
+# a preemption it can only be deleted and made again.
+make_slice() {
+    local state="" last=unknown requested=""
+    while [[ "$state" != READY ]]; do
+        state="$(slice_state)"
+        [[ "$state" == "$last" ]] || say "Slice $name: ${state:-none}"
+        last="$state"
+        if [[ "$state" == FAILED && -n "$requested" ]]; then
+            local describe=(gcloud compute tpus queued-resources describe "$name" --zone="$zone")
+            stop "there is no such slice to be had; $(quote "${describe[@]}") says why"
+        fi
+        case "$state" in
+            READY) ;;
+            "$requested") # none, and none asked for
+                tpus "${create[@]}"
+                requested=asked
+                ;;
+            FAILED | SUSPENDED | PREEMPTED | TERMINATED | STOPPED)
+                tpus "${delete[@]}"
+                requested=""
+                ;;
+            *) sleep "$poll" ;;
+        esac
+    done
+}
+
+say_what_costs() {
+    say "While it exists, the slice $name costs; the same command goes on with it, and this deletes it:"
+    quote gcloud compute tpus "${delete[@]}" "${place[@]}"
+}
