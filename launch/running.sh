@@ -38,7 +38,7 @@ read_flags() {
         flag="${1%%=*}"
         flag="${flag#--}"
         if [[ "$1" == --help ]]; then
-            sed -n '2,/^[^#]/{/^# \{0,1\}/s///p;}' "$script"
+            sed -n '2,${/^#/!q;s/^# \{0,1\}//p;}' "$script"
             exit
         elif [[ "$1" == --*=* && "$names" == *" $flag "* ]]; then
             printf -v "$flag" '%s' "${1#*=}"
