@@ -28,6 +28,7 @@ ROWS = {
     },
     **{f"table2/epochs_{n}": (*BASELINE, 3072, "shuffled", n * EPOCH, 128) for n in range(25, 201, 25)},
     **{f"table3/length_{n}": ("infused", n, n, "stream") for n in (32, 64, 128, 256, 512, 768, 1024, 1536)},
+    **{f"unequal/cache_{n}": ("infused", n, 512, "stream") for n in (256, 1024)},
     **{f"table4/first_length_{n}": (*PIA, 512, "stream", 100 * EPOCH, n) for n in (32, 64, 128, 256)},
     **{f"table9/second_length_{n}": (*BASELINE, n, "shuffled", 50 * EPOCH, 128) for n in (256, 512, 1024, 1536, 3072)},
     "table11/baseline": (*BASELINE, 1024, "shuffled"),

@@ -1,4 +1,8 @@
-"""Makes a table of the Block-Recurrent paper: `python -m meliad_like.experiments table1 --scale=tiny`.
+"""Makes a table of a paper: `python -m meliad_like.experiments table1 --scale=tiny`.
+
+table1, table3, table4, table5   of Block-Recurrent Transformers
+shortformer                      of Shortformer: stages, infused positions and caches
+recurrence                       of Adding Recurrence to Pretrained Transformers; --load_dir=DIR is the pretrained model
 
 The same command goes on after a stop: what is finished is not done again, and what is not goes on from its last
 checkpoint. With --row (and --seeds) it is one of several jobs, on this machine or on others that share the folder or
@@ -14,16 +18,25 @@ from absl import flags
 from meliad_like import command_line
 from meliad_like.errors import UserError
 
-TABLES = ("table1", "table3", "table4", "table5")
+NAMES = ("table1", "table3", "table4", "table5", "shortformer", "recurrence")
 
 SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "small", "paper"], "How large the models and the runs are.")
 TASK = flags.DEFINE_string("task", "task/standard_library.gin", "Gin file of the documents and their vocabulary.")
 STORE = flags.DEFINE_string("store", None, "Token store, made if it is not there. Default: the one of the task.")
 FOLDER = flags.DEFINE_string("folder", None, "Of runs and results. Default: runs/experiments/TABLE_SCALE.")
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of parameters and of the order of documents: a run each.")
-ROW = flags.DEFINE_multi_string("row", [], "Only this row, by the name of its gin file. Repeatable. Default: all.")
+ROW = flags.DEFINE_multi_string("row", [], "Only this row, by its name. Repeatable. Default: all of the scale.")
 JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side; 0: at tiny as many as there are cores, otherwise one.")
 SPLIT = flags.DEFINE_enum("split", "test", ["validation", "test"], "Evaluated on all documents of it.")
+MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens",
+    None,
+    "Evaluate the beginnings of documents, so many tokens in all. Default: as the scale says, of most tables all.",
+    lower_bound=1,
+)
+LOAD_DIR = flags.DEFINE_string(
+    "load_dir", None, "Of recurrence: checkpoint folder of the pretrained model, as convert writes it."
+)
 REPEATS = flags.DEFINE_integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
 REPORT = flags.DEFINE_bool("report", False, "Only make the table of what is there.")
 STEP_TIME = flags.DEFINE_bool("step_time", False, "Only time the rows' steps, in turn; needs no documents.")
@@ -35,12 +48,17 @@ def main(subject: str) -> int:
         raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.experiments.experiment import Experiment
-    from meliad_like.experiments.scales import SCALES
-    from meliad_like.experiments.tables import TABLES
+    from meliad_like.experiments.pretrained import HOW_TO_GET_ONE
+    from meliad_like.experiments.tables import SUBJECTS
 
+    table = SUBJECTS[subject]
+    if table.pretrained and not (LOAD_DIR.value or REPORT.value):
+        raise UserError(f"{subject} begins with a pretrained model: give --load_dir=DIR; {HOW_TO_GET_ONE}")
+    if LOAD_DIR.value and not table.pretrained:
+        raise UserError(f"--load_dir has no effect on {subject}, whose rows are trained from nothing: leave it out")
     store = [f"ReaderConfig.store = {STORE.value!r}"] if STORE.value else []
     experiment = Experiment(
-        table=TABLES[subject],
+        table=table,
         scale_name=SCALE.value,
         gin_files=(TASK.value, *command_line.GIN_FILE.value),
         gin_params=(*store, *command_line.GIN_PARAM.value),
@@ -49,6 +67,8 @@ def main(subject: str) -> int:
         chosen=tuple(ROW.value),
         split=SPLIT.value,
         repeats=REPEATS.value,
+        max_tokens=MAX_TOKENS.value,
+        load_dir=LOAD_DIR.value,
         command=(sys.executable, "-m", "meliad_like.experiments", *sys.argv[1:]),
     )
     if WORKER.value:
@@ -56,11 +76,12 @@ def main(subject: str) -> int:
     experiment.folder.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     status = 0
-    side_by_side = JOBS.value or ((os.cpu_count() or 1) if SCALES[SCALE.value].side_by_side else 1)
+    side_by_side = JOBS.value or ((os.cpu_count() or 1) if experiment.scale.side_by_side else 1)
     if not REPORT.value and not STEP_TIME.value:
         status = experiment.train(side_by_side, failed)
-    # A job of some rows leaves the timing to the command for all of them.
-    if not status and (STEP_TIME.value or not (REPORT.value or ROW.value or experiment.timed)):
+    # A job of some rows leaves the timing to the command for all of them; pretrained models are too large for it.
+    not_now = REPORT.value or ROW.value or table.pretrained
+    if not status and (STEP_TIME.value or not (not_now or experiment.timed)):
         status = experiment.time_steps(side_by_side, failed)
     if status:
         return status
@@ -72,4 +93,4 @@ def main(subject: str) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main, subjects=TABLES)
+    command_line.run(main, subjects=NAMES)

@@ -1,10 +1,11 @@
 """A table at a scale, on some documents, in a folder: trained, timed and reported."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from meliad_like.config import RunConfig
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import STORE_NAME
 from meliad_like.experiments import report
@@ -18,12 +19,14 @@ from meliad_like.experiments.jobs import (
     train_and_evaluate,
     write_json,
 )
+from meliad_like.experiments.pretrained import bindings_of
 from meliad_like.experiments.results import STEP_TIME_NAME, gather, read_timing, run_folder
-from meliad_like.experiments.scales import SCALES, configure
-from meliad_like.experiments.step_time import make_step, time_in_turn
+from meliad_like.experiments.scales import Scale, configure
+from meliad_like.experiments.step_time import TimedStep, in_shares, make_step, time_in_turn
 from meliad_like.experiments.tables import Row, Table
 from meliad_like.training.mesh import make_mesh
 from meliad_like.training.setup import vocabulary_size
+from meliad_like.training.stages import stages_of
 
 STEP_TIME = "step_time"
 Workers = dict[str, tuple[str, Path]]
@@ -34,7 +37,7 @@ Workers = dict[str, tuple[str, Path]]
 class Experiment:
     table: Table
     scale_name: str
-    """One of SCALES."""
+    """One of the table's scales."""
     gin_files: tuple[str, ...]
     """The task, and options for all rows."""
     gin_params: tuple[str, ...]
@@ -43,30 +46,60 @@ class Experiment:
     """Has a folder for each run, and the results."""
     seeds: tuple[int, ...]
     chosen: tuple[str, ...] = ()
-    """Names of rows; none: all whose vocabulary the scale is meant for."""
+    """Names of rows; none: all that the scale is meant for."""
     split: str = "test"
     """Whose documents decide."""
     repeats: int = 15
     """Rounds of timed steps."""
+    max_tokens: int | None = None
+    """What is evaluated at most, of the beginnings of documents; None: as the scale says."""
+    load_dir: str | None = None
+    """The pretrained model, of a table that begins with one."""
     command: tuple[str, ...] = ()
     """What starts this program again, but for --worker."""
+
+    @property
+    def scale(self) -> Scale:
+        return self.table.scales[self.scale_name]
 
     @cached_property
     def rows(self) -> list[Row]:
         """Those to be worked on."""
         if self.chosen:
             return [self.table.row(name) for name in self.chosen]
-        largest = SCALES[self.scale_name].largest_vocabulary
-        return [row for row in self.table.rows if largest is None or row.vocabulary_size <= largest]
+        largest = self.scale.largest_vocabulary
+        rows = [row for row in self.table.rows if self.scale_name == "paper" or not row.extra]
+        return [row for row in rows if largest is None or row.vocabulary_size <= largest]
 
     def job(self, row: Row, seed: int) -> Job:
         """
         Raises:
           UserError: the row, the files and the parameters make no run.
         """
-        params = [f"TrainingConfig.seed = {seed}", *self.gin_params]
-        run = configure(row, SCALES[self.scale_name], self.gin_files, params)
-        return Job(row, seed, run, run_folder(self.folder, row, seed))
+        evaluated = self._run(row, seed)
+        return Job(
+            row,
+            seed,
+            run=self._run(self.table.row(row.trained_as), seed) if row.trained_as else evaluated,
+            evaluated=evaluated,
+            workdir=run_folder(self.folder, row, seed),
+            by_protocol=self.table.by_protocol,
+            max_tokens=self.scale.max_tokens if self.max_tokens is None else self.max_tokens,
+            timed_tokens=self.scale.timed_tokens,
+            load_dir=self.load_dir,
+        )
+
+    def _run(self, row: Row, seed: int) -> RunConfig:
+        params = [f"TrainingConfig.seed = {seed}", *self._pretrained, *self.gin_params]
+        run = configure(row, self.scale, self.gin_files, params)
+        if self.load_dir is None or any(param.startswith("ReaderConfig.store") for param in self.gin_params):
+            return run
+        # The task's documents in another vocabulary than the task's.
+        return replace(run, data=replace(run.data, store=f"{run.data.store}_{Path(self.load_dir).name}"))
+
+    @cached_property
+    def _pretrained(self) -> list[str]:
+        return [] if self.load_dir is None else bindings_of(Path(self.load_dir))
 
     def work(self, worker: str) -> int:
         """One of what `train` and `time_steps` start; the exit status."""
@@ -74,7 +107,12 @@ class Experiment:
             self._time_here()
             return 0
         name, seed = worker.split(",")
-        return train_and_evaluate(self.job(self.table.row(name), int(seed)), self.split)
+        first = self.table.row(name)
+        for row in [first, *(row for row in self.rows if row.run_name == first.run_name and row != first)]:
+            job = self.job(row, int(seed))
+            if not job.finished(self.split) and (status := train_and_evaluate(job, self.split)):
+                return status
+        return 0
 
     def train(self, side_by_side: int, failed: list[str]) -> int:
         """Trains and evaluates what is not finished, a process each; makes token stores that are not there.
@@ -87,12 +125,13 @@ class Experiment:
           The exit status, as of `run_processes`.
         """
         # Seed by seed, so that a table of all rows is there early.
-        jobs: dict[str, Job] = {}
+        jobs: dict[str, list[Job]] = {}  # of rows that share a run, by its folder
         for seed in self.seeds:
             for row in self.rows:
                 job = self.job(row, seed)
-                jobs.setdefault(job.workdir.name, job)  # of rows that share a run, the first
-        pending = {name: job for name, job in jobs.items() if not job.finished(self.split)}
+                jobs.setdefault(job.workdir.name, []).append(job)
+        unfinished = {name: [job for job in group if not job.finished(self.split)] for name, group in jobs.items()}
+        pending = {name: group[0] for name, group in unfinished.items() if group}
         for store, job in {job.run.data.store: job for job in pending.values()}.items():
             if not (Path(store).expanduser() / STORE_NAME).exists():
                 prepare(job.run.source, job.run.vocabulary, store)
@@ -112,6 +151,8 @@ class Experiment:
     def report(self) -> str:
         """Writes Markdown, CSV and picture of what is there for all rows of the table; returns the Markdown."""
         results = gather(self.table, self.folder, self.seeds, self.split)
+        # What nobody asked for is no gap.
+        results = [result for result in results if result.runs or result.row in self.rows or not result.row.extra]
         markdown = report.to_markdown(self.table, results, report.notes(results, self.scale_name))
         (self.folder / f"{self.table.name}.md").write_text(markdown)
         report.write_csv(self.table, results, self.folder / f"{self.table.name}.csv")
@@ -133,13 +174,26 @@ class Experiment:
         return run_processes(commands, side_by_side, environment(self.folder, side_by_side > 1), say)
 
     def _time_here(self) -> None:
-        steps = {}
-        for row in self.rows:
-            if row.run_name not in steps:
-                run = self.job(row, seed=0).run
-                steps[row.run_name] = make_step(run, vocabulary_size(run), make_mesh(run.mesh))
-                print(f"compiled {row.run_name} in {steps[row.run_name].compile_seconds:.1f} s", flush=True)
+        runs = {row.run_name: self._run(row, seed=0) for row in self.rows}
+        steps: dict[str, TimedStep] = {}
+        shares: dict[str, dict[str, float]] = {}
+        for name, run in runs.items():
+            for stage in (stages := stages_of(run)):
+                # Of stages that differ in nothing that is timed, the first.
+                same = (step for step in steps if _same_step(steps[step].run, stage.run))
+                part = next(same, name if len(stages) == 1 else f"{name}, stage {stage.index + 1}")
+                if part not in steps:
+                    steps[part] = make_step(stage.run, vocabulary_size(run), make_mesh(run.mesh))
+                    print(f"compiled {part} in {steps[part].compile_seconds:.1f} s", flush=True)
+                share = (stage.last_step - stage.first_step) / run.training.num_steps
+                shares.setdefault(name, {})[part] = shares.get(name, {}).get(part, 0.0) + share
         timing = time_in_turn(steps, self.repeats)
-        for name, step in steps.items():
-            timing["rows"][name] = facts(step.run, step.model) | {"device": device_name()} | timing["rows"][name]
+        timing["rows"] = {
+            name: facts(run, vocabulary_size(run)) | {"device": device_name()} | in_shares(timing["rows"], shares[name])
+            for name, run in runs.items()
+        }
         write_json(self.folder / STEP_TIME_NAME, timing)
+
+
+def _same_step(run: RunConfig, other: RunConfig) -> bool:
+    return (run.model, run.data, run.optimizer) == (other.model, other.data, other.optimizer)

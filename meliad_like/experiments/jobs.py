@@ -15,20 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from meliad_like import config
 from meliad_like.config import RunConfig
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
-from meliad_like.evaluation import report
-from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.experiments.evaluations import Beginnings, by_document, by_protocol
 from meliad_like.experiments.tables import Row
-from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.training import preemption
 from meliad_like.training.loop import train
 from meliad_like.training.mesh import make_mesh
+from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
 from meliad_like.training.opening import open_checkpoint
+from meliad_like.training.stages import stages_of
 
 RESULT_NAME = "result.json"
 LOG_NAME = "log.txt"
@@ -41,7 +42,18 @@ class Job:
     row: Row
     seed: int
     run: RunConfig
+    """What is trained."""
+    evaluated: RunConfig
+    """What is evaluated: the same, but for rows that are trained as another one."""
     workdir: Path
+    by_protocol: bool = False
+    """As of `Table`."""
+    max_tokens: int | None = None
+    """What is evaluated at most, of the beginnings of documents; None: the whole split."""
+    timed_tokens: int = 0
+    """As of `Scale`."""
+    load_dir: str | None = None
+    """Checkpoint folder whose parameters training begins with."""
 
     def finished(self, split: str) -> bool:
         """Whether it is trained and evaluated on a split.
@@ -51,34 +63,47 @@ class Job:
         """
         config.check_workdir(self.run, self.workdir)
         result = self.result
-        return split in result["splits"] and result["num_steps"] >= self.run.training.num_steps
+        done = result["splits"].get(split, {"max_tokens": math.nan})
+        return done.get("max_tokens") == self.max_tokens and result["num_steps"] >= self.run.training.num_steps
 
     @property
     def result(self) -> dict[str, Any]:
         """What `train_and_evaluate` has written so far."""
-        path = self.workdir / RESULT_NAME
+        path = self.workdir / result_name(self.row)
         return json.loads(path.read_text()) if path.exists() else {"splits": {}}
 
 
-def facts(run: RunConfig, model: Model) -> dict[str, Any]:
+def result_name(row: Row) -> str:
+    """The file in a run's folder that a row's figures are in."""
+    return f"{row.name}.json" if row.trained_as else RESULT_NAME
+
+
+def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
     """What is known of a run before its first step."""
-    assert isinstance(run.model, DecoderConfig)  # as all rows of the tables
+    model, num_steps, stages = Model(run.model, vocabulary_size), run.training.num_steps, stages_of(run)
     parameters = model.num_parameters
-    return {
+    own = {name: getattr(run.model, name) for name in ("cache_length", "overlap") if hasattr(run.model, name)}
+    embedding = model.abstract_params.get("embedding", model.abstract_params.get("vocabulary"))
+    shares = [(stage.last_step - stage.first_step) / num_steps for stage in stages]
+    return own | {
         "segment_length": run.data.segment_length,
         "window_length": run.model.window_length,
-        "num_states": run.model.num_states if run.model.recurrent_layers else 0,
+        "num_states": getattr(run.model, "num_states", 0) if getattr(run.model, "recurrent_layers", ()) else 0,
+        "share_of_first_stage": shares[0] if len(stages) > 1 else 0.0,
         "tokens_per_step": run.data.tokens_per_step,
-        "num_steps": run.training.num_steps,
-        "vocabulary_size": model.vocabulary_size,
+        "num_steps": num_steps,
+        "vocabulary_size": vocabulary_size,
         "parameters": parameters,
-        "parameters_without_embedding": parameters - model.abstract_params["embedding"].size,
-        "training_flops_per_token": model.training_flops_per_token,
+        "parameters_without_embedding": parameters - sum(leaf.size for leaf in jax.tree.leaves(embedding)),
+        "training_flops_per_token": sum(
+            share * Model(stage.run.model, vocabulary_size).training_flops_per_token
+            for share, stage in zip(shares, stages)
+        ),
     }
 
 
 def train_and_evaluate(job: Job, split: str) -> int:
-    """Trains (or goes on) in this process, evaluates all documents of a split, and adds them to `result.json`.
+    """Trains (or goes on) in this process, evaluates documents of a split, and adds what is found to the row's result.
 
     Returns:
       The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM with everything saved.
@@ -89,33 +114,39 @@ def train_and_evaluate(job: Job, split: str) -> int:
     job.workdir.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with _alone_in(job.workdir):
-        documents = TokenStore(job.run.data.store).split(split)
-        if status := train(job.run, job.workdir):
+        whole = TokenStore(job.run.data.store).split(split)
+        if status := train(job.run, job.workdir, job.load_dir):
             return status
         mesh = make_mesh(job.run.mesh)
-        opened = open_checkpoint(job.workdir, mesh=mesh)
-        evaluator = Evaluator(
-            opened.model,
-            documents,
-            mesh,
-            name=split,
-            segment_length=job.run.data.segment_length,
-            max_lanes=job.run.data.num_lanes,
-            loss_slice=job.run.training.loss_slice,
-        )
-        evaluation = evaluator(opened.params)
-        report.write(evaluation, job.workdir / f"{split}.json")
-        figures = {name: getattr(evaluation, name) for name in report.FIGURES}
+        best = job.workdir / "best"
+        opened = open_checkpoint(best if job.run.training.keep_best else job.workdir, mesh=mesh)
+        model, vocabulary = Model(job.evaluated.model, opened.vocabulary.size), opened.vocabulary
+        documents = whole if job.max_tokens is None else Beginnings(whole, vocabulary, job.max_tokens)
+        if job.by_protocol:
+            few = Beginnings(whole, vocabulary, job.evaluated.data.segment_length + job.timed_tokens)
+            end = vocabulary.end_of_document
+            figures = by_protocol(model, opened.params, documents, few, mesh, job.evaluated, end)
+        else:
+            name = f"{split}_{job.row.name}.json" if job.row.trained_as else f"{split}.json"
+            figures = by_document(model, opened.params, documents, mesh, job.evaluated, split, job.workdir / name)
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        others = job.result["splits"] if opened.step == job.result.get("num_steps") else {}
-        result = facts(job.run, opened.model) | {
+        num_steps = job.run.training.num_steps
+        others = job.result["splits"] if num_steps == job.result.get("num_steps") else {}
+        result = facts(job.evaluated, model.vocabulary_size) | {
             "seed": job.seed,
             "device": device_name(),
             "seconds": time.perf_counter() - began,
-            "splits": others | {split: finite},
+            "logged_tokens_per_second": _logged_speed(job.workdir),
+            "splits": others | {split: finite | {"max_tokens": job.max_tokens}},
         }
-        write_json(job.workdir / RESULT_NAME, result)
+        write_json(job.workdir / result_name(job.row), result)
     return 0
+
+
+def _logged_speed(folder: Path) -> float:
+    """Tokens a second of a training step: the median of what the run has logged."""
+    lines = map(json.loads, (folder / METRICS_NAME).read_text().splitlines())
+    return float(np.median([line["tokens_per_second"] for line in lines if line["kind"] == "train"]))
 
 
 def device_name() -> str:

@@ -2,21 +2,22 @@
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
+from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.results import RowResult, difference, standard_error
-from meliad_like.experiments.tables import Panel, Table
+from meliad_like.experiments.tables import Grid, Table
 
-COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c")
-# Measures of every table: header, and how a number is written. What a run measures has a standard error beside it.
+__all__ = ["draw", "notes", "to_markdown", "write_csv"]
+
+# Header of a measure, and how a number is written. What a run measures has a standard error beside it.
 COLUMNS: dict[str, tuple[str, str]] = {
     "segment_length": ("segment", "{:,.0f}"),
     "window_length": ("window", "{:,.0f}"),
+    "cache_length": ("cache", "{:,.0f}"),
+    "overlap": ("overlap", "{:,.0f}"),
+    "share_of_first_stage": ("first stage", "{:.0%}"),
     "num_states": ("states", "{:,.0f}"),
     "vocabulary_size": ("vocabulary", "{:,.0f}"),
     "parameters": ("parameters", "{:,.0f}"),
@@ -24,21 +25,31 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "tokens_per_word": ("scale factor", "{:.4f}"),
     "bits_per_token": ("bits per token", "{:.4f}"),
     "word_perplexity": ("word perplexity", "{:,.2f}"),
+    "perplexity": ("perplexity", "{:,.4g}"),
+    "sliding_perplexity": ("perplexity, sliding", "{:,.4g}"),
     "bits_per_byte": ("bits per byte", "{:.4f}"),
+    "sliding_bits_per_byte": ("bits per byte, sliding", "{:.4f}"),
     "difference": ("difference", "{:+.4f}"),
     "step_time": ("step time", "{:.3f}"),
     "milliseconds": ("ms a step", "{:,.1f}"),
     "share_of_peak": ("share of peak", "{:.1%}"),
     "training_flops_per_token": ("MFLOP a token", "{:,.2f}"),
     "memory_bytes": ("memory of a step, MB", "{:,.1f}"),
+    "training_tokens_per_second": ("training, tokens/s", "{:,.0f}"),
+    "logged_tokens_per_second": ("training, tokens/s", "{:,.0f}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "sliding_tokens_per_second": ("sliding, tokens/s", "{:,.0f}"),
+    "single_tokens_per_second": ("token by token, tokens/s", "{:,.0f}"),
+    "flops_by_the_paper": ("MFLOP a token by the paper's count", "{:,.4g}"),
+    "flops_as_counted": ("MFLOP a token as counted", "{:,.4g}"),
+    "seconds": ("run, s", "{:,.0f}"),
 }
-IN_MILLIONS = ("training_flops_per_token", "memory_bytes")
-WITH_ERROR = ("bits_per_token", "bits_per_byte", "word_perplexity", "difference")
-ONLY_WHERE_ASKED = ("vocabulary_size", "num_tokens", "tokens_per_word", "word_perplexity")
+IN_MILLIONS = ("training_flops_per_token", "memory_bytes", "flops_by_the_paper", "flops_as_counted")
+WITH_ERROR = ("bits_per_token", "bits_per_byte", "sliding_bits_per_byte", "word_perplexity", "perplexity", "difference")
 
 
 def measures_of(table: Table) -> list[str]:
-    return [name for name in COLUMNS if name not in ONLY_WHERE_ASKED or name in table.measures]
+    return [name for name in COLUMNS if name in table.measures]
 
 
 def figure(results: Sequence[RowResult], result: RowResult, measure: str) -> tuple[float, float]:
@@ -59,10 +70,12 @@ def notes(results: Sequence[RowResult], scale: str) -> list[str]:
     if runs:
         one = runs[0]
         seeds = sorted({int(run["seed"]) for run in runs})
+        whole = one.get("max_tokens") is None
+        documents = f"{one['num_documents']:,} documents, " if whole else f"{one['num_tokens']:,} tokens, "
         lines += [
-            f"Scale {scale}: {one['num_steps']:,} steps of {one['tokens_per_step']:,} tokens; seeds "
-            f"{', '.join(map(str, seeds))}. Evaluated on all of {one['split']}: {one['num_documents']:,} documents, "
-            f"{one['num_bytes']:,} bytes.",
+            f"Scale {scale}: {_span(run['num_steps'] for run in runs)} steps of "
+            f"{_span(run['tokens_per_step'] for run in runs)} tokens; seeds {', '.join(map(str, seeds))}. Evaluated on "
+            f"{'all' if whole else 'a part'} of {one['split']}: {documents}{one['num_bytes']:,} bytes.",
             f"Trained on {', '.join(sorted({str(run['device']) for run in runs}))}; a run took "
             f"{min(run['seconds'] for run in runs):,.0f} to {max(run['seconds'] for run in runs):,.0f} s.",
         ]
@@ -97,11 +110,13 @@ def to_markdown(table: Table, results: Sequence[RowResult], notes: Sequence[str]
     else:
         rows_of = {to: [labels[name] for name, other in pairs.items() if other == to] for to in pairs.values()}
         against = "; ".join(f"{labels[to]} ({' / '.join(names)})" for to, names in rows_of.items())
+    times = " and step times" if "step_time" in measures else ""
     explained = [
-        f"Differences in bits per byte (of runs with the same seed) and step times are relative to: {against}.",
+        f"Differences in bits per byte (of runs with the same seed){times} are relative to: {against}.",
         "± is the standard error of the mean over the runs. What isn't there is -.",
     ]
-    return "\n\n".join([f"# {table.title}", *notes, "\n".join(lines), " ".join(explained)]) + "\n"
+    grids = [text for grid in table.grids if (text := _grid(grid, results))]
+    return "\n\n".join([f"# {table.title}", *notes, "\n".join(lines), " ".join(explained), *grids]) + "\n"
 
 
 def write_csv(table: Table, results: Sequence[RowResult], path: Path) -> None:
@@ -123,79 +138,34 @@ def write_csv(table: Table, results: Sequence[RowResult], path: Path) -> None:
             writer.writerow([*fields, *(result.row.paper.get(column, "") for column in table.paper_columns)])
 
 
-def draw(table: Table, results: Sequence[RowResult], path: Path) -> None:
-    """Ours and the paper's, each with its own axis where the documents decide: they are not the same."""
-    panels = table.panels
-    if not panels[0].x:
-        picture = Figure(figsize=(4.2 * len(panels) + 3, 0.32 * len(results) + 1.4), dpi=120, layout="constrained")
-        row_of_axes = np.atleast_1d(picture.subplots(1, len(panels), sharey=True))
-        row_of_axes[0].invert_yaxis()
-        for axes, panel in zip(row_of_axes, panels):
-            _draw_by_row(axes, results, panel)
-    else:
-        picture = Figure(figsize=(4.6 * len(panels) + 0.5, 7), dpi=120, layout="constrained")
-        for (ours, papers), panel in zip(picture.subplots(2, len(panels), squeeze=False).T, panels):
-            for axes, where in ((ours, "here"), (papers, "in the paper")):
-                for colour, name in zip(COLOURS, panel.series):
-                    members = [result for result in results if result.row.series == name]
-                    points = [_point(result, panel, where == "here") for result in members]
-                    x, y, error = np.array(points).reshape(-1, 3).T
-                    axes.errorbar(x, y, yerr=error, fmt="o-", color=colour, capsize=3, label=name)
-                _label(axes, panel, where)
-    picture.savefig(path)
+def _grid(grid: Grid, results: Sequence[RowResult]) -> str:
+    """As Markdown, without the lines and columns that have none of our figures; empty if none has any."""
+    by_name = {result.row.name: result for result in results}
+    form = COLUMNS[grid.measure][1]
+
+    def known(name: str) -> bool:
+        return name in by_name and math.isfinite(by_name[name].mean(grid.measure))
+
+    def cell(name: str) -> str:
+        if name not in by_name:
+            return ""
+        result = by_name[name]
+        return f"{_text(result.mean(grid.measure), form)} ({result.row.paper[grid.paper]:,.10g})"
+
+    lines = [line for line, cells in grid.rows.items() if any(map(known, cells.values()))]
+    heads = next(iter(grid.rows.values()))
+    columns = [head for head in heads if any(known(grid.rows[line][head]) for line in lines)]
+    if not lines:
+        return ""
+    table = [["", *columns], ["---", *["---:"] * len(columns)]]
+    table += [[line, *(cell(grid.rows[line][head]) for head in columns)] for line in lines]
+    title = f"{grid.title} (in brackets the paper's)"
+    return "\n\n".join([title, "\n".join(f"| {' | '.join(cells)} |" for cells in table)])
 
 
-def _point(result: RowResult, panel: Panel, here: bool) -> tuple[float, float, float]:
-    """Place, height and error."""
-    if not here:
-        return panel.paper_x[result.row.name], result.row.paper[panel.paper], 0.0
-    return result.mean(panel.x), result.mean(panel.measure), _drawn_error(result, panel.measure)
-
-
-def _label(axes: Axes, panel: Panel, where: str) -> None:
-    axes.set_xscale("log")
-    ticks: list[float] = []
-    for x in sorted(float(x) for line in axes.lines for x in np.asarray(line.get_xdata()) if math.isfinite(x)):
-        if not ticks or x > 1.2 * ticks[-1]:
-            ticks.append(x)
-    axes.set_xticks(ticks, [_short(x) for x in ticks], rotation=30)
-    axes.minorticks_off()
-    label = panel.x.replace("_", " ").removeprefix("num ")
-    axes.set(xlabel=label, ylabel=panel.measure.replace("_", " "), title=where)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-
-
-def _draw_by_row(axes: Axes, results: Sequence[RowResult], panel: Panel) -> None:
-    """One place for each row; the paper's points on an axis of their own at the top, if they can't be compared."""
-    places = range(len(results))
-    errors = [_drawn_error(result, panel.measure) for result in results]
-    values = [result.mean(panel.measure) for result in results]
-    axes.errorbar(values, places, xerr=errors, fmt="o", color=COLOURS[0], capsize=3)
-    axes.set_yticks(places, [result.row.label for result in results])
-    axes.grid(alpha=0.25)
-    papers = [result.row.paper.get(panel.paper, math.nan) for result in results]
-    label = panel.measure.replace("_", " ")
-    if panel.comparable:
-        axes.plot(papers, places, "x", color=COLOURS[1])
-        axes.set_xlabel(f"{label}, here (dots) and in the paper (crosses)")
-        return
-    axes.set_xlabel(f"{label}, here (dots)", color=COLOURS[0])
-    above = axes.twiny()
-    above.plot(papers, places, "x", color=COLOURS[1])
-    above.set_xlabel(f"{panel.paper}, in the paper (crosses)", color=COLOURS[1])
-
-
-def _drawn_error(result: RowResult, measure: str) -> float:
-    error = result.error(measure)
-    return 0.0 if math.isnan(error) else error
-
-
-def _short(number: float) -> str:
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= 10 * unit or (number >= unit and name != "k"):
-            return f"{number / unit:.3g}{name}"
-    return f"{number:,.0f}"
+def _span(values: Iterable[int]) -> str:
+    values = sorted(set(values))
+    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
 
 
 def _text(value: float, form: str) -> str:

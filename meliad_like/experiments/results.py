@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meliad_like.experiments.jobs import RESULT_NAME
+from meliad_like.experiments.jobs import result_name
 from meliad_like.experiments.step_time import relative_time
 from meliad_like.experiments.tables import Row, Table
 
@@ -54,7 +54,7 @@ def gather(table: Table, folder: Path, seeds: Sequence[int], split: str) -> list
     return [
         RowResult(
             row,
-            {seed: figures for seed in seeds if (figures := _figures(run_folder(folder, row, seed), split))},
+            {seed: figures for seed in seeds if (figures := _figures(folder, row, seed, split))},
             _timed(timing, row, table),
         )
         for row in table.rows
@@ -83,8 +83,8 @@ def standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-def _figures(folder: Path, split: str) -> dict[str, Any]:
-    result = _read(folder / RESULT_NAME)
+def _figures(folder: Path, row: Row, seed: int, split: str) -> dict[str, Any]:
+    result = _read(run_folder(folder, row, seed) / result_name(row))
     if split not in result.get("splits", NOTHING):
         return {}
     return {key: value for key, value in result.items() if key != "splits"} | {"split": split} | result["splits"][split]
@@ -96,7 +96,8 @@ def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> dict[str, Any]:
         return {}
     relative = {"step_time": relative_time(timing, mine, baseline)} if baseline in timing else {}
     milliseconds = 1e3 * float(np.median(timing[mine]["seconds"]))
-    return {**timing[mine], **relative, "milliseconds": milliseconds}
+    speed = {"training_tokens_per_second": 1e3 * timing[mine].get("tokens_per_step", math.nan) / milliseconds}
+    return {**timing[mine], **relative, **speed, "milliseconds": milliseconds}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """One table at three scales: as in the paper, or with every row made smaller by the same rule.
 
+This is what the Block-Recurrent tables are made of; those of other papers have theirs beside their rows.
+
 | scale | lengths and widths | heads, head size | layers | tokens a step | steps | meant for |
 |---|---|---|---|---|---|---|
 | tiny | 1/16 | 1/4 | 1/2 | 512 | 1,600 | two CPU cores: the 42 runs of table 1 in less than an hour |
@@ -15,23 +17,21 @@ memory 128 windows. The 12-layer model of table 1 is at tiny 6 layers of width 6
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meliad_like import config
 from meliad_like.config import RunConfig
 from meliad_like.config.bindings import Binding, Bindings, collect
-from meliad_like.experiments.tables import Row
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.families import FAMILIES
 
-SCALED = (
-    "ReaderConfig.segment_length",
-    "DecoderConfig.window_length",
-    "DecoderConfig.num_states",
-    "DecoderConfig.memory_size",
-    "DecoderConfig.memory_neighbors",
-    "DecoderConfig.model_width",
-    "DecoderConfig.feedforward_width",
-)
+if TYPE_CHECKING:
+    from meliad_like.experiments.tables import Row
+
+# Fields of the models, of whichever family.
+LENGTHS = ("window_length", "num_states", "memory_size", "memory_neighbors", "cache_length")
+WIDTHS = ("model_width", "feedforward_width")
+HEADS = ("num_heads", "head_size")
+SPECIAL_LAYERS = ("recurrent_layers", "memory_layers")
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,33 @@ class Scale:
     """Rows with larger vocabularies of their own are only made when they are named."""
     side_by_side: bool = False
     """Whether the models are so small that a core each is the fastest way to train several."""
+    lengths: int = 0
+    """Divisor of lengths, where it is not that of widths."""
+    keep_share_of_steps: bool = False
+    """Whether first stages and warmup keep their share of the steps."""
+    lanes: int = 1
+    """Divisor of the number of lanes, of which one is left at least."""
+    targets: int = 0
+    """Where it is set, all rows are trained on so many targets (about): the more their windows repeat, the more steps
+    they have."""
+    max_tokens: int | None = None
+    """What is evaluated at most, of the beginnings of documents; None: everything."""
+    timed_tokens: int = 1000
+    """Tokens that are evaluated token by token for the time alone."""
 
-    def rules(self) -> dict[str, Callable[[Any], Any]]:
-        """What becomes of the value of a field."""
-        rules: dict[str, Callable[[Any], Any]] = dict.fromkeys(SCALED, lambda value: value // self.divisor)
+    def rules(self, model: str) -> dict[str, Callable[[Any], Any]]:
+        """What becomes of the value of a field, for a family's class of configs."""
+        divisor = self.lengths or self.divisor
+
+        def shorter(value):
+            return tuple(v // divisor for v in value) if isinstance(value, (list, tuple)) else value // divisor
+
         root = math.isqrt(self.divisor)
-        rules |= dict.fromkeys(("DecoderConfig.num_heads", "DecoderConfig.head_size"), lambda value: value // root)
+        rules: dict[str, Callable[[Any], Any]] = {"ReaderConfig.segment_length": shorter}
+        rules |= {f"{model}.{name}": shorter for name in LENGTHS}
+        rules |= {f"StagesConfig.{name}": shorter for name in ("segment_length", "window_length", "cache_length")}
+        rules |= {f"{model}.{name}": lambda value: value // self.divisor for name in WIDTHS}
+        rules |= {f"{model}.{name}": lambda value: value // root for name in HEADS}
         return rules
 
 
@@ -96,11 +117,11 @@ SCALES = {
 }
 
 
-def configure(row: Row, scale: Scale, gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunConfig:
+def configure(row: "Row", scale: Scale, gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunConfig:
     """The run of a row at a scale.
 
     Args:
-      row: its file is at the paper's size.
+      row: its files are at the paper's size.
       scale: what is made of that.
       gin_files: the task, and options for all rows; lengths in them are those of the paper's size, too.
       gin_params: these win over everything, and are not scaled.
@@ -109,30 +130,60 @@ def configure(row: Row, scale: Scale, gin_files: Sequence[str] = (), gin_params:
       UserError: as `config.parse`.
     """
     # A vocabulary that belongs to the row wins over the task's.
-    own = {key: b.value for key, b in collect([row.file], []).items() if key.startswith("VocabularyConfig.")}
+    papers = collect(row.files, [])
+    own = {key: b.value for key, b in papers.items() if key.startswith("VocabularyConfig.")}
     params = [*(f"{key} = {value!r}" for key, value in own.items()), *gin_params]
-    defaults = {f"DecoderConfig.{f.name}": Binding(f.default, "its default") for f in fields(DecoderConfig)}
-    bindings = defaults | collect([row.file, *gin_files], params)
-    run = config.build(bindings | _scaled(bindings, scale))
+    family = FAMILIES[papers["RunConfig.model"].value].config
+    defaults = {f"{family.__name__}.{f.name}": Binding(f.default, "its default") for f in fields(family)}
+    bindings = defaults | collect([*row.files, *gin_files], params)
+    bindings |= _changed(bindings, _scaled(bindings, scale, family.__name__), scale)
+    if scale.keep_share_of_steps:
+        whole, steps = papers["TrainingConfig.num_steps"].value, bindings["TrainingConfig.num_steps"].value
+        bindings |= _changed(bindings, _with_share_of_steps(bindings, steps / whole), scale)
+    if scale.lanes > 1:
+        n, tokens = (bindings[f"ReaderConfig.{name}"].value for name in ("segment_length", "tokens_per_step"))
+        bindings |= _changed(bindings, {"ReaderConfig.tokens_per_step": n * max(tokens // n // scale.lanes, 1)}, scale)
+    run = config.build(bindings)
+    if scale.targets and not bindings["TrainingConfig.num_steps"].origin.startswith("--"):
+        run = replace(run, training=replace(run.training, num_steps=_steps_of(run, scale.targets)))
     if not own:
         return run
     return replace(run, data=replace(run.data, store=f"{run.data.store}_{row.name}"))
 
 
-def _scaled(bindings: Bindings, scale: Scale) -> Bindings:
-    """The bindings that differ at a scale, but for those that the user settled."""
+def _changed(bindings: Bindings, values: Mapping[str, Any], scale: Scale) -> Bindings:
+    """These values as bindings, but for those that the user settled."""
     origin = f"the scale 1/{scale.divisor}"
-    rules = scale.rules()
-    values = {key: rules[key](binding.value) for key, binding in bindings.items() if key in rules}
-    num_layers = bindings["DecoderConfig.num_layers"].value
-    total = num_layers + bindings["DecoderConfig.extra_layers"].value
-    values["DecoderConfig.num_layers"] = num_layers // scale.layers
-    if scale.layers > 1:
-        for name in ("DecoderConfig.recurrent_layers", "DecoderConfig.memory_layers"):
-            values[name] = tuple(layer % total // scale.layers for layer in bindings[name].value)
-    values |= scale.bindings
     return {
         key: Binding(value, origin)
         for key, value in values.items()
         if key not in bindings or not bindings[key].origin.startswith("--")
     }
+
+
+def _scaled(bindings: Bindings, scale: Scale, model: str) -> dict[str, Any]:
+    """Lengths, widths and layers at a scale, and what it binds."""
+    rules = scale.rules(model)
+    values = {key: rules[key](binding.value) for key, binding in bindings.items() if key in rules}
+    if scale.layers > 1:
+        num_layers = bindings[f"{model}.num_layers"].value
+        values[f"{model}.num_layers"] = num_layers // scale.layers
+        total = num_layers + (bindings[extra].value if (extra := f"{model}.extra_layers") in bindings else 0)
+        for name in SPECIAL_LAYERS:
+            if (key := f"{model}.{name}") in bindings:
+                values[key] = tuple(layer % total // scale.layers for layer in bindings[key].value)
+    return {**values, **scale.bindings}
+
+
+def _with_share_of_steps(bindings: Bindings, share: float) -> dict[str, Any]:
+    """The steps of warmup and first stages in a run that has this share of the paper's."""
+    values: dict[str, Any] = {"ScheduleConfig.warmup_steps": int(bindings["ScheduleConfig.warmup_steps"].value * share)}
+    if (key := "StagesConfig.num_steps") in bindings:
+        values[key] = tuple(max(round(steps * share), 1) for steps in bindings[key].value)
+    return values
+
+
+def _steps_of(run: RunConfig, targets: int) -> int:
+    """Steps in which a run of windows has so many targets."""
+    window, overlap = run.model.window_length, 0 if run.data.train_disjoint else getattr(run.model, "overlap", 0)
+    return math.ceil(targets / (run.data.tokens_per_step * (window - overlap) / window))

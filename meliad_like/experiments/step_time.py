@@ -110,3 +110,22 @@ def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]
 def relative_time(rows: Mapping[str, Any], name: str, baseline: str) -> float:
     """The median over rounds of a step's time over that of the baseline in the same round."""
     return float(np.median(np.array(rows[name]["seconds"]) / np.array(rows[baseline]["seconds"])))
+
+
+def in_shares(parts: Mapping[str, Any], shares: Mapping[str, float]) -> dict[str, Any]:
+    """What a training takes on average that has several kinds of steps, one after the other.
+
+    Args:
+      parts: as `rows` of `time_in_turn`.
+      shares: of the steps, by the names of their parts; they add up to 1.
+    """
+    if len(shares) == 1:
+        return dict(parts[next(iter(shares))])
+    seconds = {name: np.array(parts[name]["seconds"]) for name in shares}
+    used = {name: share * float(np.median(seconds[name])) for name, share in shares.items()}
+    return {
+        "seconds": np.sum([share * seconds[name] for name, share in shares.items()], axis=0).tolist(),
+        "memory_bytes": max(parts[name]["memory_bytes"] for name in shares),
+        "compile_seconds": sum(parts[name]["compile_seconds"] for name in shares),
+        "share_of_peak": sum(used[name] * parts[name]["share_of_peak"] for name in shares) / sum(used.values()),
+    }

@@ -1,78 +1,10 @@
 """The rows of tables 1, 3, 4 and 5 of Block-Recurrent Transformers (arXiv:2203.07852), and the paper's own figures."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from meliad_like.errors import UserError
+from meliad_like.experiments.tables.table import MEASURES, Panel, Row, Table
 
 FOLDER = "block_recurrent"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model of a table."""
-
-    name: str
-    """As `--row` takes it: its gin file's name."""
-    label: str
-    """As the paper calls it."""
-    file: str
-    """Its gin file, at the paper's size."""
-    baseline: str
-    """The row that it is compared with: by step time, and by bits per byte within a seed."""
-    paper: Mapping[str, float] = field(default_factory=dict)
-    """The paper's figures by the names of its columns."""
-    shares: str = ""
-    """The row whose runs are this one's as well, because it is the same model."""
-    series: str = ""
-    """The line of the picture that it is a point of."""
-    vocabulary_size: int = 0
-    """Of a row that has a vocabulary of its own; 0: the task's."""
-
-    @property
-    def run_name(self) -> str:
-        return self.shares or self.name
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One picture: a measure of some series of rows."""
-
-    measure: str
-    """A figure of `results.RowResult`."""
-    paper: str
-    """The paper's column of that measure."""
-    x: str = ""
-    """What the series run over: a figure as well; "": no lines, but one place for each row."""
-    series: tuple[str, ...] = ()
-    paper_x: Mapping[str, float] = field(default_factory=dict)
-    """Where the paper's rows lie."""
-    comparable: bool = False
-    """Whether the paper's figures and ours are of the same thing."""
-
-
-@dataclass(frozen=True)
-class Table:
-    name: str
-    title: str
-    rows: tuple[Row, ...]
-    panels: tuple[Panel, ...]
-    measures: tuple[str, ...] = ()
-    """Figures that this table has beside those of all tables."""
-
-    def row(self, name: str) -> Row:
-        """
-        Raises:
-          UserError: there is none of this name.
-        """
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise UserError(f"{self.name} has no row {name}; it has {', '.join(row.name for row in self.rows)}")
-
-    @property
-    def paper_columns(self) -> list[str]:
-        return list(dict.fromkeys(column for row in self.rows for column in row.paper))
 
 
 def _table1() -> Table:
@@ -202,7 +134,7 @@ def _table5() -> Table:
         Panel("tokens_per_word", "scale factor", "vocabulary_size", ("Rec:fixed:skip",), paper_x),
         Panel("bits_per_token", "bits per token", "vocabulary_size", ("Rec:fixed:skip",), paper_x),
     )
-    measures = ("vocabulary_size", "num_tokens", "tokens_per_word", "word_perplexity")
+    measures = (*MEASURES, "vocabulary_size", "num_tokens", "tokens_per_word", "word_perplexity")
     return Table("table5", "Table 5 and figure 7: vocabularies", rows, panels, measures)
 
 

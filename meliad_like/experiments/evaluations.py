@@ -1,0 +1,139 @@
+"""What is measured of a trained row: by document, or by the protocols of the Shortformer paper."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from meliad_like.config import RunConfig
+from meliad_like.data.stream import Concatenated
+from meliad_like.data.token_store import Split, count_words
+from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.evaluation import protocols, report
+from meliad_like.evaluation.perplexity import Documents, Evaluator
+from meliad_like.models.model import Model
+
+STRIDES_IN_WINDOW = 6
+"""Of sliding windows; the paper's are of 512 new tokens in 3,072 (section 4.2)."""
+
+
+TOKENS_OF_A_BEGINNING = 1000
+"""Where a part is evaluated, more documents are taken only if so much of each is."""
+
+
+class Beginnings:
+    """The beginnings of a split's first documents: what is evaluated where all of it would take too long."""
+
+    def __init__(self, split: Split, vocabulary: Vocabulary, max_tokens: int):
+        """
+        Args:
+          split: the documents.
+          vocabulary: says how many bytes and words a beginning has.
+          max_tokens: in all; every document has the same share, if it is so long.
+        """
+        num_documents = min(max(max_tokens // TOKENS_OF_A_BEGINNING, 1), len(split.lengths))
+        self._split = split
+        self.names: Sequence[str] = split.names[:num_documents]
+        self.lengths = np.minimum(split.lengths[:num_documents], max(max_tokens // num_documents, 2))
+        texts = [vocabulary.decode_bytes(split.tokens(i, 0, int(n))) for i, n in enumerate(self.lengths)]
+        cut = self.lengths < split.lengths[:num_documents]
+        counts = ([len(text) for text in texts], [count_words(text.decode(errors="replace")) for text in texts])
+        whole = (split.num_bytes, split.num_words)
+        self.num_bytes, self.num_words = (np.where(cut, c, w[:num_documents]) for c, w in zip(counts, whole))
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
+        return self._split.tokens(document, start, stop)
+
+
+def by_document(
+    model: Model, params: Any, documents: Documents, mesh: Mesh, run: RunConfig, split: str, path: Path
+) -> dict[str, float]:
+    """Every token of the documents, each read from its beginning with all that the model remembers.
+
+    Args:
+      model, params: the params are on the mesh.
+      documents: of a split, or of a part of it.
+      mesh: where they are evaluated.
+      run: how long segments are, and how many lanes there are at most.
+      split: its name.
+      path: of the JSON file for all figures, with a row for each document.
+    """
+    evaluator = Evaluator(
+        model,
+        documents,
+        mesh,
+        name=split,
+        segment_length=run.data.segment_length,
+        max_lanes=run.data.num_lanes,
+        loss_slice=run.training.loss_slice,
+    )
+    evaluation = evaluator(params)
+    report.write(evaluation, path)
+    costs = {f"flops_{how}": flops for how, flops in model.flops_per_prediction.items()}
+    return {name: getattr(evaluation, name) for name in report.FIGURES} | costs
+
+
+def by_protocol(
+    model: Model,
+    params: Any,
+    documents: Documents,
+    few: Documents,
+    mesh: Mesh,
+    run: RunConfig,
+    end_of_document: int,
+) -> dict[str, float]:
+    """The documents as one stream, one lane, as Shortformer's tables have it (sections 2 and 5).
+
+    By disjoint segments, going on with what the model remembers (`perplexity`, `bits_per_byte`, `tokens_per_second`).
+    By sliding windows, if the model remembers nothing (`sliding_...`): the paper slides no others, which predict no
+    better for it. And a few tokens one by one, for their time alone (`single_tokens_per_second`): by decoding, or where
+    nothing is remembered by a window for each.
+
+    Args:
+      documents: of a split, or of a part of it.
+      few: whose tokens are predicted one by one, after a first window.
+    """
+    window = run.data.segment_length
+    # A block's first token attends to itself at least.
+    remembers = int(model.num_visible(np.array(model.config.window_length))) > 1
+
+    def evaluate(
+        documents: Documents, protocol: protocols.ProtocolName, stride: int | None = None
+    ) -> protocols.ProtocolScore:
+        return protocols.evaluate(
+            model,
+            params,
+            Concatenated(documents, model.vocabulary_size, end_of_document),
+            protocol,
+            segment_length=window,
+            mesh=mesh,
+            stride=stride,
+            loss_slice=run.training.loss_slice,
+        )
+
+    score = evaluate(documents, "segments")
+    num_bytes = int(np.sum(documents.num_bytes))
+    figures = {
+        "bits_per_token": score.bits_per_token,
+        "perplexity": score.perplexity,
+        "bits_per_byte": score.nats / math.log(2) / num_bytes,
+        "tokens_per_second": score.tokens_per_second,
+        "num_documents": len(documents.lengths),
+        "num_tokens": score.num_tokens,
+        "num_bytes": num_bytes,
+    }
+    if remembers:
+        return figures | {"single_tokens_per_second": evaluate(few, "token_by_token").tokens_per_second}
+    sliding = evaluate(documents, "sliding", max(window // STRIDES_IN_WINDOW, 1))
+    single = evaluate(few, "sliding", 1)
+    # The first window predicts all its tokens at once.
+    num_windows = 1 + max(single.num_tokens - window, 0)
+    return figures | {
+        "sliding_perplexity": sliding.perplexity,
+        "sliding_bits_per_byte": sliding.nats / math.log(2) / num_bytes,
+        "sliding_tokens_per_second": sliding.tokens_per_second,
+        "single_tokens_per_second": num_windows / single.seconds,
+    }

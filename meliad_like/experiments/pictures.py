@@ -1,0 +1,130 @@
+"""Tables as pictures: ours, and the paper's, which are of other documents."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from meliad_like.experiments.results import RowResult
+from meliad_like.experiments.tables import Panel, Table
+
+COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c", "#8a4fa3", "#b0892c", "#4aa3b5", "#c2477a")
+FRONT = "#222222"
+
+
+def draw(table: Table, results: Sequence[RowResult], path: Path) -> None:
+    """Ours and the paper's, each with its own axis where the documents decide: they are not the same."""
+    panels = table.panels
+    if not panels[0].x:
+        picture = Figure(figsize=(4.2 * len(panels) + 3, 0.32 * len(results) + 1.4), dpi=120, layout="constrained")
+        row_of_axes = np.atleast_1d(picture.subplots(1, len(panels), sharey=True))
+        row_of_axes[0].invert_yaxis()
+        for axes, panel in zip(row_of_axes, panels):
+            _draw_by_row(axes, results, panel)
+    else:
+        picture = Figure(figsize=(4.6 * len(panels) + 0.5, 7), dpi=120, layout="constrained")
+        for (ours, papers), panel in zip(picture.subplots(2, len(panels), squeeze=False).T, panels):
+            _draw_by_figure(ours, results, panel, "here")
+            if panel.paper:
+                _draw_by_figure(papers, results, panel, "in the paper")
+            else:
+                papers.set_axis_off()
+    picture.savefig(path)
+
+
+def on_front(points: Float[np.ndarray, "points 2"]) -> Bool[np.ndarray, " points"]:
+    """Which points no other one beats: none is at most as large in both coordinates, and smaller in one of them."""
+    at_most = (points[None] <= points[:, None]).all(axis=-1)
+    smaller = (points[None] < points[:, None]).any(axis=-1)
+    return np.logical_not((at_most & smaller).any(axis=1))
+
+
+def _draw_by_figure(axes: Axes, results: Sequence[RowResult], panel: Panel, where: str) -> None:
+    """Lines over a figure of the rows, and single rows."""
+    here = where == "here"
+    by_name = {result.row.name: result for result in results}
+    members = {name: [result for result in results if result.row.series == name] for name in panel.series}
+    members |= {name: [by_name[row] for row in rows if row in by_name] for name, rows in panel.lines.items()}
+    lines = {name: np.array([_point(r, panel, here) for r in rows]).reshape(-1, 3) for name, rows in members.items()}
+    lines = {
+        name: line for name, line in lines.items() if np.isfinite(line[:, :2]).all(axis=1).any() or not panel.lines
+    }
+    for i, (name, line) in enumerate(lines.items()):
+        x, y, error = line[np.argsort(line[:, 0], kind="stable")].T
+        axes.errorbar(x, y, yerr=error, fmt="o-", color=COLOURS[i % len(COLOURS)], capsize=3, label=name)
+    for i, (row, name) in enumerate(panel.points.items()):
+        if row in by_name:
+            x, y, error = _point(by_name[row], panel, here)
+            axes.errorbar([x], [y], yerr=[error], fmt="o", color=COLOURS[i], capsize=3, label=name)
+    if panel.reference in by_name:
+        result = by_name[panel.reference]
+        height = result.mean(panel.measure) if here else result.row.paper[panel.paper]
+        axes.axhline(height, color="grey", linestyle="--", label=result.row.label)
+    if panel.front:
+        points = np.concatenate([line[:, :2] for line in lines.values()] or [np.zeros((0, 2))])
+        points = points[np.isfinite(points).all(axis=1)]
+        front = points[on_front(points)]
+        front = front[np.argsort(front[:, 0])]
+        axes.plot(*front.T, "o", color=FRONT, fillstyle="none", markersize=11, linestyle=":", label="Pareto front")
+    _label(axes, panel, where)
+
+
+def _point(result: RowResult, panel: Panel, here: bool) -> tuple[float, float, float]:
+    """Place, height and error; NaN for what is not known."""
+    if not here:
+        name, paper = result.row.name, result.row.paper
+        return panel.paper_x.get(name, math.nan), paper.get(panel.paper, math.nan), 0.0
+    return result.mean(panel.x), result.mean(panel.measure), _drawn_error(result, panel.measure)
+
+
+def _label(axes: Axes, panel: Panel, where: str) -> None:
+    if panel.logarithmic:
+        axes.set_xscale("log")
+        ticks: list[float] = []
+        places = [np.asarray(line.get_xdata()) for line in axes.lines if line.get_linestyle() != "--"]
+        for x in sorted(float(x) for line in places for x in line if math.isfinite(x)):
+            if not ticks or x > 1.2 * ticks[-1]:
+                ticks.append(x)
+        axes.set_xticks(ticks, [_short(x) for x in ticks], rotation=30)
+        axes.minorticks_off()
+    label = panel.x.replace("_", " ").removeprefix("num ")
+    axes.set(xlabel=label, ylabel=panel.measure.replace("_", " "), title=where)
+    axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False)
+
+
+def _draw_by_row(axes: Axes, results: Sequence[RowResult], panel: Panel) -> None:
+    """One place for each row; the paper's points on an axis of their own at the top, if they can't be compared."""
+    places = range(len(results))
+    errors = [_drawn_error(result, panel.measure) for result in results]
+    values = [result.mean(panel.measure) for result in results]
+    axes.errorbar(values, places, xerr=errors, fmt="o", color=COLOURS[0], capsize=3)
+    axes.set_yticks(places, [result.row.label for result in results])
+    axes.grid(alpha=0.25)
+    papers = [result.row.paper.get(panel.paper, math.nan) for result in results]
+    label = panel.measure.replace("_", " ")
+    if panel.comparable:
+        axes.plot(papers, places, "x", color=COLOURS[1])
+        axes.set_xlabel(f"{label}, here (dots) and in the paper (crosses)")
+        return
+    axes.set_xlabel(f"{label}, here (dots)", color=COLOURS[0])
+    above = axes.twiny()
+    above.plot(papers, places, "x", color=COLOURS[1])
+    above.set_xlabel(f"{panel.paper}, in the paper (crosses)", color=COLOURS[1])
+
+
+def _drawn_error(result: RowResult, measure: str) -> float:
+    error = result.error(measure)
+    return 0.0 if math.isnan(error) else error
+
+
+def _short(number: float) -> str:
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 10 * unit or (number >= unit and name != "k"):
+            return f"{number / unit:.3g}{name}"
+    return f"{number:,.0f}"

@@ -1,0 +1,160 @@
+"""The rows of tables 1 and 2 and the points of figures 4 and 5 of Adding Recurrence to Pretrained Transformers
+(arXiv:2008.07027), of GPT-2 small, and the paper's own figures; and windows of 128 tokens, which it doesn't have.
+
+What is not recurrent is trained once for each window, and evaluated at every overlap.
+"""
+
+from meliad_like.experiments.scales import Scale
+from meliad_like.experiments.tables.table import Panel, Row, Table
+
+FOLDER = "recurrent_pretrained"
+COLUMNS = ("WikiText-103 validation", "WikiText-103 test", "PG-19 validation", "PG-19 test")
+VALIDATION, FLOPS = "PG-19 validation", "MFLOP a token"
+KINDS = {"baseline": "no recurrence", "recurrent": "recurrence"}
+# Perplexities by word of windows of 300 tokens, by overlap, in the order of COLUMNS.
+BASELINE = {
+    0: (29.00, 30.47, 172.25, 147.71),
+    5: (27.99, 29.36, 165.93, 142.30),
+    10: (27.58, 28.88, 162.66, 139.49),
+    30: (26.72, 27.96, 156.21, 134.30),
+    50: (26.17, 27.31, 152.64, 131.25),
+    75: (None, None, 149.54, 128.46),
+    100: (None, None, 147.05, 126.51),
+    150: (None, None, 143.62, 123.53),
+    200: (None, None, 141.14, 121.40),
+}
+RECURRENT = {
+    0: (27.70, 29.01, 155.27, 133.02),
+    5: (26.88, 28.12, 150.00, 128.78),
+    10: (26.51, 27.77, 147.53, 127.05),
+    30: (25.90, 27.12, 142.35, 122.22),
+    50: (25.53, 26.73, 140.10, 119.93),
+}
+# Operations for a token in millions, by overlap.
+MEGAFLOPS = {0: 175, 5: 178, 10: 181, 30: 194, 50: 210, 75: 233, 100: 262, 150: 350, 200: 525}
+OF_THE_FIGURES = {"baseline": (0, 30, 50), "recurrent": (0,)}
+# By window and kind.
+OVERLAPS = {
+    128: {"baseline": (0, 30), "recurrent": (0, 30)},
+    200: OF_THE_FIGURES,
+    300: {"baseline": tuple(BASELINE), "recurrent": tuple(RECURRENT)},
+    400: OF_THE_FIGURES,
+    500: OF_THE_FIGURES,
+    600: OF_THE_FIGURES,
+}
+
+SCALES = {
+    # Nothing of the model, its windows and their number is made smaller, but how long it is trained: 100,000 targets.
+    "tiny": Scale(
+        lanes=4,
+        targets=100_000,
+        bindings={
+            "PretrainedConfig.dropout_rate": 0.0,
+            "ScheduleConfig.max_rate": 1e-4,
+            "ScheduleConfig.min_rate": 1e-4,
+            "ScheduleConfig.warmup_steps": 4,
+            "TrainingConfig.log_every": 1,
+            # In so few steps the last parameters are the best ones.
+            "TrainingConfig.evaluate_every": 0,
+            "TrainingConfig.keep_best": False,
+            "TrainingConfig.checkpoint_every": 4,
+            "TrainingConfig.checkpoints_kept": 1,
+        },
+        max_tokens=40_000,
+    ),
+    "small": Scale(
+        targets=4_000_000,
+        bindings={
+            "ScheduleConfig.warmup_steps": 50,
+            "TrainingConfig.evaluate_every": 40,
+            "TrainingConfig.checkpoint_every": 40,
+            "TrainingConfig.checkpoints_kept": 1,
+        },
+    ),
+    "paper": Scale(),
+}
+
+
+def _rows() -> tuple[Row, ...]:
+    def row(kind: str, window: int, overlap: int, *, extra: bool, file: str = "") -> Row:
+        name = f"{kind}_{window}_{overlap}"
+        parts = (f"{FOLDER}/{kind}.gin", f"{FOLDER}/window_{window}.gin", f"{FOLDER}/overlap_{overlap}.gin")
+        paper = {}
+        if window == 300:
+            figures = {"baseline": BASELINE, "recurrent": RECURRENT}[kind][overlap]
+            paper = {column: value for column, value in zip(COLUMNS, figures) if value is not None}
+            paper[FLOPS] = MEGAFLOPS[overlap]
+        first = f"baseline_{window}_0"
+        return Row(
+            name,
+            f"{KINDS[kind]}, T {window}, overlap {overlap}",
+            f"{FOLDER}/{file}.gin" if file else parts[0],
+            f"baseline_{window}_{overlap}",
+            paper,
+            more_files=() if file else parts[1:],
+            trained_as=first if kind == "baseline" and name != first else "",
+            extra=extra,
+        )
+
+    rows = []
+    for window, kinds in OVERLAPS.items():
+        for kind, overlaps in kinds.items():
+            for overlap in overlaps:
+                file = {
+                    128: "",
+                    300: f"tables/{kind}_overlap_{overlap}",
+                }.get(window, f"figures/{kind}_window_{window}_overlap_{overlap}")
+                extra = window not in (128, 300) or overlap not in (0, 30)
+                rows.append(row(kind, window, overlap, extra=extra, file=file))
+    return tuple(rows)
+
+
+def _lines(rows: tuple[Row, ...], label: str, values: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
+    """Rows by their kind and one of the numbers in their names, of which those in `values`."""
+    place = {"T": 1, "overlap": 2}[label]
+    parts = [row.name.split("_") for row in rows]
+    return {
+        f"{name}, {label} {value}": tuple("_".join(p) for p in parts if (p[0], p[place]) == (kind, str(value)))
+        for kind, name in KINDS.items()
+        for value in values
+    }
+
+
+def _table() -> Table:
+    rows = _rows()
+    flops = {row.name: row.paper[FLOPS] for row in rows if row.paper}
+    by_overlap, by_window = _lines(rows, "overlap", (0, 30, 50)), _lines(rows, "T", (128, 300))
+    panels = (
+        # Figures 4 and 5, which the paper has as pictures alone.
+        Panel("word_perplexity", "", "window_length", lines=by_overlap, logarithmic=False),
+        Panel("word_perplexity", "", "flops_by_the_paper", lines=by_overlap, front=True, logarithmic=False),
+        # Table 2 as a picture.
+        Panel(
+            "word_perplexity",
+            VALIDATION,
+            "flops_by_the_paper",
+            lines=by_window,
+            paper_x=flops,
+            front=True,
+            logarithmic=False,
+        ),
+    )
+    measures = (
+        "window_length",
+        "overlap",
+        "parameters",
+        "word_perplexity",
+        "perplexity",
+        "bits_per_byte",
+        "difference",
+        "flops_by_the_paper",
+        "flops_as_counted",
+        "logged_tokens_per_second",
+        "tokens_per_second",
+        "seconds",
+    )
+    title = "Tables 1 and 2, figures 4 and 5: a recurrence for a pretrained model"
+    return Table("recurrence", title, rows, panels, measures, scales=SCALES, pretrained=True)
+
+
+TABLE = _table()

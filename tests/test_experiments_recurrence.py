@@ -1,0 +1,253 @@
+"""The recurrence for pretrained models as tables and figures: rows, two of them from a tiny model, and the report."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from tiny_run import mesh_of_the_first_devices
+
+from meliad_like import config
+from meliad_like.config.search import shipped_files
+from meliad_like.conversion.huggingface import Pretrained, write_huggingface
+from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained
+from meliad_like.data.preparation import prepare
+from meliad_like.data.tokenizers_vocabulary import _byte_characters
+from meliad_like.errors import UserError
+from meliad_like.experiments import report
+from meliad_like.experiments.experiment import Experiment
+from meliad_like.experiments.pictures import on_front
+from meliad_like.experiments.pretrained import bindings_of
+from meliad_like.experiments.results import gather
+from meliad_like.experiments.scales import Scale, configure
+from meliad_like.experiments.tables import SUBJECTS
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+
+TABLE = SUBJECTS["recurrence"]
+DECODER = PretrainedConfig(
+    num_layers=2,
+    model_width=16,
+    num_heads=2,
+    num_key_value_heads=2,
+    head_size=8,
+    feedforward_width=16,
+    max_positions=130,
+    window_length=128,
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["baseline_128_30", "baseline_300_200", "recurrent_128_0", "recurrent_300_5", "baseline_600_50"]
+)
+def test_a_row_is_its_gin_files(name):
+    kind, window, overlap = name.split("_")
+    model = configure(TABLE.row(name), TABLE.scales["paper"]).model
+    assert (model.window_length, model.overlap, model.recurrent) == (int(window), int(overlap), kind == "recurrent")
+
+
+def test_every_file_is_a_row():
+    files = {
+        name for name in shipped_files() if name.startswith(("recurrent_pretrained/tables/", "recurrent_pretrained/f"))
+    }
+    missing = files - {row.file for row in TABLE.rows}
+    # What tables and figures both have is there once.
+    for name in missing:
+        assert "window_300" in name
+        twin = name.replace("figures/", "tables/").replace("window_300_", "")
+        assert config.parse([name]) == config.parse([twin])
+    assert len(missing) == 4
+
+
+def test_what_is_not_recurrent_is_trained_once_for_each_window():
+    trainings = {row.run_name for row in TABLE.rows if not row.extra}
+    assert trainings == {f"recurrent_{w}_{o}" for w in (128, 300) for o in (0, 30)} | {
+        "baseline_128_0",
+        "baseline_300_0",
+    }
+    assert {TABLE.row(f"baseline_300_{o}").run_name for o in (0, 5, 200)} == {"baseline_300_0"}
+    assert TABLE.row("recurrent_300_30").baseline == "baseline_300_30"
+
+
+@pytest.mark.parametrize(
+    "row, column, value",
+    [
+        ("baseline_300_0", "WikiText-103 validation", 29.00),
+        ("baseline_300_200", "PG-19 test", 121.40),
+        ("recurrent_300_30", "WikiText-103 test", 27.12),
+        ("recurrent_300_5", "PG-19 validation", 150.00),
+        ("recurrent_300_50", "MFLOP a token", 210),
+        ("baseline_300_100", "MFLOP a token", 262),
+    ],
+)
+def test_figures_of_the_paper(row, column, value):
+    assert TABLE.row(row).paper[column] == value
+
+
+def test_all_rows_have_as_many_targets():
+    for name in ("tiny", "small"):
+        scale = TABLE.scales[name]
+        for row in TABLE.rows:
+            run = configure(row, scale)
+            repeated = run.model.overlap if run.model.recurrent else 0
+            new = run.data.tokens_per_step * (1 - repeated / run.model.window_length)
+            assert scale.targets <= run.training.num_steps * new < scale.targets + new
+    tiny = configure(TABLE.row("recurrent_300_0"), TABLE.scales["tiny"])
+    assert (tiny.data.segment_length, tiny.data.tokens_per_step, tiny.training.num_steps) == (6000, 6000, 17)
+    bound = configure(TABLE.row("recurrent_300_0"), TABLE.scales["tiny"], gin_params=["TrainingConfig.num_steps = 3"])
+    assert bound.training.num_steps == 3
+
+
+def test_the_front_of_some_points():
+    points = np.array([[1, 9], [2, 7], [2, 8], [3, 7], [4, 5], [5, 6], [4, 5]], float)
+    # Of equal points neither beats the other.
+    assert on_front(points).tolist() == [True, True, False, False, True, False, True]
+    assert on_front(np.zeros((0, 2))).tolist() == []
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Our checkpoint of a random GPT-2, documents, and a task that names them."""
+    folder = tmp_path_factory.mktemp("recurrence")
+    (folder / "theirs").mkdir()
+    write_huggingface(Pretrained(DECODER, 257, Model(DECODER, 257).init(jax.random.key(0))), 256, folder / "theirs")
+    tokens = [*_byte_characters().values(), "<|endoftext|>"]
+    (folder / "theirs" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (folder / "theirs" / "merges.txt").write_text("#version: 0.2\n")
+    for split in ("train", "validation", "test"):
+        (folder / "documents" / split).mkdir(parents=True)
+        (folder / "documents" / split / "rose.txt").write_text("a rose is a rose is " * 20)
+    task = [
+        "SourceConfig.kind = 'text'",
+        f"SourceConfig.folder = '{folder / 'documents'}'",
+        "VocabularyConfig.kind = 'bytes'",
+        f"ReaderConfig.store = '{folder / 'store'}'",
+    ]
+    (folder / "task.gin").write_text("\n".join(task))
+    vocabulary = [f"VocabularyConfig.model_file = '{folder / 'theirs'}'"]
+    convert_from_pretrained("huggingface", folder / "theirs", [], vocabulary, folder / "gpt2" / "checkpoints")
+    return folder
+
+
+def experiment(place, **changes) -> Experiment:
+    bindings = {"PretrainedConfig.recurrence_width": 4, "TrainingConfig.log_every": 1, "MeshConfig.data": 1}
+    scale = Scale(lanes=8, targets=4000, bindings=bindings | {"TrainingConfig.evaluate_every": 2}, max_tokens=300)
+    return Experiment(
+        table=dataclasses.replace(TABLE, scales={"tiny": scale}),
+        scale_name="tiny",
+        gin_files=(str(place / "task.gin"),),
+        gin_params=("PretrainedConfig.dropout_rate = 0.0", *changes.pop("gin_params", ())),
+        folder=place / "runs",
+        seeds=(0,),
+        load_dir=str(place / "gpt2"),
+        chosen=("baseline_128_0", "baseline_128_30", "recurrent_128_30"),
+        **changes,
+    )
+
+
+def test_rows_begin_with_the_pretrained_model_and_its_vocabulary(place):
+    job = experiment(place).job(TABLE.row("baseline_128_30"), 0)
+    assert (job.run.model.num_layers, job.run.model.max_positions) == (2, 130)
+    assert job.run.vocabulary.kind == "tokenizers"
+    assert job.run.data.store == f"{place / 'store'}_gpt2"
+    # Trained as another row, and evaluated as itself.
+    assert (job.run.model.overlap, job.evaluated.model.overlap) == (0, 30)
+    assert job.workdir.name == "baseline_128_0-0"
+    own = experiment(place, gin_params=("ReaderConfig.store = 'mine'",))
+    assert own.job(TABLE.row("baseline_128_0"), 0).run.data.store == "mine"
+
+
+def test_rows_are_trained_and_evaluated(place, monkeypatch):
+    made = experiment(place)
+    for module in ("training.setup", "experiments.jobs"):
+        monkeypatch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
+    run = made.job(TABLE.row("baseline_128_0"), 0).run
+    prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
+    assert [made.work(f"{name},0") for name in ("baseline_128_0", "recurrent_128_30")] == [0, 0]
+    assert all(made.job(row, 0).finished("test") for row in made.rows)
+    results = {r.row.name: r for r in gather(TABLE, made.folder, [0], "test")}
+    disjoint, overlapping, recurrent = (results[name] for name in made.chosen)
+    # 300 tokens, of which the first is not predicted.
+    assert disjoint.mean("num_tokens") == overlapping.mean("num_tokens") == 299
+    assert disjoint.mean("word_perplexity") != overlapping.mean("word_perplexity")
+    repeated = overlapping.mean("flops_by_the_paper") / disjoint.mean("flops_by_the_paper")
+    assert repeated == pytest.approx(128 / 98)
+    assert recurrent.mean("flops_as_counted") > overlapping.mean("flops_as_counted")
+    assert recurrent.mean("parameters") > disjoint.mean("parameters")
+    assert recurrent.mean("logged_tokens_per_second") > 0
+    # 4,000 targets are two steps of 2,560 tokens, or three where a window repeats 30 of 128.
+    assert (disjoint.mean("num_steps"), recurrent.mean("num_steps")) == (2, 3)
+    assert {path.name for path in (made.folder / "baseline_128_0-0").glob("*.json")} == {
+        "config.json", "result.json", "baseline_128_30.json", "test.json", "test_baseline_128_30.json",
+    }  # fmt: skip
+
+
+def test_what_is_no_pretrained_model_is_named(place, tmp_path):
+    with pytest.raises(
+        UserError, match=r"no pretrained model at --load_dir=.*/none: python -m meliad_like.convert hugg"
+    ):
+        bindings_of(tmp_path / "none")
+    settings = place / "gpt2" / "checkpoints" / "vocabulary" / "vocabulary.json"
+    saved = settings.read_text()
+    settings.write_text(saved.replace('"tokenizers"', '"bytes"'))
+    with pytest.raises(UserError, match="holds PretrainedConfig with a vocabulary of bytes, not a pretrained model"):
+        bindings_of(place / "gpt2")
+    settings.write_text(saved)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["recurrence"],
+            "recurrence begins with a pretrained model: give --load_dir=DIR; python -m meliad_like.convert",
+        ),
+        (["table1", "--load_dir=x"], "--load_dir has no effect on table1, whose rows are trained from nothing"),
+    ],
+)
+def test_a_model_that_is_missing_or_too_much_is_one_line(arguments, message):
+    command = [sys.executable, "-m", "meliad_like.experiments", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
+def write_result(folder, row, perplexity: float) -> None:
+    _, window, overlap = row.name.split("_")
+    known = {"window_length": int(window), "overlap": int(overlap), "num_steps": 17, "tokens_per_step": 6000}
+    known |= {"parameters": 1000, "device": "CPU", "seconds": 60.0, "seed": 0, "logged_tokens_per_second": 90.0}
+    flops = 1.75e8 * (1 + int(window) / 3000) * int(window) / (int(window) - int(overlap))
+    found = {"word_perplexity": perplexity, "perplexity": perplexity / 4, "bits_per_byte": perplexity / 100}
+    found |= {"flops_by_the_paper": flops, "flops_as_counted": 2 * flops, "tokens_per_second": 100.0}
+    found |= {"num_documents": 2, "num_bytes": 5000, "num_tokens": 1200, "max_tokens": None}
+    (folder / f"{row.run_name}-0").mkdir(exist_ok=True)
+    name = f"{row.name}.json" if row.trained_as else "result.json"
+    (folder / f"{row.run_name}-0" / name).write_text(json.dumps(known | {"splits": {"test": found}}))
+
+
+def test_the_report(tmp_path):
+    for name, perplexity in (("baseline_300_0", 60.0), ("baseline_300_30", 58.0), ("recurrent_300_30", 55.0)):
+        write_result(tmp_path, TABLE.row(name), perplexity)
+    text = Experiment(TABLE, "tiny", (), (), tmp_path, (0,)).report()
+    assert "Scale tiny: 17 steps of 6,000 tokens; seeds 0. Evaluated on all of test: 2 documents, 5,000 bytes." in text
+    header, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if " | " in line]
+    rows = {line[0]: dict(zip(header, line)) for line in lines}
+    recurrent = rows["recurrence, T 300, overlap 30"]
+    assert (recurrent["word perplexity"], recurrent["difference"]) == ("55.00", "-0.0300")
+    assert recurrent["MFLOP a token by the paper's count"] == "213.9"
+    assert (recurrent["paper: PG-19 validation"], recurrent["paper: MFLOP a token"]) == ("142.35", "194")
+    assert rows["no recurrence, T 128, overlap 0"]["word perplexity"] == "-"
+    assert "step times" not in text
+    assert "no recurrence, T 300, overlap 30 (recurrence, T 300, overlap 30)" in text
+
+
+def test_the_picture(tmp_path):
+    report.draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
+    for i, row in enumerate(TABLE.rows):
+        write_result(tmp_path, row, 60.0 - i)
+    report.draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
+    assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size

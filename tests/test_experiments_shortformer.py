@@ -1,0 +1,215 @@
+"""The Shortformer paper's tables: their rows, what a scale makes of them, two of them trained, and the report."""
+
+import dataclasses
+import json
+
+import pytest
+import tiny_run
+from tiny_run import mesh_of_the_first_devices
+
+from meliad_like import config
+from meliad_like.config.search import shipped_files
+from meliad_like.experiments import report
+from meliad_like.experiments.experiment import Experiment
+from meliad_like.experiments.results import gather
+from meliad_like.experiments.scales import Scale, configure
+from meliad_like.experiments.step_time import in_shares
+from meliad_like.experiments.tables import SUBJECTS
+from meliad_like.training.stages import stages_of
+
+TABLE = SUBJECTS["shortformer"]
+EPOCH = 1401
+# L = 3072 becomes 96, 512 becomes 16 and 128 becomes 4; one layer of width 16.
+TINIEST = Scale(
+    divisor=64,
+    lengths=32,
+    layers=16,
+    bindings={
+        "ShortformerConfig.cutoffs": (),
+        "ReaderConfig.tokens_per_step": 192,
+        "TrainingConfig.num_steps": 6,
+        "TrainingConfig.log_every": 1,
+        "MeshConfig.data": 1,
+    },
+    keep_share_of_steps=True,
+    max_tokens=300,
+    timed_tokens=5,
+)
+
+
+def shape(run) -> tuple:
+    """Of each stage: steps, L and L'; and where positions are added."""
+    stages = [(s.last_step - s.first_step, s.run.data.segment_length, s.run.model.cache_length) for s in stages_of(run)]
+    return (*stages, run.model.position)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("baseline", ((286_000, 3072, 0), "input")),
+        ("baseline_256", ((286_000, 256, 0), "input")),
+        ("staged_64_175", ((175 * EPOCH, 64, 0), (286_000 - 175 * EPOCH, 3072, 0), "input")),
+        ("infused_cache_1024", ((286_000, 1024, 1024), "infused")),
+        ("infused_cache_512_256", ((286_000, 512, 256), "infused")),
+        ("cache_not_infused", ((286_000, 3072, 3072), "input")),
+        ("shortformer_128", ((100 * EPOCH, 128, 128), (286_000 - 100 * EPOCH, 512, 512), "infused")),
+    ],
+)
+def test_a_row_is_its_gin_files(name, expected):
+    assert shape(configure(TABLE.row(name), TABLE.scales["paper"])) == expected
+
+
+def test_every_file_of_tables_1_to_4_is_in_a_row():
+    folders = tuple(f"shortformer/{folder}/" for folder in ("table1", "table2", "table3", "table4", "unequal"))
+    files = {name for name in shipped_files() if name.startswith(folders)}
+    # What has no first stage is the PIA + cache of table 3.
+    assert files - {file for row in TABLE.rows for file in row.files} == {"shortformer/table4/one_stage.gin"}
+    assert len({row.name for row in TABLE.rows}) == len(TABLE.rows) == 8 + 7 * 8 + 8 + 2 + 3 + 4
+
+
+@pytest.mark.parametrize(
+    "row, column, value",
+    [
+        ("baseline", "perplexity", 18.65),
+        ("baseline", "training, tokens/s", 13_900),
+        ("baseline_1024", "perplexity, token by token", 17.97),
+        ("staged_32_25", "perplexity", 17.94),
+        ("staged_1536_200", "perplexity", 18.84),
+        ("staged_128_100", "step time", 0.74),
+        ("staged_128_50", "perplexity, sliding", 16.89),
+        ("infused_cache_512", "perplexity", 17.85),
+        ("infused_cache_64", "token by token, tokens/s", 51),
+        ("cache_not_infused", "perplexity", 41.59),
+        ("shortformer_128", "test perplexity", 18.15),
+    ],
+)
+def test_figures_of_the_paper(row, column, value):
+    assert TABLE.row(row).paper[column] == value
+
+
+def test_at_every_scale_rows_have_the_same_tokens_and_first_stages_their_share():
+    for name, scale in TABLE.scales.items():
+        runs = {row.name: configure(row, scale) for row in TABLE.rows if not row.extra}
+        assert len({(run.data.tokens_per_step, run.training.num_steps) for run in runs.values()}) == 1
+        for row, epochs in (("staged_128_50", 50), ("staged_512_150", 150), ("shortformer_64", 100)):
+            share = runs[row].stages.num_steps[0] / runs[row].training.num_steps
+            assert share == pytest.approx(epochs * EPOCH / 286_000, abs=0.001), name
+    tiny = configure(TABLE.row("shortformer_128"), TABLE.scales["tiny"])
+    assert shape(tiny) == ((294, 16, 16), (306, 64, 64), "infused")
+    assert (tiny.model.num_layers, tiny.model.model_width, tiny.model.num_heads, tiny.model.head_size) == (4, 64, 2, 32)
+    assert configure(TABLE.row("baseline"), TABLE.scales["tiny"]).data.segment_length == 384
+
+
+def test_first_stages_and_warmup_follow_the_users_number_of_steps():
+    run = configure(TABLE.row("staged_128_100"), TABLE.scales["tiny"], gin_params=["TrainingConfig.num_steps = 100"])
+    assert (run.stages.num_steps, run.schedule.warmup_steps) == ((49,), 5)
+    paper = configure(TABLE.row("staged_128_100"), TABLE.scales["paper"])
+    assert paper == config.parse(TABLE.row("staged_128_100").files)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A staged row and one with a cache, trained, evaluated and timed."""
+    folder = tmp_path_factory.mktemp("shortformer")
+    bindings = tiny_run.make_bindings(folder)
+    made = Experiment(
+        table=dataclasses.replace(TABLE, scales={"tiny": TINIEST}),
+        scale_name="tiny",
+        gin_files=(),
+        gin_params=tuple(
+            b for b in bindings if b.startswith(("SourceConfig", "ReaderConfig.store", "VocabularyConfig"))
+        ),
+        folder=folder,
+        seeds=(0,),
+        chosen=("staged_128_50", "infused_cache_512"),
+        split="validation",
+        repeats=2,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("training.setup", "experiments.jobs", "experiments.experiment"):
+            patch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
+        assert [made.work(f"{name},0") for name in made.chosen] == [0, 0]
+        assert made.work("step_time") == 0
+    return made
+
+
+def test_rows_are_evaluated_as_one_stream(trained):
+    staged, cached = (trained.job(trained.table.row(name), 0) for name in trained.chosen)
+    assert staged.finished("validation") and cached.finished("validation")
+    staged, cached = (job.result["splits"]["validation"] for job in (staged, cached))
+    # Of both, the same tokens; a byte each.
+    assert staged["num_tokens"] == cached["num_tokens"] == staged["num_bytes"] == 300
+    assert 6 < cached["bits_per_byte"] < 12
+    assert staged["sliding_perplexity"] != staged["perplexity"]
+    # Nothing slides over what remembers.
+    assert "sliding_perplexity" not in cached
+    assert min(staged["single_tokens_per_second"], cached["single_tokens_per_second"]) > 0
+
+
+def test_steps_of_stages_are_timed_and_mixed(trained):
+    timing = json.loads((trained.folder / "step_time.json").read_text())["rows"]
+    assert set(timing) == {"staged_128_50", "infused_cache_512"}
+    assert timing["staged_128_50"]["share_of_first_stage"] == pytest.approx(1 / 6)
+    markdown = trained.report()
+    assert "| Staged: L 128 for 50 epochs | 96 | 0 | 17% |" in markdown
+    # Rows of the whole paper that nobody asked for are no gaps.
+    assert "Baseline, L 32 " not in markdown
+    assert (trained.folder / "shortformer.png").exists()
+
+
+def test_what_a_mixture_of_steps_takes():
+    parts = {
+        "short": {"seconds": [1.0, 2.0, 1.0], "memory_bytes": 10, "compile_seconds": 3.0, "share_of_peak": 0.2},
+        "long": {"seconds": [3.0, 6.0, 3.0], "memory_bytes": 40, "compile_seconds": 4.0, "share_of_peak": 0.4},
+    }
+    mixed = in_shares(parts, {"short": 0.75, "long": 0.25})
+    assert mixed["seconds"] == [1.5, 3.0, 1.5]
+    assert (mixed["memory_bytes"], mixed["compile_seconds"]) == (40, 7.0)
+    # Half of the time at each.
+    assert mixed["share_of_peak"] == pytest.approx(0.3)
+    assert in_shares(parts, {"long": 1.0}) == parts["long"]
+
+
+def write_result(folder, row: str, seed: int, perplexity: float, **figures) -> None:
+    known = {"segment_length": 384, "cache_length": 0, "share_of_first_stage": 0.25, "num_steps": 600}
+    known |= {"tokens_per_step": 768, "device": "CPU", "seconds": 9.0, "seed": seed, "training_flops_per_token": 2e6}
+    found = {"perplexity": perplexity, "bits_per_byte": perplexity / 4, "num_documents": 2, "num_bytes": 300}
+    found |= {"num_tokens": 290, "max_tokens": 300, "tokens_per_second": 5000.0, **figures}
+    (folder / f"{row}-{seed}").mkdir()
+    (folder / f"{row}-{seed}" / "result.json").write_text(json.dumps(known | {"splits": {"test": found}}))
+
+
+def test_the_report(tmp_path):
+    for seed in (0, 1):
+        write_result(tmp_path, "baseline", seed, 8.0 + seed, sliding_bits_per_byte=1.9)
+        write_result(tmp_path, "staged_128_50", seed, 7.0 + seed)
+    write_result(tmp_path, "staged_512_150", 0, 7.5)
+    write_result(tmp_path, "infused_cache_512", 0, 6.0, single_tokens_per_second=900.0)
+    timing = {"baseline": {"seconds": [0.2, 0.4], "tokens_per_step": 768, "memory_bytes": 1, "device": "CPU"}}
+    timing["staged_128_50"] = timing["baseline"] | {"seconds": [0.15, 0.3]}
+    (tmp_path / "step_time.json").write_text(json.dumps({"rows": timing}))
+    made = Experiment(TABLE, "tiny", (), (), tmp_path, (0, 1))
+    text = made.report()
+    assert "Evaluated on a part of test: 290 tokens, 300 bytes." in text
+    header, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if " | " in line]
+    rows = {line[0]: dict(zip(header, line)) for line in lines}
+    staged = rows["Staged: L 128 for 50 epochs"]
+    assert staged["perplexity"] == "7.5 ± 0.5000"
+    assert staged["difference"] == "-0.2500 ± 0.0000"
+    assert (staged["step time"], staged["paper: step time"], staged["paper: perplexity"]) == ("0.750", "0.87", "17.52")
+    assert staged["training, tokens/s"] == "3,413"
+    assert rows["PIA + cache, L 512"]["token by token, tokens/s"] == "900"
+    assert "Baseline, L 512" not in rows
+    # The grid has lines and columns of what is there.
+    assert "|  | L 128 | L 512 |\n|---|---:|---:|\n" in text.replace("| --- |", "|---|").replace(" ---: |", "---:|")
+    assert "| 50 epochs | 7.5 (17.52) | - (18.01) |" in text
+    assert "| 150 epochs | - (17.98) | 7.5 (18.15) |" in text
+    assert "Table 8: time of training over the baseline's (in brackets the paper's)" in text
+
+
+def test_the_picture(tmp_path):
+    report.draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
+    for row in TABLE.rows:
+        write_result(tmp_path, row.name, 0, 7.5, single_tokens_per_second=900.0)
+    report.draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
+    assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size
