@@ -27,12 +27,13 @@ def draw(table: Table, results: Sequence[RowResult], path: Path) -> None:
             _draw_by_row(axes, results, panel)
     else:
         picture = Figure(figsize=(4.6 * len(panels) + 0.5, 7), dpi=120, layout="constrained")
-        for (ours, papers), panel in zip(picture.subplots(2, len(panels), squeeze=False).T, panels):
-            _draw_by_figure(ours, results, panel, "here")
+        grid = picture.add_gridspec(2, len(panels))
+        for column, panel in enumerate(panels):
             if panel.paper:
-                _draw_by_figure(papers, results, panel, "in the paper")
+                _draw_by_figure(picture.add_subplot(grid[0, column]), results, panel, "here")
+                _draw_by_figure(picture.add_subplot(grid[1, column]), results, panel, "in the paper")
             else:
-                papers.set_axis_off()
+                _draw_by_figure(picture.add_subplot(grid[:, column]), results, panel, "here")
     picture.savefig(path)
 
 
@@ -50,12 +51,11 @@ def _draw_by_figure(axes: Axes, results: Sequence[RowResult], panel: Panel, wher
     members = {name: [result for result in results if result.row.series == name] for name in panel.series}
     members |= {name: [by_name[row] for row in rows if row in by_name] for name, rows in panel.lines.items()}
     lines = {name: np.array([_point(r, panel, here) for r in rows]).reshape(-1, 3) for name, rows in members.items()}
-    lines = {
-        name: line for name, line in lines.items() if np.isfinite(line[:, :2]).all(axis=1).any() or not panel.lines
-    }
     for i, (name, line) in enumerate(lines.items()):
-        x, y, error = line[np.argsort(line[:, 0], kind="stable")].T
-        axes.errorbar(x, y, yerr=error, fmt="o-", color=COLOURS[i % len(COLOURS)], capsize=3, label=name)
+        # A series of which nobody asked for a row, or of which the paper has none, is not in the legend.
+        if len(line) and (panel.series or np.isfinite(line[:, :2]).all(axis=1).any()):
+            x, y, error = line.T
+            axes.errorbar(x, y, yerr=error, fmt="o-", color=COLOURS[i % len(COLOURS)], capsize=3, label=name)
     for i, (row, name) in enumerate(panel.points.items()):
         if row in by_name:
             x, y, error = _point(by_name[row], panel, here)
@@ -78,7 +78,7 @@ def _point(result: RowResult, panel: Panel, here: bool) -> tuple[float, float, f
     if not here:
         name, paper = result.row.name, result.row.paper
         return panel.paper_x.get(name, math.nan), paper.get(panel.paper, math.nan), 0.0
-    return result.mean(panel.x), result.mean(panel.measure), _drawn_error(result, panel.measure)
+    return result.mean(panel.x) / panel.unit, result.mean(panel.measure), _drawn_error(result, panel.measure)
 
 
 def _label(axes: Axes, panel: Panel, where: str) -> None:
@@ -91,7 +91,7 @@ def _label(axes: Axes, panel: Panel, where: str) -> None:
                 ticks.append(x)
         axes.set_xticks(ticks, [_short(x) for x in ticks], rotation=30)
         axes.minorticks_off()
-    label = panel.x.replace("_", " ").removeprefix("num ")
+    label = panel.x_label or panel.x.replace("_", " ").removeprefix("num ")
     axes.set(xlabel=label, ylabel=panel.measure.replace("_", " "), title=where)
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[1]:

@@ -45,7 +45,15 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "seconds": ("run, s", "{:,.0f}"),
 }
 IN_MILLIONS = ("training_flops_per_token", "memory_bytes", "flops_by_the_paper", "flops_as_counted")
-WITH_ERROR = ("bits_per_token", "bits_per_byte", "sliding_bits_per_byte", "word_perplexity", "perplexity", "difference")
+WITH_ERROR = (
+    "bits_per_token",
+    "bits_per_byte",
+    "sliding_bits_per_byte",
+    "word_perplexity",
+    "perplexity",
+    "sliding_perplexity",
+    "difference",
+)
 
 
 def measures_of(table: Table) -> list[str]:
@@ -105,7 +113,9 @@ def to_markdown(table: Table, results: Sequence[RowResult], notes: Sequence[str]
         lines.append(f"| {' | '.join(cells)} |")
     pairs = {r.row.name: r.row.baseline for r in results if r.row.baseline != r.row.name}
     labels = {r.row.name: r.row.label for r in results}
-    if len(set(pairs.values())) == 1:
+    if table.against:
+        against = table.against
+    elif len(set(pairs.values())) == 1:
         against = labels[next(iter(pairs.values()))]
     else:
         rows_of = {to: [labels[name] for name, other in pairs.items() if other == to] for to in pairs.values()}

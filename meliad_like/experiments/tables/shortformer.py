@@ -180,15 +180,16 @@ def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
         "shortformer_128": "Shortformer",
     }
 
-    def speed(x: str, column: str) -> Panel:
-        return Panel("perplexity", PERPLEXITY, x, points=best, paper_x={name: paper[name][column] for name in best})
+    def speed(x: str, column: str, label: str) -> Panel:
+        paper_x = {name: paper[name][column] for name in best}
+        return Panel("perplexity", PERPLEXITY, x, points=best, paper_x=paper_x, x_label=label)
 
     staged = {f"staged_{n}_{epochs}": epochs / 205 for n in FIRST_LENGTHS for epochs in TABLE_2}
     lengths = {f"infused_cache_{n}": n for n in TABLE_3} | {f"baseline_{n}": n for n in TABLE_1 if n < 3072}
     return (
-        speed("training_tokens_per_second", TRAINING),
-        speed("tokens_per_second", SEGMENTS),
-        speed("single_tokens_per_second", SINGLE),
+        speed("training_tokens_per_second", TRAINING, "training, tokens a second (figure 3)"),
+        speed("tokens_per_second", SEGMENTS, "evaluation by segments, tokens a second"),
+        speed("single_tokens_per_second", SINGLE, "token by token, tokens a second"),
         Panel(
             "perplexity",
             PERPLEXITY,
@@ -197,6 +198,7 @@ def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
             staged,
             reference="baseline",
             logarithmic=False,
+            x_label="share of the steps at the first length (table 2)",
         ),
         Panel(
             "perplexity",
@@ -205,6 +207,7 @@ def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
             ("PIA + cache, L' = L", "Baseline, L"),
             lengths | {"baseline": 3072},
             reference="baseline",
+            x_label="segment length L (tables 1 and 3)",
         ),
     )
 

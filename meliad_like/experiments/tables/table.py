@@ -86,6 +86,10 @@ class Panel:
     """Whether to mark the rows that no other row beats both in x and in the measure (less is better)."""
     logarithmic: bool = True
     """The axis of x."""
+    x_label: str = ""
+    """What x is called there; "": by its name."""
+    unit: float = 1.0
+    """What our x is divided by."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ class Table:
     by_protocol: bool = False
     """Whether rows are evaluated as the Shortformer paper does, all documents as one stream, rather than by document
     (`evaluations`)."""
+    against: str = ""
+    """What rows are compared with, in words, where every row has a baseline of its own."""
     pretrained: bool = False
     """Whether training begins with a pretrained model, whose folder the user names."""
 
