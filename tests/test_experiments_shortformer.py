@@ -3,13 +3,16 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import tiny_run
+from fake_split import FakeSplit
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
 from meliad_like.experiments import report
+from meliad_like.experiments.evaluations import Beginnings
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.results import gather
 from meliad_like.experiments.scales import Scale, configure
@@ -168,6 +171,28 @@ def test_what_a_mixture_of_steps_takes():
     # Half of the time at each.
     assert mixed["share_of_peak"] == pytest.approx(0.3)
     assert in_shares(parts, {"long": 1.0}) == parts["long"]
+
+
+def test_a_part_of_the_documents_is_their_beginnings():
+    class Split(FakeSplit):
+        num_bytes, num_words = np.array([70, 80, 90]), np.array([7, 8, 9])
+
+    class Numbers:
+        """A token is its position and a space."""
+
+        def decode_bytes(self, tokens):
+            return b"".join(b"%d " % (token % 1000) for token in tokens)
+
+    part = Beginnings(Split([10, 3000, 3000]), Numbers(), 30)
+    # Too little for more than one document, which is whole, and has its own bytes.
+    assert (part.lengths.tolist(), part.num_bytes.tolist(), part.num_words.tolist()) == ([10], [70], [7])
+    part = Beginnings(Split([10, 500, 900]), Numbers(), 2400)
+    assert (part.lengths.tolist(), part.names) == ([10, 500], ["document_0", "document_1"])
+    part = Beginnings(Split([10, 30, 9]), Numbers(), 3000)
+    assert part.num_bytes.tolist() == [70, 80, 90]
+    part = Beginnings(Split([10, 3000, 9]), Numbers(), 3012)
+    assert (part.lengths.tolist(), part.num_words.tolist()) == ([10, 1004, 9], [7, 1004, 9])
+    assert part.tokens(1, 0, 3).tolist() == [1000, 1001, 1002]
 
 
 def write_result(folder, row: str, seed: int, perplexity: float, **figures) -> None:

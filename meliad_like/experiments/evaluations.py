@@ -18,8 +18,6 @@ from meliad_like.models.model import Model
 
 STRIDES_IN_WINDOW = 6
 """Of sliding windows; the paper's are of 512 new tokens in 3,072 (section 4.2)."""
-
-
 TOKENS_OF_A_BEGINNING = 1000
 """Where a part is evaluated, more documents are taken only if so much of each is."""
 
