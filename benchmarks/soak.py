@@ -98,19 +98,32 @@ def finish(folder: Path, name: str) -> tuple[float, float]:
     return first, rest
 
 
-def kill_once(folder: Path, longest: float, chance: np.random.Generator) -> bool:
-    """Starts, kills one process after up to `longest` seconds, and waits for the others; false if it was done."""
-    before, wait, victim = steps_done(folder / "killed"), chance.uniform(0, longest), chance.integers(PROCESSES.value)
-    processes = start(folder, "killed")
-    time.sleep(wait)
+def kill_once(folder: Path, startup: float, chance: np.random.Generator) -> None:
+    """Starts, kills one process at a moment of chance, and waits for the others.
+
+    Args:
+      startup: seconds until the first step: a quarter of the kills come before.
+
+    Raises:
+      SystemExit: the training was done before.
+    """
+    workdir, victim = folder / "killed", chance.integers(PROCESSES.value)
+    began, processes = time.monotonic(), start(folder, "killed")
+    if chance.random() < 0.25:
+        time.sleep(chance.uniform(0, startup))
+    else:
+        # Together the tries get about two thirds of the way.
+        target = steps_done(workdir) + chance.integers(2 * NUM_STEPS.value / (1.5 * KILLS.value))
+        while steps_done(workdir) < target and processes[victim].poll() is None:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.2))
     if processes[victim].poll() is not None:
-        return False
+        raise SystemExit(f"error: it ended before it was killed; see {folder}/killed-{victim}.log")
     processes[victim].send_signal(signal.SIGKILL)
+    seconds = time.monotonic() - began
     noticed = end_of(processes, PATIENCE.value)
-    after = steps_done(folder / "killed")
     others = f", the others ended {noticed:.1f} s later" if PROCESSES.value > 1 else ""
-    print(f"killed process {victim} after {wait:.1f} s, steps logged {before} -> {after}{others}", flush=True)
-    return True
+    print(f"killed process {victim} after {seconds:.1f} s at {steps_done(workdir)} steps{others}", flush=True)
 
 
 def losses(workdir: Path) -> list[tuple[int, float]]:
@@ -130,13 +143,9 @@ def main(_) -> None:
     # What is compiled now comes from the cache, as it will in every try.
     startup, stepping = finish(folder, "again")
     print(f"undisturbed: {startup:.1f} s until the first step, then {stepping:.1f} s", flush=True)
-    chance, kills = np.random.default_rng(SEED.value), 0
-    # Together the tries get about two thirds of the way.
-    longest = startup + 2 * stepping / KILLS.value
-    while kills < KILLS.value:
-        if not kill_once(folder, longest, chance):
-            raise SystemExit(f"error: done after {kills} kills: give --num_steps of more than {NUM_STEPS.value}")
-        kills += 1
+    chance, kills = np.random.default_rng(SEED.value), KILLS.value
+    for _ in range(kills):
+        kill_once(folder, startup, chance)
     finish(folder, "killed")
     states = [open_checkpoint(folder / name) for name in ("undisturbed", "killed")]
     same = jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), *(s.params for s in states))

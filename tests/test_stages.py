@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from tiny_run import assert_same_bits, mesh_of_the_first_devices, parse, read_metrics
+from tiny_run import assert_same_bits, mesh_of_the_first_devices, parse, read_metrics, run_and_act
 
 from meliad_like import config
 from meliad_like.errors import UserError
@@ -149,6 +149,18 @@ def test_stopped_around_a_switch(bindings, straight, tmp_path, monkeypatch, stop
     assert train_and_stop(run, tmp_path, stop, monkeypatch) == 75
     with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.steps()[-1] == stop + 1
+    assert train(run, tmp_path) == 0
+    assert_same_bits(read_state(run, tmp_path, 10), read_state(run, straight, 10))
+    figures = [[(m["step"], m["loss"]) for m in read_metrics(folder)] for folder in (tmp_path, straight)]
+    assert figures[0] == figures[1]
+
+
+def test_killed_around_a_switch(bindings, straight, tmp_path):
+    """At the last step of a stage, whose checkpoint may be half written, and again at the first one of the next."""
+    run = parse(bindings, *STAGES)
+    for step in (4, 5):
+        killed = run_and_act([*bindings, *STAGES], tmp_path, step, "os.kill(os.getpid(), signal.SIGKILL)")
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert train(run, tmp_path) == 0
     assert_same_bits(read_state(run, tmp_path, 10), read_state(run, straight, 10))
     figures = [[(m["step"], m["loss"]) for m in read_metrics(folder)] for folder in (tmp_path, straight)]

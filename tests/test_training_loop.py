@@ -1,15 +1,16 @@
 """Whole runs: what they leave behind, and that stopping and going on changes nothing."""
 
+import itertools
 import json
 import shutil
 import signal
-import sys
+import time
 
 import jax
 import numpy as np
 import pytest
 import tiny_run
-from tiny_run import assert_same_bits, command, mesh_of_the_first_devices, parse, read_metrics, run_command
+from tiny_run import assert_same_bits, command, mesh_of_the_first_devices, parse, read_metrics, run_and_act, run_command
 
 from meliad_like import config
 from meliad_like.errors import UserError
@@ -67,33 +68,6 @@ def read_state(setup, workdir, step):
         return checkpoints.restore(setup.abstract_state, step)[0]
 
 
-# The real command, which does something when it has logged a step.
-ON_STEP = """
-import os, pathlib, signal, sys, time
-from meliad_like import command_line, train
-from meliad_like.training import setup
-from meliad_like.training.metrics import MetricsWriter
-from tiny_run import mesh_of_the_first_devices
-
-setup.make_mesh = mesh_of_the_first_devices
-write = MetricsWriter.write
-
-def write_and_act(self, step, metrics, kind="train"):
-    write(self, step, metrics, kind)
-    if step == {step}:
-        {deed}
-
-MetricsWriter.write = write_and_act
-command_line.run(train.main)
-"""
-
-
-def run_and_act(bindings, workdir, step, deed):
-    flags = command(bindings, f"--workdir={workdir}")[3:]
-    program = ON_STEP.format(step=step, deed=deed)
-    return run_command([sys.executable, "-c", program, *flags])
-
-
 def test_killed_then_terminated_and_nothing_is_lost(bindings, setup, straight, tmp_path):
     saved = f"pathlib.Path({str(tmp_path)!r}, 'checkpoints', '10')"
     kill = f"while not {saved}.exists(): time.sleep(0.01)\n        os.kill(os.getpid(), signal.SIGKILL)"
@@ -116,6 +90,34 @@ def test_killed_then_terminated_and_nothing_is_lost(bindings, setup, straight, t
     figures = [[(m["step"], m["loss"], m["gradient_norm"]) for m in read_metrics(run)] for run in (tmp_path, straight)]
     assert figures[0] == figures[1]
     assert [step for step, *_ in figures[0]] == [*range(1, NUM_STEPS + 1)]
+
+
+def test_tokens_that_are_cut_short_under_a_run(bindings, setup, straight, tmp_path):
+    store, run = tmp_path / "store", tmp_path / "run"
+    shutil.copytree(setup.store.folder, store)
+    tokens = store / "train" / "tokens.bin"
+    whole = tokens.read_bytes()
+    here = [*bindings, f"ReaderConfig.store = '{store}'"]
+    died = run_and_act(here, run, 12, f"os.truncate({str(tokens)!r}, 2)")
+    # A page of a memory-mapped file that is no longer there: no program can go on.
+    assert died.returncode == -signal.SIGBUS and "Bus error" in died.stderr
+    again = run_command(command(here, f"--workdir={run}"))
+    assert again.returncode == 2 and f"{tokens} has 2 bytes and should have {len(whole)}" in again.stderr
+    tokens.write_bytes(whole)
+    assert train(parse(here), run) == 0
+    assert_same_bits(read_state(setup, run, NUM_STEPS), read_state(setup, straight, NUM_STEPS))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_clock_that_jumps_changes_nothing(bindings, straight, tmp_path, monkeypatch):
+    """Like that of a machine which was months ahead, until the network set it."""
+    now, calls = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: now() + (1e7 if next(calls) < 100 else 0))
+    assert train(parse(bindings, "TrainingConfig.num_steps = 12"), tmp_path) == 0
+    assert next(calls) > 100
+    losses = [[m["loss"] for m in read_metrics(run)][:12] for run in (tmp_path, straight)]
+    assert losses[0] == losses[1] and len(losses[0]) == 12
+    assert all(m["tokens_per_second"] > 0 for m in read_metrics(tmp_path))
 
 
 def test_sigterm_at_a_step_that_has_a_checkpoint_anyway(bindings, tmp_path, monkeypatch, capsys):

@@ -66,6 +66,34 @@ def run_command(command: list[str], num_devices: int = 8) -> subprocess.Complete
     return subprocess.run(command, cwd=ROOT, env=environment(num_devices), capture_output=True, text=True, timeout=120)
 
 
+# The real command, which does something when it has logged a step.
+ON_STEP = """
+import os, pathlib, signal, time
+from meliad_like import command_line, train
+from meliad_like.training import setup
+from meliad_like.training.metrics import MetricsWriter
+from tiny_run import mesh_of_the_first_devices
+
+setup.make_mesh = mesh_of_the_first_devices
+write = MetricsWriter.write
+
+def write_and_act(self, step, metrics, kind="train"):
+    write(self, step, metrics, kind)
+    if step == {step}:
+        {deed}
+
+MetricsWriter.write = write_and_act
+command_line.run(train.main)
+"""
+
+
+def run_and_act(bindings: list[str], workdir: Path, step: int, deed: str) -> subprocess.CompletedProcess:
+    """The training command in a process of its own, which does the deed, Python's, when it has logged a step."""
+    flags = command(bindings, f"--workdir={workdir}")[3:]
+    program = ON_STEP.format(step=step, deed=deed)
+    return run_command([sys.executable, "-c", program, *flags])
+
+
 def mesh_of_the_first_devices(mesh: MeshConfig) -> Mesh:
     """In the place of `make_mesh`: eight fake devices are slow, and a mesh need not have all of them."""
     return make_mesh(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.tensor])

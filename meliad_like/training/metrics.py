@@ -34,7 +34,9 @@ class MetricsWriter:
         kept = [line for line in complete_lines(path) if json.loads(line)["step"] <= start_step]
         path.write_text("".join(kept))
         self._file = path.open("a")
-        self._tensorboard = SummaryWriter(str(workdir), purge_step=start_step + 1)
+        # With a bound on its queue the training would wait for tensorboardX's thread, which ends when the clock is set
+        # back by more than 24 days.
+        self._tensorboard = SummaryWriter(str(workdir), purge_step=start_step + 1, max_queue=0)
         self.console = Console()
         self._progress = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console, transient=True
