@@ -67,7 +67,8 @@ SCALES = {
         divisor=16,
         lengths=8,
         layers=4,
-        # Nesterov's gradient as in the paper, with a shorter memory because the run is short.
+        # Nesterov's gradient as in the paper, with a shorter memory and a higher rate because the run is short: 200 steps
+        # of infused_cache_256 with a rate of 0.3, 1 and 3 ended at 3.55, 3.35 and 3.09 bits a byte.
         bindings={
             "ShortformerConfig.cutoffs": (),
             "ShortformerConfig.dropout_rate": 0.0,
@@ -76,6 +77,7 @@ SCALES = {
             "ShortformerConfig.softmax_dropout_rate": 0.0,
             "ReaderConfig.tokens_per_step": 768,
             "OptimizerConfig.momentum": 0.9,
+            "ScheduleConfig.max_rate": 3.0,
             "TrainingConfig.num_steps": 600,
             "TrainingConfig.log_every": 20,
             "TrainingConfig.checkpoint_every": 300,
