@@ -67,8 +67,8 @@ SCALES = {
         divisor=16,
         lengths=8,
         layers=4,
-        # Nesterov's gradient as in the paper, with a shorter memory and a higher rate because the run is short: 200 steps
-        # of infused_cache_256 with a rate of 0.3, 1 and 3 ended at 3.55, 3.35 and 3.09 bits a byte.
+        # Nesterov's gradient as in the paper, with a shorter memory and a higher rate because the run is short: 200
+        # steps of infused_cache_256 with a rate of 0.3, 1 and 3 ended at 3.55, 3.35 and 3.09 bits a byte.
         bindings={
             "ShortformerConfig.cutoffs": (),
             "ShortformerConfig.dropout_rate": 0.0,
