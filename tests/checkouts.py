@@ -1,12 +1,13 @@
 """A checkout that is set up already, for tests that run the launch scripts."""
 
+import shlex
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # In the place of .venv/bin/python: the interpreter of the tests.
-REAL_PYTHON = f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n'
+REAL_PYTHON = f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} "$@"\n'
 
 
 def make_checkout(folder: Path, python: str = REAL_PYTHON, extra: str = "base") -> Path:

@@ -30,7 +30,12 @@ class Machine:
     def __init__(self, folder: Path):
         self.folder = folder
         self.checkout = make_checkout(folder, extra="gpu")
-        self.environment = {"PATH": f"{folder / 'programs'}:/usr/bin:/bin", "LOG": str(folder / "log")}
+        # Where the scripts wrongly think that something must be installed, the test fails instead of fetching it.
+        self.environment = {
+            "PATH": f"{folder / 'programs'}:/usr/bin:/bin",
+            "LOG": str(folder / "log"),
+            "PIP_NO_INDEX": "1",
+        }
         (folder / "programs").mkdir()
         for name in ("srun", "scontrol", "xpk", "kubectl", "docker"):
             (folder / "programs" / name).write_text(FAKE_PROGRAM)
