@@ -59,7 +59,7 @@ statuses=(running running)
 worst=0
 deadline=""
 while [[ "${statuses[*]}" == *running* ]]; do
-    sleep 0.2
+    sleep 0.2 || true # Ctrl-C ends it too
     for process in 0 1; do
         if [[ "${statuses[process]}" != running ]] || kill -0 "${pids[process]}" 2>/dev/null; then continue; fi
         wait "${pids[process]}" && status=0 || status=$?

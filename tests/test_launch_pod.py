@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkouts import ROOT, make_checkout
+from checkouts import BASH, ROOT, make_checkout
 
 SLICE = ["--name=pod", "--zone=us-central2-b", "--type=v4-16", "--poll=0.1"]
 # What a shell, ssh and another shell must not change.
@@ -35,7 +35,7 @@ class Cloud:
 
     def start(self, *flags: str, training=TRAINING, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
-            ["bash", self.checkout / "launch" / "tpu_pod.sh", *SLICE, *flags, "--", *training],
+            [*BASH, self.checkout / "launch" / "tpu_pod.sh", *SLICE, *flags, "--", *training],
             env=self.environment | environment,
             cwd="/",
             stdout=subprocess.PIPE,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny_run
-from checkouts import ROOT, make_checkout
+from checkouts import BASH, ROOT, make_checkout
 
 SCRIPT = "launch/two_processes.sh"
 # Seconds after which a run hangs; on a machine that is busy otherwise, seconds become minutes.
@@ -36,7 +36,7 @@ def start(bindings, tmp_path):
         flags = [f"--gin_file={name}" for name in FILES]
         flags += [f"--gin_param={binding}" for binding in [*bindings, *MORE, *more]]
         script = subprocess.Popen(
-            ["bash", checkout / SCRIPT, *flags, f"--workdir={tmp_path / 'a run'}"],
+            [*BASH, checkout / SCRIPT, *flags, f"--workdir={tmp_path / 'a run'}"],
             env=tiny_run.environment(num_devices=1) | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
