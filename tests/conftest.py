@@ -3,7 +3,6 @@
 import atexit
 import os
 import shutil
-import signal
 import tempfile
 from importlib.metadata import version
 
@@ -14,9 +13,6 @@ FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     # Later versions don't know it, and XLA ends the process where it meets a flag that it doesn't know.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-
-# What a shell starts in the background ignores Ctrl-C, and hands that on to the scripts that tests send it to.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])

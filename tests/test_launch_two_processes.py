@@ -106,7 +106,9 @@ def test_when_one_is_killed_the_other_ends(start, tmp_path, number):
     output, _ = script.communicate(timeout=LIMIT)
     assert time.monotonic() - killed < 60
     assert script.returncode == 137, output
-    assert f"== Process {number} ended with status 137; the other one has 3 s to notice" in output
+    # The other one has noticed, or was killed as well.
+    statuses = re.search(r"== Ended with status (\w+) and (\w+);", output).groups()
+    assert statuses[number] == "137" and statuses[1 - number] not in ("0", "75"), output
 
 
 def test_a_mistake_is_one_line_of_each(start):
@@ -135,7 +137,8 @@ FAKE_TRAINING = """#!/usr/bin/env bash
 )
 def test_the_worse_status_counts_and_nobody_is_waited_for(tmp_path, first, second, status, end):
     script = make_checkout(tmp_path, FAKE_TRAINING) / SCRIPT
-    environment = {"PATH": "/usr/bin:/bin", "P0": first, "P1": second, "GRACE": "1"}
+    grace = "1" if "sleep 100" in (first, second) else "60"
+    environment = {"PATH": "/usr/bin:/bin", "P0": first, "P1": second, "GRACE": grace}
     command = ["bash", script, f"--workdir={tmp_path / 'a run'}"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode == status
