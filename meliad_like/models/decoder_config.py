@@ -76,9 +76,7 @@ class DecoderConfig:
             if self.model_width % 2 or self.model_width < 4:
                 raise UserError(f"model_width={self.model_width} must be even, and at least 4, for position=infused")
             if not self.mask_empty_cache:
-                raise UserError(
-                    "position='infused' needs mask_empty_cache=True: keys of an empty cache have no places"
-                )
+                raise UserError("position='infused' needs mask_empty_cache=True: keys of an empty cache have no places")
         for field in ("recurrent_layers", "memory_layers"):
             check_layers(self, field, self.total_layers)
         if self.recurrent_indices & self.memory_indices:
