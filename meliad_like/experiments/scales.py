@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from meliad_like import config
 from meliad_like.config import RunConfig
 from meliad_like.config.bindings import Binding, Bindings, collect
-from meliad_like.models.families import FAMILIES
+from meliad_like.models.families import FAMILIES, family_name
 
 if TYPE_CHECKING:
     from meliad_like.experiments.tables import Row
@@ -185,5 +185,6 @@ def _with_share_of_steps(bindings: Bindings, share: float) -> dict[str, Any]:
 
 def _steps_of(run: RunConfig, targets: int) -> int:
     """Steps in which a run of windows has so many targets."""
-    window, overlap = run.model.window_length, 0 if run.data.train_disjoint else getattr(run.model, "overlap", 0)
+    window = run.model.window_length
+    overlap = 0 if run.data.train_disjoint else FAMILIES[family_name(run.model)].overlap(run.model)
     return math.ceil(targets / (run.data.tokens_per_step * (window - overlap) / window))
