@@ -2,7 +2,7 @@
 
 from meliad_like.errors import UserError
 from meliad_like.studies.comparison_page import Settings, compare_page
-from meliad_like.studies.readings import Reading, Request, choose, open_subject, read
+from meliad_like.studies.readings import Reading, Request, choose, open_subject, read, with_distinct_labels
 
 
 def run(request: Request) -> None:
@@ -17,8 +17,7 @@ def run(request: Request) -> None:
     folder = request.others[0] if request.others else request.checkpoint
     step = request.other_step if request.others else request.step
     other = open_subject(folder, request.gin_params, step)
-    if first.label == other.label:
-        first, other = (s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in (first, other))
+    first, other = with_distinct_labels([first, other])
     chosen = choose([first, other], request)
     pair = read(first, chosen), read(other, chosen)
     compare_page(

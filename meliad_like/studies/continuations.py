@@ -30,7 +30,7 @@ from meliad_like.studies.page import (
     tag,
     write_page,
 )
-from meliad_like.studies.readings import Chosen, Request, Subject, choose, open_subject
+from meliad_like.studies.readings import Chosen, Request, Subject, choose, open_subject, with_distinct_labels
 
 TOPICAL = re.compile(r"[^\W\d_]{5,}")
 REMEMBERED, FORGOTTEN = "with the memory of the context", "without it"
@@ -59,8 +59,7 @@ def run(request: Request) -> None:
     """
     subjects = [open_subject(request.checkpoint, request.gin_params, request.step)]
     subjects += [open_subject(folder, request.gin_params, request.other_step) for folder in request.others]
-    if len({subject.label for subject in subjects}) < len(subjects):
-        subjects = [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
+    subjects = with_distinct_labels(subjects)
     context_tokens = request.context_tokens or subjects[0].run.model.window_length
     for subject in subjects:
         _check(subject, context_tokens)

@@ -134,6 +134,13 @@ def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None =
     return Subject(label or _label(folder, gin_params, step), folder, tuple(gin_params), opened, mesh)
 
 
+def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
+    """The same; where two have one label, all get their folders and steps for labels."""
+    if len({subject.label for subject in subjects}) == len(subjects):
+        return list(subjects)
+    return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
+
+
 def choose(subjects: Sequence[Subject], request: Request) -> Chosen:
     """The documents to read, of the store that was asked for or else the one that the first model was trained with.
 
