@@ -1,0 +1,152 @@
+"""Spans and strides of ancient history, as literal numbers."""
+
+import numpy as np
+import pytest
+
+from meliad_like.data.vocabulary import ByteVocabulary
+from meliad_like.errors import UserError
+from meliad_like.history.spans import (
+    HistoryConfig,
+    candidates,
+    necessary_prefix,
+    num_candidates,
+    scored_strides,
+    select,
+    separator_token,
+    span_tokens,
+    strides,
+)
+
+# A window of 12: spans of 2 at every position fill up to 4, 8 are recent, 3 of them targets.
+TINY = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, separator="")
+
+
+def places(length, config):
+    return [(s.begin, s.first, s.end, s.recent_start, s.candidates_end, s.selects) for s in strides(length, config)]
+
+
+def test_strides_of_a_document():
+    assert places(26, TINY) == [
+        (0, 0, 3, 0, 0, False),
+        (0, 3, 6, 0, 0, False),
+        (0, 6, 9, 0, 1, False),
+        (0, 9, 12, 0, 4, False),
+        (3, 12, 15, 7, 7, False),
+        (6, 15, 18, 10, 10, False),
+        (9, 18, 21, 13, 13, False),
+        (12, 21, 24, 16, 16, True),
+        # Two targets: the window is one shorter, and candidates end one earlier than its recent text begins.
+        (15, 24, 26, 19, 18, True),
+    ]
+
+
+def test_the_papers_numbers():
+    config = HistoryConfig()
+    every = list(strides(2100, config))
+    # Released code: from i = 1792 on.
+    assert [s.first for s in every if s.selects] == [1792, 2048]
+    assert candidates(every[7], config).tolist() == list(range(64, 1536, 32))
+    assert every[7]._asdict() == {
+        "document": 0,
+        "number": 7,
+        "begin": 1024,
+        "first": 1792,
+        "end": 2048,
+        "recent_start": 1536,
+        "candidates_end": 1536,
+        "selects": True,
+    }
+    # 52 targets are left: 512 tokens before 2100 begin at 1588.
+    assert (every[8].begin, every[8].recent_start, every[8].candidates_end) == (1280, 1792, 1588)
+    # The released scores: 6 candidates for the first window, which ends at 768, and whole windows alone.
+    scored = list(scored_strides(2100, config))
+    assert [(s.end, num_candidates(s, config)) for s in scored][:2] == [(768, 6), (1024, 14)]
+    assert scored[-1].end == 2048
+
+
+def test_short_documents_have_no_selection():
+    assert places(1, TINY) == [(0, 0, 1, 0, 0, False)]
+    assert places(0, TINY) == []
+    # Not even where it may begin at once: the window holds the whole document.
+    at_once = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, first_selection=1)
+    assert [place[-1] for place in places(16, at_once)] == [False, False, False, False, True, True]
+
+
+def test_candidates_before_the_window():
+    config = HistoryConfig(
+        window_length=12, history_length=4, span_length=2, stride=3, candidates="before_window", first_selection=1
+    )
+    stride = list(strides(24, config))[5]
+    assert stride.begin == 6
+    assert candidates(stride, config).tolist() == [2, 3, 4, 5, 6]
+
+
+def test_a_part_of_the_candidates_is_a_function_of_seed_document_and_stride():
+    def chosen(document=0, number=7, **changes):
+        config = HistoryConfig(max_candidates=5, **changes)
+        return candidates(list(strides(4000, config, document))[number], config).tolist()
+
+    assert (
+        len(chosen()) == 5 == num_candidates(list(strides(4000, HistoryConfig()))[7], HistoryConfig(max_candidates=5))
+    )
+    assert chosen() == sorted(chosen()) == chosen()
+    assert set(chosen()) < set(range(64, 1536, 32))
+    assert len({tuple(chosen()), tuple(chosen(seed=1)), tuple(chosen(document=1)), tuple(chosen(number=8))}) == 4
+
+
+@pytest.mark.parametrize(("order", "expected"), [("ascending", [8, 6]), ("descending", [6, 8]), ("document", [6, 8])])
+def test_selection_in_every_order(order, expected):
+    config = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, order=order)
+    assert select(np.float32([1, 5, 9, 0, 7]), np.arange(4, 9), config).tolist() == expected
+
+
+def test_of_equal_scores_the_later_span_is_better():
+    assert select(np.float32([3, 1, 3, 3, 0]), np.arange(4, 9), TINY).tolist() == [6, 7]
+    assert select(np.zeros(5, np.float32), np.arange(4, 9), TINY).tolist() == [7, 8]
+
+
+def test_spans_that_share_tokens_are_left_out_if_asked():
+    config = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, deduplicate=True)
+    assert select(np.float32([1, 5, 9, 8, 0]), np.arange(4, 9), config).tolist() == [4, 6]
+    assert select(np.float32([9]), np.int64([4]), config).tolist() == [4]
+
+
+def test_a_score_that_is_no_number_is_an_error():
+    with pytest.raises(ValueError, match="NaN"):
+        select(np.float32([1, np.nan]), np.arange(2), TINY)
+
+
+def test_the_separator_takes_the_last_place():
+    document = np.arange(100, 120)
+    assert span_tokens(document, np.int64([7, 2]), TINY, None).tolist() == [[105, 106], [100, 101]]
+    assert span_tokens(document, np.int64([7, 2]), TINY, 5).tolist() == [[105, 5], [100, 5]]
+    assert document.tolist() == list(range(100, 120))
+
+
+def test_the_necessary_prefix():
+    prefixes = [necessary_prefix(np.arange(26), stride, TINY).tolist() for stride in strides(26, TINY)]
+    assert prefixes[:3] == [[], [0, 1, 2], [1, 2, 3, 4, 5]]
+    assert prefixes[-1] == [19, 20, 21, 22, 23]
+
+
+def test_the_separators_token():
+    vocabulary = ByteVocabulary()
+    assert separator_token(HistoryConfig(separator="\n"), vocabulary) == 10
+    assert separator_token(HistoryConfig(separator=""), vocabulary) is None
+    with pytest.raises(UserError, match=r"separator='\\n\\n' is 2 tokens of this vocabulary"):
+        separator_token(HistoryConfig(), vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"span_length": 60}, "history_length=512 must be a multiple of span_length=60"),
+        ({"history_length": 832}, "history_length=832 and stride=256 must fit together into window_length=1024"),
+        ({"order": "random"}, "HistoryConfig.order='random' is not one of ascending, document, descending"),
+        ({"max_candidates": 0}, "HistoryConfig.max_candidates=0 must be at least 1"),
+        ({"span_length": 1}, "nothing but the separator"),
+    ],
+)
+def test_what_does_not_fit(changes, message):
+    with pytest.raises(UserError, match=message):
+        HistoryConfig(**changes)
