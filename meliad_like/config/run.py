@@ -10,6 +10,7 @@ from meliad_like.data.documents import SourceConfig
 from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
+from meliad_like.history.spans import HistoryConfig
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import FAMILIES, ModelConfig
 from meliad_like.training.config import TrainingConfig
@@ -31,6 +32,8 @@ class RunConfig:
     """How text becomes tokens."""
     data: ReaderConfig = field(default_factory=ReaderConfig)
     """How documents become batches."""
+    history: HistoryConfig = field(default_factory=HistoryConfig)
+    """What of a document's distant past comes into a window, where anything does."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """What turns gradients into updates."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

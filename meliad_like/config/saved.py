@@ -21,6 +21,7 @@ GIN_NAME = "config.gin"
 # Fields that files of earlier versions lack, and whose defaults mean what those versions did.
 ADDED = frozenset(
     {
+        "RunConfig.history",
         "RunConfig.stages",
         "DecoderConfig.feedback",
         "DecoderConfig.memory_layers",

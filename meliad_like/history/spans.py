@@ -143,7 +143,11 @@ class Stride(NamedTuple):
 
 
 class SpanScorer(Protocol):
-    """Whatever ranks the spans that may come into a window."""
+    """Whatever ranks the spans that may come into a window.
+
+    One that multiplies matrices counts its floating-point operations, of all calls so far, in an attribute `flops`,
+    which tables of costs look for.
+    """
 
     name: str
     """For tables."""

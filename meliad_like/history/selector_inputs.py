@@ -1,0 +1,139 @@
+"""What a selector of ancient history reads: spans, contexts, or both together, as token arrays of a fixed width."""
+
+import dataclasses
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.errors import UserError
+from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, strides
+from meliad_like.models.history_selector import Part, SelectorConfig
+
+LEAKS = "leaks the future"
+"""What every output says that a selector with `released_code` touches."""
+
+
+class Documents(Protocol):
+    """Of a split of a token store, or a part of them."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray: ...
+
+
+class Texts(NamedTuple):
+    """Some texts for the encoder, all of the same width."""
+
+    tokens: Int[np.ndarray, "m t"]
+    """int32; what follows a text is 0."""
+    length: Int[np.ndarray, " m"]
+    """int32: tokens of each that count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectorInputs:
+    """How places in documents become what a selector reads."""
+
+    history: HistoryConfig
+    separator: int | None
+    """`spans.separator_token` of the vocabulary."""
+    context_length: int
+    """The most tokens that are read beside a span."""
+
+    @property
+    def leaks_the_future(self) -> bool:
+        """Whether the selector sees the targets."""
+        return self.history.selector_context == "released_code"
+
+    @cached_property
+    def widths(self) -> dict[Part, int]:
+        """Tokens of each part, at most."""
+        span = self.history.span_length
+        return {"pair": span + self.context_length, "span": span, "context": self.context_length}
+
+    def context(self, document: Int[np.ndarray, " tokens"], stride: Stride) -> Int[np.ndarray, " c"]:
+        """What a selector reads beside a span, at most `context_length` tokens.
+
+        `prefix_only`: those before the targets. `released_code`: those before the end of the targets.
+        """
+        stop = stride.end if self.leaks_the_future else stride.first
+        return document[max(stop - self.context_length, 0) : stop]
+
+    def texts(
+        self, part: Part, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
+    ) -> Texts:
+        """A part for some candidates of a stride.
+
+        Args:
+          part: of `context`, which is the same for all candidates, there is one text.
+          document: its tokens.
+          stride: of the document.
+          ends: of the candidates.
+        """
+        rows = [np.zeros((1 if part == "context" else len(ends), 0), np.int32)]
+        if part != "context":
+            rows.append(span_tokens(document, ends, self.history, self.separator))
+        if part != "span":
+            context = self.context(document, stride).astype(np.int32)
+            rows.append(np.broadcast_to(context, (len(rows[0]), len(context))))
+        tokens = np.concatenate(rows, axis=1)
+        padded = np.pad(tokens, ((0, 0), (0, self.widths[part] - tokens.shape[1])))
+        return Texts(padded, np.full(len(tokens), tokens.shape[1], np.int32))
+
+
+def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vocabulary) -> SelectorInputs:
+    """
+    Raises:
+      UserError: the separator is not one token of the vocabulary, or there is nothing to read beside a span.
+    """
+    length = history.prefix_length if selector.context_tokens is None else selector.context_tokens
+    if history.selector_context == "released_code":
+        if selector.context_tokens is not None:
+            raise UserError(
+                f"SelectorConfig.context_tokens={selector.context_tokens} has no effect on "
+                "HistoryConfig.selector_context='released_code', which reads the window's own tokens: leave it out"
+            )
+        length = history.recent_length
+    if not length:
+        raise UserError(
+            f"history_length={history.history_length} and stride={history.stride} leave no prefix in "
+            f"window_length={history.window_length} for the selector to read: bind SelectorConfig.context_tokens"
+        )
+    return SelectorInputs(history, separator_token(history, vocabulary), length)
+
+
+class Places(NamedTuple):
+    """Where spans are scored: document, number of the stride, end of the span, all int64."""
+
+    document: Int[np.ndarray, " m"]
+    stride: Int[np.ndarray, " m"]
+    end: Int[np.ndarray, " m"]
+
+    def take(self, rows: Int[np.ndarray, " n"]) -> "Places":
+        return Places(*(column[rows] for column in self))
+
+
+class DocumentTexts:
+    """Texts at any places of some documents, for training."""
+
+    def __init__(self, inputs: SelectorInputs, documents: Documents):
+        self._inputs, self._documents = inputs, documents
+        # A batch's rows are of as many documents; bulk encoding goes from one to the next.
+        self._document = lru_cache(maxsize=64)(self._read)
+
+    def __call__(self, part: Part, places: Places) -> Texts:
+        """One text of this part for each place."""
+        read = []
+        for document, number, end in zip(*(column.tolist() for column in places), strict=True):
+            tokens, by_number = self._document(document)
+            read.append(self._inputs.texts(part, tokens, by_number[number], np.array([end])))
+        return Texts(*(np.concatenate(column) for column in zip(*read, strict=True)))
+
+    def _read(self, document: int) -> tuple[np.ndarray, list[Stride]]:
+        length = int(self._documents.lengths[document])
+        by_number = list(strides(length, self._inputs.history, document))
+        return self._documents.tokens(document, 0, length), by_number
