@@ -52,6 +52,8 @@ class Scale:
     """Divisor of lengths, where it is not that of widths."""
     keep_share_of_steps: bool = False
     """Whether first stages and warmup keep their share of the steps."""
+    segments: int = 1
+    """Divisor of segments' lengths, where windows stay as they are."""
     lanes: int = 1
     """Divisor of the number of lanes, of which one is left at least."""
     targets: int = 0
@@ -141,9 +143,13 @@ def configure(row: "Row", scale: Scale, gin_files: Sequence[str] = (), gin_param
     if scale.keep_share_of_steps:
         whole, steps = papers["TrainingConfig.num_steps"].value, bindings["TrainingConfig.num_steps"].value
         bindings |= _changed(bindings, _with_share_of_steps(bindings, steps / whole), scale)
-    if scale.lanes > 1:
+    if scale.segments > 1 or scale.lanes > 1:
         n, tokens = (bindings[f"ReaderConfig.{name}"].value for name in ("segment_length", "tokens_per_step"))
-        bindings |= _changed(bindings, {"ReaderConfig.tokens_per_step": n * max(tokens // n // scale.lanes, 1)}, scale)
+        lanes, n = max(tokens // n // scale.lanes, 1), n // scale.segments
+        bindings |= _changed(bindings, {"ReaderConfig.segment_length": n}, scale)
+        # A segment that the user bound is the one whose lanes count.
+        n = bindings["ReaderConfig.segment_length"].value
+        bindings |= _changed(bindings, {"ReaderConfig.tokens_per_step": n * lanes}, scale)
     run = config.build(bindings)
     if scale.targets and not bindings["TrainingConfig.num_steps"].origin.startswith("--"):
         run = replace(run, training=replace(run.training, num_steps=_steps_of(run, scale.targets)))
