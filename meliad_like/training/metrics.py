@@ -63,15 +63,15 @@ class MetricsWriter:
 
     def progress(self, step: int, bits_per_byte: float, tokens_per_second: float, num_skipped: int) -> None:
         """Shows how far the run is: a moving line on a terminal, otherwise one line a call."""
+        skipped = f"  {num_skipped} skipped" if num_skipped else ""
+        self.show(step, f"{bits_per_byte:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s", skipped)
+
+    def show(self, step: int, figures: str, warnings: str = "") -> None:
+        """`progress` with other figures: these come before the time that is left, and the warnings after it."""
         if not self._active:
             return
         seconds = (time.perf_counter() - self._began) * (self._num_steps - step) / max(step - self._start_step, 1)
-        line = (
-            f"step {step}/{self._num_steps}  {bits_per_byte:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s  "
-            f"{_duration(seconds)} left"
-        )
-        if num_skipped:
-            line += f"  {num_skipped} skipped"
+        line = f"step {step}/{self._num_steps}  {figures}  {_duration(seconds)} left{warnings}"
         if self.console.is_terminal:
             self._progress.update(self._task, completed=step, description=line)
         else:
