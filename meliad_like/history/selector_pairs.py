@@ -132,9 +132,7 @@ def encode_places(
     return Vectors(values, {part: inverse.reshape(-1) for part, (_, inverse) in found.items()})
 
 
-def encode_batch(
-    encode: Callable[..., jax.Array], params: Params, texts: Texts, most: int
-) -> Float[np.ndarray, "m e"]:
+def encode_batch(encode: Callable[..., jax.Array], params: Params, texts: Texts, most: int) -> Float[np.ndarray, "m e"]:
     """At most `most` texts as vectors; sizes are powers of two, so that few programs are compiled."""
     count = len(texts.length)
     size = min(most, 2 ** math.ceil(math.log2(count)))

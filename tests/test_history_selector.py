@@ -1,0 +1,111 @@
+"""Selectors of ancient history as functions of arrays: a decoder's vectors, and what the heads make of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meliad_like.errors import UserError
+from meliad_like.models.history_selector import Selector, SelectorConfig, encoder_config, encoder_params
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+
+VOCABULARY = 19
+DECODERS = {
+    name: PretrainedConfig(
+        architecture=name, num_layers=2, model_width=8, num_heads=2, num_key_value_heads=heads, head_size=4,
+        feedforward_width=16, max_positions=16, window_length=16, overlap=3, tied_embedding=tied,
+        insertion_layers=(1,) if tied else (),
+    )
+    for name, heads, tied in (("gpt2", 2, True), ("llama", 1, False))
+}  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (3, 10))
+LENGTH = np.array([10, 7, 1])
+
+
+@functools.cache
+def made(kind="joint", architecture="gpt2", **changes):
+    config = SelectorConfig(kind=kind, head_width=6, dropout_rate=0.5, **changes)
+    encoder = encoder_config(config, DECODERS[architecture], 10)
+    selector = Selector(config, encoder, VOCABULARY)
+    pretrained = Model(DECODERS[architecture], VOCABULARY).init(jax.random.key(1))
+    return selector, {"encoder": encoder_params(encoder, pretrained), **selector.init(jax.random.key(2))}
+
+
+def encode(selector, params, tokens=TOKENS, length=LENGTH, key=None):
+    return jax.jit(selector.encode)(params["encoder"], jnp.asarray(tokens), jnp.asarray(length), key)
+
+
+@pytest.mark.parametrize("kind", ["joint", "light"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_vectors_are_those_of_the_text_alone(kind, architecture):
+    selector, params = made(kind, architecture)
+    vectors = encode(selector, params)
+    assert vectors.shape == (3, selector.vector_width) and selector.vector_width == (8 if kind == "joint" else 16)
+    module = selector.encoder.bind(params["encoder"])
+    for row, length, vector in zip(TOKENS, LENGTH, vectors):
+        outputs, _ = module.read_window(jnp.asarray(row[None, :length]), jnp.zeros(1, jnp.int32))
+        hidden = module.final_norm(outputs[-1])[0]
+        expected = hidden[-1] if kind == "joint" else jnp.concatenate([hidden.mean(axis=0), hidden[-1]])
+        np.testing.assert_allclose(vector, expected, atol=1e-5)
+
+
+def test_what_follows_the_text_changes_nothing():
+    selector, params = made("light")
+    other = np.where(np.arange(10) < LENGTH[:, None], TOKENS, 5)
+    np.testing.assert_array_equal(encode(selector, params), encode(selector, params, other))
+
+
+def test_fewer_layers_are_the_first_ones():
+    selector, params = made(encoder_layers=1)
+    whole, of_all = made()
+    outputs, _ = whole.encoder.bind(of_all["encoder"]).read_window(jnp.asarray(TOKENS), jnp.zeros(3, jnp.int32))
+    hidden = whole.encoder.bind(of_all["encoder"]).final_norm(outputs[1])
+    np.testing.assert_allclose(encode(selector, params), hidden[np.arange(3), LENGTH - 1], atol=1e-6)
+    assert selector.encoder_flops_per_token(10) == whole.encoder_flops_per_token(10) / 2
+
+
+def test_the_joint_head_is_two_layers():
+    selector, params = made()
+    head = jax.tree.map(lambda x: np.asarray(x) + 0.1, params["head"])
+    vectors = np.asarray(encode(selector, params))
+    hidden = np.maximum(vectors @ head["pair"]["kernel"] + head["pair"]["bias"], 0)
+    expected = hidden @ head["pair_output"]["kernel"] + head["pair_output"]["bias"]
+    scores = selector.score_vectors(params | {"head": head}, {"pair": jnp.asarray(vectors)})
+    np.testing.assert_allclose(scores, expected[:, 0], rtol=1e-5)
+
+
+def test_the_light_head_is_a_scalar_product_and_what_either_side_says():
+    selector, params = made("light")
+    chance = np.random.default_rng(3)
+    span, context = chance.normal(size=(4, 16)), chance.normal(size=(1, 16))
+    params = jax.tree.map(lambda x: chance.normal(size=x.shape), {name: params[name] for name in ("head", "standard")})
+    head, standard = params["head"], params["standard"]
+    sides = {
+        part: (x - standard[part]["mean"]) / standard[part]["deviation"] @ head[part]["kernel"] + head[part]["bias"]
+        for part, x in (("span", span), ("context", context))
+    }
+    expected = (sides["span"] * sides["context"]).sum(axis=1) / np.sqrt(6)
+    for part, values in sides.items():
+        output = head[f"{part}_output"]
+        expected = expected + (np.maximum(values, 0) @ output["kernel"] + output["bias"])[:, 0]
+    vectors = {"span": jnp.asarray(span), "context": jnp.asarray(context)}
+    np.testing.assert_allclose(selector.score_vectors(params, vectors), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_hangs_on_its_key():
+    selector, params = made()
+    first, again, other = (encode(selector, params, key=jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 1e-3 < np.abs(first - encode(selector, params)).max()
+
+
+def test_what_the_decoder_can_not_do_is_named():
+    with pytest.raises(UserError, match="encoder_layers=3 is more than the 2 layers"):
+        encoder_config(SelectorConfig(encoder_layers=3), DECODERS["gpt2"], 10)
+    with pytest.raises(UserError, match="reads 17 tokens at once.* has 16 positions: lower SelectorConfig.context_tok"):
+        encoder_config(SelectorConfig(), DECODERS["gpt2"], 17)
+    with pytest.raises(UserError, match="SelectorConfig.kind='other' is not one of joint, light"):
+        SelectorConfig(kind="other")  # type: ignore[arg-type]
