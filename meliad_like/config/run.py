@@ -10,9 +10,11 @@ from meliad_like.data.documents import SourceConfig
 from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
+from meliad_like.history.selector_config import SelectorTrainingConfig
 from meliad_like.history.spans import HistoryConfig
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import FAMILIES, ModelConfig
+from meliad_like.models.history_selector import SelectorConfig
 from meliad_like.training.config import TrainingConfig
 from meliad_like.training.mesh import MeshConfig
 from meliad_like.training.optimizers import OptimizerConfig
@@ -34,6 +36,10 @@ class RunConfig:
     """How documents become batches."""
     history: HistoryConfig = field(default_factory=HistoryConfig)
     """What of a document's distant past comes into a window, where anything does."""
+    selector: SelectorConfig = field(default_factory=SelectorConfig)
+    """What learns which spans of that past are worth it."""
+    selector_training: SelectorTrainingConfig = field(default_factory=SelectorTrainingConfig)
+    """How it learns that."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """What turns gradients into updates."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -22,6 +22,8 @@ GIN_NAME = "config.gin"
 ADDED = frozenset(
     {
         "RunConfig.history",
+        "RunConfig.selector",
+        "RunConfig.selector_training",
         "RunConfig.stages",
         "DecoderConfig.feedback",
         "DecoderConfig.memory_layers",

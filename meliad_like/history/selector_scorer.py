@@ -1,0 +1,115 @@
+"""A trained selector as a `SpanScorer`: it ranks the candidates of one stride after the other."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from meliad_like.data.token_store import TokenStore
+from meliad_like.errors import UserError
+from meliad_like.history.selector_checkpoint import OpenedSelector, open_selector
+from meliad_like.history.selector_inputs import LEAKS, Texts
+from meliad_like.history.selector_pairs import encode_batch
+from meliad_like.history.spans import HistoryConfig, Stride
+from meliad_like.models.history_selector import Part
+
+NAMES = {"joint": "learned selector", "light": "light selector"}
+
+
+class LearnedSelector:
+    """Scores candidates by what a selector predicts of their worth.
+
+    A `light` selector reads every different span of a document once and every context once, however many candidates
+    and strides there are; what it keeps of spans is forgotten with the next document.
+    """
+
+    def __init__(self, opened: OpenedSelector, batch_size: int = 64):
+        """
+        Args:
+          opened: the selector.
+          batch_size: texts that are encoded at once.
+        """
+        self.leaks_the_future = opened.inputs.leaks_the_future
+        self.name = NAMES[opened.selector.config.kind] + (f" ({LEAKS})" if self.leaks_the_future else "")
+        self.num_encoded_tokens = 0
+        """Tokens that the encoder has read so far."""
+        self.flops = 0.0
+        """Operations of the encoder so far (`models/flops.py`); those of the head are too few to count."""
+        self._selector, self._params, self._inputs = opened.selector, opened.params, opened.inputs
+        self._batch_size = batch_size
+        self._document = -1
+        self._spans: dict[bytes, np.ndarray] = {}
+        selector = self._selector
+
+        def project(part: Part) -> Callable[..., jax.Array]:
+            def run(params, tokens, length):
+                return selector.project(params, part, selector.encode(params["encoder"], tokens, length))
+
+            return jax.jit(run)
+
+        self._project = {part: project(part) for part in selector.parts}
+        self._score = jax.jit(selector.score)
+
+    def scores(
+        self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
+    ) -> Float[np.ndarray, " m"]:
+        """As of `SpanScorer`."""
+        if stride.document != self._document:
+            self._spans, self._document = {}, stride.document
+        texts = {part: self._inputs.texts(part, document, stride, ends) for part in self._selector.parts}
+        projected = {
+            part: self._known(text) if part == "span" else self._encoded(part, text) for part, text in texts.items()
+        }
+        # One program for all numbers of candidates: the rows are padded to the next power of two.
+        size = 2 ** (len(ends) - 1).bit_length()
+        padded = {
+            part: jnp.asarray(rows if part == "context" else np.pad(rows, ((0, size - len(rows)), (0, 0))))
+            for part, rows in projected.items()
+        }
+        return np.asarray(self._score(self._params, padded))[: len(ends)]
+
+    def _known(self, spans: Texts) -> Float[np.ndarray, "m w"]:
+        """Spans by their tokens, of which only those that are new are read."""
+        keys = [row.tobytes() for row in spans.tokens]
+        new = list({key: row for row, key in enumerate(keys) if key not in self._spans}.values())
+        if new:
+            rows = self._encoded("span", Texts(spans.tokens[new], spans.length[new]))
+            self._spans |= dict(zip((keys[row] for row in new), rows, strict=True))
+        return np.stack([self._spans[key] for key in keys])
+
+    def _encoded(self, part: Part, texts: Texts) -> Float[np.ndarray, "m w"]:
+        batches = [
+            encode_batch(
+                self._project[part],
+                self._params,
+                Texts(*(column[first : first + self._batch_size] for column in texts)),
+                self._batch_size,
+            )
+            for first in range(0, len(texts.length), self._batch_size)
+        ]
+        num_tokens = int(texts.length.sum())
+        self.num_encoded_tokens += num_tokens
+        self.flops += num_tokens * self._selector.encoder_flops_per_token(self._inputs.widths[part])
+        return np.concatenate(batches)
+
+
+def open_learned_selector(folder: str | Path, history: HistoryConfig, store: TokenStore) -> LearnedSelector:
+    """A selector from its training's folder, for the documents of any store with the same vocabulary.
+
+    Raises:
+      UserError: there is no selector, or it was trained with another vocabulary or other spans.
+    """
+    opened = open_selector(folder)
+    store.check_vocabulary(opened.vocabulary.fingerprint, f"the selector {folder}")
+    trained = opened.inputs.history
+    for name in ("span_length", "separator"):
+        theirs, ours = getattr(trained, name), getattr(history, name)
+        if theirs != ours:
+            raise UserError(
+                f"the selector {folder} was trained on spans with HistoryConfig.{name}={theirs!r}, and here it is "
+                f"{ours!r}"
+            )
+    return LearnedSelector(opened)
