@@ -10,7 +10,7 @@ from jaxtyping import Int
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, strides
-from meliad_like.models.history_selector import Part, SelectorConfig
+from meliad_like.models.history_selector import Kind, Part, SelectorConfig
 
 LEAKS = "leaks the future"
 """What every output says that a selector with `released_code` touches."""
@@ -54,6 +54,10 @@ class SelectorInputs:
         """Tokens of each part, at most."""
         span = self.history.span_length
         return {"pair": span + self.context_length, "span": span, "context": self.context_length}
+
+    def num_tokens(self, kind: Kind) -> int:
+        """The most that a selector of this kind reads at once."""
+        return self.widths["pair"] if kind == "joint" else max(self.widths["span"], self.widths["context"])
 
     def context(self, document: Int[np.ndarray, " tokens"], stride: Stride) -> Int[np.ndarray, " c"]:
         """What a selector reads beside a span, at most `context_length` tokens.

@@ -16,7 +16,7 @@ from meliad_like.history.selector_pairs import encode_batch
 from meliad_like.history.spans import HistoryConfig, Stride
 from meliad_like.models.history_selector import Part
 
-NAMES = {"joint": "learned selector", "light": "light selector"}
+NAMES = {"joint": "learned_selector", "light": "light_selector"}
 
 
 class LearnedSelector:

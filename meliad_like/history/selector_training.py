@@ -253,7 +253,8 @@ def _starting_state(
     if standard:
         params["standard"] = standard
     if selector.config.train_encoder:
-        params["encoder"] = encoder
+        # The first step takes the memory of what it is given.
+        params["encoder"] = jax.tree.map(jnp.copy, encoder)
     state = SelectorState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     if not checkpoints.steps():
         return state

@@ -1,0 +1,70 @@
+"""Small selectors of ancient history on documents that are made up here, with scores that say how spans and contexts
+fit."""
+
+import functools
+
+import jax
+import numpy as np
+
+from meliad_like.data.vocabulary import ByteVocabulary
+from meliad_like.history.selector_config import SelectorTrainingConfig
+from meliad_like.history.selector_inputs import Places, make_inputs
+from meliad_like.history.selector_pairs import Pairs
+from meliad_like.history.selector_training import train_selector
+from meliad_like.history.spans import HistoryConfig, candidates, scored_strides, span_tokens
+from meliad_like.models.history_selector import Selector, SelectorConfig, encoder_config, encoder_params
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+
+HISTORY = HistoryConfig(window_length=24, history_length=8, span_length=4, stride=8, separator="\n")
+VOCABULARY = ByteVocabulary()
+DECODER = PretrainedConfig(
+    num_layers=1, model_width=8, num_heads=2, num_key_value_heads=2, head_size=4, feedforward_width=16,
+    max_positions=24, window_length=24,
+)  # fmt: skip
+TRAINING = SelectorTrainingConfig(
+    num_steps=6, batch_size=4, learning_rate=0.01, validation_every=3, encode_batch=8, log_every=2, evaluate_every=3,
+    checkpoint_every=2,
+)  # fmt: skip
+
+
+class MadeUp:
+    """Documents of two letters and their blanks."""
+
+    lengths = np.array([60, 75, 90, 64, 81])
+    names = tuple("abcde")
+
+    def tokens(self, document, start, stop):
+        letters = np.random.default_rng(document).choice([97, 98, 32], 100)
+        return letters[start:stop].astype(np.int32)
+
+
+@functools.cache
+def selector_of(kind="joint", history=HISTORY, **changes):
+    """A selector, the parameters that its encoder begins with, and what it reads."""
+    config = SelectorConfig(kind=kind, head_width=6, **changes)
+    inputs = make_inputs(history, config, VOCABULARY)
+    encoder = encoder_config(config, DECODER, inputs.num_tokens(kind))
+    params = Model(DECODER, VOCABULARY.size).init(jax.random.key(1))
+    return Selector(config, encoder, VOCABULARY.size), encoder_params(encoder, params), inputs
+
+
+@functools.cache
+def pairs_of(history=HISTORY):
+    """All candidates of all documents; a span is worth its letters a."""
+    rows, scores, documents = [], [], MadeUp()
+    for document, length in enumerate(documents.lengths.tolist()):
+        tokens = documents.tokens(document, 0, length)
+        for stride in scored_strides(length, history, document):
+            ends = candidates(stride, history)
+            rows += [(document, stride.number, end) for end in ends]
+            scores += (span_tokens(tokens, ends, history, None) == 97).sum(axis=1).tolist()
+    return Pairs(Places(*np.array(rows, np.int64).T), np.array(scores, np.float32))
+
+
+def train(folder, kind="joint", training=TRAINING, history=HISTORY, **changes):
+    """Trains in the folder; returns the exit status."""
+    selector, encoder, inputs = selector_of(kind, history, **changes)
+    return train_selector(
+        selector, encoder, inputs, training, pairs_of(history), MadeUp(), VOCABULARY, folder, {"scores": "made up"}
+    )

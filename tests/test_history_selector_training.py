@@ -1,0 +1,158 @@
+"""Training of selectors of ancient history: what is read, in which order, and that a run that stops goes on."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, pairs_of, selector_of, train
+from tiny_run import assert_same_bits, read_metrics
+
+from meliad_like.errors import UserError
+from meliad_like.history import selector_training
+from meliad_like.history.selector_checkpoint import open_selector
+from meliad_like.history.selector_inputs import DocumentTexts, Places, make_inputs
+from meliad_like.history.selector_pairs import Order, Pairs, held_out
+from meliad_like.history.selector_training import agreement
+from meliad_like.models.history_selector import SelectorConfig
+from meliad_like.training.preemption import EXIT_STATUS
+
+WAYS = [("joint", True), ("light", False)]
+
+
+def changed(**changes):
+    return dataclasses.replace(TRAINING, **changes)
+
+
+def test_what_is_read_at_a_place():
+    tokens = MadeUp().tokens(1, 0, 75)
+    places = Places(np.array([1]), np.array([4]), np.array([10]))
+    # The stride's targets are the tokens from 32 to 40; the span has the separator in its last place.
+    span = [*tokens[6:9], 10]
+
+    def read(part, history=HISTORY, **changes):
+        texts = DocumentTexts(make_inputs(history, SelectorConfig(**changes), VOCABULARY), MadeUp())(part, places)
+        return texts.tokens[0].tolist(), texts.length.tolist()
+
+    def newline(**changes):
+        return dataclasses.replace(HISTORY, separator="\n", **changes)
+
+    assert read("span", newline()) == (span, [4])
+    assert read("context", newline()) == (tokens[24:32].tolist(), [8])
+    assert read("pair", newline()) == ([*span, *tokens[24:32]], [12])
+    assert read("pair", newline(), context_tokens=2) == ([*span, *tokens[30:32]], [6])
+    # Before the document's beginning there is nothing.
+    assert read("context", newline(), context_tokens=40) == ([*tokens[:32], *[0] * 8], [32])
+    assert read("pair", newline(selector_context="released_code")) == ([*span, *tokens[24:40]], [20])
+
+
+def test_nothing_to_read_is_named():
+    full = dataclasses.replace(HISTORY, stride=16)
+    with pytest.raises(UserError, match="history_length=8 and stride=16 leave no prefix in window_length=24"):
+        make_inputs(full, SelectorConfig(), VOCABULARY)
+    assert make_inputs(full, SelectorConfig(context_tokens=5), VOCABULARY).context_length == 5
+    leaking = dataclasses.replace(HISTORY, selector_context="released_code")
+    with pytest.raises(UserError, match="context_tokens=5 has no effect on HistoryConfig.selector_context='rel"):
+        make_inputs(leaking, SelectorConfig(context_tokens=5), VOCABULARY)
+
+
+def test_documents_are_held_out():
+    train_pairs, validation = held_out(pairs_of(), 3)
+    assert set(train_pairs.places.document) == {1, 2, 4} and set(validation.places.document) == {0, 3}
+    assert len(train_pairs) + len(validation) == len(pairs_of())
+    with pytest.raises(UserError, match="of 1 scored documents there is none to train on with .*validation_every=9"):
+        held_out(pairs_of().take(np.array([0])), 9)
+
+
+def test_the_order_hangs_on_seed_and_step_alone():
+    order = Order(10, 4, seed=0)
+    later, rows = order.rows(3), [order.rows(step) for step in range(5)]
+    assert later.tolist() == rows[3].tolist()
+    # Two epochs, in a batch of which one goes over into the other.
+    epochs = np.concatenate(rows).reshape(2, 10)
+    assert [sorted(epoch) for epoch in epochs.tolist()] == [list(range(10))] * 2
+    assert epochs[0].tolist() != epochs[1].tolist() != Order(10, 4, seed=1).rows(0).tolist()
+
+
+def test_how_predictions_agree_with_scores():
+    places = Places(np.array([0, 0, 0, 1, 1]), np.array([5, 5, 5, 5, 5]), np.arange(5))
+    pairs = Pairs(places, np.array([1, 2, 6, -4, 0], np.float32))
+    figures = agreement(np.array([1.0, 3, 2, 0, -1]), pairs, num_spans=2)
+    assert figures["loss"] == pytest.approx((0 + 1 + 16 + 16 + 1) / 5)
+    assert figures["chosen_gain"] == pytest.approx((4 - 2) / 2)
+    assert figures["oracle_gain"] == pytest.approx((4 - 2) / 2)
+    assert figures["random_gain"] == pytest.approx((3 - 2) / 2)
+    one = agreement(np.array([1.0, 3, 2, 0, -1]), pairs, num_spans=1)
+    assert (one["chosen_gain"], one["oracle_gain"]) == ((2 - 4) / 2, (6 + 0) / 2)
+    assert figures["correlation"] == pytest.approx(np.corrcoef([1, 3, 2, 0, -1], pairs.scores)[0, 1])
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: way[0])
+def undisturbed(request, tmp_path_factory):
+    kind, train_encoder = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    assert train(folder, kind, train_encoder=train_encoder) == 0
+    return folder, kind, train_encoder
+
+
+def test_a_run_that_stops_goes_on_as_if_it_had_not(undisturbed, tmp_path, monkeypatch):
+    folder, kind, train_encoder = undisturbed
+    log = selector_training._log
+
+    def stop_at_four(writer, step, *arguments):
+        log(writer, step, *arguments)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(selector_training, "_log", stop_at_four)
+        assert train(tmp_path, kind, train_encoder=train_encoder) == EXIT_STATUS
+    assert train(tmp_path, kind, train_encoder=train_encoder) == 0
+    assert_same_bits(open_selector(tmp_path).params, open_selector(folder).params)
+    assert list(read_metrics(tmp_path, "validation")) == list(read_metrics(folder, "validation"))
+    # The step after which it was stopped is logged as well.
+    assert [metrics["step"] for metrics in read_metrics(tmp_path)] == [2, 3, 4, 5, 6]
+
+
+def test_it_learns_and_keeps_the_best(undisturbed):
+    folder, _, train_encoder = undisturbed
+    by_step = {metrics["step"]: metrics["loss"] for metrics in read_metrics(folder, "validation")}
+    opened = open_selector(folder)
+    assert set(by_step) == {3, 6} and opened.step == min(by_step, key=by_step.__getitem__)
+    assert [metrics["step"] for metrics in read_metrics(folder)] == [2, 3, 4, 6]
+    first, *_, last = read_metrics(folder)
+    assert last["loss"] < first["loss"]
+    _, encoder, _ = selector_of(undisturbed[1], train_encoder=train_encoder)
+    same = np.array_equal(opened.params["encoder"]["embedding"], encoder["embedding"])
+    assert same is not train_encoder
+    deviations = [part["deviation"] for part in opened.params["standard"].values()]
+    assert all((np.asarray(deviation) == 1).all() == train_encoder for deviation in deviations)
+
+
+def test_another_training_in_the_folder_is_refused(undisturbed):
+    folder, kind, train_encoder = undisturbed
+    with pytest.raises(UserError, match="training.learning_rate is 0.01 there and 0.02 here"):
+        train(folder, kind, changed(learning_rate=0.02), train_encoder=train_encoder)
+    saved = json.loads((folder / "selector.json").read_text())
+    assert saved["trained_on"] == {"scores": "made up"} and saved["training"]["learning_rate"] == 0.01
+
+
+def test_a_loss_that_is_not_finite_stops(tmp_path):
+    with pytest.raises(UserError, match="step 2: the loss of the last 2 steps is not finite; .*learning_rate"):
+        train(tmp_path, "light", changed(learning_rate=1e30), train_encoder=False)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"validation_every": 1}, "validation_every=1 must be at least 2"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 and epsilon=1e-06 must be positive"),
+        ({"batch_size": 0}, "SelectorTrainingConfig.batch_size=0 must be at least 1"),
+    ],
+)
+def test_settings_are_checked(changes, message):
+    with pytest.raises(UserError, match=message):
+        changed(**changes)
