@@ -1,0 +1,138 @@
+"""A trained selector that ranks candidates: what it sees, what it reads, and what its folder is good for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from selector_runs import HISTORY, VOCABULARY, MadeUp, train
+
+from meliad_like.data.vocabulary import ByteVocabulary
+from meliad_like.errors import UserError
+from meliad_like.history.selector_checkpoint import open_selector
+from meliad_like.history.selector_inputs import LEAKS
+from meliad_like.history.selector_scorer import LearnedSelector, open_learned_selector
+from meliad_like.history.spans import candidates, select, strides
+
+LENGTH = 90
+DOCUMENT = MadeUp().tokens(2, 0, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A trained selector of each kind, and one that leaks the future."""
+    root = tmp_path_factory.mktemp("selectors")
+    train(root / "joint", "joint", train_encoder=False)
+    train(root / "light", "light", train_encoder=False)
+    leaking = dataclasses.replace(HISTORY, selector_context="released_code")
+    train(root / "leaking", "light", train_encoder=False, history=leaking)
+    return root
+
+
+def selecting(length=LENGTH):
+    return [stride for stride in strides(length, HISTORY, document=2) if stride.selects]
+
+
+def all_scores(scorer, document=DOCUMENT):
+    return [scorer.scores(document, stride, candidates(stride, HISTORY)) for stride in selecting(len(document))]
+
+
+@pytest.mark.parametrize("kind", ["joint", "light"])
+def test_scores_are_those_of_the_head_on_the_texts(folders, kind):
+    opened = open_selector(folders / kind)
+    selector, params, inputs = opened.selector, opened.params, opened.inputs
+    stride = selecting()[2]
+    ends = candidates(stride, HISTORY)
+    vectors = {}
+    for part in selector.parts:
+        texts = inputs.texts(part, DOCUMENT, stride, ends)
+        vectors[part] = selector.encode(params["encoder"], jnp.asarray(texts.tokens), jnp.asarray(texts.length))
+    expected = selector.score_vectors(params, vectors)
+    assert len(ends) > 8
+    np.testing.assert_allclose(
+        LearnedSelector(opened, batch_size=8).scores(DOCUMENT, stride, ends), expected, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind, sees", [("joint", False), ("light", False), ("leaking", True)])
+def test_only_the_released_code_s_context_sees_the_future(folders, kind, sees):
+    scorer = LearnedSelector(open_selector(folders / kind))
+    assert scorer.leaks_the_future is sees
+    assert (LEAKS in scorer.name) is sees
+    for stride in selecting():
+        ends = candidates(stride, HISTORY)
+        other = DOCUMENT.copy()
+        other[stride.first :] = 120
+        before, after = (scorer.scores(document, stride, ends) for document in (DOCUMENT, other))
+        if sees:
+            assert np.abs(before - after).max() > 1e-6
+        else:
+            np.testing.assert_array_equal(before, after)
+            np.testing.assert_array_equal(select(before, ends, HISTORY), select(after, ends, HISTORY))
+        # What was read before the targets is no secret.
+        other = DOCUMENT.copy()
+        other[stride.first - 1] = 120
+        assert np.abs(before - scorer.scores(other, stride, ends)).max() > 1e-6
+
+
+def test_a_light_selector_reads_each_span_and_each_context_once(folders):
+    opened = open_selector(folders / "light")
+    scorer = LearnedSelector(opened)
+    letters = np.random.default_rng(5).integers(33, 120, 400).astype(np.int32)
+    read = []
+    for length in (104, 200, 392):
+        all_scores(scorer := LearnedSelector(opened), letters[:length])
+        ends = candidates(selecting(length)[-1], HISTORY)
+        assert scorer.num_encoded_tokens == len(ends) * HISTORY.span_length + len(selecting(length)) * 8
+        read.append(scorer.num_encoded_tokens / length)
+    # Two spans of four tokens a stride of eight targets overlap by half, and a context of eight: three for each token.
+    assert read[0] < read[1] < read[2] < 3
+    joint = LearnedSelector(open_selector(folders / "joint"))
+    all_scores(joint, letters[:392])
+    assert joint.num_encoded_tokens == sum(len(candidates(stride, HISTORY)) for stride in selecting(392)) * 12
+    assert joint.num_encoded_tokens > 50 * scorer.num_encoded_tokens / 3
+    assert joint.flops > 10 * scorer.flops > 0
+
+
+def test_another_document_begins_anew(folders):
+    scorer = LearnedSelector(open_selector(folders / "light"))
+    first = all_scores(scorer)
+    read, stride = scorer.num_encoded_tokens, selecting()[0]
+    again = scorer.scores(DOCUMENT, stride, candidates(stride, HISTORY))
+    np.testing.assert_array_equal(again, first[0])
+    assert scorer.num_encoded_tokens == read + 8
+    scorer.scores(DOCUMENT, stride._replace(document=3), candidates(stride, HISTORY))
+    assert len(scorer._spans) <= len(candidates(stride, HISTORY))
+
+
+class Store:
+    """A token store, as far as its vocabulary goes."""
+
+    def __init__(self, vocabulary):
+        self._vocabulary = vocabulary
+
+    def check_vocabulary(self, fingerprint, owner):
+        if fingerprint != self._vocabulary.fingerprint:
+            raise UserError(f"{owner}: {fingerprint[:12]} {self._vocabulary.fingerprint[:12]}")
+
+
+def test_what_does_not_fit_is_named(folders, tmp_path):
+    assert open_learned_selector(folders / "light", HISTORY, Store(VOCABULARY)).name == "light_selector"
+    other = ByteVocabulary(size_multiple=64)
+    both = f"the selector .*light: {VOCABULARY.fingerprint[:12]} {other.fingerprint[:12]}"
+    with pytest.raises(UserError, match=both):
+        open_learned_selector(folders / "light", HISTORY, Store(other))
+    longer = dataclasses.replace(HISTORY, span_length=8)
+    with pytest.raises(UserError, match="spans with HistoryConfig.span_length=4, and here it is 8"):
+        open_learned_selector(folders / "light", longer, Store(VOCABULARY))
+    with pytest.raises(UserError, match="there is no selector in .*train_selector --workdir=DIR makes one"):
+        open_selector(tmp_path)
+
+
+def test_the_folder_alone_is_enough(folders, tmp_path):
+    (folders / "joint").rename(tmp_path / "moved")
+    scores = all_scores(LearnedSelector(open_selector(tmp_path / "moved")))
+    (tmp_path / "moved").rename(folders / "joint")
+    assert all(np.isfinite(row).all() and row.std() > 0 for row in scores)
+    assert jax.tree.leaves(open_selector(folders / "joint").params["encoder"])
