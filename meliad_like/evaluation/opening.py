@@ -19,9 +19,11 @@ from meliad_like.training.opening import VOCABULARY_FOLDER, OpenedCheckpoint, op
 
 
 def open_with(
-    folder: str | Path, gin_params: Sequence[str] = (), step: int | None = None
+    folder: str | Path, gin_params: Sequence[str] = (), step: int | None = None, gin_files: Sequence[str] = ()
 ) -> tuple[OpenedCheckpoint, Mesh]:
     """Opens a checkpoint folder with some bindings of its config changed, such as a shorter segment.
+
+    What base.gin binds changes nothing.
 
     The mesh of the training belongs to its machine. Here every device has all parameters and lanes of its own, unless
     a binding of MeshConfig says otherwise.
@@ -29,7 +31,7 @@ def open_with(
     Raises:
       UserError: as `open_checkpoint`; or a binding is wrong, or would need other parameters.
     """
-    bindings = _bindings(gin_params)
+    bindings = _bindings(gin_params, gin_files)
     mesh = make_mesh(build({key: value for key, value in bindings.items() if key.startswith("MeshConfig.")}).mesh)
     opened = open_checkpoint(folder, step=step, mesh=mesh)
     run = _changed(opened.run, bindings)
@@ -84,11 +86,11 @@ def _prepare(opened: OpenedCheckpoint, folder: Path, place: Path) -> None:
     prepare(opened.run.source, vocabulary, place)
 
 
-def _bindings(gin_params: Sequence[str]) -> Bindings:
+def _bindings(gin_params: Sequence[str], gin_files: Sequence[str]) -> Bindings:
     for text in gin_params:
         if "." not in text.partition("=")[0]:
             raise UserError(f"--gin_param={text}: the checkpoint has no macros; bind Class.parameter = value")
-    return {key: value for key, value in collect([], gin_params).items() if value.origin.startswith("--")}
+    return {key: value for key, value in collect(gin_files, gin_params).items() if not value.of_base}
 
 
 def _changed(run: RunConfig, bindings: Bindings) -> RunConfig:

@@ -253,7 +253,7 @@ class ChosenDocuments:
         self.lengths, self.num_bytes, self.num_words = (
             np.asarray(values)[documents] for values in (split.lengths, split.num_bytes, split.num_words)
         )
-        self.names = [split.names[document] for document in documents]
+        self.names = [split.names[int(document)] for document in documents]
         self._split = split
         self._documents = documents
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.data.stream import Concatenated
-from meliad_like.data.token_store import Split, count_words
+from meliad_like.data.token_store import count_words
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.evaluation import protocols, report
 from meliad_like.evaluation.perplexity import Documents, Evaluator
@@ -19,20 +19,23 @@ from meliad_like.models.model import Model
 STRIDES_IN_WINDOW = 6
 """Of sliding windows; the paper's are of 512 new tokens in 3,072 (section 4.2)."""
 TOKENS_OF_A_BEGINNING = 1000
-"""Where a part is evaluated, more documents are taken only if so much of each is."""
+"""The default of `Beginnings`."""
 
 
 class Beginnings:
     """The beginnings of a split's first documents: what is evaluated where all of it would take too long."""
 
-    def __init__(self, split: Split, vocabulary: Vocabulary, max_tokens: int):
+    def __init__(
+        self, split: Documents, vocabulary: Vocabulary, max_tokens: int, at_least: int = TOKENS_OF_A_BEGINNING
+    ):
         """
         Args:
           split: the documents.
           vocabulary: says how many bytes and words a beginning has.
           max_tokens: in all; every document has the same share, if it is so long.
+          at_least: more documents are taken only if the share is so large.
         """
-        num_documents = min(max(max_tokens // TOKENS_OF_A_BEGINNING, 1), len(split.lengths))
+        num_documents = min(max(max_tokens // at_least, 1), len(split.lengths))
         self._split = split
         self.names: Sequence[str] = split.names[:num_documents]
         self.lengths = np.minimum(split.lengths[:num_documents], max(max_tokens // num_documents, 2))

@@ -4,9 +4,9 @@ A family is a frozen config dataclass, a module that follows the contract of doc
 Everything that knows more than one of them is here; the trainer, the evaluator and the generator know none.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable
-from dataclasses import Field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ from meliad_like.models.shortformer_config import ShortformerConfig
 class ModelConfig(Protocol):
     """What the config of every family has, beside fields of its own. It is hashable, and validated when it is made."""
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     @property
     def window_length(self) -> int:
@@ -65,6 +65,9 @@ class Family(NamedTuple):
     num_visible: Callable[[Any, np.ndarray], np.ndarray] = lambda config, position: position % config.window_length + 1
     """(config, positions in a document) -> how many tokens a token there attends to, itself included, in a layer that
     attends to no memory beyond its cache; by default those of its block."""
+    reading_apart: Callable[[Any, int], Any] = lambda config, num_tokens: config
+    """(config, tokens) -> the config of the same model, as it reads sequences of so many tokens that have nothing to do
+    with each other; by default as it reads all others."""
 
 
 def decoder_visible(config: DecoderConfig, position: np.ndarray) -> np.ndarray:
@@ -90,6 +93,7 @@ FAMILIES = {
         overlap=lambda config: config.overlap,
         trains=lambda config, name: config.train_decoder or name == "recurrence",
         extends=PretrainedConfig.extends,
+        reading_apart=lambda config, num_tokens: dataclasses.replace(config, window_length=num_tokens, overlap=0),
     ),
     "shortformer": Family(ShortformerConfig, Shortformer, shortformer_flops_per_token, num_visible=shortformer_visible),
 }

@@ -51,6 +51,14 @@ class Model:
         """Tokens that a window repeats of the one before; of most families 0."""
         return self._family.overlap(self.config)
 
+    def reading_apart(self, num_tokens: int) -> "Model":
+        """The model with the same parameters that reads sequences of so many tokens, each from nothing.
+
+        A pretrained decoder takes each as one window; of the others a sequence is made of their own windows, the last
+        of which may be longer than it.
+        """
+        return Model(self._family.reading_apart(self.config, num_tokens), self.vocabulary_size)
+
     @functools.cached_property
     def fixed_parameters(self) -> frozenset[str]:
         """The first names of parameters that training leaves as they are; of most families none."""

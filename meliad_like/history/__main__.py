@@ -1,0 +1,90 @@
+"""Ancient history: spans of a document's distant past in the window of a frozen model.
+
+python -m meliad_like.history score --checkpoint=DIR --store=DIR --split=train --output=DIR
+python -m meliad_like.history evaluate --checkpoint=DIR --store=DIR --selection=score_oracle --output=DIR
+python -m meliad_like.history search --checkpoint=DIR --store=DIR --split=train --document_tokens=4096 --output=DIR
+python -m meliad_like.history select --checkpoint=DIR --store=DIR --split=train --selection=random --output=DIR
+
+How spans are made and windows put together is HistoryConfig's: --gin_file=ancient_history/released_code.gin, or
+--gin_param=HistoryConfig.stride=128. The same command goes on with scores and selections after a stop.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from meliad_like import command_line
+from meliad_like.errors import UserError
+
+COMMANDS = ("score", "evaluate", "search", "select")
+SELECTIONS = ("random", "recent", "prefix_overlap", "overlap_oracle", "score_oracle")
+
+CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder of the frozen model.", required=True)
+STEP = flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
+STORE = flags.DEFINE_string("store", None, "Token store. Default: the one that the model was trained with.")
+SPLIT = flags.DEFINE_string("split", "test", "train, validation or test.")
+OUTPUT = flags.DEFINE_string("output", None, "Folder for what is made; made if need be.", required=True)
+DOCUMENT = flags.DEFINE_multi_string("document", [], "Name of a document. Repeatable. Default: all of the split.")
+DOCUMENT_TOKENS = flags.DEFINE_integer(
+    "document_tokens", None, "Of each document so many tokens from its beginning. Default: all.", lower_bound=2
+)
+MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", None, "Some of the documents, of so many tokens in all; the same ones each time.", lower_bound=1
+)
+BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Sequences that the model reads at once.", lower_bound=1)
+SELECTION = flags.DEFINE_multi_enum(
+    "selection", [], SELECTIONS, "What ranks the spans. Repeatable; evaluate has random and overlap_oracle in any case."
+)
+HISTORY_LENGTHS = flags.DEFINE_list("history_lengths", ["128", "256", "512", "768"], "Of search: j.")
+SPAN_LENGTHS = flags.DEFINE_list("span_lengths", ["8", "16", "32", "64", "128"], "Of search: l.")
+
+USED_BY = {
+    "selection": ("evaluate", "select"),
+    "history_lengths": ("search",),
+    "span_lengths": ("search",),
+}
+
+
+def main(command: str) -> None:
+    for name, commands in USED_BY.items():
+        if flags.FLAGS[name].present and command not in commands:
+            raise UserError(f"--{name} has no effect on {command}: it is for {' and '.join(commands)}")
+    if command == "select" and len(SELECTION.value) != 1:
+        raise UserError(f"select takes one --selection, not {len(SELECTION.value)}")
+    lengths = {name: _numbers(name) for name in ("history_lengths", "span_lengths")}
+    # Importing jax takes seconds: a mistyped flag is reported before.
+    from meliad_like.history import commands
+    from meliad_like.history.opening import Request
+
+    request = Request(
+        checkpoint=CHECKPOINT.value,
+        step=STEP.value,
+        gin_files=tuple(command_line.GIN_FILE.value),
+        gin_params=tuple(command_line.GIN_PARAM.value),
+        store=STORE.value,
+        split=SPLIT.value,
+        documents=tuple(DOCUMENT.value),
+        document_tokens=DOCUMENT_TOKENS.value,
+        max_tokens=MAX_TOKENS.value,
+        batch_size=BATCH_SIZE.value,
+    )
+    folder = Path(OUTPUT.value).expanduser()
+    if command == "score":
+        commands.score(request, folder)
+    elif command == "evaluate":
+        commands.evaluate_selections(request, folder, SELECTION.value)
+    elif command == "search":
+        commands.search(request, folder, **lengths)
+    elif command == "select":
+        commands.select_spans(request, folder, SELECTION.value[0])
+
+
+def _numbers(flag: str) -> list[int]:
+    values: list[str] = flags.FLAGS[flag].value or []
+    if not values or not all(value.isdecimal() for value in values):
+        raise UserError(f"--{flag}={','.join(values)} must be numbers, such as 256,512")
+    return [int(value) for value in values]
+
+
+if __name__ == "__main__":
+    command_line.run(main, subjects=COMMANDS)

@@ -1,0 +1,203 @@
+"""The commands of ancient history: scores, selections, evaluations and a search for the lengths."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from meliad_like.errors import UserError
+from meliad_like.evaluation.report import Table, with_progress
+from meliad_like.history import report
+from meliad_like.history.evaluation import BASELINE, evaluate
+from meliad_like.history.opening import Opened, Request, open_request
+from meliad_like.history.scoring import Request as GainRequest
+from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle
+from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, select
+from meliad_like.history.stride_store import StoreInfo, StrideStore, fingerprint, whole_documents
+
+SELECTIONS = ("random", "recent", "prefix_overlap", "overlap_oracle", "score_oracle")
+CONTROLS = ("random", "overlap_oracle")
+"""Always evaluated."""
+
+
+def selections(opened: Opened, names: Sequence[str]) -> list[SpanScorer]:
+    """What is asked for by name, in the order of SELECTIONS."""
+    config = opened.config
+    make = {
+        "random": lambda: RandomSpans(config),
+        "recent": RecentSpans,
+        "prefix_overlap": lambda: PrefixOverlap(config),
+        "overlap_oracle": lambda: OverlapOracle(config),
+        "score_oracle": lambda: ScoreOracle(opened.gains()),
+    }
+    return [make[name]() for name in SELECTIONS if name in names]
+
+
+def score(request: Request, folder: Path) -> None:
+    """Makes a store of scores, or goes on with it, and says what is in it."""
+    opened = open_request(request)
+    info = _info(opened, request, what="scores", maker=fingerprint(opened.checkpoint.model, opened.checkpoint.params))
+    store = StrideStore(folder, info)
+    if len(store.missing()):
+        gains, tokens = opened.gains(), whole_documents(opened.documents)
+
+        def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
+            return gains(GainRequest(tokens(s.document), s, candidates(s, info.config)) for s in strides)
+
+        with_progress("scores", lambda progress: store.fill(make, progress))
+    Console().print(summary(store).to_rich())
+    print(f"wrote {folder}")
+
+
+def summary(store: StrideStore) -> Table:
+    """What kind of numbers the scores are."""
+    scores = store.numbers.astype(np.float64)
+    best = np.maximum.reduceat(scores, store.offsets[:-1])
+    rows = {
+        "documents": f"{len(store.info.documents):,}",
+        "strides": f"{len(store.strides):,}",
+        "scores": f"{len(scores):,}",
+        "mean": f"{scores.mean():.3f}",
+        "standard deviation": f"{scores.std():.3f}",
+        "least": f"{scores.min():.2f}",
+        "most": f"{scores.max():.2f}",
+        "above 0": f"{(scores > 0).mean():.1%}",
+        "strides with one above 0": f"{(best > 0).mean():.1%}",
+        "mean of the strides' best": f"{best.mean():.2f}",
+    }
+    return Table(f"gains in nats, against the {store.info.config.baseline} baseline", ("", ""), list(rows.items()))
+
+
+def select_spans(request: Request, folder: Path, selection: str | SpanScorer) -> None:
+    """Makes a store of what one selection chooses, for training with it (`ReaderConfig.selections`)."""
+    opened = open_request(request)
+    scorer = selections(opened, [selection])[0] if isinstance(selection, str) else selection
+    info = _info(opened, request, what="selections", maker=scorer.name, leaks_the_future=scorer.leaks_the_future)
+    store, tokens = StrideStore(folder, info), whole_documents(opened.documents)
+
+    def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
+        for stride in strides:
+            ends = candidates(stride, info.config)
+            yield select(scorer.scores(tokens(stride.document), stride, ends), ends, info.config)
+
+    with_progress("selections", lambda progress: store.fill(make, progress))
+    print(f"wrote {folder}: what {report.label(scorer.name, scorer.leaks_the_future)} selects")
+
+
+def evaluate_selections(
+    request: Request, folder: Path, names: Sequence[str], others: Sequence[SpanScorer] = ()
+) -> None:
+    """Evaluates the baseline, the controls and what is asked for, and writes what is found.
+
+    Args:
+        request: what is evaluated.
+        folder: of evaluation.json and evaluation.md.
+        names: of SELECTIONS.
+        others: more of them.
+    """
+    opened = open_request(request)
+    chosen = [*selections(opened, {*CONTROLS, *names}), *others]
+    windows = opened.windows()
+
+    def work(progress):
+        return evaluate(windows, opened.documents, chosen, opened.config, opened.separator, progress)
+
+    evaluation = with_progress(request.split, work)
+    extra = {
+        "checkpoint": request.checkpoint,
+        "step": opened.checkpoint.step,
+        "split": request.split,
+        "store_fingerprint": opened.store.fingerprint,
+        "document_tokens": request.document_tokens,
+    }
+    evaluation = dataclasses.replace(evaluation, extra=extra)
+    console = Console()
+    for table in report.tables(evaluation):
+        console.print(table.to_rich())
+    report.write(evaluation, folder)
+    print(f"wrote {folder / 'evaluation.md'} and evaluation.json")
+
+
+def search(request: Request, folder: Path, history_lengths: Sequence[int], span_lengths: Sequence[int]) -> None:
+    """Evaluates the score oracle at lengths j and l (Ancient History Language Models, section 3).
+
+    Args:
+        request: what is evaluated; the paper searches on training documents.
+        folder: of search.json and search.md.
+        history_lengths, span_lengths: all pairs of these that fit together.
+
+    Raises:
+        UserError: none fits.
+    """
+    opened = open_request(request)
+    windows, found = opened.windows(), []
+    pairs = [(j, span) for j in history_lengths for span in span_lengths]
+    for j, span in pairs:
+        try:
+            config = dataclasses.replace(opened.config, history_length=j, span_length=span)
+        except UserError as error:
+            found.append({"history_length": j, "span_length": span, "why_not": str(error)})
+            continue
+        oracle = ScoreOracle(opened.gains(config))
+
+        def work(progress, config=config, oracle=oracle):
+            return evaluate(windows, opened.documents, [oracle], config, opened.separator, progress)
+
+        evaluation = with_progress(f"j={j}, l={span}", work)
+        bootstrap = report.Bootstrap(len(evaluation.names))
+        figures = {
+            name: dataclasses.asdict(report.figures(evaluation, evaluation[name], bootstrap)["perplexity"])
+            for name in (BASELINE, oracle.name)
+        }
+        found.append({"history_length": j, "span_length": span, **figures})
+        print(f"j={j}, l={span}: {figures[oracle.name]['value']:.4f} (baseline {figures[BASELINE]['value']:.4f})")
+    table = search_table(found, history_lengths, span_lengths, opened.config)
+    Console().print(table.to_rich())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "search.json").write_text(json.dumps(found, indent=2) + "\n")
+    (folder / "search.md").write_text(table.to_markdown())
+    print(f"wrote {folder / 'search.md'} and search.json")
+
+
+def search_table(
+    found: Sequence[dict], history_lengths: Sequence[int], span_lengths: Sequence[int], config: HistoryConfig
+) -> Table:
+    """The score oracle's perplexity by j and l, the best one marked.
+
+    Raises:
+        UserError: no pair of lengths fits.
+    """
+    values = {
+        (row["history_length"], row["span_length"]): row["score_oracle"]["value"]
+        for row in found
+        if "why_not" not in row
+    }
+    if not values:
+        raise UserError(f"none of these lengths fits: {found[0]['why_not']}")
+    best = min(values, key=values.__getitem__)
+
+    def cell(j: int, span: int) -> str:
+        if (j, span) not in values:
+            return "-"
+        return f"{values[j, span]:.4f}" + (" *" if (j, span) == best else "")
+
+    rows = [(f"j = {j}", *(cell(j, span) for span in span_lengths)) for j in history_lengths]
+    title = (
+        f"perplexity per token with the score oracle (leaks the future), window {config.window_length}, stride "
+        f"{config.stride}; *: the best, -: does not fit"
+    )
+    return Table(title, ("", *(f"l = {span}" for span in span_lengths)), rows)
+
+
+def _info(opened: Opened, request: Request, **what) -> StoreInfo:
+    return StoreInfo(
+        config=opened.config,
+        store=opened.store.fingerprint,
+        split=request.split,
+        documents=tuple(opened.documents.names),
+        lengths=tuple(int(length) for length in opened.documents.lengths),
+        **what,
+    )

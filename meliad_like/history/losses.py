@@ -1,0 +1,118 @@
+"""The losses of the last tokens of many sequences that have nothing to do with each other, by one compiled program."""
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from meliad_like.layers.sharding import MESH_AXES_OF
+from meliad_like.models.model import Model
+from meliad_like.training.loss import token_losses
+from meliad_like.training.mesh import lane_sharding, replicated
+
+
+class Sequence(NamedTuple):
+    """Tokens that are read from nothing."""
+
+    tokens: Int[np.ndarray, " n"]
+    num_targets: int
+    """How many of the tokens are predicted: the last ones. Fewer than n, because nothing precedes the first."""
+
+
+class TargetLosses:
+    """Reads sequences, so many at once, and gives back what each target cost.
+
+    Shorter sequences are padded at their end, which no model here can see from before it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Any,
+        mesh: Mesh,
+        *,
+        length: int,
+        max_targets: int,
+        batch_size: int,
+        loss_slice: int = 1024,
+    ):
+        """
+        Args:
+            model: of any family.
+            params: on the mesh.
+            length: of the longest sequence, in tokens.
+            max_targets: of a sequence.
+            batch_size: sequences that are read at once; rounded up to what the mesh divides.
+            loss_slice: tokens on a device whose logits exist at once.
+
+        Raises:
+            UserError: the model does not read sequences of this length.
+        """
+        shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())
+        self._rows = -(-batch_size // shards)
+        self._batch_size = self._rows * shards
+        reading = model.reading_apart(length)
+        window = reading.config.window_length
+        self._shape = (self._batch_size, -(-length // window) * window)
+        self._lanes = lane_sharding(mesh, self._batch_size)
+        self._params = params
+        self.num_sequences = 0
+        """That were read so far."""
+        self.seconds = 0.0
+        """That it took, without compilation."""
+        # The operations of a token without its logits are those for a vocabulary of none.
+        hidden = Model(reading.config, 0).forward_flops_per_token
+        logits = reading.forward_flops_per_token - hidden
+        self.flops_per_sequence: float = self._shape[1] * hidden + max_targets * logits
+        """Operations (`models/flops.py`), of the padding too: all tokens are read, and targets have logits."""
+        step = functools.partial(_losses, reading, max_targets, max(loss_slice // self._rows, 1))
+        shapes = [
+            jax.ShapeDtypeStruct(shape, np.int32, sharding=self._lanes) for shape in (self._shape, self._shape[:1])
+        ]
+        with jax.set_mesh(mesh):
+            self._step = jax.jit(step, out_shardings=replicated(mesh)).lower(params, *shapes).compile()
+
+    @property
+    def flops(self) -> float:
+        """Operations of all sequences that were read so far."""
+        return self.num_sequences * self.flops_per_sequence
+
+    def __call__(self, sequences: Iterable[Sequence]) -> Iterator[Float[np.ndarray, " targets"]]:
+        """The losses of each sequence's targets in nats, float32, in the order of the sequences.
+
+        Sequences are asked for a batch ahead.
+        """
+        remaining = iter(sequences)
+        while batch := list(itertools.islice(remaining, self._batch_size)):
+            tokens, lengths = np.zeros(self._shape, np.int32), np.ones(self._shape[0], np.int32)
+            for row, sequence in enumerate(batch):
+                lengths[row] = len(sequence.tokens)
+                tokens[row, : lengths[row]] = sequence.tokens
+            began = time.perf_counter()
+            nats = jax.device_get(self._step(self._params, *jax.device_put((tokens, lengths), self._lanes)))
+            self.seconds += time.perf_counter() - began
+            self.num_sequences += len(batch)
+            for row, sequence in enumerate(batch):
+                yield nats[row, nats.shape[1] - sequence.num_targets :]
+
+
+def _losses(
+    model: Model, num_targets: int, loss_slice: int, params: Any, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
+) -> Float[Array, "b targets"]:
+    """Of the last tokens of each sequence; where there are not so many, something for those before the first."""
+    module = model.bind(params)
+    b, n = tokens.shape
+    start = jnp.zeros((b, n // model.config.window_length), bool).at[:, 0].set(True)
+    hidden, _ = module(tokens, module.init_carry(b), start)
+    places = lengths[:, None] - num_targets + jnp.arange(num_targets)
+    targets = jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1)
+    before = jnp.take_along_axis(hidden, jnp.maximum(places - 1, 0)[..., None], axis=1)
+    return token_losses(module, before, targets, loss_slice).nats
