@@ -10,6 +10,9 @@ from meliad_like import command_line
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: config, checkpoints, metrics.", required=True)
 LOAD_DIR = flags.DEFINE_string("load_dir", None, "Checkpoint folder whose parameters a fresh run starts with.")
+PROFILE_STEPS = flags.DEFINE_string(
+    "profile_steps", None, "FIRST:LAST, such as 10:15: a trace of these steps, in the folder profile of --workdir."
+)
 DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "One process of several, on a cluster that jax detects: a TPU pod, SLURM, GKE, MPI."
 )
@@ -22,13 +25,15 @@ PROCESS_ID = flags.DEFINE_integer("process_id", None, "Beside --coordinator_addr
 
 def main() -> int:
     run = command_line.read_config()
+    from meliad_like.training.joining import initialize_distributed
     from meliad_like.training.loop import train
-    from meliad_like.training.mesh import initialize_distributed
+    from meliad_like.training.profiling import parse_steps
 
+    profile_steps = parse_steps(PROFILE_STEPS.value) if PROFILE_STEPS.value else None
     place = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)
     if DISTRIBUTED.value or any(value is not None for value in place):
         initialize_distributed(*place)
-    return train(run, WORKDIR.value, LOAD_DIR.value)
+    return train(run, WORKDIR.value, LOAD_DIR.value, profile_steps)
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def test_killed_while_writing(tmp_path):
 TWO_PROCESSES = """
     import sys
     sys.path[:0] = {paths}
-    from meliad_like.training.mesh import initialize_distributed
+    from meliad_like.training.joining import initialize_distributed
     port, process, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     import conftest
     initialize_distributed("localhost:" + port, 2, process, timeout_seconds=60)

@@ -139,8 +139,3 @@ def test_wrong_fields_are_named(fields):
     ((name, value),) = fields.items()
     with pytest.raises(UserError, match=f"MeshConfig.{name}={value}"):
         MeshConfig(**fields)
-
-
-def test_distributed_needs_all_three_or_a_cluster():
-    with pytest.raises(UserError, match="num_processes=2 and process_id=None must be given together"):
-        mesh_lib.initialize_distributed("localhost:1", 2)

@@ -2,8 +2,6 @@
 
 import errno
 import fcntl
-import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,11 +28,13 @@ from meliad_like.data.token_store import (
     TokenStore,
     read_info,
     short,
+    store_fingerprint,
     token_dtype,
     write_info,
 )
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, make_vocabulary
 from meliad_like.errors import UserError
+from meliad_like.remote import is_remote
 
 SHOWN = 10  # of the reasons why documents were left out
 
@@ -53,6 +53,10 @@ def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Pa
     Raises:
       UserError: `folder` holds something else, a document is bad, the disk is full.
     """
+    if is_remote(folder):
+        raise UserError(
+            f"a token store is made on a local disk: choose a folder here and copy it to {folder} afterwards"
+        )
     folder = Path(folder).expanduser().absolute()
     console = Console(stderr=True)
     opened = open_source(source)
@@ -74,7 +78,7 @@ def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Pa
                     )
                 info = StoreInfo(
                     version=FORMAT_VERSION,
-                    fingerprint=_combined(source_print, made.fingerprint),
+                    fingerprint=store_fingerprint(source_print, made.fingerprint),
                     source=source_print,
                     source_settings=source.settings_fingerprint,
                     vocabulary=made.fingerprint,
@@ -144,10 +148,6 @@ def _make_vocabulary(
         what = f"training a {vocabulary.model_type} vocabulary of {vocabulary.size}"
     with console.status(what):
         return make_vocabulary(vocabulary, texts())
-
-
-def _combined(source: str, vocabulary: str) -> str:
-    return hashlib.sha256(json.dumps([FORMAT_VERSION, source, vocabulary]).encode()).hexdigest()
 
 
 def _check_same(folder: Path, source: str, vocabulary: str) -> None:

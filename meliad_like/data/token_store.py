@@ -7,23 +7,31 @@
     train/names.json      names of the documents
     validation/, test/    the same
 
-The folder is on a local disk: object stores cannot be memory mapped.
+The folder may lie in an object store (gs://...), which can't be memory mapped: a split is then copied to the local disk
+when it is opened first (`store_copy`).
 """
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass
+import tokenize
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from etils import epath
 
 from meliad_like.data.documents import SourceConfig
 from meliad_like.data.splits import SPLITS
+from meliad_like.data.store_copy import local_split
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import UserError
+from meliad_like.remote import any_path, size_of
+from meliad_like.saved_json import check_fields, read_json
 
 FORMAT_VERSION = 1
 STORE_NAME = "store.json"
+DTYPES = ("<u2", "<u4")
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,11 @@ class StoreInfo:
     """Why documents, or files of them, were left out."""
 
 
+def store_fingerprint(source: str, vocabulary: str) -> str:
+    """The fingerprint of a store, from those of its source and its vocabulary."""
+    return hashlib.sha256(json.dumps([FORMAT_VERSION, source, vocabulary]).encode()).hexdigest()
+
+
 def short(fingerprint: str) -> str:
     """As much of a fingerprint as a message needs."""
     return fingerprint[:12]
@@ -83,7 +96,7 @@ def count_words(text: str) -> int:
 class Split:
     """The documents of one split."""
 
-    def __init__(self, folder: Path, names: list[str], statistics: np.ndarray, tokens: np.ndarray):
+    def __init__(self, folder: epath.Path, names: list[str], statistics: np.ndarray, tokens: np.ndarray):
         self.names = names
         """A name for each document."""
         self.lengths = statistics[:, 0]
@@ -116,18 +129,21 @@ class Split:
 class TokenStore:
     """A store that `prepare` wrote."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: epath.PathLike):
         """Opens a store and checks that it is complete.
 
+        Args:
+          folder: local, or of an object store.
+
         Raises:
-          UserError: there is none, it was written by another version, or a file does not have the size it should.
+          UserError: there is none, it was written by another version, or a file is damaged or does not have the size
+            it should.
         """
-        self.folder = Path(folder).expanduser()
+        self.folder = any_path(folder)
         self.info = read_info(self.folder)
-        for split, totals in self.info.splits.items():
+        for split in self.info.splits:
             path = self.folder / split / "tokens.bin"
-            expected = totals.tokens * np.dtype(self.info.dtype).itemsize
-            found = path.stat().st_size if path.exists() else 0
+            expected, found = self._token_bytes(split), size_of(path)
             if found != expected:
                 raise UserError(
                     f"{path} has {found} bytes and should have {expected}: delete {self.folder} and prepare it again"
@@ -140,8 +156,18 @@ class TokenStore:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary of the tokens."""
-        return load_vocabulary(self.folder)
+        """The vocabulary of the tokens.
+
+        Raises:
+          UserError: it is damaged.
+        """
+        vocabulary = load_vocabulary(self.folder)
+        if vocabulary.fingerprint != self.info.vocabulary:
+            raise UserError(
+                f"the vocabulary in {self.folder} is not the one that the store was made with "
+                f"({short(self.info.vocabulary)}): delete it and prepare it again"
+            )
+        return vocabulary
 
     def totals(self, split: str) -> Totals:
         """Sums over a split's documents; zero for a split without any."""
@@ -151,15 +177,18 @@ class TokenStore:
         """The documents of a split.
 
         Raises:
-          UserError: there is no such split, or no document in it.
+          UserError: there is no such split, or no document in it, or it is damaged.
         """
         if name not in self.info.splits or not self.info.splits[name].documents:
             present = ", ".join(split for split, totals in self.info.splits.items() if totals.documents)
             why = "has no documents" if name in self.info.splits else "is unknown"
             raise UserError(f"split {name!r} {why} in the token store {self.folder}, which has {present}")
-        folder = self.folder / name
-        tokens = np.memmap(folder / "tokens.bin", self.info.dtype, "r")
-        return Split(folder, json.loads((folder / "names.json").read_text()), np.load(folder / "documents.npy"), tokens)
+        folder = local_split(self.folder, self.fingerprint, name, self._token_bytes(name))
+        names, statistics = _read_documents(folder, self.info.splits[name])
+        return Split(folder, names, statistics, np.memmap(folder / "tokens.bin", self.info.dtype, "r"))
+
+    def _token_bytes(self, split: str) -> int:
+        return self.info.splits[split].tokens * np.dtype(self.info.dtype).itemsize
 
     def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:
         """Raises a UserError unless the store was made by these settings. The documents themselves are not read."""
@@ -183,25 +212,69 @@ class TokenStore:
             )
 
 
-def read_info(folder: Path) -> StoreInfo:
+def read_info(folder: Path | epath.Path) -> StoreInfo:
     """Reads `store.json`.
 
     Raises:
-      UserError: there is no store, or one of another version.
+      UserError: there is no store, or a damaged one, or one of another version.
     """
+    path = folder / STORE_NAME
     try:
-        saved = json.loads((folder / STORE_NAME).read_text())
+        saved = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"there is no token store at {folder}: make it with python -m meliad_like.prepare --store={folder}"
         ) from None
+    check_fields(saved, {"version": int}, str(path))
     if saved["version"] != FORMAT_VERSION:
         raise UserError(
             f"the token store {folder} has format version {saved['version']}, this program reads {FORMAT_VERSION}: "
             "delete it and prepare it again"
         )
-    splits = {split: Totals(**totals) for split, totals in saved.pop("splits").items()}
-    return StoreInfo(**{**saved, "skipped": tuple(saved["skipped"])}, splits=splits)
+    types = {field.name: str for field in fields(StoreInfo)} | {"version": int, "splits": dict, "skipped": list}
+    check_fields(saved, types, str(path))
+    splits = {}
+    for split in SPLITS:
+        totals = saved["splits"].get(split)
+        check_fields(totals, {field.name: int for field in fields(Totals)}, f"{path}, {split}")
+        splits[split] = Totals(**{field.name: totals[field.name] for field in fields(Totals)})
+    info = StoreInfo(**{name: saved[name] for name in types} | {"splits": splits, "skipped": tuple(saved["skipped"])})
+    # The fingerprint also names a folder, where the store is copied.
+    if info.dtype not in DTYPES or info.fingerprint != store_fingerprint(info.source, info.vocabulary):
+        raise UserError(
+            f"{path} is damaged: its fingerprint or dtype is not what it should be; prepare the store again"
+        )
+    return info
+
+
+def _read_documents(folder: epath.Path, totals: Totals) -> tuple[list[str], np.ndarray]:
+    """The names of a split's documents, and int64[documents, 3]: their tokens, bytes, words."""
+    try:
+        names = read_json(folder / "names.json")
+        # Not np.load, which also opens archives, and pickles where it is told to.
+        statistics = np.array(np.lib.format.open_memmap(folder / "documents.npy", "r"))
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename} is missing: prepare the token store again") from None
+    # What numpy and its parser of headers raise where the file is cut or overwritten.
+    except (ValueError, OSError, EOFError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder / 'documents.npy'} is damaged ({error}): prepare the token store again") from None
+    intact = (
+        isinstance(names, list)
+        and len(names) == totals.documents
+        and all(isinstance(name, str) for name in names)
+        and statistics.dtype == np.int64
+        and statistics.shape == (totals.documents, 3)
+        and (statistics >= [1, 0, 0]).all()
+        and statistics.sum(axis=0).tolist() == [totals.tokens, totals.bytes, totals.words]
+    )
+    if not intact:
+        raise UserError(
+            f"{folder} is damaged: documents.npy and names.json don't add up to what {STORE_NAME} says, {totals}: "
+            "prepare the token store again"
+        )
+    return names, statistics
 
 
 class SplitWriter:

@@ -7,8 +7,9 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
+
+from etils import epath
 
 from meliad_like.data.dictionary_vocabulary import (
     DictionaryVocabulary,
@@ -24,6 +25,8 @@ from meliad_like.data.sentencepiece_vocabulary import (
 from meliad_like.data.table_vocabulary import SETTINGS_NAME, ByteVocabulary, StreamingDecoder, Vocabulary
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabulary, read_tokenizer
 from meliad_like.errors import UserError
+from meliad_like.remote import local_files
+from meliad_like.saved_json import check_fields, read_json
 from meliad_like.validation import check_choices, check_positive
 
 __all__ = [
@@ -100,25 +103,33 @@ class VocabularyConfig:
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def load_vocabulary(folder: str | Path) -> Vocabulary:
+def load_vocabulary(folder: epath.PathLike) -> Vocabulary:
     """The vocabulary that `save` wrote into a token store or a checkpoint.
 
+    Args:
+      folder: local, or of an object store.
+
     Raises:
-      UserError: there is none.
+      UserError: there is none, or it is damaged.
     """
-    path = Path(folder) / SETTINGS_NAME
-    try:
-        settings = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"there is no vocabulary in {folder}: {SETTINGS_NAME} is missing") from None
-    if settings["kind"] == "bytes":
-        return ByteVocabulary(settings["size_multiple"])
-    if settings["kind"] == "tokenizers":
-        tokenizer, _ = read_tokenizer(Path(folder) / TOKENIZER_NAME)
-        return TokenizersVocabulary(tokenizer, settings["end_token"], settings["size_multiple"])
-    if settings["kind"] == "dictionary":
-        return DictionaryVocabulary(read_dictionary(folder), settings["size_multiple"])
-    return SentencePieceVocabulary(read_model(Path(folder) / MODEL_NAME), settings["size_multiple"])
+    with local_files(folder) as path:
+        try:
+            settings = read_json(path / SETTINGS_NAME)
+        except FileNotFoundError:
+            raise UserError(f"there is no vocabulary in {folder}: {SETTINGS_NAME} is missing") from None
+        check_fields(settings, {"kind": str, "size_multiple": int}, f"{folder}/{SETTINGS_NAME}")
+        kind, size_multiple = settings["kind"], settings["size_multiple"]
+        if kind not in get_args(Kind) or size_multiple < 1:
+            raise UserError(f"{folder}/{SETTINGS_NAME} is damaged: kind is {kind!r}, size_multiple {size_multiple}")
+        if kind == "bytes":
+            return ByteVocabulary(size_multiple)
+        if kind == "tokenizers":
+            check_fields(settings, {"end_token": str}, f"{folder}/{SETTINGS_NAME}")
+            tokenizer, _ = read_tokenizer(path / TOKENIZER_NAME)
+            return TokenizersVocabulary(tokenizer, settings["end_token"], size_multiple)
+        if kind == "dictionary":
+            return DictionaryVocabulary(read_dictionary(path), size_multiple)
+        return SentencePieceVocabulary(read_model(path / MODEL_NAME), size_multiple)
 
 
 def make_vocabulary(config: VocabularyConfig, texts: Iterable[str] = ()) -> Vocabulary:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from etils import epath
 from jax.sharding import Mesh
 
 from meliad_like.config.bindings import Bindings, collect
@@ -14,6 +15,7 @@ from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import MODEL_NAME, TOKENIZER_NAME, TokenizersVocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
+from meliad_like.remote import any_path
 from meliad_like.training.mesh import make_mesh
 from meliad_like.training.opening import VOCABULARY_FOLDER, OpenedCheckpoint, open_checkpoint
 
@@ -54,7 +56,7 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
     Raises:
       UserError: there is no store, or one of another vocabulary.
     """
-    place = Path(store or opened.run.data.store).expanduser()
+    place = any_path(store or opened.run.data.store)
     if not (place / STORE_NAME).exists():
         if not prepare:
             raise UserError(
@@ -62,13 +64,13 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
                 f"{opened.run.source.kind} documents ({opened.run.source.folder or 'of this Python'}) that the "
                 "checkpoint's config names; --gin_param=SourceConfig.folder=... where they lie elsewhere"
             )
-        _prepare(opened, Path(folder), place)
+        _prepare(opened, any_path(folder), place)
     found = TokenStore(place)
     found.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {folder}")
     return found
 
 
-def _prepare(opened: OpenedCheckpoint, folder: Path, place: Path) -> None:
+def _prepare(opened: OpenedCheckpoint, folder: epath.Path, place: epath.Path) -> None:
     # Importing what sources need takes a while.
     from meliad_like.data.preparation import prepare
 

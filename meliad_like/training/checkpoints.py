@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from meliad_like.errors import UserError
+from meliad_like.remote import is_remote
 from meliad_like.training.manifest import find_damage, write_manifest
 
 ABSENT = object()
@@ -53,7 +54,8 @@ class Checkpoints:
         if keep_last < 1:
             raise UserError(f"keep_last={keep_last} must be at least 1")
         _leave_orbax_errors_to_the_caller()
-        self.folder = epath.Path(folder).resolve()
+        # epath would take gs://... for a folder in the current one.
+        self.folder = epath.Path(folder) if is_remote(folder) else epath.Path(folder).resolve()
         self._read_only = read_only
         self._damage: dict[int, str | None] = {}
         self._step_being_written: int | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,12 +13,15 @@ from meliad_like import config as configuration
 from meliad_like.config import RunConfig
 from meliad_like.data.loading import load_batches
 from meliad_like.errors import UserError
+from meliad_like.remote import any_path
 from meliad_like.training import preemption
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.hooks import Hook, evaluation_hook, sampling_hook
 from meliad_like.training.mesh import lane_sharding
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.opening import save_vocabulary
+from meliad_like.training.ownership import Ownership
+from meliad_like.training.profiling import Profiler
 from meliad_like.training.reporting import Reporter
 from meliad_like.training.setup import Setup, metadata, set_up, starting_state
 from meliad_like.training.stages import stages_of
@@ -25,8 +29,25 @@ from meliad_like.training.state import TrainState
 from meliad_like.training.step import StepMetrics
 
 
-def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> int:
+class Outputs(NamedTuple):
+    """Where a run writes."""
+
+    folder: epath.Path
+    ownership: Ownership
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    profiler: Profiler
+
+
+def train(
+    run: RunConfig, workdir: str | Path, load_dir: str | None = None, profile_steps: tuple[int, int] | None = None
+) -> int:
     """Trains until `num_steps`, stage after stage, going on from the working folder's newest checkpoint.
+
+    Args:
+      workdir: on a disk that all processes see, or on gs://.
+      load_dir: checkpoint folder whose parameters a fresh run starts with.
+      profile_steps: the first and the last step of those to trace.
 
     Returns:
       The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM with everything saved.
@@ -35,15 +56,27 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
       UserError: the config does not fit the documents, the devices or the folder, or the loss is not finite.
     """
     # --- set-up, of all stages: a mistake in the last one is found now ---
-    folder = epath.Path(workdir)
+    folder = any_path(workdir, schemes=("gs",))
     setups = [set_up(run, stage) for stage in stages_of(run)]
     _check_parameters(setups)
     # By every process, and before the first one writes: where one alone found a mistake, the others would wait for it.
     configuration.check_workdir(run, folder)
     multihost_utils.sync_global_devices("the working folder is this run's")
-    if jax.process_index() == 0:
-        configuration.save(run, folder)
-        save_vocabulary(setups[0].store.vocabulary, folder / "checkpoints")
+    with Ownership(folder) as ownership:
+        if jax.process_index() == 0:
+            configuration.save(run, folder)
+            save_vocabulary(setups[0].store.vocabulary, folder / "checkpoints")
+        return _train(run, folder, setups, ownership, load_dir, profile_steps)
+
+
+def _train(
+    run: RunConfig,
+    folder: epath.Path,
+    setups: Sequence[Setup],
+    ownership: Ownership,
+    load_dir: str | None,
+    profile_steps: tuple[int, int] | None,
+) -> int:
     num_steps = run.training.num_steps
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -59,11 +92,16 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
         # A stage's last checkpoint holds what that stage remembered.
         first = next(i for i, setup in enumerate(setups) if start_step <= setup.stage.last_step)
         state = starting_state(setups[first], checkpoints, load_dir)
-        with MetricsWriter(folder, start_step, num_steps) as writer, preemption.Preemption() as preempted:
+        with (
+            MetricsWriter(folder, start_step, num_steps) as writer,
+            preemption.Preemption() as preempted,
+            Profiler(folder, profile_steps) as profiler,
+        ):
             writer.say(
                 f"{setups[-1].model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
                 f"{setups[first].reader.padding_share:.2%} of the positions are padding"
             )
+            outputs = Outputs(folder, ownership, checkpoints, writer, profiler)
             for setup in setups[first:]:
                 if setup is not setups[first]:
                     state = setup.begin_stage(state)
@@ -72,7 +110,7 @@ def train(run: RunConfig, workdir: str | Path, load_dir: str | None = None) -> i
                         f"{setup.run.data.segment_length} tokens from here on"
                     )
                 if int(state.step) < setup.stage.last_step:
-                    state, stopped = _train_stage(setup, state, folder, checkpoints, writer, preempted)
+                    state, stopped = _train_stage(setup, state, outputs, preempted)
                     if stopped:
                         return preemption.EXIT_STATUS
     return 0
@@ -85,20 +123,18 @@ def _check_parameters(setups: Sequence[Setup]) -> None:
 
 
 def _train_stage(
-    setup: Setup,
-    state: TrainState,
-    folder: epath.Path,
-    checkpoints: Checkpoints,
-    writer: MetricsWriter,
-    preempted: preemption.Preemption,
+    setup: Setup, state: TrainState, outputs: Outputs, preempted: preemption.Preemption
 ) -> tuple[TrainState, bool]:
     """Trains until the stage's last step; returns the state, and whether SIGTERM came before."""
     run, stage, step = setup.run, setup.stage, int(state.step)
+    folder, ownership, checkpoints, writer, profiler = outputs
     train_step = setup.program.compile_step()
 
     def save(step: int, state: TrainState) -> None:
         # What stops a run often comes at a step that was saved anyway.
         if step not in checkpoints.steps():
+            ownership.check()
+            writer.upload()
             checkpoints.save(step, state, metadata(setup, step))
 
     # --- one step after the other; the host is always a step ahead of the devices ---
@@ -119,8 +155,12 @@ def _train_stage(
         ]
         pending: tuple[int, StepMetrics] | None = None
         while step < stage.last_step:
-            state, metrics = train_step(state, next(batches))
+            profiler.before(step + 1, state)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+                state, metrics = train_step(state, next(batches))
             step += 1
+            if profiler.after(step, metrics):
+                writer.say(f"step {step}: wrote a trace into {profiler.folder}")
             # The metrics of the step before are ready; those of this one would make the host wait.
             if pending is not None:
                 _report(reporter, setup, pending, state, save)

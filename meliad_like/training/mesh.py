@@ -159,33 +159,3 @@ def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: 
 
 def _names(path) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
-def initialize_distributed(
-    coordinator_address: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    timeout_seconds: int = 300,
-) -> None:
-    """Joins this process to the others of the run; must come before anything that asks jax for its devices.
-
-    Without arguments the cluster says who is who (a TPU pod, SLURM, GKE or MPI, as jax detects them); with all three,
-    the processes meet at `coordinator_address` ("host:port", where process 0 listens).
-
-    Where the others don't come within `timeout_seconds`, jax itself ends the process and says so.
-
-    Raises:
-      UserError: no cluster was detected, or the arguments don't fit together.
-    """
-    given = (coordinator_address, num_processes, process_id)
-    if any(value is None for value in given) and any(value is not None for value in given):
-        raise UserError(
-            f"coordinator_address={coordinator_address}, num_processes={num_processes} and process_id={process_id} "
-            "must be given together, or not at all on a cluster that jax detects"
-        )
-    # Used by processes that compute on CPUs alone; accelerators have their own.
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    try:
-        jax.distributed.initialize(*given, initialization_timeout=timeout_seconds)
-    except ValueError as error:
-        raise UserError(f"this machine is part of no cluster that jax detects ({error})") from error

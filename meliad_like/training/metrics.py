@@ -4,6 +4,9 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
 import jax
@@ -12,7 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
 
+from meliad_like.remote import copy_folder, is_remote
+
 FILE_NAME = "metrics.jsonl"
+UPLOAD_SECONDS = 30.0
 
 
 class MetricsWriter:
@@ -30,13 +36,17 @@ class MetricsWriter:
         if not self._active:
             return
         self._start_step, self._num_steps, self._began = start_step, num_steps, time.perf_counter()
-        path = epath.Path(workdir) / FILE_NAME
-        kept = [line for line in complete_lines(path) if json.loads(line)["step"] <= start_step]
-        path.write_text("".join(kept))
-        self._file = path.open("a")
+        self._workdir, self._closing, self._uploaded = epath.Path(workdir), ExitStack(), time.monotonic()
+        # Object stores can't add to a file: there these are written here, and copied from time to time.
+        self._remote = is_remote(workdir)
+        local = Path(self._closing.enter_context(TemporaryDirectory()) if self._remote else workdir)
+        self._local = epath.Path(local)
+        kept = [line for line in complete_lines(self._workdir / FILE_NAME) if json.loads(line)["step"] <= start_step]
+        (local / FILE_NAME).write_text("".join(kept))
+        self._file = (local / FILE_NAME).open("a")
         # With a bound on its queue the training would wait for tensorboardX's thread, which ends when the clock is set
         # back by more than 24 days.
-        self._tensorboard = SummaryWriter(str(workdir), purge_step=start_step + 1, max_queue=0)
+        self._tensorboard = SummaryWriter(str(local), purge_step=start_step + 1, max_queue=0)
         self.console = Console()
         self._progress = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console, transient=True
@@ -60,6 +70,15 @@ class MetricsWriter:
         self._file.flush()
         for name, value in finite.items():
             self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        if time.monotonic() - self._uploaded > UPLOAD_SECONDS:
+            self.upload()
+
+    def upload(self) -> None:
+        """To be called before a checkpoint is written: what is logged up to it must not be lost with this machine."""
+        if self._active and self._remote:
+            self._tensorboard.flush()
+            copy_folder(self._local, self._workdir)
+        self._uploaded = time.monotonic()
 
     def progress(self, step: int, bits_per_byte: float, tokens_per_second: float, num_skipped: int) -> None:
         """Shows how far the run is: a moving line on a terminal, otherwise one line a call."""
@@ -92,6 +111,8 @@ class MetricsWriter:
             self._progress.stop()
             self._file.close()
             self._tensorboard.close()
+            self.upload()
+            self._closing.close()
 
 
 def complete_lines(path: epath.Path) -> list[str]:

@@ -12,6 +12,7 @@ from meliad_like.config.saved import from_json, to_dict
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
+from meliad_like.remote import any_path, written_locally
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.mesh import parameter_shardings
 
@@ -44,9 +45,8 @@ def checkpoint_metadata(
 
 def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
     """Puts the vocabulary into a checkpoint folder, which is made if need be."""
-    target = epath.Path(folder) / VOCABULARY_FOLDER
-    target.mkdir(parents=True, exist_ok=True)
-    vocabulary.save(str(target))
+    with written_locally(epath.Path(folder) / VOCABULARY_FOLDER) as target:
+        vocabulary.save(target)
 
 
 def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Mesh | None = None) -> OpenedCheckpoint:
@@ -60,7 +60,7 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
     Raises:
       UserError: there is no usable checkpoint, or its vocabulary is missing or another one.
     """
-    folder = epath.Path(folder)
+    folder = any_path(folder)
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
     with Checkpoints(folder, read_only=True) as checkpoints:

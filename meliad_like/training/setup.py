@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
 from meliad_like.models.families import extends
 from meliad_like.models.model import Model
+from meliad_like.remote import any_path
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata
 from meliad_like.training.mesh import (
     carry_shardings,
@@ -165,7 +165,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
 
 def vocabulary_size(run: RunConfig) -> int:
     """Tokens of the vocabulary: the token store's; where there is no store yet, as many as the settings say."""
-    if (Path(run.data.store).expanduser() / STORE_NAME).exists():
+    if (any_path(run.data.store) / STORE_NAME).exists():
         return TokenStore(run.data.store).vocabulary.size
     settings = run.vocabulary
     if settings.trained:

@@ -1,0 +1,37 @@
+"""JSON that a program wrote, and that anything may have happened to since."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from meliad_like.errors import UserError
+
+
+def read_json(path: Path | epath.Path) -> Any:
+    """What a file holds.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      UserError: it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    # ValueError: not UTF-8, or not JSON. RecursionError: a million brackets.
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged, or no JSON ({error})") from None
+
+
+def check_fields(saved: Any, types: Mapping[str, type], place: str) -> None:
+    """
+    Raises:
+      UserError: `saved`, which was read at `place`, is no object with these fields (and others) of these types.
+    """
+    if not isinstance(saved, dict):
+        raise UserError(f"{place} is damaged: it holds a {type(saved).__name__}, no object")
+    for name, wanted in types.items():
+        if type(saved.get(name)) is not wanted:
+            found = repr(saved[name]) if name in saved else "missing"
+            raise UserError(f"{place} is damaged: {name} is {found[:80]}, not of the type {wanted.__name__}")

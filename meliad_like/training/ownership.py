@@ -1,0 +1,100 @@
+"""One training in a working folder: a second is refused; where nothing can be locked, it takes over."""
+
+import errno
+import fcntl
+import os
+import socket
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from typing import Self
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from meliad_like.errors import UserError
+from meliad_like.remote import is_remote
+
+LOCK_NAME = ".lock"
+# What file systems say that have no locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Ownership:
+    """Makes the working folder this training's as long as it is in a `with`. All processes of a run must use it.
+
+    On a local disk the operating system locks a file, and frees it however the process ends. An object store has no
+    locks: there each training writes its name, and one that no longer finds its own ends before its next checkpoint.
+    """
+
+    def __init__(self, workdir: epath.PathLike):
+        """
+        Args:
+          workdir: made if need be.
+        """
+        self._workdir = epath.Path(workdir)
+        self._path = self._workdir / LOCK_NAME
+        since = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._name = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+        self._locked = ExitStack()
+        self._is_locked = False
+
+    def __enter__(self) -> Self:
+        """
+        Raises:
+          UserError: another training has the folder.
+        """
+        owner = None
+        if jax.process_index() == 0:
+            self._workdir.mkdir(parents=True, exist_ok=True)
+            if not is_remote(self._workdir):
+                owner = self._lock()
+            if owner is None:
+                self._path.write_text(self._name)
+        _agree(
+            owner, f"another training is writing to {self._workdir}: ", "; choose another --workdir, or end that one"
+        )
+        return self
+
+    def check(self) -> None:
+        """To be called before a checkpoint is written.
+
+        Raises:
+          UserError: another training has taken the folder.
+        """
+        owner = None
+        if jax.process_index() == 0 and not self._is_locked:
+            found = self._path.read_text() if self._path.exists() else f"{LOCK_NAME} has been deleted"
+            owner = None if found == self._name else found
+        _agree(
+            owner, f"another training has taken {self._workdir}: ", "; this one ends, and writes no more checkpoints"
+        )
+
+    def __exit__(self, *_) -> None:
+        self._locked.close()
+
+    def _lock(self) -> str | None:
+        """Locks the file; or the name of who has."""
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._locked.callback(os.close, file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._is_locked = True
+        except BlockingIOError:
+            self._locked.close()
+            return self._path.read_text()
+        except OSError as error:
+            # Then what holds for object stores does.
+            if error.errno not in NO_LOCKS:
+                raise
+        return None
+
+
+def _agree(owner: str | None, before: str, after: str) -> None:
+    """Ends all processes where process 0 found another owner: alone, it would leave the others waiting."""
+    found = owner is not None
+    if jax.process_count() > 1:
+        found = bool(multihost_utils.broadcast_one_to_all(np.asarray(found)))
+    if found:
+        raise UserError(f"{before}{owner or 'process 0 says which'}{after}")

@@ -1,0 +1,71 @@
+"""`--profile_steps`: what devices and host did in some steps of a run, as a trace that xprof and Perfetto show."""
+
+import re
+import sys
+import tempfile
+from typing import Any, Self
+
+import jax
+from etils import epath
+
+from meliad_like.errors import UserError
+from meliad_like.remote import copy_folder
+
+FOLDER = "profile"
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """The first and the last step of `FIRST:LAST`.
+
+    Raises:
+      UserError: it is something else.
+    """
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"--profile_steps={text} must be FIRST:LAST, such as 10:15, with 1 <= FIRST <= LAST")
+    return int(match[1]), int(match[2])
+
+
+class Profiler:
+    """Traces those of the wanted steps that the run does, in process 0. Use it in a `with`."""
+
+    def __init__(self, workdir: epath.PathLike, steps: tuple[int, int] | None):
+        """
+        Args:
+          workdir: of the run; traces lie in its folder `profile`.
+          steps: the first and the last; None: nothing is traced.
+        """
+        wanted = steps is not None and jax.process_index() == 0
+        self._first, self._last = steps if wanted else (sys.maxsize, 0)
+        self.folder = epath.Path(workdir) / FOLDER
+        self._local: tempfile.TemporaryDirectory | None = None
+
+    def before(self, step: int, state: Any) -> None:
+        """To be called before a step is dispatched, with the state that it starts from."""
+        if self._local is None and self._first <= step <= self._last:
+            # What was dispatched before is not to be seen.
+            jax.block_until_ready(state)
+            self._local = tempfile.TemporaryDirectory()
+            jax.profiler.start_trace(self._local.name)
+
+    def after(self, step: int, metrics: Any) -> bool:
+        """To be called when a step was dispatched; whether the trace is complete, and written, with this one."""
+        if self._local is None or step < self._last:
+            return False
+        jax.block_until_ready(metrics)
+        self._stop()
+        return True
+
+    def _stop(self) -> None:
+        assert self._local is not None
+        jax.profiler.stop_trace()
+        copy_folder(epath.Path(self._local.name), self.folder)
+        self._local.cleanup()
+        self._local, self._first = None, sys.maxsize
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._local is not None:
+            self._stop()

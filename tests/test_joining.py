@@ -1,0 +1,118 @@
+"""How processes find each other: those that don't come are named, in every one that did."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from meliad_like.errors import UserError
+from meliad_like.training import joining
+from meliad_like.training.joining import call_the_roll, initialize_distributed
+
+
+@pytest.fixture
+def address():
+    with socket.create_server(("localhost", 0)) as server:
+        return f"localhost:{server.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch):
+    monkeypatch.setattr(joining, "GRACE", 1.0)
+
+
+def call(address, processes, num_processes, timeout_seconds):
+    """What each of these processes was told: None, or the error."""
+    told = {}
+
+    def one(process_id):
+        told[process_id] = None
+        try:
+            call_the_roll(address, num_processes, process_id, timeout_seconds)
+        except UserError as error:
+            told[process_id] = str(error)
+
+    threads = [threading.Thread(target=one, args=(process_id,)) for process_id in processes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def test_all_come_in_any_order(address):
+    assert call(address, [2, 1, 0, 3], 4, 60) == dict.fromkeys(range(4))
+    # The port is free again, for jax.
+    with socket.create_server(("localhost", int(address.partition(":")[2]))):
+        pass
+
+
+def test_the_missing_are_named_in_all_that_came(address):
+    told = call(address, [4, 0, 2], 5, 1)
+    assert len(set(told.values())) == 1
+    assert told[0].startswith("2 of 5 processes did not come within 1 s: number 1, 3; ")
+
+
+def test_without_process_0(address):
+    (error,) = call(address, [1], 2, 0.5).values()
+    assert error.startswith(f"process 0 did not come to {address} within 0 s (Connection refused): ")
+
+
+def test_processes_that_were_told_of_different_numbers(address):
+    threads = [threading.Thread(target=call, args=(address, [2], 3, 5))]
+    threads[0].start()
+    told = call(address, [0], 2, 5)
+    threads[0].join()
+    assert told[0].startswith("a process was started as number 2 of 3, and process 0 as one of 2: ")
+
+
+def test_strangers_and_processes_that_begin_again_do_no_harm(address):
+    host, port = address.split(":")
+
+    def come_and_go():
+        for message in (b"GET / HTTP/1.0\r\n\r\n", b"[1, 3]", b""):
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                try:
+                    with socket.create_connection((host, int(port))) as connection:
+                        connection.sendall(message)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+
+    stranger = threading.Thread(target=come_and_go)
+    stranger.start()
+    first = threading.Thread(target=lambda: told.update(call(address, [0], 3, 60)))
+    told = {}
+    first.start()
+    stranger.join()
+    told.update(call(address, [1, 2], 3, 60))
+    first.join()
+    assert told == dict.fromkeys(range(3))
+
+
+def test_a_port_that_is_taken(address):
+    port = int(address.partition(":")[2])
+    with socket.create_server(("", port)), pytest.raises(UserError, match=f"process 0 can't listen at port {port}"):
+        call_the_roll(address, 2, 0, 1)
+
+
+def test_all_three_or_a_cluster(monkeypatch):
+    with pytest.raises(UserError, match="num_processes=2 and process_id=None must be given together"):
+        initialize_distributed("localhost:1", 2)
+    with pytest.raises(UserError, match="this machine is part of no cluster that jax detects"):
+        initialize_distributed()
+
+
+def test_a_cluster_says_who_is_who(monkeypatch):
+    called = []
+    monkeypatch.setattr(joining, "call_the_roll", lambda *place: called.append(place))
+    monkeypatch.setattr(joining.jax.distributed, "initialize", lambda *place, **_: called.append(place))
+    monkeypatch.setattr(joining.jax.config, "update", lambda *_: None)
+    slurm = {"JOB_ID": "7", "STEP_NODELIST": "node1", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    initialize_distributed(timeout_seconds=5)
+    (address, *place), given = called
+    assert address.startswith("node1:") and place == [2, 1, 5] and given == (None, None, None)
