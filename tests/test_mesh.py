@@ -102,7 +102,7 @@ def test_each_device_holds_only_its_part():
 
 def test_data_axis_takes_the_remaining_devices():
     mesh = make_mesh(MeshConfig(fsdp=2))
-    assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "tensor": 1, "sequence": 1}
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
@@ -112,9 +112,10 @@ def test_lanes_are_shared_out_over_data_and_fsdp():
     assert {shard.data.shape for shard in batch.addressable_shards} == {(2, 3)}
 
 
-@pytest.mark.parametrize("config", [MeshConfig(3), MeshConfig(fsdp=3), MeshConfig(8, 2), MeshConfig(tensor=16)])
+@pytest.mark.parametrize("config", [MeshConfig(3), MeshConfig(fsdp=3), MeshConfig(8, 2), MeshConfig(sequence=16)])
 def test_a_mesh_that_does_not_fit_the_devices(config):
-    message = f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} does not fit 8 device"
+    sizes = f"data={config.data} fsdp={config.fsdp} tensor={config.tensor} sequence={config.sequence}"
+    message = f"mesh {sizes} does not fit 8 device"
     with pytest.raises(UserError, match=re.escape(message)):
         make_mesh(config)
 
@@ -134,7 +135,7 @@ def test_a_dimension_that_does_not_divide_is_named():
         )
 
 
-@pytest.mark.parametrize("fields", [{"fsdp": 0}, {"tensor": -1}, {"data": 0}])
+@pytest.mark.parametrize("fields", [{"fsdp": 0}, {"tensor": -1}, {"data": 0}, {"sequence": 0}])
 def test_wrong_fields_are_named(fields):
     ((name, value),) = fields.items()
     with pytest.raises(UserError, match=f"MeshConfig.{name}={value}"):

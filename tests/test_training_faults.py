@@ -158,7 +158,7 @@ def test_a_working_folder_of_another_run(bindings, tmp_path):
         ("--gin_file=size/tiny1.gin", "no gin file 'size/tiny1.gin' (nearest: size/tiny.gin)"),
         ("--gin_param=TrainingConfig.steps = 3", "TrainingConfig has no parameter steps (nearest: "),
         ("--gin_param=DecoderConfig.window_length = 48", "segment_length=64 must be a multiple of window_length=48"),
-        ("--gin_param=MeshConfig.data = 3", "mesh data=3 fsdp=1 tensor=1 does not fit 8 device(s)"),
+        ("--gin_param=MeshConfig.data = 3", "mesh data=3 fsdp=1 tensor=1 sequence=1 does not fit 8 device(s)"),
         ("--process_id=0", "num_processes=None and process_id=0 must be given together"),
         ("--work_dir=x", "Unknown command line flag 'work_dir'. Did you mean: workdir ?"),
     ],

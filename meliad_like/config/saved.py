@@ -31,6 +31,7 @@ ADDED = frozenset(
         "DecoderConfig.memory_neighbors",
         "DecoderConfig.memory_search",
         "DecoderConfig.memory_update",
+        "MeshConfig.sequence",
         "ReaderConfig.kind",
         "ReaderConfig.segments_follow",
         "ReaderConfig.train_disjoint",

@@ -28,6 +28,7 @@ from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.layers.sharding import MESH_AXES_OF
+from meliad_like.models.families import check_sequence
 from meliad_like.models.model import Model
 from meliad_like.training.loss import segment_losses
 from meliad_like.training.mesh import carry_shardings, lane_sharding, replicated
@@ -96,7 +97,8 @@ class Evaluator:
             (`clear_states`) is done at the same positions of every document.
 
         Raises:
-          UserError: the segment is not made of whole windows, or no document has a target.
+          UserError: the segment is not made of whole windows, or can't be cut as the mesh would; or no document has a
+            target.
         """
         self.model = model
         self.name = name
@@ -105,6 +107,7 @@ class Evaluator:
         self._documents_in_split = len(split.lengths)
         self._split = ChosenDocuments(split, self.documents)
         self._window = window = model.config.window_length
+        check_sequence(model.config, segment_length, mesh.shape["sequence"])
         self._targets = np.maximum(self._split.lengths - 1, 0)
         blocks = -(-self._targets // window)
         shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import RMSNorm, parameter, rematerialise, rows, tiled_dropout
+from meliad_like.layers.sequence import num_parts, of_the_last, own_blocks
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.decoder_layer import DecoderLayer, LayerCarry, ReadStates, block_positions, state_starts
@@ -55,15 +56,15 @@ class Decoder(nnx.Module):
         """Reads a segment.
 
         Args:
-            tokens: a whole number of blocks.
+            tokens: a whole number of blocks. Under `over_sequence`: those of this device.
             carry: from the segment before, or `init_carry`; its position is a multiple of w.
-            start: blocks with which a new document begins: nothing is remembered across.
+            start: blocks of the whole segment with which a new document begins: nothing is remembered across.
             dropout_key: for training; none to keep everything.
 
         Returns:
             Hidden states for `logits`, and the carry for the next segment.
         """
-        n, w = tokens.shape[1], self.config.window_length
+        n, w = num_parts() * tokens.shape[1], self.config.window_length
         if n % w or start.shape[1] != n // w:
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
         table = constrain(self.embedding[...].astype(self.dtype), "vocabulary", None)
@@ -78,7 +79,7 @@ class Decoder(nnx.Module):
         x = self.final_norm(x)
         if dropout_key is not None:
             x = tiled_dropout(x, self.config.dropout_rate, jax.random.fold_in(dropout_key, len(self.layers)))
-        return x, DecoderCarry(positions[:, -1] + w, layers)
+        return x, DecoderCarry(positions[:, -1] + w, of_the_last(layers))
 
     def _stack(
         self,
@@ -92,7 +93,7 @@ class Decoder(nnx.Module):
         for i, (layer, layer_carry) in enumerate(zip(self.layers, layers, strict=True)):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
             call = rematerialise(type(layer).__call__, self.config.remat)
-            x, layer_carry = call(layer, x, layer_carry, positions, key, read_states and read_states[i])
+            x, layer_carry = call(layer, x, layer_carry, own_blocks(positions), key, read_states and read_states[i])
             x = constrain(x, "lanes", None, None)
             new_layers.append(layer_carry)
         return x, new_layers

@@ -23,6 +23,7 @@ from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, dropout_multi
 from meliad_like.layers.memory import Memory, attend_memories, recall, remember, search
 from meliad_like.layers.positions import T5Bias, rotate, sinusoids
 from meliad_like.layers.recurrence import StateCell, StateHeads
+from meliad_like.layers.sequence import from_left, in_turn, is_leftmost
 from meliad_like.models.decoder_config import DecoderConfig
 
 
@@ -181,7 +182,8 @@ class DecoderLayer(nnx.Module):
             *(y if y is None else rearrange(y, "b h (c w) k -> b c h w k", w=w) for y in heads)
         )
         inside = previous_valid = positions > 0
-        previous_key, previous_value = _block_before(key, carry.key), _block_before(value, carry.value)
+        first_key, first_value = from_left((key[:, -1], value[:, -1]), (carry.key, carry.value))
+        previous_key, previous_value = _block_before(key, first_key), _block_before(value, first_value)
         if not config.mask_empty_cache:
             empty = ~inside[:, :, None, None, None]
             previous_key, previous_value = jnp.where(empty, 0, previous_key), jnp.where(empty, 0, previous_value)
@@ -261,7 +263,7 @@ class DecoderLayer(nnx.Module):
             return self.cell.update(states, heads, *tile), (heads.key, heads.value)
 
         blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (start, *tiles))
-        states, heads = jax.lax.scan(step, states, blocks)
+        states, heads = in_turn(lambda states: jax.lax.scan(step, states, blocks), states)
         return states, *(jnp.moveaxis(y, 0, 1) for y in heads)
 
     def _scan_memory(
@@ -424,7 +426,7 @@ def block_positions(position: Int[Array, " b"], start: Bool[Array, "b c"], w: in
 def state_starts(positions: Int[Array, "b c"], config: DecoderConfig) -> Bool[Array, "b c"]:
     """The blocks of a segment before which states become the initial ones."""
     starts = positions == 0
-    return starts.at[:, 0].set(True) if config.clear_states else starts
+    return starts.at[:, 0].set(starts[:, 0] | is_leftmost()) if config.clear_states else starts
 
 
 def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from meliad_like.errors import UserError
 from meliad_like.models.decoder import Decoder
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.flops import forward_flops_per_token, training_flops_per_token
@@ -62,6 +63,9 @@ class Family(NamedTuple):
     """(config, first name of a parameter) -> whether training changes it."""
     extends: Callable[[Any, ModelConfig], bool] = operator.eq
     """(config, that of another run) -> whether training may begin with the other's parameters."""
+    in_order: Callable[[Any], str | None] = lambda config: "its windows are read one after the other"
+    """(config) -> why the blocks of a segment cannot lie on several devices (`MeshConfig.sequence`); None where they
+    can."""
     num_visible: Callable[[Any, np.ndarray], np.ndarray] = lambda config, position: position % config.window_length + 1
     """(config, positions in a document) -> how many tokens a token there attends to, itself included, in a layer that
     attends to no memory beyond its cache; by default those of its block."""
@@ -75,6 +79,15 @@ def decoder_visible(config: DecoderConfig, position: np.ndarray) -> np.ndarray:
     return np.minimum(position, config.window_length) + 1
 
 
+def decoder_in_order(config: DecoderConfig) -> str | None:
+    """Layers that need nothing of other blocks but the window before and states read a segment side by side."""
+    if config.feedback != "none":
+        return f"with feedback={config.feedback!r} a block waits for all layers of the one before"
+    if config.memory_layers:
+        return f"with memory_layers={config.memory_layers} a block searches what the ones before have remembered"
+    return None
+
+
 def shortformer_visible(config: ShortformerConfig, position: np.ndarray) -> np.ndarray:
     """What is cached when a token's block begins, and the block up to it."""
     offset = position % config.window_length
@@ -83,7 +96,12 @@ def shortformer_visible(config: ShortformerConfig, position: np.ndarray) -> np.n
 
 FAMILIES = {
     "decoder": Family(
-        DecoderConfig, Decoder, forward_flops_per_token, training_flops_per_token, num_visible=decoder_visible
+        DecoderConfig,
+        Decoder,
+        forward_flops_per_token,
+        training_flops_per_token,
+        in_order=decoder_in_order,
+        num_visible=decoder_visible,
     ),
     "pretrained": Family(
         PretrainedConfig,
@@ -103,6 +121,23 @@ FAMILIES = {
 def family_name(config: ModelConfig) -> str:
     """The name in FAMILIES of the family that a config belongs to."""
     return next(name for name, family in FAMILIES.items() if family.config is type(config))
+
+
+def check_sequence(config: ModelConfig, segment_length: int, parts: int) -> None:
+    """Whether segments of this length can be cut into so many parts (`MeshConfig.sequence`).
+
+    Raises:
+      UserError: the model can't be cut, or the blocks can't be shared out evenly.
+    """
+    if parts == 1:
+        return
+    if reason := FAMILIES[family_name(config)].in_order(config):
+        raise UserError(f"MeshConfig.sequence={parts} must be 1 for this {family_name(config)} model: {reason}")
+    if segment_length % (parts * config.window_length):
+        raise UserError(
+            f"MeshConfig.sequence={parts} must divide the blocks of a segment: segment_length={segment_length} is not "
+            f"a multiple of {parts} x window_length={config.window_length}"
+        )
 
 
 def extends(config: ModelConfig, other: ModelConfig) -> bool:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.data.batch import Batch
+from meliad_like.layers.sequence import num_parts, over_sequence
 
 # Folded into the step's dropout key; models fold in the numbers of their layers.
 SOFTMAX = 2**32 - 1
@@ -42,7 +43,12 @@ def token_losses(
 
     def losses(hidden, targets):
         logits = module.logits(hidden)
-        target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        if num_parts() == 1:
+            target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        else:
+            # XLA crashes where a part of a segment would look something up along the vocabulary that `tensor` cuts.
+            chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
+            target_logits = jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
         nats = jax.nn.logsumexp(logits, axis=-1) - target_logits
         return TokenLosses(nats, jnp.argmax(logits, axis=-1) == targets)
 
@@ -63,6 +69,11 @@ def segment_losses(
     """
     if hasattr(module, "losses"):
         return module.losses(batch.inputs, batch.targets, carry, batch.start, dropout_key, slice_length=slice_length)
-    hidden, carry = module(batch.inputs, carry, batch.start, dropout_key)
-    softmax_key = None if dropout_key is None else jax.random.fold_in(dropout_key, SOFTMAX)
-    return token_losses(module, hidden, batch.targets, slice_length, softmax_key), carry
+
+    def losses(tokens, others):
+        (inputs, targets), (module, carry, start, dropout_key) = tokens, others
+        hidden, carry = module(inputs, carry, start, dropout_key)
+        softmax_key = None if dropout_key is None else jax.random.fold_in(dropout_key, SOFTMAX)
+        return token_losses(module, hidden, targets, slice_length, softmax_key), carry
+
+    return over_sequence(losses)((batch.inputs, batch.targets), (module, carry, batch.start, dropout_key))

@@ -2,7 +2,8 @@
 
 `data` and `fsdp` share out the lanes; `fsdp` also cuts every parameter along the model width and `tensor` along heads,
 feed-forward width and vocabulary. Arrays are placed by `NamedSharding`; the compiler derives what lies between, but for
-the few layouts that the model prescribes (`layers.sharding.constrain`).
+the few layouts that the model prescribes (`layers.sharding.constrain`), and for `sequence`, which cuts the tokens of a
+segment (`layers/sequence.py`): parameters, optimizer state, carry and batch are the same along it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from meliad_like.errors import UserError
 from meliad_like.layers.sharding import MESH_AXES_OF
 from meliad_like.validation import check_positive
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 
 
 @dataclass(frozen=True)
@@ -25,35 +26,39 @@ class MeshConfig:
     """Number of devices along each axis of the mesh; their product is the number of devices."""
 
     data: int = -1
-    """Copies of the parameters, each with its own lanes; -1: all devices that the other two leave."""
+    """Copies of the parameters, each with its own lanes; -1: all devices that the others leave."""
     fsdp: int = 1
     """Parts that parameters and optimizer state are cut into along the model width; each has its own lanes too."""
     tensor: int = 1
     """Parts that heads, feed-forward width and vocabulary are cut into; these devices share their lanes."""
+    sequence: int = 1
+    """Parts that the blocks of a segment are cut into, for segments that are too long for one device; only for decoders
+    without feedback and external memory. Dropout is that of one device where a part is a multiple of 128 tokens."""
 
     def __post_init__(self):
-        check_positive(self, ("fsdp", "tensor"))
+        check_positive(self, ("fsdp", "tensor", "sequence"))
         if self.data < 1 and self.data != -1:
             raise UserError(f"MeshConfig.data={self.data} must be at least 1, or -1 for all remaining devices")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of Auto axes `data`, `fsdp`, `tensor` over `devices` (default: all, of all processes).
+    """A mesh of Auto axes (MESH_AXES) over `devices` (default: all, of all processes).
 
     Raises:
       UserError: the shape doesn't fit the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    inner = config.fsdp * config.tensor
+    inner = config.fsdp * config.sequence * config.tensor
     data = len(devices) // inner if config.data == -1 else config.data
     if data * inner != len(devices):
         raise UserError(
-            f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} does not fit {len(devices)} "
-            f"device(s): the product must be their number (data=-1 takes what the others leave)"
+            f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} sequence={config.sequence} does not "
+            f"fit {len(devices)} device(s): the product must be their number (data=-1 takes what the others leave)"
         )
     # jax.make_mesh makes Explicit axes unless told otherwise.
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh((data, config.fsdp, config.tensor), MESH_AXES, axis_types=axis_types, devices=devices)
+    shape = (data, config.fsdp, config.tensor, config.sequence)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=axis_types, devices=devices)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

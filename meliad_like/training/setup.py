@@ -17,7 +17,7 @@ from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
-from meliad_like.models.families import extends
+from meliad_like.models.families import check_sequence, extends
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata
@@ -103,6 +103,8 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
     run = stage.run
     store = TokenStore(run.data.store)
     store.check_settings(run.source, run.vocabulary)
+    for each in stages_of(whole_run):
+        check_sequence(each.run.model, each.run.data.segment_length, run.mesh.sequence)
     reader = make_reader(stage, store)
     return Setup(run, whole_run, stage, store, reader, make_program(run, store.vocabulary.size, make_mesh(run.mesh)))
 
@@ -117,6 +119,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
       UserError: the mesh does not fit the lanes or the model.
     """
     num_lanes = run.data.num_lanes
+    check_sequence(run.model, run.data.segment_length, mesh.shape["sequence"])
     model = Model(run.model, vocabulary_size)
     lanes = lane_sharding(mesh, num_lanes)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
