@@ -11,8 +11,7 @@ from selector_runs import HISTORY, VOCABULARY, MadeUp, train
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.selector_checkpoint import open_selector
-from meliad_like.history.selector_inputs import LEAKS
-from meliad_like.history.selector_scorer import LearnedSelector, open_learned_selector
+from meliad_like.history.selector_scorer import LearnedSelector, open_selectors
 from meliad_like.history.spans import candidates, select, strides
 
 LENGTH = 90
@@ -59,7 +58,9 @@ def test_scores_are_those_of_the_head_on_the_texts(folders, kind):
 def test_only_the_released_code_s_context_sees_the_future(folders, kind, sees):
     scorer = LearnedSelector(open_selector(folders / kind))
     assert scorer.leaks_the_future is sees
-    assert (LEAKS in scorer.name) is sees
+    assert scorer.name == (
+        "light_selector_released_code" if sees else {"joint": "learned"}.get(kind, kind) + "_selector"
+    )
     for stride in selecting():
         ends = candidates(stride, HISTORY)
         other = DOCUMENT.copy()
@@ -118,15 +119,18 @@ class Store:
 
 
 def test_what_does_not_fit_is_named(folders, tmp_path):
-    assert open_learned_selector(folders / "light", HISTORY, Store(VOCABULARY)).name == "light_selector"
+    both = open_selectors([folders / "light", folders / "joint"], HISTORY, Store(VOCABULARY))
+    assert [selector.name for selector in both] == ["light_selector", "learned_selector"]
+    twice = open_selectors([folders / "light", folders / "light"], HISTORY, Store(VOCABULARY))
+    assert twice[0].name == "light_selector:light"
     other = ByteVocabulary(size_multiple=64)
-    both = f"the selector .*light: {VOCABULARY.fingerprint[:12]} {other.fingerprint[:12]}"
-    with pytest.raises(UserError, match=both):
-        open_learned_selector(folders / "light", HISTORY, Store(other))
+    message = f"the selector .*light: {VOCABULARY.fingerprint[:12]} {other.fingerprint[:12]}"
+    with pytest.raises(UserError, match=message):
+        open_selectors([folders / "light"], HISTORY, Store(other))
     longer = dataclasses.replace(HISTORY, span_length=8)
     with pytest.raises(UserError, match="spans with HistoryConfig.span_length=4, and here it is 8"):
-        open_learned_selector(folders / "light", longer, Store(VOCABULARY))
-    with pytest.raises(UserError, match="there is no selector in .*train_selector --workdir=DIR makes one"):
+        open_selectors([folders / "light"], longer, Store(VOCABULARY))
+    with pytest.raises(UserError, match="there is no selector in .*train_selector --output=DIR makes one"):
         open_selector(tmp_path)
 
 

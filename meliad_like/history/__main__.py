@@ -4,6 +4,8 @@ python -m meliad_like.history score --checkpoint=DIR --store=DIR --split=train -
 python -m meliad_like.history evaluate --checkpoint=DIR --store=DIR --selection=score_oracle --output=DIR
 python -m meliad_like.history search --checkpoint=DIR --store=DIR --split=train --document_tokens=4096 --output=DIR
 python -m meliad_like.history select --checkpoint=DIR --store=DIR --split=train --selection=random --output=DIR
+python -m meliad_like.history train_selector --checkpoint=DIR --store=DIR --scores=DIR --output=DIR
+python -m meliad_like.history page --checkpoint=DIR --store=DIR --document=NAME --selector=DIR --output=DIR
 
 How spans are made and windows put together is HistoryConfig's: --gin_file=ancient_history/released_code.gin, or
 --gin_param=HistoryConfig.stride=128. The same command goes on with scores and selections after a stop.
@@ -16,7 +18,7 @@ from absl import flags
 from meliad_like import command_line
 from meliad_like.errors import UserError
 
-COMMANDS = ("score", "evaluate", "search", "select")
+COMMANDS = ("score", "evaluate", "search", "select", "train_selector", "page")
 SELECTIONS = ("random", "recent", "prefix_overlap", "overlap_oracle", "score_oracle")
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder of the frozen model.", required=True)
@@ -35,25 +37,41 @@ BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Sequences that the model re
 SELECTION = flags.DEFINE_multi_enum(
     "selection", [], SELECTIONS, "What ranks the spans. Repeatable; evaluate has random and overlap_oracle in any case."
 )
+SELECTOR = flags.DEFINE_multi_string(
+    "selector", [], "Folder that train_selector made, beside or instead of --selection. Repeatable."
+)
+SCORES = flags.DEFINE_string("scores", None, "Of train_selector: folder that score made.")
+NUM_TERMS = flags.DEFINE_integer("num_terms", 20, "Of page: words with the highest impact.", lower_bound=1)
 HISTORY_LENGTHS = flags.DEFINE_list("history_lengths", ["128", "256", "512", "768"], "Of search: j.")
 SPAN_LENGTHS = flags.DEFINE_list("span_lengths", ["8", "16", "32", "64", "128"], "Of search: l.")
 
 USED_BY = {
-    "selection": ("evaluate", "select"),
+    "selection": ("evaluate", "select", "page"),
+    "selector": ("evaluate", "select", "page"),
+    "scores": ("train_selector",),
+    "num_terms": ("page",),
+    "split": ("score", "evaluate", "search", "select", "page"),
+    "document": ("score", "evaluate", "search", "select", "page"),
+    "document_tokens": ("score", "evaluate", "search", "select", "page"),
+    "max_tokens": ("score", "evaluate", "search", "select", "page"),
+    "batch_size": ("score", "evaluate", "search", "select", "page"),
     "history_lengths": ("search",),
     "span_lengths": ("search",),
 }
 
 
-def main(command: str) -> None:
+def main(command: str) -> int | None:
     for name, commands in USED_BY.items():
         if flags.FLAGS[name].present and command not in commands:
             raise UserError(f"--{name} has no effect on {command}: it is for {' and '.join(commands)}")
-    if command == "select" and len(SELECTION.value) != 1:
-        raise UserError(f"select takes one --selection, not {len(SELECTION.value)}")
+    num_selections = len(SELECTION.value) + len(SELECTOR.value)
+    if command in ("select", "page") and num_selections != 1:
+        raise UserError(f"{command} takes one --selection or one --selector, not {num_selections}")
+    if command == "train_selector" and not SCORES.value:
+        raise UserError("train_selector needs scores to learn from: give the folder that score made, --scores=DIR")
     lengths = {name: _numbers(name) for name in ("history_lengths", "span_lengths")}
     # Importing jax takes seconds: a mistyped flag is reported before.
-    from meliad_like.history import commands
+    from meliad_like.history import commands, selector_commands
     from meliad_like.history.opening import Request
 
     request = Request(
@@ -72,11 +90,16 @@ def main(command: str) -> None:
     if command == "score":
         commands.score(request, folder)
     elif command == "evaluate":
-        commands.evaluate_selections(request, folder, SELECTION.value)
+        commands.evaluate_selections(request, folder, SELECTION.value, SELECTOR.value)
     elif command == "search":
         commands.search(request, folder, **lengths)
     elif command == "select":
-        commands.select_spans(request, folder, SELECTION.value[0])
+        commands.select_spans(request, folder, SELECTION.value, SELECTOR.value)
+    elif command == "page":
+        selector_commands.page(request, folder, SELECTION.value, SELECTOR.value, NUM_TERMS.value)
+    else:
+        return selector_commands.train(request, folder, SCORES.value)
+    return None
 
 
 def _numbers(flag: str) -> list[int]:

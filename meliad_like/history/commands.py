@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from meliad_like.history.evaluation import BASELINE, evaluate
 from meliad_like.history.opening import Opened, Request, open_request
 from meliad_like.history.scoring import Request as GainRequest
 from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle
+from meliad_like.history.selector_scorer import open_selectors
 from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, select
 from meliad_like.history.stride_store import StoreInfo, StrideStore, fingerprint, whole_documents
 
@@ -23,8 +24,8 @@ CONTROLS = ("random", "overlap_oracle")
 """Always evaluated."""
 
 
-def selections(opened: Opened, names: Sequence[str]) -> list[SpanScorer]:
-    """What is asked for by name, in the order of SELECTIONS."""
+def selections(opened: Opened, names: Collection[str], selectors: Sequence[str] = ()) -> list[SpanScorer]:
+    """What is asked for by name, in the order of SELECTIONS, and then trained selectors by their folders."""
     config = opened.config
     make = {
         "random": lambda: RandomSpans(config),
@@ -33,7 +34,8 @@ def selections(opened: Opened, names: Sequence[str]) -> list[SpanScorer]:
         "overlap_oracle": lambda: OverlapOracle(config),
         "score_oracle": lambda: ScoreOracle(opened.gains()),
     }
-    return [make[name]() for name in SELECTIONS if name in names]
+    chosen: list[SpanScorer] = [make[name]() for name in SELECTIONS if name in names]
+    return [*chosen, *open_selectors(selectors, config, opened.store)]
 
 
 def score(request: Request, folder: Path) -> None:
@@ -71,10 +73,16 @@ def summary(store: StrideStore) -> Table:
     return Table(f"gains in nats, against the {store.info.config.baseline} baseline", ("", ""), list(rows.items()))
 
 
-def select_spans(request: Request, folder: Path, selection: str | SpanScorer) -> None:
-    """Makes a store of what one selection chooses, for training with it (`ReaderConfig.selections`)."""
+def select_spans(request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
+    """Makes a store of what one selection chooses, for training with it (`ReaderConfig.selections`).
+
+    Args:
+        request: what it reads.
+        folder: of the store.
+        names, selectors: as of `evaluate_selections`, of which there must be one.
+    """
     opened = open_request(request)
-    scorer = selections(opened, [selection])[0] if isinstance(selection, str) else selection
+    (scorer,) = selections(opened, names, selectors)
     info = _info(opened, request, what="selections", maker=scorer.name, leaks_the_future=scorer.leaks_the_future)
     store, tokens = StrideStore(folder, info), whole_documents(opened.documents)
 
@@ -87,19 +95,17 @@ def select_spans(request: Request, folder: Path, selection: str | SpanScorer) ->
     print(f"wrote {folder}: what {report.label(scorer.name, scorer.leaks_the_future)} selects")
 
 
-def evaluate_selections(
-    request: Request, folder: Path, names: Sequence[str], others: Sequence[SpanScorer] = ()
-) -> None:
+def evaluate_selections(request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
     """Evaluates the baseline, the controls and what is asked for, and writes what is found.
 
     Args:
         request: what is evaluated.
         folder: of evaluation.json and evaluation.md.
         names: of SELECTIONS.
-        others: more of them.
+        selectors: folders of trained ones.
     """
     opened = open_request(request)
-    chosen = [*selections(opened, {*CONTROLS, *names}), *others]
+    chosen = selections(opened, {*CONTROLS, *names}, selectors)
     windows = opened.windows()
 
     def work(progress):

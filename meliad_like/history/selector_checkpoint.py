@@ -106,7 +106,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         return json.loads((folder / FILE_NAME).read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"there is no selector in {folder}: python -m meliad_like.history train_selector --workdir=DIR makes one"
+            f"there is no selector in {folder}: python -m meliad_like.history train_selector --output=DIR makes one"
         ) from None
 
 

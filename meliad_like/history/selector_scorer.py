@@ -1,6 +1,7 @@
 """A trained selector as a `SpanScorer`: it ranks the candidates of one stride after the other."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Float, Int
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.history.selector_checkpoint import OpenedSelector, open_selector
-from meliad_like.history.selector_inputs import LEAKS, Texts
+from meliad_like.history.selector_inputs import Texts
 from meliad_like.history.selector_pairs import encode_batch
 from meliad_like.history.spans import HistoryConfig, Stride
 from meliad_like.models.history_selector import Part
@@ -33,7 +34,8 @@ class LearnedSelector:
           batch_size: texts that are encoded at once.
         """
         self.leaks_the_future = opened.inputs.leaks_the_future
-        self.name = NAMES[opened.selector.config.kind] + (f" ({LEAKS})" if self.leaks_the_future else "")
+        # Tables add that it leaks.
+        self.name = NAMES[opened.selector.config.kind] + ("_released_code" if self.leaks_the_future else "")
         self.num_encoded_tokens = 0
         """Tokens that the encoder has read so far."""
         self.flops = 0.0
@@ -96,17 +98,27 @@ class LearnedSelector:
         return np.concatenate(batches)
 
 
-def open_learned_selector(folder: str | Path, history: HistoryConfig, store: TokenStore) -> LearnedSelector:
-    """A selector from its training's folder, for the documents of any store with the same vocabulary.
+def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store: TokenStore) -> list[LearnedSelector]:
+    """Selectors from their trainings' folders, for the documents of any store with the same vocabulary.
+
+    Those that would have the same name have their folder's name as well.
 
     Raises:
       UserError: there is no selector, or it was trained with another vocabulary or other spans.
     """
+    selectors = [_open(folder, history, store) for folder in folders]
+    kinds = Counter(selector.name for selector in selectors)
+    for selector, folder in zip(selectors, folders, strict=True):
+        if kinds[selector.name] > 1:
+            selector.name += f":{Path(folder).resolve().name}"
+    return selectors
+
+
+def _open(folder: str | Path, history: HistoryConfig, store: TokenStore) -> LearnedSelector:
     opened = open_selector(folder)
     store.check_vocabulary(opened.vocabulary.fingerprint, f"the selector {folder}")
-    trained = opened.inputs.history
     for name in ("span_length", "separator"):
-        theirs, ours = getattr(trained, name), getattr(history, name)
+        theirs, ours = getattr(opened.inputs.history, name), getattr(history, name)
         if theirs != ours:
             raise UserError(
                 f"the selector {folder} was trained on spans with HistoryConfig.{name}={theirs!r}, and here it is "

@@ -1,0 +1,186 @@
+"""From scores to a trained selector, what it reaches on other documents, and the page of what it chose."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from history_runs import BINDINGS, make_place
+from study_runs import Page, assert_safe
+
+from meliad_like.errors import UserError
+from meliad_like.evaluation import opening
+from meliad_like.history import commands, selector_commands
+from meliad_like.history.opening import Request
+from meliad_like.history.page_readings import Selection, find_spans
+from meliad_like.history.spans import Stride
+from meliad_like.history.stride_store import StrideStore
+from meliad_like.training.mesh import make_mesh
+
+LIGHT, LEAKING = "SelectorConfig.kind = 'light'", "HistoryConfig.selector_context = 'released_code'"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:1]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model, a token store, scores of the training documents, and a light selector that leaks the future."""
+    folder = make_place(tmp_path_factory.mktemp("history"))
+    commands.score(asked(folder), folder / "scores")
+    assert selector_commands.train(asked(folder, LIGHT, LEAKING), folder / "light", str(folder / "scores")) == 0
+    return folder
+
+
+def asked(place, *more, split="train", **changes):
+    return Request(
+        checkpoint=str(place / "model"),
+        store=str(place / "store"),
+        split=split,
+        gin_params=(*BINDINGS, *more),
+        **changes,
+    )
+
+
+def test_what_a_selector_is_trained_on(place):
+    saved = json.loads((place / "light" / "selector.json").read_text())
+    scores = StrideStore(place / "scores")
+    assert saved["trained_on"]["num_pairs"] == len(scores.numbers) > 100
+    assert saved["trained_on"]["scored_by"] == saved["trained_on"]["begun_with"]
+    assert saved["leaks_the_future"] is True
+    assert saved["history"] == json.loads((place / "scores" / "store.json").read_text())["config"] | {
+        "selector_context": "released_code"
+    }
+
+
+def test_it_is_evaluated_beside_the_others(place, tmp_path):
+    request = asked(place, split="test")
+    commands.evaluate_selections(request, tmp_path, ["score_oracle"], [str(place / "light")])
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    rows = {row["name"]: row for row in found["selections"]}
+    assert list(rows) == [
+        "baseline", "random", "overlap_oracle", "score_oracle", "light_selector_released_code",
+    ]  # fmt: skip
+    light = rows["light_selector_released_code"]
+    assert light["leaks_the_future"] and light["cost_per_token"]["selection_flops"] > 0
+    assert light["cost_per_token"]["selection_flops"] < rows["score_oracle"]["cost_per_token"]["selection_flops"] / 2
+    assert "| light_selector_released_code (leaks the future) |" in (tmp_path / "evaluation.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def page(place, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    request = asked(place, split="test", documents=("one", "three"))
+    selector_commands.page(request, folder, [], [str(place / "light")], 5)
+    return folder
+
+
+def test_the_page_is_safe_and_whole(page):
+    found = Page(page)
+    assert_safe(found)
+    for words in (
+        "Ancient history selected by light_selector_released_code (leaks the future)",
+        "This selection leaks the future",
+        "<b>&<b>&",
+        "The words with the highest impact",
+        "goblins",
+        "Gain by stride",
+    ):
+        assert words in found.text, words
+    strides = sum(len(document["strides"]) for document in summary(page)["documents"])
+    # A picture for each stride, and one of all for each document.
+    assert found.tags.count("svg") == strides + 2
+    assert found.tags.count("details") == strides
+
+
+def test_the_page_s_numbers_are_the_evaluation_s(place, page, tmp_path):
+    commands.evaluate_selections(
+        asked(place, split="test", documents=("one", "three")), tmp_path, [], [str(place / "light")]
+    )
+    found = json.loads((tmp_path / "evaluation.json").read_text())["selections"]
+    nats = {row["name"]: row["nats"] for row in found}
+    for i, document in enumerate(summary(page)["documents"]):
+        bits = [nats[name][i] / np.log(2) for name in ("baseline", "light_selector_released_code")]
+        assert [document["plain_bits"], document["selected_bits"]] == pytest.approx(bits, rel=1e-5)
+        gain = sum(stride["gain_bits"] for stride in document["strides"])
+        assert gain == pytest.approx(bits[0] - bits[1], abs=1e-3)
+
+
+def test_true_gains_are_those_of_the_scores(place, tmp_path):
+    selector_commands.page(asked(place, documents=("two",)), tmp_path, ["score_oracle"], [], 5)
+    (document,) = summary(tmp_path)["documents"]
+    scores = StrideStore(place / "scores")
+    numbers = {stride.number: i for i, stride in enumerate(scores.strides) if stride.document == 2}
+    names = scores.info.documents
+    assert names[2] == "two"
+    for stride in document["strides"]:
+        # What the oracle gave is what a span is worth, and the best come last.
+        assert stride["gains_nats"] == pytest.approx(stride["predicted"], abs=1e-4)
+        assert stride["predicted"] == sorted(stride["predicted"])
+        if stride["end"] - stride["first"] == 16:
+            best = np.sort(scores[numbers[stride["first"] // 16]])[-2:]
+            assert stride["predicted"] == pytest.approx(best.tolist(), abs=1e-4)
+
+
+def test_the_terms_of_a_page(page):
+    documents = summary(page)["documents"]
+    assert any(document["terms"] for document in documents)
+    for document in documents:
+        terms = document["terms"]
+        assert [term["gain"] for term in terms] == sorted((term["gain"] for term in terms), reverse=True)
+        for term in terms:
+            assert term["text"] == term["text"].lower() and len(term["text"]) >= 3
+            assert 1 <= term["num_windows"] <= len(document["strides"])
+
+
+def test_spans_that_are_selected_often():
+    def selection(ends, gains):
+        nothing = np.zeros(1, np.float32)
+        stride = Stride(0, 0, 0, 0, 1, 0, 0, True)
+        return Selection(stride, np.array(ends), nothing, np.array(gains), nothing, nothing)
+
+    spans = find_spans([selection([8, 12], [1.0, -1.0]), selection([12, 4], [2.0, 3.0])])
+    assert [(span.end, span.num_windows, span.mean_gain) for span in spans] == [(12, 2, 0.5), (4, 1, 3.0), (8, 1, 1.0)]
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_what_can_not_be_trained_on_is_named(place, tmp_path):
+    with pytest.raises(UserError, match="there is no store of scores or selections at .*none"):
+        selector_commands.train(asked(place), tmp_path / "a", str(tmp_path / "none"))
+    commands.select_spans(asked(place), tmp_path / "chosen", ["recent"])
+    with pytest.raises(UserError, match="chosen is a store of selections, and a selector is trained on scores"):
+        selector_commands.train(asked(place), tmp_path / "a", str(tmp_path / "chosen"))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_selector_of_another_vocabulary_is_an_error_that_names_both(place, tmp_path):
+    other = make_place(tmp_path, size_multiple=64)
+    with pytest.raises(
+        UserError, match=r"vocabulary of the selector .*light \(\w{12}\) is not that of .*store.* \(\w{12}\)"
+    ):
+        commands.evaluate_selections(asked(other, split="test"), tmp_path / "out", [], [str(place / "light")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["page"], "page takes one --selection or one --selector, not 0"),
+        (["train_selector"], "train_selector needs scores to learn from: give the folder that score made"),
+        (["train_selector", "--split=test"], "--split has no effect on train_selector: it is for score"),
+        (["score", "--selector=x"], "--selector has no effect on score: it is for evaluate and select and page"),
+    ],
+)
+def test_the_command_line_is_checked(arguments, message):
+    command = [sys.executable, "-m", "meliad_like.history", *arguments, "--checkpoint=a", "--output=b"]
+    done = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
