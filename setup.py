@@ -26,8 +26,11 @@ setup(
         "tpu": ["jax[tpu]>=0.10"],
         "gpu": ["jax[cuda13]>=0.10"],
         "gpu_cuda12": ["jax[cuda12]>=0.10"],
+        "gcs": ["gcsfs>=2025.3"],  # working folders and token stores on gs://
         "fairseq": ["torch>=2.6"],  # for reading its checkpoints, and for nothing else
         "dev": [
+            "gcsfs>=2025.3",
+            "hypothesis>=6.100",
             "pre-commit>=4",
             "pyright[nodejs]>=1.1.400",
             "pytest>=8.3",

@@ -57,7 +57,7 @@ def start(folder: Path, name: str) -> list[subprocess.Popen]:
     started = []
     for process in range(PROCESSES.value):
         place = [f"--coordinator_address=localhost:{port}", f"--num_processes={PROCESSES.value}"]
-        place = [*place, f"--process_id={process}"] if PROCESSES.value > 1 else []
+        place = [*place, f"--process_id={process}", "--join_seconds=60"] if PROCESSES.value > 1 else []
         with (folder / f"{name}-{process}.log").open("a") as log:
             environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str((folder / "compiled").absolute())}
             started.append(subprocess.Popen([*command, *place], stdout=log, stderr=log, env=environment))

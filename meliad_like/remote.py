@@ -12,12 +12,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from etils import epath
+from fsspec.config import conf
 
 from meliad_like.errors import UserError
 
 # By scheme; what epath reads them with.
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
 CHUNK_BYTES = 1 << 24
+# gcsfs would remember what a folder holds, and other processes write into it.
+conf.setdefault("gcs", {})["use_listings_cache"] = False
 
 
 def is_remote(path: epath.PathLike) -> bool:
@@ -40,6 +43,11 @@ def any_path(path: epath.PathLike, schemes: Collection[str] = tuple(PACKAGES)) -
     if importlib.util.find_spec(PACKAGES[scheme]) is None:
         raise UserError(f"{os.fspath(path)} needs a package that is not installed: pip install {PACKAGES[scheme]}")
     return epath.Path(path)
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, on one line: gcsfs adds the server's whole answer."""
+    return " ".join(str(error).split())[:300]
 
 
 def size_of(path: epath.Path) -> int:

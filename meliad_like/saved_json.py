@@ -17,11 +17,23 @@ def read_json(path: Path | epath.Path) -> Any:
       FileNotFoundError: there is no such file.
       UserError: it is not JSON.
     """
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(text: str | bytes, place: str) -> Any:
+    """What a text means.
+
+    Args:
+      place: for the message.
+
+    Raises:
+      UserError: it is not JSON.
+    """
     try:
-        return json.loads(path.read_text())
+        return json.loads(text)
     # ValueError: not UTF-8, or not JSON. RecursionError: a million brackets.
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged, or no JSON ({error})") from None
+        raise UserError(f"{place} is not JSON: {error}") from None
 
 
 def check_fields(saved: Any, types: Mapping[str, type], place: str) -> None:

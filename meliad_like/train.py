@@ -4,6 +4,8 @@ With several processes the command is started once for each, with the same files
 where the cluster says who is who, otherwise with `--coordinator_address`, `--num_processes` and `--process_id`.
 """
 
+from contextlib import nullcontext
+
 from absl import flags
 
 from meliad_like import command_line
@@ -20,6 +22,7 @@ COORDINATOR_ADDRESS = flags.DEFINE_string(
     "coordinator_address", None, "One process of several, anywhere: host:port at which process 0 shall listen."
 )
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Beside --coordinator_address.", lower_bound=1)
+JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 300, "How long the processes wait for each other.", lower_bound=1)
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Beside --coordinator_address, from 0.", lower_bound=0)
 
 
@@ -31,9 +34,9 @@ def main() -> int:
 
     profile_steps = parse_steps(PROFILE_STEPS.value) if PROFILE_STEPS.value else None
     place = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)
-    if DISTRIBUTED.value or any(value is not None for value in place):
-        initialize_distributed(*place)
-    return train(run, WORKDIR.value, LOAD_DIR.value, profile_steps)
+    alone = not DISTRIBUTED.value and all(value is None for value in place)
+    with nullcontext() if alone else initialize_distributed(*place, JOIN_SECONDS.value):
+        return train(run, WORKDIR.value, LOAD_DIR.value, profile_steps)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
-"""How processes find each other: those that don't come are named, in every one that did."""
+"""How processes find each other: those that don't come are named, in every one that did, and so is one that dies."""
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -43,9 +46,73 @@ def call(address, processes, num_processes, timeout_seconds):
 
 def test_all_come_in_any_order(address):
     assert call(address, [2, 1, 0, 3], 4, 60) == dict.fromkeys(range(4))
-    # The port is free again, for jax.
-    with socket.create_server(("localhost", int(address.partition(":")[2]))):
+
+
+def test_the_port_is_free_for_jax_while_they_stay_connected(address):
+    places = [(process_id, []) for process_id in range(2)]
+    threads = [
+        threading.Thread(target=lambda n=n, here=here: here.append(call_the_roll(address, 2, n, 60)))
+        for n, here in places
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with socket.create_server(("", int(address.partition(":")[2]))):
         pass
+
+
+# Joins, says so, and does what the second argument says: stays, dies by a signal, fails, or ends.
+MEMBER = """
+import os, signal, sys, time
+from meliad_like.errors import UserError
+from meliad_like.training import joining
+joining.GRACE = 1.0
+number, deed = int(sys.argv[2]), sys.argv[3]
+with joining.call_the_roll(sys.argv[1], 3, number, 60):
+    print("here", flush=True)
+    if deed == "stay":
+        time.sleep(600)
+    time.sleep(1)
+    if deed == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if deed == "fail":
+        raise UserError("no")
+# The first one ends before the others.
+time.sleep(number)
+"""
+
+
+def members(address, deeds):
+    """Exit statuses and standard errors of three processes."""
+    command = [sys.executable, "-c", MEMBER, address]
+    processes = [
+        subprocess.Popen([*command, str(n), deed], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for n, deed in enumerate(deeds)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    return [process.returncode for process in processes], errors
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_when_one_dies_all_others_end_and_name_it(address, number):
+    deeds = ["stay"] * 3
+    deeds[number] = "die"
+    statuses, errors = members(address, deeds)
+    assert statuses.pop(number) == -signal.SIGKILL and statuses == [1, 1]
+    del errors[number]
+    assert all(error.startswith(f"error: process {number} has died: this one, number ") for error in errors)
+
+
+def test_one_that_fails_gives_the_others_time_to_find_the_same(address):
+    statuses, errors = members(address, ["fail", "stay", "fail"])
+    assert statuses == [1, 1, 1]
+    assert "UserError: no" in errors[0] and "UserError: no" in errors[2]
+    assert errors[1].startswith("error: process 0 failed: this one, number 1, can't go on without it; the same command")
+
+
+def test_one_that_is_done_is_not_missed(address):
+    assert members(address, ["end", "end", "end"]) == ([0, 0, 0], ["", "", ""])
 
 
 def test_the_missing_are_named_in_all_that_came(address):

@@ -13,6 +13,7 @@ from meliad_like.config.run import FAMILY, RunConfig, part_classes
 from meliad_like.config.search import nearest
 from meliad_like.errors import UserError
 from meliad_like.models.families import FAMILIES, family_name
+from meliad_like.saved_json import parse_json
 
 JSON_NAME = "config.json"
 GIN_NAME = "config.gin"
@@ -33,6 +34,8 @@ ADDED = frozenset(
         "DecoderConfig.memory_update",
         "MeshConfig.sequence",
         "ReaderConfig.kind",
+        "ReaderConfig.selection",
+        "ReaderConfig.selections",
         "ReaderConfig.segments_follow",
         "ReaderConfig.train_disjoint",
         "ScheduleConfig.first_rate",
@@ -59,10 +62,7 @@ def from_json(text: str) -> RunConfig:
     Raises:
       UserError: not JSON, or unknown, missing or ill-typed fields (a file of another version), by name.
     """
-    try:
-        saved = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"the saved config is not JSON: {error}") from None
+    saved = parse_json(text, "the saved config")
     _check_names("", saved, set(field_types(RunConfig)), _added(RunConfig))
     family = "decoder"
     if isinstance(saved["model"], dict):

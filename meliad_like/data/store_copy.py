@@ -52,7 +52,7 @@ def _copy(source: epath.Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        shutil.rmtree(incomplete)
+        shutil.rmtree(incomplete, ignore_errors=True)
         raise UserError(
             f"the disk is full: no room for a copy of {source} in {target.parent}; XDG_CACHE_HOME chooses another place"
         ) from None

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from meliad_like.errors import UserError
-from meliad_like.remote import is_remote
+from meliad_like.remote import is_remote, one_line
 from meliad_like.training.manifest import find_damage, write_manifest
 
 ABSENT = object()
@@ -93,7 +93,7 @@ class Checkpoints:
         arrays = _named_arrays(state)
         shapes = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
         params, rest = _split(arrays)
-        with self._full_disk_reported():
+        with self._refusals_reported():
             self._manager.wait_until_finished()
             self._step_being_written = step
             self._manager.save(
@@ -147,12 +147,12 @@ class Checkpoints:
         Raises:
           UserError: the disk is full.
         """
-        with self._full_disk_reported():
+        with self._refusals_reported():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits, and ends the background threads."""
-        with self._full_disk_reported():
+        with self._refusals_reported():
             self._manager.close()
 
     def __enter__(self) -> Self:
@@ -240,18 +240,24 @@ class Checkpoints:
             write_manifest(folder)
 
     @contextmanager
-    def _full_disk_reported(self) -> Iterator[None]:
+    def _refusals_reported(self) -> Iterator[None]:
         try:
             yield
         # tensorstore raises ValueError for what the file system refuses.
         except (OSError, ValueError) as error:
             full = isinstance(error, OSError) and error.errno in FULL_DISK
-            if not full and not any(words in str(error).lower() for words in FULL_DISK_WORDS):
-                raise
-            raise UserError(
-                f"the disk is full: checkpoint {self.folder / str(self._step_being_written)} could not be written; "
-                "the ones before it are kept: free some space and start the same command again"
-            ) from error
+            step = self.folder / str(self._step_being_written)
+            if full or any(words in str(error).lower() for words in FULL_DISK_WORDS):
+                raise UserError(
+                    f"the disk is full: checkpoint {step} could not be written; the ones before it are kept: free some "
+                    "space and start the same command again"
+                ) from error
+            if is_remote(self.folder):
+                raise UserError(
+                    f"checkpoint {step} could not be written ({one_line(error)}); the ones before it are kept: the "
+                    "same command goes on from there"
+                ) from error
+            raise
 
 
 def read_metadata(folder: epath.PathLike) -> dict[str, Any]:

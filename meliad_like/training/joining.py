@@ -1,22 +1,83 @@
-"""How the processes of a run join.
+"""How the processes of a run find each other, and notice that one has gone.
 
-Before jax joins them, each reports to process 0: where one is missing, jax would end the others with a stack trace
-after its time-out, and name nobody.
+Before jax joins them, each reports to process 0, and stays connected. Where one doesn't come or dies, the others say
+which; jax would end them with stack traces, after minutes, and name nobody.
 """
 
 import json
+import os
+import selectors
 import socket
+import sys
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import suppress
+from typing import Self
 
 import jax
 from jax._src.clusters import ClusterEnv
 
 from meliad_like.errors import UserError
 
-ALL_HERE = "all here"
+ALL_HERE = "all here\n"
 PROBLEM = "problem: "
+# What a process says last.
+FINISHED, FAILED, LOST = b"finished", b"failed", b"lost "
 GRACE = 10.0  # seconds
+
+
+class Company:
+    """The other processes of a run. In its `with`, the end of one is the end of this one too, with a message."""
+
+    def __init__(self, process_id: int, connections: dict[int, socket.socket]):
+        """
+        Args:
+          connections: of process 0 to all others, by their numbers; of the others to process 0.
+        """
+        self._process_id = process_id
+        self._connections = connections
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is jax.errors.JaxRuntimeError:
+            # An exchange that failed, often because another process has died: it's better to hear of that.
+            time.sleep(GRACE / 5)
+        for connection in self._connections.values():
+            _send(connection, FAILED if kind else FINISHED)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for number, connection in self._connections.items():
+                connection.settimeout(None)
+                selector.register(connection, selectors.EVENT_READ, number)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    selector.unregister(key.fileobj)
+                    try:
+                        said = self._connections[key.data].recv(64)
+                    except OSError:
+                        said = b""
+                    if said != FINISHED:
+                        self._end(int(said.removeprefix(LOST)) if said.startswith(LOST) else key.data, said == FAILED)
+
+    def _end(self, number: int, failed: bool) -> None:
+        if failed:
+            # By an error that this process may have met as well: that says more.
+            time.sleep(GRACE)
+        for each, connection in self._connections.items():
+            if self._process_id == 0 and each != number:
+                _send(connection, LOST + str(number).encode())
+        how = "failed" if failed else "has died"
+        print(
+            f"error: process {number} {how}: this one, number {self._process_id}, can't go on without it; the same "
+            "command, with all processes, goes on from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
 
 
 def initialize_distributed(
@@ -24,7 +85,7 @@ def initialize_distributed(
     num_processes: int | None = None,
     process_id: int | None = None,
     timeout_seconds: int = 300,
-) -> None:
+) -> Company:
     """Joins this process to the others of the run; must come before anything that asks jax for its devices.
 
     Without arguments the cluster says who is who (a TPU pod, SLURM, GKE or MPI, as jax detects them); with all three,
@@ -45,13 +106,14 @@ def initialize_distributed(
             f"coordinator_address={coordinator_address}, num_processes={num_processes} and process_id={process_id} "
             "must be given together, or not at all on a cluster that jax detects"
         )
-    call_the_roll(*place, timeout_seconds)
+    company = call_the_roll(*place, timeout_seconds)
     # Used by processes that compute on CPUs alone; accelerators have their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(*given, initialization_timeout=timeout_seconds)
+    return company
 
 
-def call_the_roll(address: str, num_processes: int, process_id: int, timeout_seconds: float) -> None:
+def call_the_roll(address: str, num_processes: int, process_id: int, timeout_seconds: float) -> Company:
     """Waits until all processes have come.
 
     Process 0 listens where jax's own service will, hears from each of the others, and tells them how it ended.
@@ -63,56 +125,55 @@ def call_the_roll(address: str, num_processes: int, process_id: int, timeout_sec
       UserError: in every process that came: names those that did not.
     """
     if num_processes == 1:
-        return
+        return Company(process_id, {})
     deadline = time.monotonic() + timeout_seconds
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         raise UserError(f"coordinator_address={address} must be host:port")
     if process_id == 0:
-        verdict = _listen(int(port), num_processes, deadline, timeout_seconds)
-    else:
-        verdict = _report(host.strip("[]"), int(port), (process_id, num_processes), deadline, timeout_seconds)
-    if verdict != ALL_HERE:
-        raise UserError(verdict.removeprefix(PROBLEM))
+        return Company(0, _listen(int(port), num_processes, deadline, timeout_seconds))
+    place = (process_id, num_processes)
+    return Company(process_id, {0: _report(host.strip("[]"), int(port), place, deadline, timeout_seconds)})
 
 
-def _listen(port: int, num_processes: int, deadline: float, timeout_seconds: float) -> str:
+def _listen(port: int, num_processes: int, deadline: float, timeout_seconds: float) -> dict[int, socket.socket]:
     try:
         server = _server(port, num_processes)
     except OSError as error:
         raise UserError(
             f"process 0 can't listen at port {port} ({error.strerror}): choose another coordinator_address"
         ) from None
-    with server, ExitStack() as stack:
-        present: dict[int, socket.socket] = {}
-        verdict = ALL_HERE
-        while len(present) < num_processes - 1 and verdict == ALL_HERE:
+    present: dict[int, socket.socket] = {}
+    problem = None
+    with server:
+        while len(present) < num_processes - 1 and problem is None:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
-                connection = stack.enter_context(server.accept()[0])
-                number, total = _heard(connection)
+                connection, _ = server.accept()
             except TimeoutError:
-                if time.monotonic() < deadline:
-                    continue
-                missing = [str(n) for n in range(1, num_processes) if n not in present]
-                verdict = (
-                    f"{PROBLEM}{len(missing)} of {num_processes} processes did not come within "
-                    f"{timeout_seconds:.0f} s: number {', '.join(missing)}; look at why on their machines, "
-                    "and start all of them again"
+                missing = [str(number) for number in range(1, num_processes) if number not in present]
+                problem = (
+                    f"{len(missing)} of {num_processes} processes did not come within {timeout_seconds:.0f} s: number "
+                    f"{', '.join(missing)}; look at why on their machines, and start all of them again"
                 )
-            except (OSError, ValueError):
-                continue  # nobody of ours
-            else:
-                # One that was started again takes its own place.
-                present[number] = connection
-                if total != num_processes or not 0 < number < total:
-                    verdict = (
-                        f"{PROBLEM}a process was started as number {number} of {total}, and process 0 as one of "
-                        f"{num_processes}: all need the same num_processes, and numbers of their own"
-                    )
-        for connection in present.values():
-            _tell(connection, verdict)
-    return verdict
+                break
+            try:
+                number, total = _heard(connection)
+            except (OSError, ValueError, TypeError):
+                connection.close()  # none of ours
+                continue
+            # One that was started again takes its own place.
+            present[number] = connection
+            if total != num_processes or not 0 < number < total:
+                problem = (
+                    f"a process was started as number {number} of {total}, and process 0 as one of {num_processes}: "
+                    "all need the same num_processes, and numbers of their own"
+                )
+    for connection in present.values():
+        _send(connection, (ALL_HERE if problem is None else f"{PROBLEM}{problem}\n").encode())
+    if problem is not None:
+        raise UserError(problem)
+    return present
 
 
 def _server(port: int, backlog: int) -> socket.socket:
@@ -122,38 +183,41 @@ def _server(port: int, backlog: int) -> socket.socket:
 
 
 def _heard(connection: socket.socket) -> tuple[int, int]:
+    """Number, and number of processes, of one that has connected."""
     connection.settimeout(GRACE)
     number, total = json.loads(connection.recv(64))
+    # A machine that is gone without a word, and firewalls that forget a connection on which nothing is said.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return int(number), int(total)
 
 
-def _tell(connection: socket.socket, verdict: str) -> None:
-    try:
-        connection.sendall(verdict.encode())
-        connection.shutdown(socket.SHUT_WR)
-        # The other side closes first: the port is then free at once, for jax.
-        connection.settimeout(GRACE)
-        connection.recv(1)
-    except OSError:
-        pass  # it has gone since, which jax will notice
+def _send(connection: socket.socket, message: bytes) -> None:
+    # The other side may have gone, which is noticed elsewhere.
+    with suppress(OSError):
+        connection.sendall(message)
 
 
-def _report(host: str, port: int, place: tuple[int, int], deadline: float, timeout_seconds: float) -> str:
+def _report(host: str, port: int, place: tuple[int, int], deadline: float, timeout_seconds: float) -> socket.socket:
     while True:
         try:
-            with socket.create_connection((host, port), timeout=GRACE) as connection:
-                connection.sendall(json.dumps(place).encode())
-                # Process 0 may have come later, and then waits longer.
-                connection.settimeout(timeout_seconds + GRACE)
-                verdict = connection.makefile(errors="replace").read()
-            # Something else may listen there, such as the run that this one takes the place of.
-            if verdict == ALL_HERE or verdict.startswith(PROBLEM):
-                return verdict
+            connection = socket.create_connection((host, port), timeout=GRACE)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.sendall(json.dumps(place).encode())
+            # Process 0 may have come later, and then waits longer.
+            connection.settimeout(timeout_seconds + GRACE)
+            with connection.makefile(errors="replace") as answers:
+                verdict = answers.readline(1000)
+            if verdict == ALL_HERE:
+                return connection
+            connection.close()
+            if verdict.startswith(PROBLEM):
+                raise UserError(verdict.removeprefix(PROBLEM).strip())
+            # Such as the run that this one takes the place of.
             reason = "something else answers there"
         except OSError as error:
             reason = error.strerror or str(error)
         if time.monotonic() > deadline:
-            return (
+            raise UserError(
                 f"process 0 did not come to {host}:{port} within {timeout_seconds:.0f} s ({reason}): look at why on "
                 "its machine, and whether this one can reach that port"
             )

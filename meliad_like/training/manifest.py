@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from etils import epath
 
+from meliad_like.saved_json import read_json
+
 MANIFEST = "manifest.json"
 # orbax writes the time of the commit into this one afterwards; nothing that restoring needs is in it.
 CHANGES_LATER = "_CHECKPOINT_METADATA"
@@ -21,15 +23,16 @@ def write_manifest(folder: epath.Path) -> None:
 def find_damage(folder: epath.Path) -> str | None:
     """What is wrong with the files under `folder`, in a few words; None where all are as they were written."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        files = read_json(folder / MANIFEST)["files"]
+        entries = [(name, size, checksum) for name, (size, checksum) in files.items()]
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged"
-    for name, (size, checksum) in files.items():
+    for name, size, checksum in entries:
         try:
             actual_size, actual_checksum = _size_and_checksum(folder / name)
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return f"{name} is missing"
         if actual_size != size:
             return f"{name} has {actual_size} bytes instead of {size}"

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
 
 from meliad_like.remote import copy_folder, is_remote
+from meliad_like.saved_json import check_fields, parse_json
 
 FILE_NAME = "metrics.jsonl"
 UPLOAD_SECONDS = 30.0
@@ -41,7 +42,8 @@ class MetricsWriter:
         self._remote = is_remote(workdir)
         local = Path(self._closing.enter_context(TemporaryDirectory()) if self._remote else workdir)
         self._local = epath.Path(local)
-        kept = [line for line in complete_lines(self._workdir / FILE_NAME) if json.loads(line)["step"] <= start_step]
+        path = self._workdir / FILE_NAME
+        kept = [line for i, line in enumerate(complete_lines(path), 1) if _step(line, f"{path}:{i}") <= start_step]
         (local / FILE_NAME).write_text("".join(kept))
         self._file = (local / FILE_NAME).open("a")
         # With a bound on its queue the training would wait for tensorboardX's thread, which ends when the clock is set
@@ -120,6 +122,12 @@ def complete_lines(path: epath.Path) -> list[str]:
     if not path.exists():
         return []
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _step(line: str, place: str) -> int:
+    saved = parse_json(line, place)
+    check_fields(saved, {"step": int}, place)
+    return saved["step"]
 
 
 def _duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from meliad_like.errors import UserError
-from meliad_like.remote import is_remote
+from meliad_like.remote import is_remote, one_line
 
 LOCK_NAME = ".lock"
 # What file systems say that have no locks.
@@ -43,18 +43,15 @@ class Ownership:
     def __enter__(self) -> Self:
         """
         Raises:
-          UserError: another training has the folder.
+          UserError: another training has the folder, or it can't be written to.
         """
-        owner = None
+        problem = None
         if jax.process_index() == 0:
-            self._workdir.mkdir(parents=True, exist_ok=True)
-            if not is_remote(self._workdir):
-                owner = self._lock()
-            if owner is None:
-                self._path.write_text(self._name)
-        _agree(
-            owner, f"another training is writing to {self._workdir}: ", "; choose another --workdir, or end that one"
-        )
+            try:
+                problem = self._take()
+            except OSError as error:
+                problem = f"{self._workdir} can't be written to: {one_line(error)}"
+        _agree(problem)
         return self
 
     def check(self) -> None:
@@ -63,38 +60,42 @@ class Ownership:
         Raises:
           UserError: another training has taken the folder.
         """
-        owner = None
+        problem = None
         if jax.process_index() == 0 and not self._is_locked:
             found = self._path.read_text() if self._path.exists() else f"{LOCK_NAME} has been deleted"
-            owner = None if found == self._name else found
-        _agree(
-            owner, f"another training has taken {self._workdir}: ", "; this one ends, and writes no more checkpoints"
-        )
+            if found != self._name:
+                problem = f"another training has taken {self._workdir}: {found}; this one ends, and saves nothing more"
+        _agree(problem)
 
     def __exit__(self, *_) -> None:
         self._locked.close()
 
-    def _lock(self) -> str | None:
-        """Locks the file; or the name of who has."""
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-        self._locked.callback(os.close, file)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._is_locked = True
-        except BlockingIOError:
-            self._locked.close()
-            return self._path.read_text()
-        except OSError as error:
-            # Then what holds for object stores does.
-            if error.errno not in NO_LOCKS:
-                raise
+    def _take(self) -> str | None:
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        if not is_remote(self._workdir):
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._locked.callback(os.close, file)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._is_locked = True
+            except BlockingIOError:
+                self._locked.close()
+                return (
+                    f"another training is writing to {self._workdir}: {self._path.read_text()}; "
+                    "end that one, or choose another --workdir"
+                )
+            except OSError as error:
+                # Then what holds for object stores does.
+                if error.errno not in NO_LOCKS:
+                    raise
+        self._path.write_text(self._name)
         return None
 
 
-def _agree(owner: str | None, before: str, after: str) -> None:
-    """Ends all processes where process 0 found another owner: alone, it would leave the others waiting."""
-    found = owner is not None
+def _agree(problem: str | None) -> None:
+    """Ends all processes where process 0 has met a problem: alone, it would leave the others waiting."""
+    met = problem is not None
     if jax.process_count() > 1:
-        found = bool(multihost_utils.broadcast_one_to_all(np.asarray(found)))
-    if found:
-        raise UserError(f"{before}{owner or 'process 0 says which'}{after}")
+        met = bool(multihost_utils.broadcast_one_to_all(np.asarray(met)))
+    if met:
+        raise UserError(problem or "process 0 can't go on, and says why")

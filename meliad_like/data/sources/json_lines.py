@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import io
-import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from meliad_like.data.sources.base import Document, checked, decode
 from meliad_like.data.sources.files import existing_folder, list_files
 from meliad_like.data.splits import SPLITS, SplitRule
 from meliad_like.errors import UserError
+from meliad_like.saved_json import parse_json
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
@@ -35,10 +35,7 @@ class LineReference:
     rule: SplitRule
 
     def read(self) -> Document:
-        try:
-            values = json.loads(decode(self.line, self.name))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{self.name} is not JSON: {error}") from None
+        values = parse_json(decode(self.line, self.name), self.name)
         if not isinstance(values, dict):
             raise UserError(f"{self.name} is not a JSON object but {type(values).__name__}")
         name = str(self._value(values, self.name_field)) if self.name_field else self.name

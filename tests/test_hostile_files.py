@@ -1,0 +1,239 @@
+"""Files that were cut, overwritten, or made to do harm: one line that says so, and nothing that is in them is run."""
+
+import gzip
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import HealthCheck, example, given, settings
+from test_checkpoints import abstract, assert_same_bits, make_state, save_all
+
+from meliad_like.config import from_json, parse, to_json
+from meliad_like.conversion.checkpoint import read_meliad
+from meliad_like.data.documents import SourceConfig, open_source
+from meliad_like.data.preparation import prepare
+from meliad_like.data.token_store import TokenStore
+from meliad_like.data.vocabulary import VocabularyConfig
+from meliad_like.errors import UserError
+from meliad_like.generation.saved_reading import load_reading
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.metrics import MetricsWriter
+
+# The same examples in every run, and as many as seconds allow.
+few = settings(
+    derandomize=True,
+    max_examples=60,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@st.composite
+def harms(draw):
+    """What may happen to a file: (kind, where, by what)."""
+    kind = draw(st.sampled_from(["flip", "cut", "insert", "replace", "json", "delete"]))
+    place = draw(st.floats(0, 1, exclude_max=True))
+    content = draw(st.one_of(st.binary(max_size=40), st.sampled_from([b"", b"null", b"[]", b"{}", b"[" * 100_000])))
+    return kind, place, content
+
+
+def harm(path: Path, kind: str, place: float, content: bytes) -> None:
+    before = path.read_bytes()
+    index = int(place * len(before))
+    if kind == "flip":
+        path.write_bytes(before[:index] + bytes([before[index] ^ (1 << len(content) % 8)]) + before[index + 1 :])
+    elif kind == "cut":
+        path.write_bytes(before[:index])
+    elif kind == "insert":
+        path.write_bytes(before[:index] + content + before[index:])
+    elif kind == "replace":
+        path.write_bytes(content)
+    elif kind == "delete":
+        path.unlink()
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(other_values(json.loads(before), index)))
+
+
+def other_values(tree, index):
+    """The same JSON with one value of another type or size."""
+    if isinstance(tree, dict) and tree:
+        name = sorted(tree)[index % len(tree)]
+        return tree | {name: other_values(tree[name], index // len(tree))}
+    return [None, -1, 2**70, "../../x", [], {}, [None], True][index % 8]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    for name, text in {"a": "one two\n", "b": "three é", "c": "x" * 300, "held": "four"}.items():
+        (folder / f"{name}.txt").write_text(text)
+    source = SourceConfig(kind="text", folder=str(folder), test_documents=("held",))
+    return prepare(source, VocabularyConfig(), folder / "store", num_workers=1)
+
+
+def files_below(folder):
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+
+
+STORE_FILES = ["store.json", "vocabulary.json"]
+STORE_FILES += [
+    f"{split}/{name}" for split in ("train", "test") for name in ("tokens.bin", "documents.npy", "names.json")
+]
+
+
+@few
+@given(st.sampled_from(STORE_FILES), harms())
+@example("train/documents.npy", ("replace", 0.0, b"PK\x03\x04" + bytes(30)))
+@example("train/documents.npy", ("replace", 0.0, b"\x93NUMPY\x01\x00\x10\x00" + b"{'descr': '|O',}"))
+@example("store.json", ("json", 0.0, b""))
+def test_a_token_store(store, tmp_path_factory, name, damage):
+    """Either a UserError, or documents of the same number and lengths: a flipped token may be another valid one."""
+    folder = tmp_path_factory.mktemp("damaged") / "store"
+    shutil.copytree(store.folder, folder)
+    harm(folder / name, *damage)
+    try:
+        opened = TokenStore(folder)
+        assert opened.vocabulary.fingerprint == store.vocabulary.fingerprint
+        for split in ("train", "test"):
+            found, expected = opened.split(split), store.split(split)
+            np.testing.assert_array_equal(found.lengths, expected.lengths)
+            np.testing.assert_array_equal(found.num_bytes.sum(), expected.num_bytes.sum())
+            for document, length in enumerate(found.lengths):
+                found.tokens(document, 0, int(length))
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+JSON_VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["text", "name"]), inner)),
+    max_leaves=4,
+)
+
+
+@few
+@given(
+    st.lists(st.one_of(st.binary(max_size=20), JSON_VALUES.map(lambda value: json.dumps(value).encode())), max_size=5),
+    st.sampled_from(["", ".gz", ".zst"]),
+    st.one_of(st.none(), harms()),
+    st.sampled_from(["", "name"]),
+)
+@example([b'{"text": "\\ud800"}'], "", None, "")
+@example([b"[" * 100_000], "", None, "")
+@example([b'{"text": "a", "name": {"text": 1}}'], "", None, "name")
+@example([b'{"text": ' + b"1" * 5000 + b"}"], "", None, "")
+def test_json_lines(tmp_path_factory, lines, suffix, damage, name_field):
+    path = tmp_path_factory.mktemp("lines") / f"documents.jsonl{suffix}"
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    path.write_bytes(compress(b"\n".join(lines)))
+    if damage is not None:
+        harm(path, *damage)
+    config = SourceConfig(kind="jsonl", folder=str(path), name_field=name_field)
+    try:
+        for reference in open_source(config).references():
+            document = reference.read()
+            assert (
+                document.text.strip() and document.text.encode() and document.split in ("train", "validation", "test")
+            )
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_all(folder, [1, 2])
+    return folder
+
+
+@settings(few, max_examples=25)
+@given(st.integers(0, 10_000), harms())
+@example(0, ("replace", 0.0, b'{"files": {"../../x": [1, 2]}}'))
+@example(0, ("replace", 0.0, b'{"files": []}'))
+def test_a_checkpoint(checkpoints, tmp_path_factory, which, damage):
+    """What it holds comes back bit for bit, or the one before does."""
+    folder = tmp_path_factory.mktemp("damaged") / "checkpoints"
+    shutil.copytree(checkpoints, folder)
+    # The manifest first, which says what the others should be.
+    names = ["manifest.json", *files_below(folder / "2")]
+    harm(folder / "2" / names[which % len(names)], *damage)
+    with Checkpoints(folder) as opened:
+        restored, metadata = opened.restore(abstract(make_state()))
+    assert_same_bits(restored, make_state(metadata["step"]))
+
+
+@few
+@given(harms())
+def test_a_saved_config(tmp_path_factory, damage):
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(to_json(parse()))
+    harm(path, *damage)
+    try:
+        from_json(path.read_bytes().decode(errors="replace") if path.exists() else "")
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("line", ["x", "[]", '{"kind": "train"}', '{"step": "3"}', "\x00"])
+def test_a_line_of_the_metrics(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')
+    with pytest.raises(UserError, match=rf"{tmp_path}/metrics.jsonl:2 is (damaged|not JSON): "):
+        MetricsWriter(tmp_path, 2, 3)
+
+
+class Malicious:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self):
+        return Path.touch, (self._path,)
+
+
+def test_nothing_is_unpickled(store, tmp_path):
+    """The arrays would run a program where numpy is told to allow it, which is first shown."""
+    written = tmp_path / "written"
+    array = np.array([Malicious(written)], dtype=object)
+    planted = tmp_path / "planted.npy"
+    np.save(planted, array, allow_pickle=True)
+    np.load(planted, allow_pickle=True)
+    assert written.exists()
+    written.unlink()
+
+    folder = tmp_path / "store"
+    shutil.copytree(store.folder, folder)
+    for content in (planted.read_bytes(), pickle.dumps(Malicious(written))):
+        (folder / "train" / "documents.npy").write_bytes(content)
+        with pytest.raises(UserError, match=r"documents\.npy is damaged"):
+            TokenStore(folder).split("train")
+    np.savez(tmp_path / "carry.npz", facts=array, key=array)
+    with pytest.raises(UserError, match="is not a saved carry, or it is damaged"):
+        load_reading(tmp_path / "carry.npz", {}, {})
+    np.savez(tmp_path / "theirs.npz", embedding=array)
+    for name in ("theirs.npz", "planted.npy"):
+        with pytest.raises(UserError):
+            read_meliad(tmp_path / name)
+    assert not written.exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import os",
+        "from os import path",
+        "DecoderConfig.num_layers = @os.getpid()",
+        "DecoderConfig.num_layers = __import__('os').getpid()",
+        "DecoderConfig.num_layers = (lambda: 3)()",
+    ],
+)
+def test_a_gin_file_runs_nothing(tmp_path, line):
+    (tmp_path / "hostile.gin").write_text(f"{line}\n")
+    with pytest.raises(UserError):
+        parse([str(tmp_path / "hostile.gin")])

@@ -1,0 +1,233 @@
+"""Working folders and token stores on gs://, met through a fake bucket that can fail."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_run
+from fake_gcs import fake_gcs
+from test_checkpoints import abstract, assert_same_bits, make_state, save_all
+from tiny_run import mesh_of_the_first_devices, parse
+
+from meliad_like import remote
+from meliad_like.data import store_copy
+from meliad_like.data.token_store import TokenStore
+from meliad_like.errors import UserError
+from meliad_like.remote import any_path
+from meliad_like.training import metrics
+from meliad_like.training.checkpoints import Checkpoints, read_metadata
+from meliad_like.training.loop import train
+from meliad_like.training.opening import open_checkpoint
+from meliad_like.training.ownership import Ownership
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One for all tests: gcsfs remembers the address of the first."""
+    with pytest.MonkeyPatch.context() as monkeypatch, fake_gcs(monkeypatch) as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def bucket(server):
+    server.objects.clear()
+    yield server
+    server.refuse = lambda method, name: None
+
+
+def names(bucket, prefix):
+    return [name for name in bucket.objects if name.startswith(prefix)]
+
+
+def test_checkpoints_are_kept_and_restored(bucket):
+    with Checkpoints("gs://bucket/run", keep_last=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, make_state(step), {"step": step})
+        checkpoints.wait()
+        restored, metadata = checkpoints.restore(abstract(make_state()))
+    assert_same_bits(restored, make_state(3))
+    assert metadata == {"step": 3}
+    with Checkpoints("gs://bucket/run", read_only=True) as checkpoints:
+        assert checkpoints.steps() == [2, 3]
+    assert not names(bucket, "run/1/")
+
+
+def test_a_flipped_bit_is_noticed(bucket):
+    save_all("gs://bucket/run", [1, 2])
+    largest = max(names(bucket, "run/2/params"), key=lambda name: len(bucket.objects[name][0]))
+    content = bytearray(bucket.objects[largest][0])
+    content[len(content) // 2] ^= 1
+    bucket.put(largest, bytes(content))
+    with Checkpoints("gs://bucket/run") as checkpoints:
+        restored, _ = checkpoints.restore(abstract(make_state()))
+        assert_same_bits(restored, make_state(1))
+        checkpoints.save(2, make_state(2), {"step": "again"})
+    assert read_metadata("gs://bucket/run") == {"step": "again"}
+    assert names(bucket, "run/damaged-2/params")
+
+
+def test_a_checkpoint_that_was_not_finished_does_not_count(bucket):
+    """A bucket can not rename a folder: what is half written has its final name, and lacks the file that ends it."""
+    save_all("gs://bucket/run", [1, 2])
+    for name in names(bucket, "run/2/"):
+        if "commit_success" in name or "manifest" in name:
+            del bucket.objects[name]
+    assert read_metadata("gs://bucket/run") == {"step": 1}
+    save_all("gs://bucket/run", [2])
+    assert read_metadata("gs://bucket/run") == {"step": 2}
+
+
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory):
+    """Of a short run on a store in the bucket, which `run` puts there."""
+    return [
+        *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
+        "DecoderConfig.num_layers = 1",
+        "DecoderConfig.recurrent_layers = ()",
+        "TrainingConfig.num_steps = 6",
+        "TrainingConfig.checkpoint_every = 2",
+        "TrainingConfig.checkpoints_kept = 2",
+        "MeshConfig.data = 1",
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch):
+    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def upload(bucket, folder, prefix):
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            bucket.put(f"{prefix}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+
+
+def test_a_run_in_a_bucket_is_the_run_on_a_disk(bindings, bucket, cache, tmp_path, monkeypatch, capsys):
+    """Its documents, its checkpoints and all that it logs are there; stopped half way, it goes on."""
+    evaluating = (
+        "TrainingConfig.evaluate_every = 6",
+        "TrainingConfig.sample_every = 6",
+        "TrainingConfig.sample_tokens = 2",
+    )
+    assert train(parse(bindings, *evaluating), tmp_path / "disk") == 0
+    local = parse(bindings).data.store
+    upload(bucket, local, "store")
+    there = (*evaluating, "ReaderConfig.store = 'gs://bucket/store'")
+    monkeypatch.setattr(metrics, "UPLOAD_SECONDS", 0.0)
+    assert train(parse(bindings, *there, "TrainingConfig.num_steps = 4"), "gs://bucket/run", profile_steps=(2, 3)) == 0
+    bucket.put("run/metrics.jsonl", bucket.objects["run/metrics.jsonl"][0] + b'{"step": 5, "ki')
+    assert train(parse(bindings, *there), "gs://bucket/run") == 0
+    assert "from step 4 to 6" in capsys.readouterr().out
+
+    lines = [json.loads(line) for line in bucket.objects["run/metrics.jsonl"][0].splitlines()]
+    expected = [json.loads(line) for line in (tmp_path / "disk" / "metrics.jsonl").read_text().splitlines()]
+    figures = [[(line["step"], line["kind"], line.get("loss")) for line in each] for each in (lines, expected)]
+    # The first half also evaluated after its last step.
+    assert [each for each in figures[0] if each[:2] != (4, "validation")] == figures[1]
+    on_disk, in_bucket = (open_checkpoint(folder) for folder in (tmp_path / "disk", "gs://bucket/run"))
+    assert on_disk.step == in_bucket.step == 6 and on_disk.vocabulary.fingerprint == in_bucket.vocabulary.fingerprint
+    tiny_run.assert_same_bits(in_bucket.params, on_disk.params)
+    assert names(bucket, "run/samples/step_6.txt") and names(bucket, "run/config.gin")
+    assert len([name for name in names(bucket, "run/") if "tfevents" in name]) == 2
+    assert [name for name in names(bucket, "run/profile/") if name.endswith(".xplane.pb")]
+    # Of the splits, those that were read.
+    (copied,) = (cache / "meliad_like" / "stores").iterdir()
+    assert sorted(path.name for path in copied.iterdir() if path.is_dir()) == ["train", "validation"]
+
+
+def test_a_store_is_copied_once_and_again_when_it_is_another(bindings, bucket, cache, capsys):
+    local = TokenStore(parse(bindings).data.store)
+    upload(bucket, local.folder, "store")
+    train_split = TokenStore("gs://bucket/store").split("train")
+    np.testing.assert_array_equal(train_split.tokens(3, 0, 20), local.split("train").tokens(3, 0, 20))
+    assert TokenStore("gs://bucket/store").vocabulary.fingerprint == local.vocabulary.fingerprint
+    assert (
+        capsys.readouterr().err
+        == f"copying gs://bucket/store/train to {cache}/meliad_like/stores/{local.fingerprint}/train\n"
+    )
+    TokenStore("gs://bucket/store").split("train")
+    assert not capsys.readouterr().err
+    tokens = cache / "meliad_like" / "stores" / local.fingerprint / "train" / "tokens.bin"
+    os.truncate(tokens, 10)
+    with pytest.raises(UserError, match=re.escape(f"{tokens}, a copy, has 10 bytes and should have")):
+        TokenStore("gs://bucket/store").split("train")
+
+
+def test_a_copy_that_is_cut_off_is_made_anew(bindings, bucket, cache, monkeypatch):
+    local = TokenStore(parse(bindings).data.store)
+    upload(bucket, local.folder, "store")
+    store = TokenStore("gs://bucket/store")
+
+    def refuse(method, name):
+        return 403 if name.endswith("tokens.bin") else None
+
+    bucket.refuse = refuse
+    with pytest.raises(OSError, match="Forbidden"):
+        store.split("train")
+    bucket.refuse = lambda method, name: None
+    assert store.split("train").names == local.split("train").names
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store_copy, "copy_folder", full)
+    with pytest.raises(UserError, match=r"the disk is full: no room for a copy of gs://bucket/store/validation in"):
+        store.split("validation")
+
+
+def test_a_bucket_that_refuses_to_be_written_to(bindings, bucket, tmp_path):
+    bucket.refuse = lambda method, name: 403 if method == "POST" else None
+    with pytest.raises(UserError, match=r"gs://bucket/run can't be written to: .*Forbidden"):
+        train(parse(bindings), "gs://bucket/run")
+
+
+def test_a_bucket_that_fails_under_a_run(bindings, bucket):
+    """What was saved before is there, and the same command goes on."""
+    run = parse(bindings)
+    bucket.refuse = lambda method, name: 403 if method == "POST" and "checkpoints/4" in name else None
+    with pytest.raises(UserError, match=r"checkpoint gs://bucket/run/checkpoints/4 could not be written"):
+        train(run, "gs://bucket/run")
+    bucket.refuse = lambda method, name: None
+    assert read_metadata("gs://bucket/run/checkpoints")["step"] == 2
+    assert train(run, "gs://bucket/run") == 0
+    assert read_metadata("gs://bucket/run/checkpoints")["step"] == 6
+
+
+def test_the_later_of_two_trainings_in_a_bucket_wins(bucket):
+    with Ownership("gs://bucket/run") as first:
+        first.check()
+        with Ownership("gs://bucket/run") as second:
+            second.check()
+            with pytest.raises(UserError, match=r"another training has taken gs://bucket/run: process \d+ on .*; this"):
+                first.check()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("s4://x/y", "s4://x/y can't lie on s4://, but on a disk of this machine or on gs://, s3://, az://, hf://"),
+        ("s3://x/y", "s3://x/y needs a package that is not installed: pip install s3fs"),
+    ],
+)
+def test_no_way_to_an_object_store(path, message, monkeypatch):
+    monkeypatch.setattr(remote.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=re.escape(message)):
+        any_path(path)
+    with pytest.raises(UserError, match=re.escape(message)):
+        TokenStore(path)
+
+
+def test_checkpoints_are_nowhere_but_on_disks_and_gs(bindings):
+    with pytest.raises(
+        UserError, match=re.escape("s3://x can't lie on s3://, but on a disk of this machine or on gs://")
+    ):
+        train(parse(bindings), "s3://x")
