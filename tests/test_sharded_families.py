@@ -1,0 +1,169 @@
+"""Every family on meshes of eight devices: losses, gradients and what is remembered are those of one device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meliad_like.data.batch import Batch
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.planning.collectives import traffic
+from meliad_like.training.loss import segment_losses
+from meliad_like.training.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
+
+# Lanes, blocks and heads for eight devices along any axis.
+B, C, W, V = 8, 8, 4, 64
+SIZES = {"num_layers": 1, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
+SLIDE = DecoderConfig(**SIZES, window_length=W, num_states=4)
+SKIP = dataclasses.replace(SLIDE, recurrent_layers=(0,))
+TWO = {"num_layers": 2, "recurrent_layers": (0,)}
+GPT2 = PretrainedConfig(**SIZES, num_key_value_heads=8, max_positions=W, window_length=W)
+LLAMA = dataclasses.replace(GPT2, architecture="llama", num_key_value_heads=4, activation="silu", tied_embedding=False)
+RECURRENCE = {"insertion_layers": (0,), "recurrence_width": 5, "recurrence_depth": 1, "pooling": "attention"}
+CONFIGS = {
+    "slide": SLIDE,
+    "xl": dataclasses.replace(SLIDE, window_length=C * W),
+    **{
+        f"{gate}:{cell}": dataclasses.replace(SKIP, gate=gate, cell=cell)
+        for gate in ("fixed", "lstm")
+        for cell in ("skip", "single", "dual")
+    },
+    "slide below skip": dataclasses.replace(SKIP, num_layers=2, recurrent_layers=(1,), clear_states=True),
+    "rotary": dataclasses.replace(SKIP, position="rotary", remat="layers"),
+    "infused": dataclasses.replace(SKIP, position="infused"),
+    "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
+    "feedback": dataclasses.replace(SLIDE, **TWO, feedback="last"),
+    "memorizing": dataclasses.replace(SLIDE, memory_layers=(0,), memory_size=4 * W, memory_neighbors=3),
+    "shortformer": ShortformerConfig(**SIZES, window_length=W, cache_length=W, cutoffs=(16, 32), band_factor=2),
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "recurrent gpt2": dataclasses.replace(GPT2, **RECURRENCE),
+    "recurrent llama": dataclasses.replace(LLAMA, **RECURRENCE),
+}
+# data, fsdp, tensor, sequence
+MESHES = [(8, 1, 1, 1), (2, 4, 1, 1), (2, 2, 2, 1), (1, 1, 8, 1)]
+SEQUENCE_MESHES = [(1, 1, 1, 8), (2, 1, 2, 2), (1, 2, 2, 2), (2, 1, 1, 4)]
+IN_ORDER = {"xl", "feedback", "memorizing", "shortformer", "gpt2", "llama", "recurrent gpt2", "recurrent llama"}
+
+ALL = [(name, mesh) for name in CONFIGS for mesh in MESHES]
+ALL += [(name, mesh) for name in CONFIGS.keys() - IN_ORDER for mesh in SEQUENCE_MESHES]
+# Compiling for eight devices takes a second or more, so what is run each time is a part, and of the cells one of each
+# kind: every family on the two meshes that cut its parameters most, and the recurrent decoder on all.
+FAMILIES = ["slide", "xl", "lstm:dual", "feedback", "memorizing", "shortformer", "gpt2", "llama", "recurrent gpt2"]
+CHOSEN = [(name, mesh) for name in FAMILIES for mesh in [(2, 2, 2, 1), (1, 1, 8, 1)]]
+CHOSEN += [("fixed:skip", mesh) for mesh in MESHES] + [("slide below skip", (1, 1, 1, 8)), ("lstm:dual", (2, 1, 2, 2))]
+MARKED = [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.exhaustive) for case in sorted(ALL)]
+
+
+@functools.cache
+def model_and_params(name):
+    model = Model(CONFIGS[name], V)
+    generator = np.random.default_rng(0)
+    # Other than they begin, so that everything counts.
+    params = jax.tree.map(
+        lambda x: np.asarray(x) + generator.normal(0, 0.1, x.shape).astype(np.float32), model.init(jax.random.key(0))
+    )
+    return model, params
+
+
+def batches(model):
+    """Two segments, in which documents begin and go on."""
+    generator = np.random.default_rng(1)
+    w = model.config.window_length
+    for _ in range(2):
+        inputs, targets = (generator.integers(0, V, (B, C * W), np.int32) for _ in range(2))
+        start = generator.random((B, C * W // w)) < 0.2
+        yield Batch(inputs, targets, np.ones(inputs.shape, bool), start, *np.zeros((2, *start.shape), np.int32))
+
+
+def losses_and_gradient(model):
+    def loss(params, carry, batch):
+        losses, carry = segment_losses(model.bind(params), batch, carry, 2 * W)
+        return jnp.mean(losses.nats), (losses, carry)
+
+    return jax.grad(loss, has_aux=True)
+
+
+def place(name, mesh):
+    """Parameters and an empty carry on the mesh, and where a batch lies."""
+    model, params = model_and_params(name)
+    carry = model.bind(params).init_carry(B)
+    lanes = lane_sharding(mesh, B)
+    params = jax.device_put(params, parameter_shardings(mesh, model.axes, params))
+    return params, jax.device_put(carry, carry_shardings(mesh, B, carry)), lanes
+
+
+def read(name, mesh):
+    """Losses, gradients and carry of two segments, the second of which goes on with the first one's carry."""
+    model, _ = model_and_params(name)
+    params, carry, lanes = place(name, mesh)
+    where = jax.tree.map(lambda x: x.sharding, (params, carry))
+    step = jax.jit(losses_and_gradient(model), in_shardings=(*where, lanes), out_shardings=(where[0], (None, where[1])))
+    results = []
+    with jax.set_mesh(mesh):
+        for batch in batches(model):
+            gradient, (losses, carry) = step(params, carry, jax.device_put(batch, lanes))
+            results.append(jax.tree.map(np.asarray, (losses.nats, gradient, carry)))
+    return results
+
+
+@functools.cache
+def read_on_one_device(name):
+    return read(name, make_mesh(MeshConfig(), jax.devices()[:1]))
+
+
+@pytest.mark.parametrize(("name", "shape"), MARKED)
+def test_sharded_equals_unsharded(name, shape):
+    actual = read(name, make_mesh(MeshConfig(*shape)))
+    for (path, a), b in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(read_on_one_device(name)), strict=True):
+        # Gradients of a mean loss are small, some so small that 1e-5 would be most of them, and some are nothing.
+        tolerance = np.clip(1e-3 * np.max(np.abs(b)), 1e-8, 1e-5)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+def compile_losses(config, mesh):
+    """The losses of a segment: the forward pass alone."""
+    model = Model(config, V)
+    params = parameter_shardings(mesh, model.axes, model.abstract_params)
+    carry = jax.eval_shape(lambda params: model.bind(params).init_carry(B), model.abstract_params)
+    where = carry_shardings(mesh, B, carry)
+
+    def losses(params, carry, batch):
+        losses, carry = segment_losses(model.bind(params), batch, carry, W)
+        return losses.nats, carry
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(losses, in_shardings=(params, where, lane_sharding(mesh, B)), out_shardings=(None, where))
+        return step.lower(model.abstract_params, carry, next(batches(model))).compile()
+
+
+def test_a_slide_layer_gets_one_window_of_its_left_neighbour():
+    config = dataclasses.replace(SLIDE, num_layers=3)
+    found = traffic(compile_losses(config, make_mesh(MeshConfig(sequence=8))).as_text())
+    # And at the end all devices get what the last one remembers.
+    assert found.keys() == {"collective-permute", "all-reduce"}
+    window = B * W * config.num_heads * config.head_size * np.float32().nbytes
+    assert found["collective-permute"] == (3, 3 * 2 * window)
+    assert found["all-reduce"].num_bytes == 3 * 2 * window
+
+
+def test_a_recurrent_layer_hands_on_its_states():
+    found = traffic(compile_losses(SKIP, make_mesh(MeshConfig(sequence=8))).as_text())
+    assert found.keys() == {"collective-permute", "all-reduce"}
+    window, states = (B * n * SKIP.model_width * np.float32().nbytes for n in (W, SKIP.num_states))
+    # From one device to the next, until they have come to the last.
+    assert found["collective-permute"] == (1 + 7, 2 * window + 7 * states)
+    assert found["all-reduce"].num_bytes == 2 * window + states
+
+
+def test_an_axis_of_one_device_changes_nothing():
+    axes = ("data", "fsdp", "tensor")
+    without = jax.make_mesh((2, 2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    texts = [compile_losses(SKIP, mesh).as_text() for mesh in (without, make_mesh(MeshConfig(2, 2, 2)))]
+    assert texts[0] == texts[1]
