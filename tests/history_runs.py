@@ -53,7 +53,8 @@ def make_place(folder, *, size_multiple=1):
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
     vocabulary = ByteVocabulary(size_multiple)
     save_vocabulary(vocabulary, folder / "model" / "checkpoints")
-    params = jax.jit(Model(run.model, vocabulary.size).init)(jax.random.key(0))
+    # Larger than a fresh model's, so that what it reads makes a difference.
+    params = jax.tree.map(lambda x: 8 * x, jax.jit(Model(run.model, vocabulary.size).init)(jax.random.key(0)))
     with Checkpoints(folder / "model" / "checkpoints") as checkpoints:
         metadata = checkpoint_metadata(run, vocabulary, 0, None)
         checkpoints.save(0, {"params": params, "step": np.int32(0)}, metadata)
