@@ -104,7 +104,8 @@ class PretrainedDecoder(nnx.Module):
         position = first[:, None] + jnp.arange(tokens.shape[1])
         x = constrain(self.embedding[...].astype(self.dtype), "vocabulary", None)[tokens]
         if self.positions is not None:
-            x = x + self.positions[...].astype(self.dtype)[position]
+            # Gathered whole, as the embedding: the compiler would otherwise gather what was looked up in it.
+            x = x + constrain(self.positions[...].astype(self.dtype), None, None)[position]
         x = constrain(dropout(x, self.config.dropout_rate, keys[-1]), "lanes", None, None)
         outputs, new_caches = [x], []
         for i, block in enumerate(self.blocks):
