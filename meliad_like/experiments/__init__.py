@@ -8,6 +8,7 @@ pretrained   a pretrained model that rows begin with
 jobs         one training and evaluation a process, side by side; what is finished is not done again
 evaluations  what is measured of a trained row
 step_time    the time of a step, of all rows in turn, and the memory that it takes
+ancient_history, history_report   the one table whose rows are no runs: spans of the past for a frozen model
 results      what the runs left in their folders, gathered
 report       Markdown and CSV
 pictures     what is drawn

@@ -3,6 +3,7 @@
 table1, table3, table4, table5   of Block-Recurrent Transformers
 shortformer                      of Shortformer: stages, infused positions and caches
 recurrence                       of Adding Recurrence to Pretrained Transformers; --load_dir=DIR is the pretrained model
+ancient_history                  of Ancient History Language Models; --load_dir=DIR is the pretrained model
 
 The same command goes on after a stop: what is finished is not done again, and what is not goes on from its last
 checkpoint. With --row (and --seeds) it is one of several jobs, on this machine or on others that share the folder or
@@ -18,7 +19,9 @@ from absl import flags
 from meliad_like import command_line
 from meliad_like.errors import UserError
 
-NAMES = ("table1", "table3", "table4", "table5", "shortformer", "recurrence")
+NAMES = ("table1", "table3", "table4", "table5", "shortformer", "recurrence", "ancient_history")
+NOT_OF_HISTORY = ("seeds", "jobs", "repeats", "step_time", "worker")
+"""Flags of trainings by row and seed."""
 
 SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "small", "paper"], "How large the models and the runs are.")
 TASK = flags.DEFINE_string("task", "task/standard_library.gin", "Gin file of the documents and their vocabulary.")
@@ -35,7 +38,9 @@ MAX_TOKENS = flags.DEFINE_integer(
     lower_bound=1,
 )
 LOAD_DIR = flags.DEFINE_string(
-    "load_dir", None, "Of recurrence: checkpoint folder of the pretrained model, as convert writes it."
+    "load_dir",
+    None,
+    "Of recurrence, ancient_history: checkpoint folder of the pretrained model, as convert writes it.",
 )
 REPEATS = flags.DEFINE_integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
 REPORT = flags.DEFINE_bool("report", False, "Only make the table of what is there.")
@@ -44,6 +49,8 @@ WORKER = flags.DEFINE_string("worker", None, "Used by the program itself: step_t
 
 
 def main(subject: str) -> int:
+    if subject == "ancient_history":
+        return make_history()
     if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
         raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
     # Importing jax takes seconds: a mistyped flag is reported before.
@@ -89,6 +96,36 @@ def main(subject: str) -> int:
     print(f"wrote {experiment.folder / subject}.md, .csv and .png")
     if failed:
         raise UserError(f"{len(failed)} failed, the rest is done: {', '.join(failed)}")
+    return 0
+
+
+def make_history() -> int:
+    """Table 1 of Ancient History Language Models, which has no runs by row and seed."""
+    for name in NOT_OF_HISTORY:
+        if flags.FLAGS[name].present:
+            raise UserError(
+                f"--{name} has no effect on ancient_history, whose intervals are over documents: leave it out"
+            )
+    from meliad_like.experiments.ancient_history import HistoryExperiment
+    from meliad_like.experiments.pretrained import HOW_TO_GET_ONE
+
+    if not (LOAD_DIR.value or REPORT.value):
+        raise UserError(f"ancient_history is of a pretrained model: give --load_dir=DIR; {HOW_TO_GET_ONE}")
+    store = [f"ReaderConfig.store = {STORE.value!r}"] if STORE.value else []
+    experiment = HistoryExperiment(
+        scale_name=SCALE.value,
+        gin_files=(TASK.value, *command_line.GIN_FILE.value),
+        gin_params=(*store, *command_line.GIN_PARAM.value),
+        folder=Path(FOLDER.value or f"runs/experiments/ancient_history_{SCALE.value}"),
+        load_dir=LOAD_DIR.value or "",
+        chosen=tuple(ROW.value),
+        split=SPLIT.value,
+        max_tokens=MAX_TOKENS.value,
+    )
+    if not REPORT.value and (status := experiment.make()):
+        return status
+    print(experiment.report())
+    print(f"wrote {experiment.folder / 'ancient_history'}.md, .csv and .png")
     return 0
 
 

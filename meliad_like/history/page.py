@@ -143,8 +143,9 @@ def _overview(history: ReadHistory, config: HistoryConfig) -> list[Element]:
         series=[
             Series(
                 f"better {WITH}|worse",
-                [*firsts, history.selections[-1].stride.end],
-                [selection.gain_per_token for selection in history.selections],
+                # Before the first selection there is nothing to gain.
+                [0, *firsts, history.selections[-1].stride.end],
+                [0, *(selection.gain_per_token for selection in history.selections)],
                 "bars",
                 "sign",
             )
@@ -198,7 +199,8 @@ def _picture(lines: Sequence[list[Element]], description: str) -> Element:
 
 
 def _terms(terms: Sequence[Term], most: int) -> list[Element]:
-    if not terms:
+    helping = [term for term in terms if term.gain > 0][:most]
+    if not helping:
         return []
 
     def rows(chosen: Sequence[Term]) -> list[tuple[str, ...]]:
@@ -219,7 +221,7 @@ def _terms(terms: Sequence[Term], most: int) -> list[Element]:
         "The words with the highest impact",
         table(
             header,
-            rows(terms[:most]),
+            rows(helping),
             "Words of three letters or more that selected spans brought into windows that did not have them, by what "
             "these windows gained in all. How often each word was itself to be predicted there, and what was gained on "
             "it, are the last two columns.",

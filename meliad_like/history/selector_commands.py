@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from meliad_like.errors import UserError
@@ -55,7 +56,8 @@ def train(request: Request, folder: Path, scores: str) -> int:
     encoder = encoder_config(config, opened.run.model, inputs.num_tokens(config.kind))
     return train_selector(
         Selector(config, encoder, opened.vocabulary.size),
-        encoder_params(encoder, opened.params),
+        # Selectors are trained on one device.
+        jax.device_put(encoder_params(encoder, opened.params), jax.devices()[0]),
         inputs,
         opened.run.selector_training,
         Pairs(Places(*scored.rows()), np.array(scored.numbers)),

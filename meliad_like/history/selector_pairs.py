@@ -79,11 +79,20 @@ class Vectors(NamedTuple):
         """Mean and deviation of every part, over its different texts, float32."""
         standard = {}
         for part, values in self.values.items():
-            mean, deviation = np.mean(values, axis=0, dtype=np.float64), np.std(values, axis=0, dtype=np.float64)
+            mean = _mean(values, lambda rows: rows)
+            deviation = np.sqrt(_mean(values, lambda rows, mean=mean: np.square(rows - mean)))
             # What never changes stays out, at whatever size.
             deviation = np.where(deviation > 1e-6, deviation, 1.0)
             standard[part] = {"mean": jnp.asarray(mean, jnp.float32), "deviation": jnp.asarray(deviation, jnp.float32)}
         return standard
+
+
+def _mean(
+    values: Float[np.ndarray, "texts e"], of: Callable[[np.ndarray], np.ndarray], rows_at_once: int = 10_000
+) -> Float[np.ndarray, " e"]:
+    """Mean of a function of the rows, float64; the rows may be on a disk, and more than memory holds."""
+    starts = range(0, len(values), rows_at_once)
+    return sum(of(values[i : i + rows_at_once].astype(np.float64)).sum(axis=0) for i in starts) / len(values)
 
 
 def encode_places(

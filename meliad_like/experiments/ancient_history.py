@@ -1,0 +1,172 @@
+"""Table 1 of Ancient History Language Models, for any pretrained model and documents: scores, selectors, evaluation.
+
+scores/         gains of spans of training documents (equation 2)
+SELECTOR/       a trained selector
+evaluation/     what all rows reach on the same documents
+ancient_history.md, .csv and .png
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from meliad_like import config
+from meliad_like.config import RunConfig
+from meliad_like.data.preparation import prepare
+from meliad_like.data.token_store import STORE_NAME
+from meliad_like.experiments.history_report import write_report
+from meliad_like.experiments.jobs import device_name, write_json
+from meliad_like.experiments.pretrained import bindings_of
+from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
+from meliad_like.history import commands, selector_commands
+from meliad_like.history.opening import Request
+from meliad_like.history.selector_checkpoint import open_selector
+
+DONE_NAME = "done.json"
+PARTS = ("history", "selector", "selector_training", "mesh")
+"""Of the config, what the commands of ancient history are told."""
+
+
+@dataclass(frozen=True)
+class HistoryExperiment:
+    """The table at a scale, on some documents, in a folder."""
+
+    scale_name: str
+    gin_files: tuple[str, ...]
+    """The task, and options for all rows."""
+    gin_params: tuple[str, ...]
+    """For all rows, and never scaled."""
+    folder: Path
+    load_dir: str
+    """The pretrained model, which predicts, scores, and is what selectors begin with."""
+    chosen: tuple[str, ...] = ()
+    """Names of rows; none: all of the scale."""
+    split: str = "test"
+    """Is evaluated."""
+    max_tokens: int | None = None
+    """Documents are evaluated as long as they have so many tokens in all; None: all."""
+
+    @property
+    def scale(self) -> HistoryScale:
+        return SCALES[self.scale_name]
+
+    @cached_property
+    def rows(self) -> list[HistoryRow]:
+        return rows_of(self.scale_name, self.chosen)
+
+    def run(self, row: HistoryRow | None = None) -> RunConfig:
+        """The config of a row; None: of what all rows have in common.
+
+        Raises:
+          UserError: files and parameters make no run, or there is no pretrained model.
+        """
+        bound = dict(self.scale.bindings) | dict((row and row.selector) or {})
+        scaled = [f"{name} = {value!r}" for name, value in bound.items()]
+        params = ["RunConfig.model = 'pretrained'", *bindings_of(Path(self.load_dir)), *scaled, *self.gin_params]
+        run = config.parse(self.gin_files, params)
+        if any(param.startswith("ReaderConfig.store") for param in self.gin_params):
+            return run
+        # The task's documents in another vocabulary than the task's.
+        return replace(run, data=replace(run.data, store=f"{run.data.store}_{Path(self.load_dir).name}"))
+
+    def make(self) -> int:
+        """Does what is not done yet, and writes the table.
+
+        Returns:
+          The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM while a selector was trained.
+        """
+        common = self.run()
+        if not (Path(common.data.store).expanduser() / STORE_NAME).exists():
+            prepare(common.source, common.vocabulary, common.data.store)
+        trained = [row for row in self.rows if row.selector is not None]
+        if trained:
+            self._score()
+        for row in trained:
+            if status := self._train(row):
+                return status
+        self._evaluate(trained)
+        return 0
+
+    def report(self) -> str:
+        """Writes the table of what is there; returns its Markdown.
+
+        Raises:
+          UserError: nothing is there.
+        """
+        return write_report(self.folder, ROWS, self.scale_name)
+
+    def _request(self, run: RunConfig, split: str, **what: Any) -> Request:
+        bindings = [
+            f"{type(part).__name__}.{name} = {value!r}"
+            for part in (getattr(run, name) for name in PARTS)
+            for name, value in dataclasses.asdict(part).items()
+        ]
+        return Request(
+            checkpoint=self.load_dir,
+            gin_params=tuple(bindings),
+            store=run.data.store,
+            split=split,
+            batch_size=self.scale.batch_size,
+            **what,
+        )
+
+    def _score(self) -> None:
+        request = self._request(
+            self.run(),
+            "train",
+            document_tokens=self.scale.scored_document_tokens,
+            max_tokens=self.scale.scored_tokens,
+        )
+        settings = dataclasses.asdict(self.run().history)
+        if not self._done("scores", settings):
+            began = time.perf_counter()
+            commands.score(request, self.folder / "scores")
+            self._finish("scores", settings, began)
+
+    def _train(self, row: HistoryRow) -> int:
+        run = self.run(row)
+        settings = {name: dataclasses.asdict(getattr(run, name)) for name in PARTS if name != "mesh"}
+        if self._done(row.name, settings):
+            return 0
+        began = time.perf_counter()
+        folder = self.folder / row.name
+        status = selector_commands.train(self._request(run, "train"), folder, str(self.folder / "scores"))
+        if not status:
+            self._finish(row.name, settings, began)
+        return status
+
+    def _evaluate(self, trained: list[HistoryRow]) -> None:
+        run = self.run()
+        request = self._request(
+            run, self.split, document_tokens=self.scale.evaluated_document_tokens, max_tokens=self.max_tokens
+        )
+        steps = {row.name: open_selector(self.folder / row.name).step for row in trained}
+        settings = {
+            "history": dataclasses.asdict(run.history),
+            "rows": [row.name for row in self.rows],
+            "split": self.split,
+            "max_tokens": self.max_tokens,
+            "selectors": steps,
+        }
+        if self._done("evaluation", settings):
+            return
+        began = time.perf_counter()
+        names = [row.name for row in self.rows if row.selector is None]
+        selectors = [str(self.folder / row.name) for row in trained]
+        commands.evaluate_selections(request, self.folder / "evaluation", names, selectors)
+        self._finish("evaluation", settings, began)
+
+    def _done(self, part: str, settings: Mapping[str, Any]) -> bool:
+        path = self.folder / part / DONE_NAME
+        # Through JSON, so that a tuple equals the list that it was saved as.
+        return path.exists() and json.loads(path.read_text())["settings"] == json.loads(json.dumps(settings))
+
+    def _finish(self, part: str, settings: Mapping[str, Any], began: float) -> None:
+        seconds = time.perf_counter() - began
+        done = {"settings": settings, "seconds": seconds, "device": device_name()}
+        write_json(self.folder / part / DONE_NAME, done)

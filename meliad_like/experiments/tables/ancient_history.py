@@ -1,0 +1,125 @@
+"""The rows of table 1 of Ancient History Language Models (Koncel-Kedziorski and Smith 2021), controls that it has not,
+the paper's own figures, and how much less is read at smaller scales.
+
+| scale | window, for spans, span, stride | candidates | scored | evaluated | selectors |
+|---|---|---|---|---|---|
+| tiny | 256, 128, 32, 64 | 16 by chance | 10 beginnings of 2,048 tokens | beginnings of 1,536 | heads alone |
+| small | 1024, 512, 64, 256 | 64 by chance | 1,000,000 tokens | all documents | all parameters |
+| paper | 1024, 512, 64, 256 | all | all documents | all documents | all parameters |
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meliad_like.errors import UserError
+
+NAME = "ancient_history"
+PAPER = ("WikiText-2, GPT2 large", "WikiText-2, GPT2 small", "S2ORC, GPT2 large", "S2ORC, GPT2 small")
+"""Validation perplexities by token."""
+
+
+@dataclass(frozen=True)
+class HistoryRow:
+    """One way to choose spans."""
+
+    name: str
+    """As `--row` takes it, and as the evaluation calls it."""
+    label: str
+    paper: Mapping[str, float] = field(default_factory=dict)
+    """By the names of PAPER."""
+    selector: Mapping[str, Any] | None = None
+    """Of a row that is trained: what is bound for it."""
+    extra: bool = False
+    """Whether it is a row of the whole table alone: at tiny it is made when it is named."""
+
+
+ROWS = (
+    HistoryRow("baseline", "original: the most recent text", dict(zip(PAPER, (16.56, 26.45, 14.12, 21.01)))),
+    HistoryRow("random", "random spans"),
+    HistoryRow("recent", "the most recent spans"),
+    HistoryRow("prefix_overlap", "overlap with the prefix"),
+    HistoryRow("overlap_oracle", "overlap oracle", dict(zip(PAPER[:2], (16.43, 25.93)))),
+    HistoryRow("learned_selector", "learned selector", selector={"SelectorConfig.kind": "joint"}),
+    HistoryRow("light_selector", "light selector", selector={"SelectorConfig.kind": "light"}),
+    HistoryRow(
+        "learned_selector_released_code",
+        "learned selector as in the released code",
+        # Whether the published figures come from a selector that saw the future is not known: the released one does.
+        dict(zip(PAPER, (15.64, 24.82, 12.62, 18.42))),
+        selector={"SelectorConfig.kind": "joint", "HistoryConfig.selector_context": "released_code"},
+        extra=True,
+    ),
+    HistoryRow("score_oracle", "score oracle", {PAPER[1]: 24.74}),
+)
+ALWAYS = ("baseline", "random", "overlap_oracle")
+"""Rows that every evaluation has."""
+
+
+@dataclass(frozen=True)
+class HistoryScale:
+    """How much is read, and how."""
+
+    bindings: Mapping[str, Any]
+    """Of HistoryConfig, SelectorConfig and SelectorTrainingConfig."""
+    scored_tokens: int | None = None
+    """Training documents are drawn as long as they have so many tokens in all; None: all."""
+    scored_document_tokens: int | None = None
+    """Of each so many tokens from its beginning; None: all."""
+    evaluated_document_tokens: int | None = None
+    """The same of documents that are evaluated."""
+    batch_size: int = 16
+    """Sequences that the model reads at once."""
+
+
+WINDOW = {
+    "HistoryConfig.window_length": 1024,
+    "HistoryConfig.history_length": 512,
+    "HistoryConfig.span_length": 64,
+    "HistoryConfig.stride": 256,
+}
+SCALES = {
+    # For two cores and a model of 135M parameters: a decoder that isn't trained is read by its first layers alone, and
+    # a span once for all steps.
+    "tiny": HistoryScale(
+        {
+            "HistoryConfig.window_length": 256,
+            "HistoryConfig.history_length": 128,
+            "HistoryConfig.span_length": 32,
+            "HistoryConfig.stride": 64,
+            "HistoryConfig.max_candidates": 16,
+            "SelectorConfig.train_encoder": False,
+            "SelectorConfig.encoder_layers": 10,
+            "SelectorTrainingConfig.num_steps": 4000,
+            "SelectorTrainingConfig.learning_rate": 3e-4,
+            "SelectorTrainingConfig.validation_every": 5,
+            "SelectorTrainingConfig.evaluate_every": 200,
+            "SelectorTrainingConfig.checkpoint_every": 1000,
+            "SelectorTrainingConfig.log_every": 200,
+            "SelectorTrainingConfig.checkpoints_kept": 1,
+        },
+        scored_tokens=20_480,
+        scored_document_tokens=2048,
+        evaluated_document_tokens=1536,
+    ),
+    "small": HistoryScale(
+        WINDOW | {"HistoryConfig.max_candidates": 64, "SelectorTrainingConfig.num_steps": 15_000},
+        scored_tokens=1_000_000,
+        batch_size=64,
+    ),
+    "paper": HistoryScale(WINDOW, batch_size=64),
+}
+
+
+def rows_of(scale: str, chosen: tuple[str, ...]) -> list[HistoryRow]:
+    """Those to be made: the chosen ones and those that are always there, or all of the scale.
+
+    Raises:
+      UserError: there is no row of a name.
+    """
+    by_name = {row.name: row for row in ROWS}
+    if unknown := [name for name in chosen if name not in by_name]:
+        raise UserError(f"{NAME} has no row {unknown[0]}; it has {', '.join(by_name)}")
+    if chosen:
+        return [row for row in ROWS if row.name in (*chosen, *ALWAYS)]
+    return [row for row in ROWS if scale != "tiny" or not row.extra]

@@ -1,0 +1,121 @@
+"""Table 1 of ancient history: its rows and scales, one made from a tiny model, and the report."""
+
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+import tiny_run
+from history_runs import BINDINGS, make_place
+
+from meliad_like import config
+from meliad_like.errors import UserError
+from meliad_like.evaluation import opening
+from meliad_like.experiments import ancient_history
+from meliad_like.experiments.ancient_history import HistoryExperiment
+from meliad_like.experiments.tables.ancient_history import PAPER, ROWS, SCALES, rows_of
+from meliad_like.history import commands, selector_commands
+from meliad_like.training.mesh import make_mesh
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    monkeypatch.setattr(opening, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:1]))
+
+
+@pytest.mark.parametrize(
+    "row, column, value",
+    [
+        ("baseline", PAPER[1], 26.45),
+        ("baseline", PAPER[2], 14.12),
+        ("overlap_oracle", PAPER[0], 16.43),
+        ("learned_selector_released_code", PAPER[3], 18.42),
+        ("learned_selector_released_code", PAPER[0], 15.64),
+        ("score_oracle", PAPER[1], 24.74),
+    ],
+)
+def test_figures_of_the_paper(row, column, value):
+    assert {row.name: row.paper for row in ROWS}[row][column] == value
+
+
+def test_rows_of_a_scale():
+    assert {row.name for row in ROWS} - {row.name for row in rows_of("tiny", ())} == {"learned_selector_released_code"}
+    assert [row.name for row in rows_of("tiny", ("score_oracle",))] == [
+        "baseline", "random", "overlap_oracle", "score_oracle",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="ancient_history has no row best; it has baseline, random, "):
+        rows_of("small", ("best",))
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_are_configs(name):
+    run = config.parse([], [f"{key} = {value!r}" for key, value in SCALES[name].bindings.items()])
+    sizes = run.history.window_length, run.history.history_length, run.history.span_length, run.history.stride
+    assert sizes == ((256, 128, 32, 64) if name == "tiny" else (1024, 512, 64, 256))
+    assert run.selector.train_encoder is (name != "tiny")
+
+
+def experiment(place, **changes):
+    scale = dataclasses.replace(SCALES["tiny"], bindings={}, scored_tokens=None, batch_size=4)
+    params = [
+        f"SourceConfig.folder = '{place / 'documents'}'",
+        "SourceConfig.kind = 'text'",
+        f"ReaderConfig.store = '{place / 'store'}'",
+    ]
+    made = HistoryExperiment("tiny", (), (*params, *BINDINGS), place / "table", str(place / "model"), **changes)
+    return made, scale
+
+
+def test_the_table_is_made_once(tmp_path, monkeypatch):
+    place = make_place(tmp_path)
+    monkeypatch.setattr(ancient_history, "bindings_of", lambda folder: [])
+    made, scale = experiment(place)
+    monkeypatch.setattr(HistoryExperiment, "scale", scale)
+    monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: list(ROWS))
+    assert made.make() == 0
+    text = made.report()
+    header, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rows = {line[0]: dict(zip(header, line)) for line in lines}
+    assert list(rows) == [
+        "original: the most recent text", "random spans", "the most recent spans", "overlap with the prefix",
+        "overlap oracle (leaks the future)", "learned selector", "light selector",
+        "learned selector as in the released code (leaks the future)", "score oracle (leaks the future)",
+    ]  # fmt: skip
+    assert rows["overlap oracle (leaks the future)"]["paper: WikiText-2, GPT2 small"] == "25.93"
+    assert rows["score oracle (leaks the future)"]["of the score oracle's gain"].startswith("100% (100% to 100%)")
+    costs = {name: float(row["selection / model"]) for name, row in rows.items()}
+    assert 0 == costs["random spans"] < costs["light selector"] < costs["learned selector"]
+    assert "the best of 6 steps is" in text and "(leaks the future): " in text
+    table = {row["row"]: row for row in csv.DictReader((place / "table" / "ancient_history.csv").open(newline=""))}
+    saved = json.loads((place / "table" / "evaluation" / "evaluation.json").read_text())
+    oracle = next(row for row in saved["selections"] if row["name"] == "score_oracle")
+    assert float(table["score_oracle"]["change"]) == oracle["change"]["value"]
+    assert table["learned_selector_released_code"]["leaks_the_future"] == "True"
+    assert (place / "table" / "ancient_history.png").stat().st_size > 10_000
+
+    def never(*_):
+        raise AssertionError("it is done")
+
+    with monkeypatch.context() as patch:
+        for module, name in ((commands, "score"), (selector_commands, "train"), (commands, "evaluate_selections")):
+            patch.setattr(module, name, never)
+        assert experiment(place)[0].make() == 0
+        with pytest.raises(AssertionError, match="it is done"):
+            experiment(place, split="train")[0].make()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "ancient_history is of a pretrained model: give --load_dir=DIR; python -m meliad_like.convert"),
+        (["--seeds=1", "--load_dir=x"], "--seeds has no effect on ancient_history"),
+        (["--report", "--folder=none"], "nothing was evaluated yet in none: the same command without --report"),
+    ],
+)
+def test_the_command_line_is_checked(arguments, message):
+    command = [sys.executable, "-m", "meliad_like.experiments", "ancient_history", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
