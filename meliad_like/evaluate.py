@@ -48,6 +48,7 @@ def main() -> None:
     from meliad_like.evaluation.baselines import compressed_bits_per_byte
     from meliad_like.evaluation.opening import open_store, open_with
     from meliad_like.evaluation.perplexity import Evaluator
+    from meliad_like.history.reader import evaluation_reader
     from meliad_like.training.mesh import parameter_shardings
 
     opened, mesh = open_with(CHECKPOINT.value, command_line.GIN_PARAM.value, STEP.value)
@@ -65,6 +66,7 @@ def main() -> None:
         max_lanes=run.data.num_lanes,
         max_tokens=MAX_TOKENS.value,
         loss_slice=run.training.loss_slice,
+        read=evaluation_reader(run, store, SPLIT.value),
     )
     trained = f"step {opened.step:,}"
     evaluation = report.with_progress(trained, lambda progress: evaluator(opened.params, progress))

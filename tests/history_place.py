@@ -55,7 +55,7 @@ def make_place(folder: Path) -> list[str]:
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
     vocabulary = ByteVocabulary()
     # Larger than a fresh model's, so that what it reads makes a difference.
-    params = jax.tree.map(lambda x: 8 * x, Model(run.model, vocabulary.size).init(jax.random.key(1)))
+    params = jax.tree.map(lambda x: 4 * x, Model(run.model, vocabulary.size).init(jax.random.key(1)))
     save_vocabulary(vocabulary, folder / "model")
     with Checkpoints(folder / "model") as checkpoints:
         metadata = checkpoint_metadata(run, vocabulary, 0, None)

@@ -13,7 +13,7 @@ from meliad_like.errors import UserError
 from meliad_like.history.selector_config import SelectorTrainingConfig
 from meliad_like.history.spans import HistoryConfig
 from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.families import FAMILIES, ModelConfig
+from meliad_like.models.families import FAMILIES, ModelConfig, family_name
 from meliad_like.models.history_selector import SelectorConfig
 from meliad_like.training.config import TrainingConfig
 from meliad_like.training.mesh import MeshConfig
@@ -60,8 +60,28 @@ class RunConfig:
             raise UserError(
                 f"gradient_accumulation={parts} must divide the {num_lanes} lanes (tokens_per_step / segment_length)"
             )
+        if self.data.kind == "ancient_history":
+            self._check_history()
         if self.stages.num_steps:
             stages_of(self)
+
+    def _check_history(self) -> None:
+        """
+        Raises:
+          UserError: lengths don't divide, or the model would not see a window of ancient history as one.
+        """
+        k, w, n = self.history.window_length, self.model.window_length, self.data.segment_length
+        if n % k or k % w:
+            raise UserError(
+                f"segment_length={n} must be a multiple of HistoryConfig.window_length={k}, and that of the model's "
+                f"window_length={w}"
+            )
+        reading = FAMILIES[family_name(self.model)].reading_apart(self.model, k)
+        if reading != self.model:
+            raise UserError(
+                f"HistoryConfig.window_length={k} needs a model with window_length={k} and overlap=0, which here sees "
+                f"windows of window_length={w}"
+            )
 
 
 FAMILY = "RunConfig.model"

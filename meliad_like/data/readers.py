@@ -12,7 +12,8 @@ from meliad_like.data.schedule import Run, Schedule
 from meliad_like.errors import UserError
 from meliad_like.validation import check_choices, check_positive
 
-ReaderKind = Literal["lanes", "stream", "shuffled", "windows"]
+ReaderKind = Literal["lanes", "stream", "shuffled", "windows", "ancient_history"]
+SpanSelection = Literal["random", "recent", "prefix_overlap", "file"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,13 @@ class ReaderConfig:
     """`lanes`: each lane reads whole documents, and forgets one when the next begins. `stream`: each lane reads its own
     contiguous shard of all documents, and forgets at the end of an epoch alone. `shuffled`: segments of that stream in
     an order of chance, nothing remembered. `windows`: like lanes, but each segment is a sequence of its own, whose
-    windows repeat the last tokens of those before them (the model's `overlap`), unless `segments_follow`."""
+    windows repeat the last tokens of those before them (the model's `overlap`), unless `segments_follow`.
+    `ancient_history`: windows that begin with spans of the document's distant past (`HistoryConfig`)."""
+    selection: SpanSelection = "random"
+    """`ancient_history`: which spans. By chance, the last ones, those that share the most tokens with the necessary
+    prefix, or what `python -m meliad_like.history select` has written to a `file`."""
+    selections: str = ""
+    """`ancient_history`: folder of such files, one in a sub-folder for each split."""
     segments_follow: bool = False
     """`windows`: whether a lane goes on remembering where its next segment goes on with the same document."""
     train_disjoint: bool = False
@@ -45,6 +52,11 @@ class ReaderConfig:
         check_choices(self)
         waiting = ("num_threads", "batches_ahead", "device_batches_ahead")
         check_positive(self, ("segment_length", "tokens_per_step", *waiting))
+        if (self.selection == "file") != bool(self.selections):
+            raise UserError(
+                f"ReaderConfig.selection={self.selection!r} with ReaderConfig.selections={self.selections!r}: only "
+                "selection='file' has a folder of selections, and needs one"
+            )
         if self.tokens_per_step % self.segment_length:
             raise UserError(
                 f"tokens_per_step={self.tokens_per_step} must be a multiple of segment_length={self.segment_length}"

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 
 from meliad_like.data.batch import AnyArray, Batch
 from meliad_like.data.loading import load_batches
-from meliad_like.data.readers import LanesReader
+from meliad_like.data.readers import LanesReader, Reader
 from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
@@ -81,6 +81,7 @@ class Evaluator:
         max_tokens: int | None = None,
         loss_slice: int = 1024,
         whole_segments: bool = False,
+        read: Callable[[Documents, int], Reader] | None = None,
     ):
         """
         Args:
@@ -95,6 +96,7 @@ class Evaluator:
           loss_slice: tokens of a lane whose logits exist at once.
           whole_segments: every document begins with a segment, so that what is done at segment boundaries
             (`clear_states`) is done at the same positions of every document.
+          read: a reader of all documents once, in so many lanes; None: the one of models that read in order.
 
         Raises:
           UserError: the segment is not made of whole windows, or can't be cut as the mesh would; or no document has a
@@ -115,7 +117,9 @@ class Evaluator:
         self.num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
         arguments = (self._split, self.num_lanes, segment_length, window)
         settings: dict[str, Any] = {"vocabulary_size": model.vocabulary_size, "shuffle": False, "epochs": 1}
-        if model.overlap:
+        if read is not None:
+            self._reader = read(self._split, self.num_lanes)
+        elif model.overlap:
             self._reader = WindowsReader(*arguments, **settings, overlap=model.overlap)
         else:
             self._reader = LanesReader(*arguments, **settings, whole_segments=whole_segments)

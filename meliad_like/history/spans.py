@@ -177,23 +177,33 @@ def strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[S
         length: of the document, in tokens.
         document: its index in its split.
     """
+    for number in range(num_strides(length, config)):
+        yield stride_of(number, length, config, document)
+
+
+def num_strides(length: int, config: HistoryConfig) -> int:
+    """How many strides a document has."""
+    return -(-length // config.stride)
+
+
+def stride_of(number: int, length: int, config: HistoryConfig, document: int = 0) -> Stride:
+    """One of the strides of a document; arguments as for `strides`."""
     k, s = config.window_length, config.stride
-    for number, first in enumerate(range(0, length, s)):
-        # A last stride of fewer targets has a shorter window with the same beginning, as in the released code.
-        begin, end = max(first + s - k, 0), min(first + s, length)
-        recent_start = begin + config.history_length if begin else 0
-        stride = Stride(
-            document=document,
-            number=number,
-            begin=begin,
-            first=first,
-            end=end,
-            recent_start=recent_start,
-            candidates_end=max(end - config.recent_length, 0),
-            selects=False,
-        )
-        starts = k if config.first_selection is None else config.first_selection
-        yield stride._replace(selects=begin >= starts and num_candidates(stride, config) > 0)
+    first = number * s
+    # A last stride of fewer targets has a shorter window with the same beginning, as in the released code.
+    begin, end = max(first + s - k, 0), min(first + s, length)
+    stride = Stride(
+        document=document,
+        number=number,
+        begin=begin,
+        first=first,
+        end=end,
+        recent_start=begin + config.history_length if begin else 0,
+        candidates_end=max(end - config.recent_length, 0),
+        selects=False,
+    )
+    starts = k if config.first_selection is None else config.first_selection
+    return stride._replace(selects=begin >= starts and num_candidates(stride, config) > 0)
 
 
 def scored_strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[Stride]:

@@ -10,6 +10,7 @@ from meliad_like.evaluation import report
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
+from meliad_like.history.reader import evaluation_reader
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.mesh import replicated
 from meliad_like.training.metrics import MetricsWriter
@@ -49,6 +50,7 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Ca
                 max_lanes=run.data.num_lanes,
                 max_tokens=run.training.evaluate_max_tokens,
                 loss_slice=run.training.loss_slice,
+                read=evaluation_reader(run, setup.store, run.training.evaluate_split),
             )
         result = evaluator(state.params)
         figures = {

@@ -17,6 +17,7 @@ from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
+from meliad_like.history.reader import make_history_reader
 from meliad_like.models.families import check_sequence, extends
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
@@ -198,6 +199,8 @@ def make_reader(stage: Stage, store: TokenStore) -> Reader:
         )
     if overlap:
         raise UserError(f"windows with overlap={overlap} need ReaderConfig.kind='windows', not {run.data.kind!r}")
+    if run.data.kind == "ancient_history":
+        return make_history_reader(run, arguments[0], store, "train", run.data.num_lanes, arguments[-1])
     if run.data.kind == "lanes":
         return LanesReader(*arguments, vocabulary_size=size)
     kind = {"stream": StreamReader, "shuffled": ShuffledReader}[run.data.kind]

@@ -1,0 +1,258 @@
+"""Windows with spans of the past as batches for training and evaluation, whatever the model.
+
+A window is a sequence of its own, as `history.evaluation` reads it. A document's first window is whole, and its targets
+are all its tokens but the first; of later windows the targets are the last s tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from absl import logging
+from jaxtyping import Int
+
+from meliad_like.config.run import RunConfig
+from meliad_like.data.batch import Batch, empty_batch
+from meliad_like.data.readers import ReaderConfig, Split, check_tokens
+from meliad_like.data.schedule import Schedule
+from meliad_like.data.token_store import TokenStore, short
+from meliad_like.errors import UserError
+from meliad_like.history.assembly import Window, assemble
+from meliad_like.history.selection import PrefixOverlap, RandomSpans, RecentSpans
+from meliad_like.history.spans import (
+    HistoryConfig,
+    SpanScorer,
+    Stride,
+    candidates,
+    num_strides,
+    select,
+    separator_token,
+    stride_of,
+)
+from meliad_like.history.stride_store import StrideStore
+
+
+class Selection(Protocol):
+    """Chooses the spans of a window."""
+
+    def __call__(self, name: str, document: Int[np.ndarray, " tokens"], stride: Stride) -> Int[np.ndarray, " spans"]:
+        """
+        Args:
+            name: of the document.
+            document: its tokens up to stride.end, at least.
+            stride: one that selects.
+
+        Returns:
+            Where the spans end, in the window's order.
+        """
+        ...
+
+
+class HistoryReader:
+    """Each lane reads documents one after the other, window by window, each from nothing."""
+
+    def __init__(
+        self,
+        split: Split,
+        num_lanes: int,
+        segment_length: int,
+        window_length: int,
+        seed: int = 0,
+        *,
+        config: HistoryConfig,
+        separator: int | None,
+        selection: Selection,
+        vocabulary_size: int,
+        shuffle: bool = True,
+        epochs: int | None = None,
+    ):
+        """
+        Args:
+            split: the documents.
+            num_lanes: lanes over all hosts.
+            segment_length: tokens that each lane reads in a step; a multiple of config.window_length (k).
+            window_length: tokens in a block of the model (w), which divides k (`RunConfig` checks both).
+            seed: decides the order of the documents, with the epoch's number.
+            config, separator: as of `assemble`.
+            selection: a pure function, called from several threads at once.
+            vocabulary_size: token ids must be below it.
+            shuffle, epochs: as in `Schedule`; for evaluation `shuffle=False, epochs=1`.
+
+        Raises:
+            UserError: no document has a target.
+        """
+        self.num_lanes = num_lanes
+        self.segment_length = segment_length
+        self.window_length = window_length
+        self._split = split
+        self._config = config
+        self._separator = separator
+        self._selection = selection
+        self._vocabulary_size = vocabulary_size
+        lengths = np.asarray(split.lengths, np.int64)
+        self._targets = np.maximum(lengths - 1, 0)
+        later = -(-lengths // config.stride) - self._first_strides
+        self._windows = np.where(self._targets > 0, 1 + np.maximum(later, 0), 0)
+        self._schedule = Schedule(self._windows, num_lanes, seed, shuffle=shuffle, epochs=epochs)
+
+    @property
+    def _first_strides(self) -> int:
+        """Strides that a document's first window has all targets of."""
+        return self._config.window_length // self._config.stride
+
+    @property
+    def _windows_in_segment(self) -> int:
+        return self.segment_length // self._config.window_length
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps until every lane is done; None where reading has no end."""
+        num_windows = self._schedule.num_blocks
+        return None if num_windows is None else -(-num_windows // self._windows_in_segment)
+
+    @property
+    def padding_share(self) -> float:
+        """Share of an epoch's positions that have no target, spans and what windows repeat among them."""
+        return 1 - float(self._targets.sum() / (self._windows.sum() * self._config.window_length))
+
+    def batch(self, step: int, lanes: Sequence[int]) -> Batch:
+        """Rows `lanes` of the batch of a step, as numpy arrays; `position` is that of the window without spans.
+
+        Raises:
+            UserError: a token id is not below vocabulary_size.
+        """
+        k, w, count = self._config.window_length, self.window_length, self._windows_in_segment
+        batch = empty_batch(len(lanes), self.segment_length, w)
+        for row, lane in enumerate(lanes):
+            for run in self._schedule.runs(lane, step * count, count):
+                for i in range(run.num_blocks):
+                    stride, window = self._window(run.document, run.offset + i)
+                    first = (run.block - step * count + i) * k
+                    ids, places = window.ids, np.s_[row, first : first + len(window.ids) - 1]
+                    check_tokens(ids, self._vocabulary_size, stride.begin, self._split.names[run.document])
+                    batch.inputs[row, first : first + len(ids)] = ids
+                    batch.targets[places], batch.loss_mask[places] = ids[1:], window.scored[1:]
+                    blocks = np.s_[row, first // w : (first + k) // w]
+                    batch.start[row, first // w] = True
+                    batch.document[blocks] = run.document
+                    batch.position[blocks] = stride.begin + np.arange(k // w) * w
+        return batch
+
+    def _window(self, document: int, index: int) -> tuple[Stride, Window]:
+        """A document's window, and the last stride that it has targets of."""
+        length = int(self._split.lengths[document])
+        number = min(self._first_strides + index, num_strides(length, self._config)) - 1
+        stride = stride_of(number, length, self._config, document)
+        tokens = self._split.tokens(document, 0, stride.end)
+        ends = np.zeros(0, np.int64)
+        if stride.selects:
+            ends = self._selection(self._split.names[document], tokens, stride)
+        window = assemble(tokens, stride, ends, self._config, self._separator)
+        if index == 0:
+            window = window._replace(scored=window.positions > 0)
+        return stride, window
+
+
+def make_selection(data: ReaderConfig, config: HistoryConfig, store: TokenStore, split: str) -> Selection:
+    """The selection that `ReaderConfig.selection` names, for the documents of a split.
+
+    Raises:
+        UserError: `file`, and there is none of this split's documents by this config.
+    """
+    scorers: dict[str, SpanScorer] = {
+        "random": RandomSpans(config),
+        "recent": RecentSpans(),
+        "prefix_overlap": PrefixOverlap(config),
+    }
+    if data.selection == "file":
+        return _FromFile(Path(data.selections).expanduser() / split, config, store, split)
+    scorer = scorers[data.selection]
+
+    def choose(name: str, document: np.ndarray, stride: Stride) -> np.ndarray:
+        ends = candidates(stride, config)
+        return select(scorer.scores(document, stride, ends), ends, config)
+
+    return choose
+
+
+class _FromFile:
+    """What `python -m meliad_like.history select` has selected."""
+
+    def __init__(self, folder: Path, config: HistoryConfig, store: TokenStore, split: str):
+        selections = StrideStore(folder)
+        info = selections.info
+        selections.check_complete()
+        documents = store.split(split)
+        for name, found, wanted in (
+            ("token store", short(info.store), short(store.fingerprint)),
+            ("split", info.split, split),
+            ("HistoryConfig", info.config, config),
+            (
+                "documents",
+                dict(zip(info.documents, info.lengths)),
+                dict(zip(documents.names, documents.lengths.tolist())),
+            ),
+        ):
+            if found != wanted:
+                shown = f"{found} and not {wanted}" if name != "documents" else f"{len(found)} of {len(wanted)}"
+                raise UserError(
+                    f"the selections in {folder} are of another {name}, {shown}: make them with python -m "
+                    f"meliad_like.history select --split={split} --output={folder}"
+                )
+        if info.leaks_the_future:
+            logging.warning("the selections in %s (%s) leak the future", folder, info.maker)
+        self._selections = selections
+        self._first: dict[str, int] = {}
+        for index, stride in enumerate(selections.strides):
+            # A document's strides that select follow each other.
+            self._first.setdefault(info.documents[stride.document], index - stride.number)
+
+    def __call__(self, name: str, document: np.ndarray, stride: Stride) -> np.ndarray:
+        ends = self._selections[self._first[name] + stride.number]
+        return ends[ends > 0].astype(np.int64)
+
+
+def evaluation_reader(run: RunConfig, store: TokenStore, split: str) -> Callable[[Split, int], HistoryReader] | None:
+    """How an evaluation reads documents of a split in so many lanes (`Evaluator`); None: in order."""
+    if run.data.kind != "ancient_history":
+        return None
+    return lambda documents, num_lanes: make_history_reader(
+        run, documents, store, split, num_lanes, shuffle=False, epochs=1
+    )
+
+
+def make_history_reader(
+    run: RunConfig,
+    split: Split,
+    store: TokenStore,
+    split_name: str,
+    num_lanes: int,
+    seed: int = 0,
+    *,
+    shuffle: bool = True,
+    epochs: int | None = None,
+) -> HistoryReader:
+    """The reader that a run's config describes.
+
+    Args:
+        run: with `ReaderConfig.kind = 'ancient_history'`.
+        split: documents of the store's split `split_name`, or some of them.
+        num_lanes, seed, shuffle, epochs: as of `HistoryReader`.
+
+    Raises:
+        UserError: as `HistoryReader`, `make_selection` and `separator_token`.
+    """
+    return HistoryReader(
+        split,
+        num_lanes,
+        run.data.segment_length,
+        run.model.window_length,
+        seed,
+        config=run.history,
+        separator=separator_token(run.history, store.vocabulary),
+        selection=make_selection(run.data, run.history, store, split_name),
+        vocabulary_size=store.vocabulary.size,
+        shuffle=shuffle,
+        epochs=epochs,
+    )

@@ -1,0 +1,194 @@
+"""The commands of ancient history on a tiny model: scores that go on after a stop, evaluations, a search."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from history_place import make_place
+from tiny_run import ROOT, environment
+
+from meliad_like.errors import UserError
+from meliad_like.history import commands
+from meliad_like.history.opening import Request, open_request
+from meliad_like.history.spans import HistoryConfig, candidates
+from meliad_like.history.stride_store import StrideStore, fingerprint
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("history")
+    make_place(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scores(place):
+    commands.score(request(place, split="train"), place / "scores")
+    return place / "scores"
+
+
+def request(place, *gin_params, **changes):
+    return Request(str(place / "model"), gin_params=gin_params, batch_size=8, **changes)
+
+
+def test_every_candidate_has_its_score(place, scores, capsys):
+    store = StrideStore(scores)
+    store.check_complete()
+    # Of 90, 60 and 40 tokens; strides of 4 from the first on that has a span of 6 before 12 recent tokens.
+    assert [stride.end for stride in store.strides if stride.document == 2] == [20, 24, 28, 32, 36, 40]
+    assert [len(store[i]) for i in range(len(store.strides)) if store.strides[i].document == 2] == [1, 2, 4, 5, 6, 8]
+    document, number, ends = store.rows()
+    for index in (0, 7, len(store.strides) - 1):
+        rows = np.s_[store.offsets[index] : store.offsets[index + 1]]
+        assert ends[rows].tolist() == candidates(store.strides[index], store.info.config).tolist()
+        assert set(document[rows]) == {store.strides[index].document}
+        assert set(number[rows]) == {store.strides[index].number}
+    opened = open_request(request(place, split="train"))
+    assert store.info.maker == fingerprint(opened.checkpoint.model, opened.checkpoint.params)
+    documents = store.documents(opened.store)
+    assert documents.names == ["0", "1", "2"]
+    assert documents.tokens(1, 3, 9).tolist() == opened.documents.tokens(1, 3, 9).tolist()
+
+
+def test_scores_go_on_after_a_stop(place, scores, tmp_path, monkeypatch):
+    whole = StrideStore(scores)
+    asked = request(place, split="train")
+    seen = []
+
+    def interrupted(self, requests):
+        for index, asked_for in enumerate(requests):
+            if index == 5:
+                raise KeyboardInterrupt
+            seen.append(asked_for.stride)
+            yield np.zeros(len(asked_for.ends), np.float32)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.Opened, "gains", lambda self: lambda requests: interrupted(self, requests))
+        with pytest.raises(KeyboardInterrupt):
+            commands.score(asked, tmp_path / "part")
+    part = StrideStore(tmp_path / "part")
+    assert seen == list(whole.strides[:5])
+    assert part.missing().tolist() == list(range(5, len(whole.strides)))
+    with pytest.raises(UserError, match=f"{len(whole.strides) - 5} of {len(whole.strides)} strides have no scores yet"):
+        part.check_complete()
+    commands.score(asked, tmp_path / "part")
+    done = StrideStore(tmp_path / "part")
+    assert not done.numbers[: done.offsets[5]].any()
+    np.testing.assert_array_equal(done.numbers[done.offsets[5] :], whole.numbers[whole.offsets[5] :])
+
+
+@pytest.mark.parametrize(
+    ("bindings", "changes", "message"),
+    [
+        (["HistoryConfig.span_length = 4"], {}, "another HistoryConfig.span_length: 6 there, 4 here"),
+        ([], {"split": "test"}, "another split: 'train' there, 'test' here"),
+        ([], {"document_tokens": 50}, "another lengths: 3 from 90 there, 3 from 50 here"),
+        (
+            ["PretrainedConfig.activation_dtype = 'bfloat16'"],
+            {},
+            "another maker: [0-9a-f]{12} there, [0-9a-f]{12} here",
+        ),
+    ],
+)
+def test_scores_of_something_else_are_named(place, scores, bindings, changes, message):
+    with pytest.raises(UserError, match=f"scores is of {message}; choose another folder"):
+        commands.score(request(place, *bindings, **{"split": "train", **changes}), scores)
+
+
+def test_what_does_not_change_scores_may_differ(place, scores):
+    commands.score(request(place, "HistoryConfig.order = 'document'", split="train"), scores)
+
+
+def test_damaged_and_missing_stores_are_named(place, scores, tmp_path):
+    with pytest.raises(UserError, match="there is no store of scores or selections at"):
+        StrideStore(tmp_path)
+    (tmp_path / "store.json").write_text((scores / "store.json").read_text())
+    (tmp_path / "numbers.bin").write_bytes(b"1234")
+    with pytest.raises(UserError, match="numbers.bin has 4 bytes and should have"):
+        StrideStore(tmp_path)
+    with pytest.raises(UserError, match="no document of validation is long enough for a window of window_length=1024"):
+        commands.score(
+            request(
+                place, "HistoryConfig.window_length = 1024", "HistoryConfig.history_length = 504", split="validation"
+            ),
+            tmp_path / "short",
+        )
+
+
+def test_evaluation(place, tmp_path):
+    commands.evaluate_selections(request(place), tmp_path, ["score_oracle", "recent"])
+    saved = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [(row["name"], row["leaks_the_future"]) for row in saved["selections"]] == [
+        ("baseline", False),
+        ("random", False),
+        ("recent", False),
+        ("overlap_oracle", True),
+        ("score_oracle", True),
+    ]
+    assert len({row["perplexity"]["value"] for row in saved["selections"]}) == 5
+    assert [document["num_tokens"] for document in saved["documents"]] == [74, 19, 49]
+    text = (tmp_path / "evaluation.md").read_text()
+    assert "overlap_oracle (leaks the future)" in text
+    assert "per token | per word | per byte" in text
+
+
+def test_parts_of_documents(place):
+    opened = open_request(request(place, document_tokens=30))
+    assert opened.documents.lengths.tolist() == [30, 20, 30]
+    assert opened.documents.num_bytes.tolist() == [30, 19, 30]
+    assert open_request(request(place, documents=("2",))).documents.lengths.tolist() == [50]
+    few = open_request(request(place, max_tokens=60, document_tokens=30)).documents
+    assert few.lengths.sum() <= 60 and len(few.lengths) == 2
+    with pytest.raises(UserError, match="there is no document 'x' in the split test of"):
+        open_request(request(place, documents=("x", "1")))
+    with pytest.raises(UserError, match="max_tokens=3 is less than the first document's"):
+        open_request(request(place, max_tokens=3))
+
+
+def test_search(place, tmp_path):
+    asked = request(place, split="train", max_tokens=70)
+    commands.search(asked, tmp_path, (6, 12), (4, 6))
+    found = json.loads((tmp_path / "search.json").read_text())
+    assert found[0]["why_not"] == "history_length=6 must be a multiple of span_length=4"
+    values = [row["score_oracle"]["value"] for row in found[1:]]
+    text = (tmp_path / "search.md").read_text()
+    assert f"| {min(values):.4f} * |" in text
+    assert text.count("*") == 2  # the title says what it means
+    assert "| j = 6 | - |" in text
+    with pytest.raises(UserError, match="none of these lengths fits: history_length=6 must be"):
+        commands.search(asked, tmp_path, (6,), (4,))
+
+
+def test_the_summary_of_scores():
+    class Store:
+        numbers = np.float32([1, -1, 3, -4])
+        offsets = np.array([0, 2, 3, 4])
+        strides = (1, 2, 3)
+        info = type("", (), {"documents": ("a",), "config": HistoryConfig()})
+
+    rows = dict(commands.summary(Store()).rows)
+    assert (rows["scores"], rows["mean"], rows["above 0"]) == ("4", "-0.250", "50.0%")
+    assert (rows["strides with one above 0"], rows["mean of the strides' best"]) == ("66.7%", "0.00")
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "meliad_like.history", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_line(place, tmp_path):
+    model = f"--checkpoint={place / 'model'}"
+    done = run(
+        "evaluate", model, f"--output={tmp_path}", "--document=1", "--gin_file=ancient_history/released_code.gin",
+        "--gin_param=HistoryConfig.first_selection=1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "evaluation.json").read_text())
+    assert saved["config"]["baseline"] == "contiguous"
+    # The released code counts the first token too.
+    assert saved["documents"][0]["num_tokens"] == 20
+    refused = run("select", model, f"--output={tmp_path}", "--history_lengths=3")
+    assert refused.returncode == 2
+    assert "--history_lengths has no effect on select: it is for search" in refused.stderr

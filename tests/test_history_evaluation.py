@@ -1,0 +1,226 @@
+"""Documents with and without spans: against a plain loop over windows, and what comes of it."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from meliad_like.history import report
+from meliad_like.history.evaluation import BASELINE, Cost, Evaluation, Sums, evaluate, read_strides
+from meliad_like.history.losses import Sequence, TargetLosses
+from meliad_like.history.scoring import SpanGains
+from meliad_like.history.selection import RandomSpans, RecentSpans, ScoreOracle
+from meliad_like.history.spans import HistoryConfig
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.training.mesh import MeshConfig, make_mesh
+
+CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="\n", first_selection=1)
+SEPARATOR = 3
+MODEL = Model(
+    PretrainedConfig(
+        num_layers=1, model_width=8, num_heads=2, num_key_value_heads=2, head_size=4, feedforward_width=8,
+        max_positions=20, window_length=20,
+    ),
+    40,
+)  # fmt: skip
+
+
+class Documents:
+    def __init__(self, lengths):
+        chance = np.random.default_rng(0)
+        self.lengths = np.asarray(lengths)
+        self.num_bytes = 3 * self.lengths
+        self.num_words = self.lengths // 2
+        self.names = [f"document_{i}" for i in range(len(lengths))]
+        self.all_tokens = [chance.integers(0, 40, size=length).astype(np.int32) for length in lengths]
+
+    def tokens(self, document, start, stop):
+        return self.all_tokens[document][start:stop]
+
+
+DOCUMENTS = Documents([61, 1, 20, 46])
+
+
+@pytest.fixture(scope="module")
+def model():
+    # Larger than a fresh model's, so that what it reads makes a difference.
+    params = jax.tree.map(lambda x: 4 * x, MODEL.init(jax.random.key(2)))
+    return params, make_mesh(MeshConfig(data=1), jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def windows(model):
+    return TargetLosses(MODEL, *model, length=20, max_targets=4, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def evaluation(model, windows):
+    oracle = ScoreOracle(SpanGains(MODEL, *model, CONFIG, SEPARATOR, batch_size=8))
+    return evaluate(windows, DOCUMENTS, [RandomSpans(CONFIG), oracle], CONFIG, SEPARATOR)
+
+
+def plain_loop(windows, tokens, rank=None):
+    """Sums of losses, window by window, as section 3.1 of the paper and the order of its released code have it."""
+    total = 0.0
+    for i in range(0, len(tokens), 4):
+        begin, end = max(i + 4 - 20, 0), min(i + 4, len(tokens))
+        ids = tokens[begin:end].copy()
+        spans = [tokens[e - 4 : e] for e in range(4, end - 12, 2)]
+        if rank is not None and begin >= 1 and spans:
+            best = sorted(range(len(spans)), key=lambda index: (rank(i, index), index))[-2:]
+            for place, index in enumerate(best):
+                ids[4 * place : 4 * place + 4] = [*spans[index][:3], SEPARATOR]
+        targets = end - i - (i == 0)
+        if targets:
+            total += sum(next(windows([Sequence(ids, targets)])).tolist())
+    return total
+
+
+def test_the_baseline_is_a_sliding_window(windows, evaluation):
+    expected = [plain_loop(windows, tokens) for tokens in DOCUMENTS.all_tokens]
+    np.testing.assert_allclose(evaluation[BASELINE].nats, expected, rtol=1e-6)
+    assert evaluation.num_tokens.tolist() == [60, 0, 19, 45]
+
+
+def test_selections_fill_the_same_windows(windows):
+    (recent,) = evaluate(windows, DOCUMENTS, [RecentSpans()], CONFIG, SEPARATOR).selections[1:]
+    expected = [plain_loop(windows, tokens, rank=lambda i, index: index) for tokens in DOCUMENTS.all_tokens]
+    np.testing.assert_allclose(recent.nats, expected, rtol=1e-6)
+
+
+def test_the_score_oracle_is_better_than_chance_on_average(model, windows, evaluation):
+    oracle = ScoreOracle(SpanGains(MODEL, *model, CONFIG, SEPARATOR, batch_size=8))
+    found = evaluate(windows, Documents([100] * 6), [RandomSpans(CONFIG), oracle], CONFIG, SEPARATOR)
+    assert found["score_oracle"].nats.sum() < found["random"].nats.sum() - 10
+    assert found["score_oracle"].nats.sum() < found[BASELINE].nats.sum() - 10
+    assert (evaluation["score_oracle"].leaks_the_future, evaluation["random"].leaks_the_future) == (True, False)
+
+
+def test_of_single_spans_the_score_oracle_takes_the_best(model, windows):
+    """A window with one span is what equation 2 reads: no choice is better for any stride."""
+    config = dataclasses.replace(CONFIG, history_length=4)
+    gains = SpanGains(MODEL, *model, config, SEPARATOR, batch_size=8)
+    selections = [ScoreOracle(gains), RandomSpans(config), RecentSpans()]
+    better = []
+    for reading in read_strides(windows, DOCUMENTS, selections, config, SEPARATOR):
+        if reading.stride.selects and reading.stride.num_targets == config.stride:
+            nats = {name: float(losses.sum()) for name, losses in reading.nats.items()}
+            assert nats["score_oracle"] <= min(nats["random"], nats["recent"]) + 1e-4
+            better.append(nats["random"] - nats["score_oracle"])
+    assert len(better) > 10 and np.mean(better) > 0.1
+
+
+def test_only_windows_that_select_differ(windows, evaluation):
+    # Of document 2 one window reaches back to its beginning, and so all of it does.
+    assert evaluation.num_tokens_where_selected.tolist() == [41, 0, 0, 26]
+    for name in ("random", "score_oracle"):
+        different = evaluation[name].nats - evaluation[BASELINE].nats
+        where = evaluation[name].nats_where_selected - evaluation[BASELINE].nats_where_selected
+        np.testing.assert_allclose(different, where, atol=1e-6)
+        assert different[2] == 0 and abs(different[0]) > 1e-3
+    for reading in read_strides(windows, DOCUMENTS, [RandomSpans(CONFIG)], CONFIG, SEPARATOR):
+        assert bool(reading.chosen) == bool(reading.scores) == reading.stride.selects
+
+
+def test_the_released_codes_first_token(windows, evaluation):
+    config = dataclasses.replace(CONFIG, first_token="released_code")
+    released = evaluate(windows, DOCUMENTS, [], config, SEPARATOR)
+    first = [next(windows([Sequence(tokens[:4], 3)])).mean() for tokens in DOCUMENTS.all_tokens if len(tokens) > 1]
+    # A document of one token has nothing to take the mean of.
+    assert released.num_tokens.tolist() == [61, 0, 20, 46]
+    np.testing.assert_allclose(
+        released[BASELINE].nats - evaluation[BASELINE].nats, [first[0], 0, *first[1:]], rtol=1e-4
+    )
+
+
+def test_costs(evaluation):
+    costs = {sums.name: report.costs(evaluation, sums) for sums in evaluation.selections}
+    layer = 4 * 2 * 8 * 8 + 2 * 2 * 20 * 8 + 2 * 2 * 8 * 8
+    # 16, 1, 5 and 12 strides; 124 tokens are predicted.
+    assert costs[BASELINE]["model_flops"] == 34 * (20 * layer + 4 * 2 * 8 * 40) / 124
+    assert costs["random"]["model_flops"] == costs[BASELINE]["model_flops"]
+    assert costs["random"]["selection_flops"] == 0 < costs["score_oracle"]["selection_flops"]
+    assert costs["score_oracle"]["selection_seconds"] > 0
+
+
+def of_nats(*nats_by_selection, tokens=(100, 200, 300)):
+    names = (BASELINE, "score_oracle", "random")
+    return Evaluation(
+        config=CONFIG,
+        names=("a", "b", "c"),
+        num_tokens=np.array(tokens),
+        num_tokens_where_selected=np.array([50, 0, 100]),
+        num_words=np.array(tokens) // 2,
+        num_bytes=4 * np.array(tokens),
+        selections=tuple(
+            Sums(name, name == "score_oracle", np.array(nats), np.array(nats) / 2, Cost(1.0, 2.0, 3))
+            for name, nats in zip(names, nats_by_selection)
+        ),
+        flops_per_window=10.0,
+        seconds_per_window=0.1,
+    )
+
+
+def test_figures():
+    evaluation = of_nats([300.0, 500.0, 1000.0], [270.0, 450.0, 900.0], [330.0, 550.0, 1100.0])
+    bootstrap = report.Bootstrap(3)
+    figures = report.figures(evaluation, evaluation["score_oracle"], bootstrap)
+    assert figures["perplexity"].value == pytest.approx(math.exp(1620 / 600))
+    assert figures["word_perplexity"].value == pytest.approx(math.exp(1620 / 300))
+    assert figures["byte_perplexity"].value == pytest.approx(math.exp(1620 / 2400))
+    assert figures["change"].value == pytest.approx(math.exp(-180 / 600) - 1)
+    assert figures["perplexity_where_selected"].value == pytest.approx(math.exp(810 / 150))
+    assert figures["share_of_oracle"].value == 1
+    assert report.figures(evaluation, evaluation["random"], bootstrap)["share_of_oracle"].value == -1
+    for estimate in figures.values():
+        assert estimate.low <= estimate.value <= estimate.high
+
+
+def test_intervals_over_documents():
+    # Of two documents a half of the draws has both, a quarter each only one.
+    low, high = report.Bootstrap(2)(np.array([1.0, 9.0]), np.array([1, 1]))
+    assert (low, high) == (1, 9)
+    # Documents that are alike leave no doubt, however long they are.
+    assert report.Bootstrap(3)(np.array([2.0, 4.0, 10.0]), np.array([1, 2, 5])) == (2, 2)
+    assert all(math.isnan(x) for x in report.Bootstrap(1)(np.array([1.0]), np.array([1])))
+    # The normal approximation of a mean's interval.
+    values = np.random.default_rng(0).normal(size=400)
+    low, high = report.Bootstrap(400)(values, np.ones(400))
+    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
+
+
+def test_differences_are_paired():
+    # Documents differ more than selections do.
+    evaluation = of_nats([100.0, 500.0, 1500.0], [99.0, 498.0, 1497.0], [99.0, 498.0, 1497.0])
+    figures = report.figures(evaluation, evaluation["random"], report.Bootstrap(3))
+    assert figures["change"].high < 0
+    assert figures["perplexity"].high > figures["perplexity"].value * 1.2
+
+
+def test_tables_and_files(tmp_path):
+    evaluation = of_nats([300.0, 500.0, 1000.0], [270.0, 450.0, 900.0], [330.0, 550.0, 1100.0])
+    report.write(evaluation, tmp_path)
+    text = (tmp_path / "evaluation.md").read_text()
+    assert "| score_oracle (leaks the future) | 14.88 (" in text
+    assert "| random | 27.11 (" in text
+    saved = report.to_dict(evaluation)
+    assert [row["leaks_the_future"] for row in saved["selections"]] == [False, True, False]
+    assert saved["config"]["window_length"] == 20
+    # A share of no gain at all is no number.
+    assert (
+        report.to_dict(of_nats([3.0, 5.0, 9.0], [3.0, 5.0, 9.0]))["selections"][1]["share_of_oracle"]["value"] is None
+    )
+
+
+def test_a_selection_must_score_every_span(windows):
+    class Short:
+        name, leaks_the_future = "short", False
+
+        def scores(self, document, stride, ends):
+            return np.zeros(1, np.float32)
+
+    with pytest.raises(ValueError, match=r"short gave scores of shape \(1,\) for"):
+        list(read_strides(windows, Documents([46]), [Short()], CONFIG, SEPARATOR))

@@ -1,0 +1,215 @@
+"""Ancient history as a reader: its batches, and two steps of training with it."""
+
+import jax
+import numpy as np
+import pytest
+from fake_split import STRIDE, FakeSplit
+from history_place import make_place
+from tiny_run import mesh_of_the_first_devices, read_metrics
+
+from meliad_like import config
+from meliad_like.data.readers import ReaderConfig
+from meliad_like.data.token_store import TokenStore
+from meliad_like.errors import UserError
+from meliad_like.evaluation.opening import open_with
+from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.history import commands
+from meliad_like.history.evaluation import evaluate
+from meliad_like.history.losses import TargetLosses
+from meliad_like.history.opening import Request
+from meliad_like.history.reader import HistoryReader, evaluation_reader, make_selection
+from meliad_like.history.selection import RandomSpans
+from meliad_like.history.spans import HistoryConfig, separator_token
+from meliad_like.training import setup as training_setup
+from meliad_like.training.loop import train
+from meliad_like.training.mesh import MeshConfig, make_mesh
+
+# A window of 12 is three blocks of 4: spans of 2 fill up to 4, 8 are recent, 3 of them targets.
+CONFIG = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, separator="")
+READER = ["ReaderConfig.kind = 'ancient_history'", "TrainingConfig.num_steps = 2", "TrainingConfig.log_every = 1"]
+
+
+def make(lengths, num_lanes=1, windows=2, **changes):
+    settings = {"shuffle": False, "epochs": 1, "config": CONFIG, "separator": None, "selection": first_spans}
+    split = FakeSplit(lengths)
+    return HistoryReader(
+        split, num_lanes, windows * 12, 4, vocabulary_size=split.vocabulary_size, **{**settings, **changes}
+    )
+
+
+def first_spans(name, document, stride):
+    assert len(document) == stride.end
+    return np.array([2, 5])
+
+
+def windows(reader):
+    """Of all lanes and steps: (document, position of the blocks, inputs, targets that count), idle ones left out."""
+    found = []
+    for step in range(reader.num_steps):
+        batch = reader.batch(step, range(reader.num_lanes))
+        for lane in range(reader.num_lanes):
+            for first in range(0, reader.segment_length, 12):
+                tokens, blocks = np.s_[lane, first : first + 12], np.s_[lane, first // 4 : first // 4 + 3]
+                if batch.document[blocks][0] >= 0:
+                    assert batch.start[blocks].tolist() == [True, False, False]
+                    found.append((
+                        int(batch.document[blocks][0]), batch.position[blocks].tolist(), batch.inputs[tokens].tolist(),
+                        batch.targets[tokens][batch.loss_mask[tokens]].tolist(),
+                    ))  # fmt: skip
+                else:
+                    assert not batch.loss_mask[tokens].any()
+    return found
+
+
+def test_the_windows_of_a_document():
+    read = windows(make([29]))
+    assert [(positions, targets) for _, positions, _, targets in read] == [
+        ([0, 4, 8], list(range(1, 12))),
+        ([3, 7, 11], [12, 13, 14]),
+        ([6, 10, 14], [15, 16, 17]),
+        ([9, 13, 17], [18, 19, 20]),
+        ([12, 16, 20], [21, 22, 23]),
+        ([15, 19, 23], [24, 25, 26]),
+        ([18, 22, 26], [27, 28]),
+    ]
+    assert read[3][2] == list(range(9, 21))
+    assert read[4][2] == [0, 1, 3, 4, *range(16, 24)]
+    assert read[6][2] == [0, 1, 3, 4, *range(22, 29), 0]
+
+
+@pytest.mark.parametrize("stride", [1, 3, 5, 8])
+def test_every_token_after_the_first_is_predicted_once(stride):
+    lengths = [1, 2, 9, 12, 13, 14, 40, 31]
+    changed = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=stride, separator="")
+    read = windows(make(lengths, num_lanes=2, config=changed))
+    found = sorted(target for *_, targets in read for target in targets)
+    assert found == [STRIDE * d + i for d, length in enumerate(lengths) for i in range(1, length)]
+
+
+def test_lanes_are_made_apart_and_orders_are_the_seeds():
+    reader = make([90, 50, 70, 20], num_lanes=3, shuffle=True, epochs=None, seed=1)
+    whole = reader.batch(4, [0, 1, 2])
+    for name, values in reader.batch(4, [2, 0])._asdict().items():
+        np.testing.assert_array_equal(values, getattr(whole, name)[[2, 0]])
+    other = make([90, 50, 70, 20], num_lanes=3, shuffle=True, epochs=None, seed=2)
+    assert any((other.batch(i, [0]).inputs != reader.batch(i, [0]).inputs).any() for i in range(5))
+
+
+def test_padding_share():
+    # 11 targets, and six windows of three but for the last of two.
+    assert make([29]).padding_share == pytest.approx(1 - 28 / (7 * 12))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("history")
+    return folder, make_place(folder)
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    monkeypatch.setattr(training_setup, "make_mesh", mesh_of_the_first_devices)
+
+
+def run_of(place, *more):
+    return config.parse([], [*place[1], *READER, "MeshConfig.data = 1", *more])
+
+
+SLIDE = [
+    "RunConfig.model = 'decoder'",
+    "DecoderConfig.num_layers = 1",
+    "DecoderConfig.model_width = 8",
+    "DecoderConfig.num_heads = 2",
+    "DecoderConfig.head_size = 4",
+    "DecoderConfig.feedforward_width = 8",
+    "DecoderConfig.window_length = 8",
+    "DecoderConfig.recurrent_layers = ()",
+]
+SHORTFORMER = [
+    "RunConfig.model = 'shortformer'",
+    "ShortformerConfig.num_layers = 1",
+    "ShortformerConfig.model_width = 8",
+    "ShortformerConfig.num_heads = 2",
+    "ShortformerConfig.head_size = 4",
+    "ShortformerConfig.feedforward_width = 8",
+    "ShortformerConfig.window_length = 8",
+    "ShortformerConfig.cache_length = 8",
+    "ShortformerConfig.cutoffs = ()",
+]
+
+
+def without_model(bindings):
+    return [binding for binding in bindings if not binding.startswith(("RunConfig.model", "PretrainedConfig."))]
+
+
+@pytest.mark.parametrize("model", [SLIDE, SHORTFORMER], ids=["slide", "shortformer"])
+def test_other_families_are_trained_and_evaluated(place, model, tmp_path):
+    bindings = [*without_model(place[1]), *READER, *model, "MeshConfig.data = 1", "TrainingConfig.evaluate_every = 2"]
+    train(config.parse([], bindings), tmp_path)
+    assert [np.isfinite(metrics["loss"]) for metrics in read_metrics(tmp_path)] == [True, True]
+    assert [metrics["step"] for metrics in read_metrics(tmp_path, "validation")] == [2]
+
+
+def test_an_evaluation_with_the_reader_is_that_of_the_command(place):
+    """Of `evaluation.evaluate` every stride is read by itself; here a document's first ones are read together."""
+    run = run_of(place, "MeshConfig.data = -1")
+    opened, mesh = open_with(place[0] / "model", ["ReaderConfig.kind = 'ancient_history'"])
+    store = TokenStore(run.data.store)
+    split = store.split("test")
+    evaluator = Evaluator(
+        opened.model, split, mesh, name="test", segment_length=24, max_lanes=8,
+        read=evaluation_reader(opened.run, store, "test"),
+    )  # fmt: skip
+    nats = [document.nats for document in evaluator(opened.params).documents]
+    single = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    params = jax.device_put(opened.params, jax.devices()[0])
+    losses = TargetLosses(opened.model, params, single, length=24, max_targets=4, batch_size=4)
+    separator = separator_token(run.history, store.vocabulary)
+    evaluation = evaluate(losses, split, [RandomSpans(run.history)], run.history, separator)
+    np.testing.assert_allclose(nats, evaluation["random"].nats, rtol=1e-5)
+    assert abs(evaluation["random"].nats - evaluation["baseline"].nats).max() > 0.01
+
+
+def test_selections_made_in_advance(place, tmp_path):
+    request = Request(str(place[0] / "model"), split="train", batch_size=8)
+    commands.select_spans(request, tmp_path / "train", ["recent"])
+    run, store = run_of(place), TokenStore(place[0] / "store")
+    split = store.split("train")
+
+    def reader(**data):
+        selection = make_selection(ReaderConfig(**data), run.history, store, "train")
+        return HistoryReader(
+            split, 1, 24, 24, config=run.history, separator=10, selection=selection, vocabulary_size=257
+        )
+
+    from_file, recent, random = (
+        reader(selection="file", selections=str(tmp_path)), reader(selection="recent"), reader(selection="random")
+    )  # fmt: skip
+    batches = [[r.batch(step, [0]).inputs for step in range(20)] for r in (from_file, recent, random)]
+    np.testing.assert_array_equal(batches[0], batches[1])
+    assert np.not_equal(batches[0], batches[2]).any()
+    with pytest.raises(UserError, match="there is no store of scores or selections at .*validation"):
+        make_selection(ReaderConfig(selection="file", selections=str(tmp_path)), run.history, store, "validation")
+    other = config.parse([], [*place[1], "HistoryConfig.order = 'document'"]).history
+    with pytest.raises(UserError, match="are of another HistoryConfig, .*order='ascending'"):
+        make_selection(ReaderConfig(selection="file", selections=str(tmp_path)), other, store, "train")
+
+
+@pytest.mark.parametrize(
+    ("bindings", "message"),
+    [
+        (
+            ["PretrainedConfig.window_length = 12", "ReaderConfig.segment_length = 12"],
+            "segment_length=12 must be a multiple of HistoryConfig.window_length=24",
+        ),
+        (["PretrainedConfig.window_length = 12"], "HistoryConfig.window_length=24 needs a model with window_length=24"),
+        (["PretrainedConfig.overlap = 3"], "needs a model with window_length=24 and overlap=0"),
+        (["ReaderConfig.selection = 'file'"], "selection='file' with ReaderConfig.selections='': only"),
+        (["ReaderConfig.selections = 'x'"], "selection='random' with ReaderConfig.selections='x': only"),
+    ],
+)
+def test_what_does_not_fit(place, bindings, message):
+    replaced = {binding.partition(" =")[0] for binding in bindings}
+    kept = [binding for binding in place[1] if binding.partition(" =")[0] not in replaced]
+    with pytest.raises(UserError, match=message):
+        config.parse([], [*kept, *READER, *bindings])
