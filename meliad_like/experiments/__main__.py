@@ -22,6 +22,7 @@ from meliad_like.errors import UserError
 NAMES = ("table1", "table3", "table4", "table5", "shortformer", "recurrence", "ancient_history")
 NOT_OF_HISTORY = ("seeds", "jobs", "repeats", "step_time", "worker")
 """Flags of trainings by row and seed."""
+OF_HISTORY = ("scored_tokens", "document_tokens")
 
 SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "small", "paper"], "How large the models and the runs are.")
 TASK = flags.DEFINE_string("task", "task/standard_library.gin", "Gin file of the documents and their vocabulary.")
@@ -42,6 +43,14 @@ LOAD_DIR = flags.DEFINE_string(
     None,
     "Of recurrence, ancient_history: checkpoint folder of the pretrained model, as convert writes it.",
 )
+SCORED_TOKENS = flags.DEFINE_integer(
+    "scored_tokens", None, "Of ancient_history: score so many tokens of documents. Default: as the scale says.",
+    lower_bound=1,
+)  # fmt: skip
+DOCUMENT_TOKENS = flags.DEFINE_integer(
+    "document_tokens", None, "Of ancient_history: read so many tokens of each document. Default: as the scale says.",
+    lower_bound=2,
+)  # fmt: skip
 REPEATS = flags.DEFINE_integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
 REPORT = flags.DEFINE_bool("report", False, "Only make the table of what is there.")
 STEP_TIME = flags.DEFINE_bool("step_time", False, "Only time the rows' steps, in turn; needs no documents.")
@@ -51,6 +60,9 @@ WORKER = flags.DEFINE_string("worker", None, "Used by the program itself: step_t
 def main(subject: str) -> int:
     if subject == "ancient_history":
         return make_history()
+    for name in OF_HISTORY:
+        if flags.FLAGS[name].present:
+            raise UserError(f"--{name} has no effect on {subject}: it is for ancient_history")
     if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
         raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
     # Importing jax takes seconds: a mistyped flag is reported before.
@@ -121,6 +133,8 @@ def make_history() -> int:
         chosen=tuple(ROW.value),
         split=SPLIT.value,
         max_tokens=MAX_TOKENS.value,
+        scored_tokens=SCORED_TOKENS.value,
+        document_tokens=DOCUMENT_TOKENS.value,
     )
     if not REPORT.value and (status := experiment.make()):
         return status

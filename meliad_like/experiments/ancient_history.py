@@ -50,10 +50,17 @@ class HistoryExperiment:
     """Is evaluated."""
     max_tokens: int | None = None
     """Documents are evaluated as long as they have so many tokens in all; None: all."""
+    scored_tokens: int | None = None
+    """The same of training documents that are scored; None: as the scale says."""
+    document_tokens: int | None = None
+    """Of each document that is scored or evaluated, so many tokens from its beginning; None: as the scale says."""
 
     @property
     def scale(self) -> HistoryScale:
-        return SCALES[self.scale_name]
+        scale, tokens = SCALES[self.scale_name], self.document_tokens
+        if tokens is not None:
+            scale = replace(scale, scored_document_tokens=tokens, evaluated_document_tokens=tokens)
+        return scale if self.scored_tokens is None else replace(scale, scored_tokens=self.scored_tokens)
 
     @cached_property
     def rows(self) -> list[HistoryRow]:
@@ -115,6 +122,11 @@ class HistoryExperiment:
             **what,
         )
 
+    @property
+    def _amounts(self) -> dict[str, int | None]:
+        """What is scored."""
+        return {"tokens": self.scale.scored_tokens, "document_tokens": self.scale.scored_document_tokens}
+
     def _score(self) -> None:
         request = self._request(
             self.run(),
@@ -122,7 +134,7 @@ class HistoryExperiment:
             document_tokens=self.scale.scored_document_tokens,
             max_tokens=self.scale.scored_tokens,
         )
-        settings = dataclasses.asdict(self.run().history)
+        settings = {"history": dataclasses.asdict(self.run().history), **self._amounts}
         if not self._done("scores", settings):
             began = time.perf_counter()
             commands.score(request, self.folder / "scores")
@@ -130,7 +142,7 @@ class HistoryExperiment:
 
     def _train(self, row: HistoryRow) -> int:
         run = self.run(row)
-        settings = {name: dataclasses.asdict(getattr(run, name)) for name in PARTS if name != "mesh"}
+        settings = {name: dataclasses.asdict(getattr(run, name)) for name in PARTS if name != "mesh"} | self._amounts
         if self._done(row.name, settings):
             return 0
         began = time.perf_counter()
@@ -151,6 +163,7 @@ class HistoryExperiment:
             "rows": [row.name for row in self.rows],
             "split": self.split,
             "max_tokens": self.max_tokens,
+            "document_tokens": self.scale.evaluated_document_tokens,
             "selectors": steps,
         }
         if self._done("evaluation", settings):

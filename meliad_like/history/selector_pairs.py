@@ -91,8 +91,10 @@ def _mean(
     values: Float[np.ndarray, "texts e"], of: Callable[[np.ndarray], np.ndarray], rows_at_once: int = 10_000
 ) -> Float[np.ndarray, " e"]:
     """Mean of a function of the rows, float64; the rows may be on a disk, and more than memory holds."""
-    starts = range(0, len(values), rows_at_once)
-    return sum(of(values[i : i + rows_at_once].astype(np.float64)).sum(axis=0) for i in starts) / len(values)
+    total = np.zeros(values.shape[1])
+    for start in range(0, len(values), rows_at_once):
+        total += of(values[start : start + rows_at_once].astype(np.float64)).sum(axis=0)
+    return total / len(values)
 
 
 def encode_places(

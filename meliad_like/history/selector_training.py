@@ -83,7 +83,10 @@ def predict(selector: Selector, params: Params, inputs: Inputs, dropout_key=None
         keys = {
             part: None if dropout_key is None else jax.random.fold_in(dropout_key, i) for i, part in enumerate(inputs)
         }
-        inputs = {part: selector.encode(params["encoder"], *text, keys[part]) for part, text in inputs.items()}
+        inputs = {
+            part: selector.encode(params["encoder"], tokens, length, keys[part])
+            for part, (tokens, length) in inputs.items()
+        }
     return selector.score_vectors(params, inputs)
 
 
