@@ -36,6 +36,16 @@ def check_not_negative(config: Any, fields: Sequence[str]) -> None:
             raise UserError(f"{_binding(config, field)} must not be negative")
 
 
+def check_steps(config: Any, fields: Sequence[str]) -> None:
+    """
+    Raises:
+      UserError: one of these fields is a number of steps that 32 bits, which a state counts its steps in, don't hold.
+    """
+    for field in fields:
+        if (getattr(config, field) or 0) >= 2**31:
+            raise UserError(f"{_binding(config, field)} must be below 2**31")
+
+
 def check_shares(config: Any, fields: Sequence[str]) -> None:
     """
     Raises:

@@ -76,8 +76,10 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(bucket):
         if "commit_success" in name or "manifest" in name:
             del bucket.objects[name]
     assert read_metadata("gs://bucket/run") == {"step": 1}
-    save_all("gs://bucket/run", [2])
-    assert read_metadata("gs://bucket/run") == {"step": 2}
+    bucket.put("run/vocabulary/vocabulary.json", b"of the run")
+    save_all("gs://bucket/run", [3])
+    assert read_metadata("gs://bucket/run") == {"step": 3}
+    assert not names(bucket, "run/2/") and names(bucket, "run/vocabulary/")
 
 
 @pytest.fixture(scope="module")

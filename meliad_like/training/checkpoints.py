@@ -26,6 +26,7 @@ from meliad_like.remote import is_remote, one_line
 from meliad_like.training.manifest import find_damage, write_manifest
 
 ABSENT = object()
+COMMIT_SUCCESS_FILE = "commit_success.txt"  # orbax's, on gs://
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
 
@@ -67,10 +68,12 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
             create=not read_only,
-            # What a killed run was writing.
-            cleanup_tmp_directories=not read_only,
+            # What a killed run was writing. On gs:// it would take every folder for that which is no checkpoint.
+            cleanup_tmp_directories=not read_only and not is_remote(folder),
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_manifest),
         )
+        if is_remote(folder) and not read_only:
+            self._delete_unfinished()
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def steps(self) -> list[int]:
@@ -230,6 +233,14 @@ class Checkpoints:
         multihost_utils.sync_global_devices(f"damaged checkpoint {step} moved aside")
         del self._damage[step]
         self._manager.reload()
+
+    def _delete_unfinished(self) -> None:
+        """What a killed run was writing to gs://, where a file says that a checkpoint is complete."""
+        if jax.process_index() == 0 and self.folder.is_dir():
+            for path in self.folder.iterdir():
+                if path.name.isdecimal() and not (path / COMMIT_SUCCESS_FILE).exists():
+                    path.rmtree()
+        multihost_utils.sync_global_devices("unfinished checkpoints deleted")
 
     def _write_manifest(self) -> None:
         """Called by orbax in its background thread when all files of a step are written, before the step appears."""

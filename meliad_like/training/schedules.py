@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from optax import Schedule
 
 from meliad_like.errors import UserError
-from meliad_like.validation import check_not_negative
+from meliad_like.validation import check_not_negative, check_steps
 
 # The inverse square roots would be infinite at step 0.
 FIRST_STEP_OF_INVERSE_SQUARE_ROOT = 100
@@ -50,6 +50,7 @@ class ScheduleConfig:
         if self.name not in SCHEDULES:
             raise UserError(f"ScheduleConfig.name={self.name!r} is none of {', '.join(SCHEDULES)}")
         check_not_negative(self, ("warmup_steps", "spike_steps"))
+        check_steps(self, ("warmup_steps", "spike_steps", "max_scheduled_steps"))
         if self.max_scheduled_steps is not None and self.max_scheduled_steps < 1:
             raise UserError(f"max_scheduled_steps={self.max_scheduled_steps} must be at least 1")
         if not 0 < self.min_rate <= self.highest_rate:

@@ -1,0 +1,132 @@
+"""Any config is either refused in one line before anything is compiled, or its step can be traced."""
+
+import typing
+from types import NoneType, UnionType
+from typing import Literal
+
+import hypothesis.strategies as st
+import jax
+import pytest
+import tiny_run
+from hypothesis import HealthCheck, example, given, settings
+
+from meliad_like import config
+from meliad_like.config.fields import field_types
+from meliad_like.data.documents import open_source
+from meliad_like.errors import UserError
+from meliad_like.models.families import FAMILIES
+from meliad_like.training.setup import set_up
+
+PARTS = {name: kind for name, kind in field_types(config.RunConfig).items() if name != "model"}
+# Numbers that are meant to be large cost nothing before the first step; layers and widths would take all memory.
+SMALL = [-1, 0, 1, 2, 3, 7, 16, 33, 64]
+LARGE = [*SMALL, 2**31, 2**64, -(2**40)]
+FLOATS = [-1.0, 0.0, 0.5, 1.0, 1e-30, 1e30, float("inf"), -float("inf")]
+
+
+def values(kind, integers):
+    """Values for a field of this type, few of which are sensible."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, UnionType):
+        return st.one_of(*(values(each, integers) for each in arguments))
+    if origin is Literal:
+        return st.sampled_from([*arguments, "nonsense"])
+    if origin is tuple:
+        return st.lists(values(arguments[0], integers), max_size=3).map(tuple)
+    plain = {
+        bool: st.booleans(),
+        int: st.sampled_from(integers),
+        float: st.one_of(st.sampled_from(FLOATS), st.sampled_from([3, "x"])),
+        str: st.sampled_from(["", "nonsense", "/", "\0", "relu", "float32", "bfloat16", "validation", "constant"]),
+        NoneType: st.none(),
+    }
+    return plain[kind]
+
+
+@st.composite
+def bindings(draw, class_name, kind, integers):
+    """One or two fields of a class, and what they are bound to."""
+    types = field_types(kind)
+    names = draw(st.lists(st.sampled_from(sorted(types)), min_size=1, max_size=2, unique=True))
+    return [f"{class_name}.{name} = {text(draw(values(types[name], integers)))}" for name in names]
+
+
+def text(value) -> str:
+    """As gin reads it, which knows no infinity but numbers that are too large."""
+    return repr(value).replace("inf", "1e999")
+
+
+ANY = st.one_of(
+    *(
+        bindings(kind.__name__, kind, LARGE if name in ("training", "optimizer", "schedule") else SMALL)
+        for name, kind in PARTS.items()
+        if name not in ("source", "vocabulary")
+    )
+)
+few = settings(
+    derandomize=True,
+    max_examples=int(__import__("os").environ.get("FEX", "25")),
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
+
+
+def traced_or_refused(base, changes) -> str | None:
+    """The error, of one line; None where the step can be traced."""
+    try:
+        setup = set_up(tiny_run.parse(base, *changes))
+    except UserError as error:
+        assert "\n" not in str(error), changes
+        return str(error)
+    program = setup.program
+    with jax.set_mesh(setup.mesh):
+        state, _ = jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
+    assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, program.abstract_state), changes
+    assert setup.reader.batch(0, [0]).inputs.shape == (1, setup.run.data.segment_length)
+    return None
+
+
+def test_without_changes(base):
+    assert traced_or_refused(base, []) is None
+
+
+@few
+@given(ANY)
+@example(["TrainingConfig.seed = -1"])
+@example([f"TrainingConfig.seed = {2**64}"])
+@example([f"TrainingConfig.num_steps = {2**64}"])
+def test_settings_of_the_training(base, changes):
+    traced_or_refused(base, changes)
+
+
+@few
+@given(bindings("DecoderConfig", FAMILIES["decoder"].config, SMALL))
+def test_settings_of_the_model(base, changes):
+    traced_or_refused(base, changes)
+
+
+@settings(few, max_examples=60)
+@given(bindings("SourceConfig", PARTS["source"], SMALL))
+def test_settings_of_the_documents(tmp_path, changes):
+    (tmp_path / "a.txt").write_text("a")
+    try:
+        run = config.parse([], [f"SourceConfig.folder = '{tmp_path}'", "SourceConfig.kind = 'text'", *changes])
+        for reference in open_source(run.source).references():
+            assert reference.name
+    except UserError as error:
+        assert "\n" not in str(error), changes
+
+
+@settings(few, max_examples=60)
+@given(bindings("VocabularyConfig", PARTS["vocabulary"], SMALL))
+def test_settings_of_the_vocabulary(changes):
+    try:
+        assert config.parse([], changes).vocabulary.settings_fingerprint
+    except UserError as error:
+        assert "\n" not in str(error), changes
