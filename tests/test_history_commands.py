@@ -134,6 +134,26 @@ def test_evaluation(place, tmp_path):
     assert "per token | per word | per byte" in text
 
 
+def test_an_evaluation_goes_on_after_a_stop(place, tmp_path):
+    asked = request(place, "HistoryConfig.first_selection = 1")
+    commands.evaluate_selections(asked, tmp_path, [])
+    whole = json.loads((tmp_path / "evaluation.json").read_text())
+    made_of, *lines = (tmp_path / "documents.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    first["sums"]["nats"]["random"] += 7
+    # A stop in the middle of the third line.
+    (tmp_path / "documents.jsonl").write_text("\n".join([made_of, json.dumps(first), lines[1], lines[2][:50]]))
+    commands.evaluate_selections(asked, tmp_path, [])
+    again = json.loads((tmp_path / "evaluation.json").read_text())
+    baseline, random, _ = ((a["nats"], b["nats"]) for a, b in zip(whole["selections"], again["selections"]))
+    assert baseline[0] == baseline[1]
+    # What is done is not done again.
+    np.testing.assert_allclose(np.subtract(random[1], random[0]), [7, 0, 0], atol=1e-9)
+    assert len((tmp_path / "documents.jsonl").read_text().splitlines()) == 4
+    with pytest.raises(UserError, match="has an evaluation of another config and selections: choose another --output"):
+        commands.evaluate_selections(request(place), tmp_path, ["recent"])
+
+
 def test_parts_of_documents(place):
     opened = open_request(request(place, document_tokens=30))
     assert opened.documents.lengths.tolist() == [30, 20, 30]

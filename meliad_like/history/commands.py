@@ -12,6 +12,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.report import Table, with_progress
 from meliad_like.history import report
 from meliad_like.history.evaluation import BASELINE, evaluate
+from meliad_like.history.journal import Journal
 from meliad_like.history.opening import Opened, Request, open_request
 from meliad_like.history.scoring import Request as GainRequest
 from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle
@@ -100,16 +101,34 @@ def evaluate_selections(request: Request, folder: Path, names: Sequence[str], se
 
     Args:
         request: what is evaluated.
-        folder: of evaluation.json and evaluation.md.
+        folder: of evaluation.json, evaluation.md and what is done so far (`Journal`).
         names: of SELECTIONS.
         selectors: folders of trained ones.
     """
     opened = open_request(request)
     chosen = selections(opened, {*CONTROLS, *names}, selectors)
+    made_of = {
+        "model": fingerprint(opened.checkpoint.model, opened.checkpoint.params),
+        "store": opened.store.fingerprint,
+        "config": dataclasses.asdict(opened.config),
+        "documents": [list(pair) for pair in zip(opened.documents.names, opened.documents.lengths.tolist())],
+        "selections": [selection.name for selection in chosen],
+        "selectors": {selector: _stamp(selector) for selector in selectors},
+    }
+    journal = Journal(folder, made_of)
     windows = opened.windows()
 
     def work(progress):
-        return evaluate(windows, opened.documents, chosen, opened.config, opened.separator, progress)
+        return evaluate(
+            windows,
+            opened.documents,
+            chosen,
+            opened.config,
+            opened.separator,
+            progress,
+            done=journal.done,
+            on_document=journal.write,
+        )
 
     evaluation = with_progress(request.split, work)
     extra = {
@@ -196,6 +215,12 @@ def search_table(
         f"{config.stride}; *: the best, -: does not fit"
     )
     return Table(title, ("", *(f"l = {span}" for span in span_lengths)), rows)
+
+
+def _stamp(folder: str) -> list[str]:
+    """Changes where the files of a folder do."""
+    files = sorted(path for path in Path(folder).expanduser().rglob("*") if path.is_file())
+    return [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 
 def _info(opened: Opened, request: Request, **what) -> StoreInfo:

@@ -6,9 +6,9 @@ The context is that of the document alone. Every selection, and the plain window
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -55,6 +55,7 @@ def read_strides(
     config: HistoryConfig,
     separator: int | None,
     costs: dict[str, Cost] | None = None,
+    only: Sequence[int] | None = None,
 ) -> Iterator[StrideReading]:
     """Predicts every token of every document once by the plain window and by each selection, stride by stride.
 
@@ -64,6 +65,7 @@ def read_strides(
         selections: with different names.
         config, separator: as of `assemble`.
         costs: by name; they are added to.
+        only: indices of the documents that are read; None: of all.
 
     Raises:
         ValueError: a selection scored a span with NaN, or did not score every one.
@@ -72,9 +74,10 @@ def read_strides(
     waiting: deque[StrideReading] = deque()
 
     def sequences() -> Iterator[losses.Sequence]:
-        for document, length in enumerate(documents.lengths):
-            tokens = documents.tokens(document, 0, int(length))
-            for stride in strides(int(length), config, document):
+        for document in range(len(documents.lengths)) if only is None else only:
+            length = int(documents.lengths[document])
+            tokens = documents.tokens(document, 0, length)
+            for stride in strides(length, config, document):
                 reading = StrideReading(stride, {}, {}, {})
                 windows_of_stride = [assemble(tokens, stride, np.zeros(0, np.int64), config, separator)]
                 if stride.selects:
@@ -110,6 +113,29 @@ def _timed(selection: SpanScorer, tokens, stride: Stride, ends, costs: dict[str,
     return scores
 
 
+@dataclass
+class DocumentSums:
+    """One document, as all selections predicted it."""
+
+    num_tokens: int = 0
+    """Counted ones."""
+    num_tokens_where_selected: int = 0
+    """Of these, targets for which spans are selected."""
+    nats: dict[str, float] = field(default_factory=dict)
+    """Of the counted tokens, by the selection's name."""
+    nats_where_selected: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
+    num_windows: int = 0
+    """That the model read for all of them."""
+    seconds: float = 0.0
+    """That it took, without compilation."""
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "DocumentSums":
+        """From what `dataclasses.asdict` gives."""
+        return cls(**{**saved, "costs": {name: Cost(**cost) for name, cost in saved["costs"].items()}})
+
+
 @dataclass(frozen=True)
 class Sums:
     """Of one selection, by document."""
@@ -141,7 +167,7 @@ class Evaluation:
     flops_per_window: float
     seconds_per_window: float
     """Of the model, without compilation."""
-    extra: dict = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     """What else is to be in the JSON file."""
 
     def __getitem__(self, name: str) -> Sums:
@@ -155,42 +181,68 @@ def evaluate(
     config: HistoryConfig,
     separator: int | None,
     on_progress: Callable[[int, int], None] | None = None,
+    *,
+    done: Mapping[int, DocumentSums] | None = None,
+    on_document: Callable[[int, DocumentSums], None] | None = None,
 ) -> Evaluation:
-    """Sums what `read_strides` finds.
+    """Sums what `read_strides` finds, document by document.
 
     Args:
         windows, documents, selections, config, separator: as of `read_strides`.
         on_progress: told how many tokens are read, and how many there are.
+        done: by index, documents that are not read again.
+        on_document: told of each document that was read.
     """
-    shape, total = len(documents.lengths), int(np.sum(documents.lengths))
-    everything = {name: np.zeros((2, shape)) for name in (BASELINE, *(selection.name for selection in selections))}
-    tokens = np.zeros((2, shape), np.int64)
-    costs: dict[str, Cost] = {}
-    began, before, done = windows.seconds, windows.num_sequences, 0
-    for reading in read_strides(windows, documents, selections, config, separator, costs):
-        stride = reading.stride
-        # The released code takes the mean of a first window's losses for that of all its tokens.
-        extra = config.first_token == "released_code" and stride.number == 0 and stride.num_targets > 1
-        for name, nats in reading.nats.items():
-            mean = float(nats.mean(dtype=np.float64)) if extra else 0.0
-            everything[name][:, stride.document] += np.array([1, stride.selects]) * nats.sum(dtype=np.float64) + [
-                mean,
-                0,
-            ]
-        count = len(reading.nats[BASELINE])
-        tokens[:, stride.document] += [count + extra, count * stride.selects]
-        done += stride.num_targets
-        if on_progress is not None:
-            on_progress(done, total)
-    leaks = {selection.name: selection.leaks_the_future for selection in selections} | {BASELINE: False}
+    rows, num_read, total = [], 0, int(np.sum(documents.lengths))
+    for index, length in enumerate(documents.lengths):
+        row = (done or {}).get(index)
+        if row is None:
+            row, first = DocumentSums(), num_read
+            began, before = windows.seconds, windows.num_sequences
+            for reading in read_strides(windows, documents, selections, config, separator, row.costs, [index]):
+                _add(row, reading, config)
+                if on_progress is not None:
+                    on_progress(first + reading.stride.end, total)
+            row.seconds, row.num_windows = windows.seconds - began, windows.num_sequences - before
+            if on_document is not None:
+                on_document(index, row)
+        num_read += int(length)
+        rows.append(row)
+
+    def by_document(name: str) -> np.ndarray:
+        return np.asarray([getattr(row, name) for row in rows])
+
+    def sums(name: str, leaks_the_future: bool) -> Sums:
+        costs = [row.costs[name] for row in rows]
+        return Sums(
+            name,
+            leaks_the_future,
+            np.asarray([row.nats[name] for row in rows]),
+            np.asarray([row.nats_where_selected[name] for row in rows]),
+            Cost(*(sum(getattr(cost, field.name) for cost in costs) for field in fields(Cost))),
+        )
+
     return Evaluation(
         config=config,
         names=tuple(documents.names),
-        num_tokens=tokens[0],
-        num_tokens_where_selected=tokens[1],
+        num_tokens=by_document("num_tokens"),
+        num_tokens_where_selected=by_document("num_tokens_where_selected"),
         num_words=np.asarray(documents.num_words),
         num_bytes=np.asarray(documents.num_bytes),
-        selections=tuple(Sums(name, leaks[name], sums[0], sums[1], costs[name]) for name, sums in everything.items()),
+        selections=(sums(BASELINE, False), *(sums(s.name, s.leaks_the_future) for s in selections)),
         flops_per_window=windows.flops_per_sequence,
-        seconds_per_window=(windows.seconds - began) / (windows.num_sequences - before),
+        seconds_per_window=by_document("seconds").sum() / by_document("num_windows").sum(),
     )
+
+
+def _add(row: DocumentSums, reading: StrideReading, config: HistoryConfig) -> None:
+    """Adds a stride to its document."""
+    stride, num_targets = reading.stride, len(reading.nats[BASELINE])
+    # The released code takes the mean loss of a first window's targets for that of the first token as well.
+    first = config.first_token == "released_code" and stride.number == 0 and num_targets > 0
+    row.num_tokens += num_targets + first
+    row.num_tokens_where_selected += num_targets * stride.selects
+    for name, targets in reading.nats.items():
+        nats = float(targets.sum(dtype=np.float64))
+        row.nats[name] = row.nats.get(name, 0.0) + nats + first * nats / max(num_targets, 1)
+        row.nats_where_selected[name] = row.nats_where_selected.get(name, 0.0) + nats * stride.selects
