@@ -50,7 +50,18 @@ COMMANDS = commands()
 
 def test_every_entry_point_is_shown():
     shown = {name.removeprefix("meliad_like.") for name in COMMANDS}
-    assert shown == {"prepare", "train", "evaluate", "generate", "convert", "plot", "plan", "studies", "experiments"}
+    assert shown == {
+        "prepare",
+        "train",
+        "evaluate",
+        "generate",
+        "convert",
+        "plot",
+        "plan",
+        "studies",
+        "experiments",
+        "history",
+    }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
