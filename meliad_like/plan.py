@@ -11,7 +11,6 @@ from pathlib import Path
 from absl import flags
 
 from meliad_like import command_line
-from meliad_like.errors import UserError
 
 TOPOLOGY = flags.DEFINE_string(
     "topology", None, "TPU slice by chips (v4:2x2x4, v5e:4x4, v6e:4x4) or cpu:8.", required=True
@@ -20,6 +19,9 @@ VOCABULARY_SIZE = flags.DEFINE_integer(
     "vocabulary_size", None, "Tokens. Default: as the token store has, if it is there, or as VocabularyConfig says."
 )
 SEARCH = flags.DEFINE_bool("search", True, "Whether to look for settings that fit, where these don't.")
+PROGRAMS = flags.DEFINE_multi_enum(
+    "program", ["training", "evaluation", "decoding"], ["training", "evaluation", "decoding"], "What to compile."
+)
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
 
 
@@ -31,33 +33,31 @@ def main() -> int:
 
     from meliad_like.planning import report
     from meliad_like.planning.programs import needs
-    from meliad_like.planning.topology import describe
+    from meliad_like.planning.search import nearest_that_fits
+    from meliad_like.planning.topology import GIB, describe
     from meliad_like.training.setup import vocabulary_size
 
     topology = describe(TOPOLOGY.value)
     size = VOCABULARY_SIZE.value or vocabulary_size(run)
     console = Console()
     with console.status("compiling"):
-        found = list(needs(run, size, topology))
+        found = list(needs(run, size, topology, PROGRAMS.value))
     console.print(report.table(found, topology))
     if OUTPUT.value:
         Path(OUTPUT.value).write_text(json.dumps(report.to_json(found, topology), indent=2) + "\n")
-    too_large = [need.name for need in found if not report.fits(need, topology)]
+    too_large = [f"{need.name} ({need.total / GIB:,.1f} GiB)" for need in found if not report.fits(need, topology)]
     if not too_large:
         return 0
     print(f"does not fit: {', '.join(too_large)}")
     if not SEARCH.value:
         return 1
-    for bindings, other in report.alternatives(run, len(topology.devices)):
-        try:
-            with console.status(f"trying {bindings}"):
-                fitting = all(report.fits(need, topology) for need in needs(other, size, topology))
-        except UserError:
-            # That mesh divides neither the lanes nor the model.
-            continue
-        if fitting:
-            print(f"it would fit with {bindings}")
-            return 1
+    with console.status("searching") as status:
+        bindings = nearest_that_fits(
+            run, size, topology, PROGRAMS.value, lambda bindings: status.update(f"trying {bindings}")
+        )
+    if bindings:
+        print(f"it would fit with {bindings}")
+        return 1
     print("nothing that was tried would fit: choose a larger topology, a smaller model or fewer tokens per step")
     return 1
 

@@ -11,8 +11,9 @@ from meliad_like import config
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.planning.collectives import Traffic, traffic
-from meliad_like.planning.programs import Need, needs
-from meliad_like.planning.report import alternatives, fits, seconds, to_json
+from meliad_like.planning.programs import Need, needs, refused_bytes
+from meliad_like.planning.report import fits, limit, seconds, to_json
+from meliad_like.planning.search import alternatives, nearest_that_fits
 from meliad_like.planning.topology import GIB, Chip, Topology, describe
 from meliad_like.training.mesh import MeshConfig, make_mesh
 
@@ -112,6 +113,38 @@ def test_alternatives_need_less_and_can_be_built(run):
     assert list(found)[:2] == ["DecoderConfig.remat = 'dots'", "DecoderConfig.remat = 'layers'"]
     assert "TrainingConfig.gradient_accumulation = 2 with DecoderConfig.remat = 'layers'" in found
     assert found["MeshConfig.fsdp = 4 with DecoderConfig.remat = 'layers'"].mesh.fsdp == 4
+    fewer = found["ReaderConfig.tokens_per_step = 256 with DecoderConfig.remat = 'layers'"]
+    assert (fewer.data.num_lanes, run.data.num_lanes) == (4, 8)
+
+
+def test_the_nearest_settings_that_fit(run, monkeypatch):
+    """Those that cannot fit are not compiled, and of the others the first that fits is named."""
+    tried = []
+
+    def least_bytes(run, vocabulary_size, topology):
+        return (3 if run.mesh.fsdp == 2 else 1) * GIB
+
+    def needs(run, vocabulary_size, topology, programs):
+        yield need_of(3 if run.mesh.fsdp == 4 else 1)
+
+    monkeypatch.setattr("meliad_like.planning.search.least_bytes", least_bytes)
+    monkeypatch.setattr("meliad_like.planning.search.needs", needs)
+    small = TOPOLOGY._replace(chip=TOPOLOGY.chip._replace(memory=2 * GIB), devices=[None] * 16)
+    found = nearest_that_fits(run, 256, small, on_try=tried.append)
+    assert found == "MeshConfig.fsdp = 8 with DecoderConfig.remat = 'layers'"
+    assert tried == [f"MeshConfig.fsdp = {fsdp} with DecoderConfig.remat = 'layers'" for fsdp in (4, 8)]
+    monkeypatch.setattr("meliad_like.planning.search.least_bytes", lambda *_: 3 * GIB)
+    assert nearest_that_fits(run, 256, small) is None
+
+
+def test_a_compiler_that_gives_up_says_what_it_would_need():
+    message = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+    assert refused_bytes(f"{message}Used 20.50G of 15.75G hbm. Exceeded hbm capacity by 4.75G.") == 20.5 * GIB
+    assert refused_bytes("INTERNAL: something else") is None
+    need = need_of(1, gave_up=True)
+    assert not fits(need, TOPOLOGY)
+    assert limit(need, TOPOLOGY) == "memory's size"
+    assert limit(need_of(1), TOPOLOGY) == "arithmetic"
 
 
 @pytest.mark.parametrize(

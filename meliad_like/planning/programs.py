@@ -1,8 +1,9 @@
 """The programs of a run, compiled for devices that need not be there, and what they need on each of them."""
 
 import functools
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,10 @@ from meliad_like.planning.topology import Topology
 from meliad_like.training.mesh import carry_shardings, lane_sharding, make_mesh, replicated
 from meliad_like.training.setup import Program, make_program
 
+PROGRAMS = ("training", "evaluation", "decoding")
+
+_REFUSAL = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
+
 
 class Need(NamedTuple):
     """Of one program, in bytes on each device."""
@@ -25,7 +30,7 @@ class Need(NamedTuple):
     parts: dict[str, int]
     """What goes in and stays: parameters, optimizer state, carry, batch."""
     activations: int
-    """Everything temporary, gradients included."""
+    """Everything temporary, gradients included. Where the compiler gave up: what it says is used beside the parts."""
     results: int
     """What comes out and takes no place of what went in."""
     code: int
@@ -33,14 +38,24 @@ class Need(NamedTuple):
     flops: float
     """By our own count; an operation of all devices together is shared out evenly."""
     compile_seconds: float
+    gave_up: bool = False
+    """Whether the compiler found no way to keep within the device's memory; there is no program then."""
 
     @property
     def total(self) -> int:
         return sum(self.parts.values()) + self.activations + self.results + self.code
 
 
-def needs(run: RunConfig, vocabulary_size: int, topology: Topology) -> Iterator[Need]:
-    """Compiles training, evaluation and decoding of a run, in turn.
+def needs(
+    run: RunConfig, vocabulary_size: int, topology: Topology, programs: Sequence[str] = PROGRAMS
+) -> Iterator[Need]:
+    """Compiles the programs of a run, in turn.
+
+    Args:
+      run: of one stage.
+      vocabulary_size: in tokens.
+      topology: the devices.
+      programs: some of PROGRAMS.
 
     Raises:
       UserError: the mesh does not fit the devices, the lanes or the model.
@@ -49,8 +64,7 @@ def needs(run: RunConfig, vocabulary_size: int, topology: Topology) -> Iterator[
     program = make_program(run, vocabulary_size, mesh)
     model, state, batch = program.model, program.abstract_state, program.abstract_batch
     tokens = run.data.tokens_per_step / mesh.size
-    parts = _state_parts(program)
-    yield _need("training", program.compile_step, parts, model.training_flops_per_token * tokens)
+    parts = state_parts(program)
 
     def evaluate():
         with jax.set_mesh(mesh):
@@ -67,8 +81,6 @@ def needs(run: RunConfig, vocabulary_size: int, topology: Topology) -> Iterator[
             return step.lower(state.params, state.carry, batch).compile()
 
     read = {name: parts[name] for name in ("parameters", "carry", "batch")}
-    yield _need("evaluation", evaluate, read, model.forward_flops_per_token * tokens)
-
     decoding = _decoding_carry(model, state.params, run.data.num_lanes, mesh)
 
     def decode():
@@ -84,12 +96,25 @@ def needs(run: RunConfig, vocabulary_size: int, topology: Topology) -> Iterator[
             return step.lower(state.params, token, decoding).compile()
 
     held = {"parameters": parts["parameters"], "carry": _size_on_device(decoding)}
-    yield _need("decoding", decode, held, model.forward_flops_per_token * run.data.num_lanes / mesh.size)
+    forward = model.forward_flops_per_token
+    known = {
+        "training": (program.compile_step, parts, model.training_flops_per_token * tokens),
+        "evaluation": (evaluate, read, forward * tokens),
+        "decoding": (decode, held, forward * run.data.num_lanes / mesh.size),
+    }
+    for name in programs:
+        yield _need(name, *known[name])
 
 
-def _need(name: str, compile_program, parts: dict[str, int], flops: float) -> Need:
+def _need(name: str, compile_program: Callable[[], jax.stages.Compiled], parts: dict[str, int], flops: float) -> Need:
     began = time.perf_counter()
-    compiled = compile_program()
+    try:
+        compiled = compile_program()
+    except jax.errors.JaxRuntimeError as error:
+        if (used := refused_bytes(str(error))) is None:
+            raise
+        seconds = time.perf_counter() - began
+        return Need(name, parts, used - sum(parts.values()), 0, 0, {}, flops, seconds, gave_up=True)
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
     return Need(
@@ -104,7 +129,15 @@ def _need(name: str, compile_program, parts: dict[str, int], flops: float) -> Ne
     )
 
 
-def _state_parts(program: Program) -> dict[str, int]:
+def refused_bytes(message: str) -> int | None:
+    """What a program would use, where the TPU compiler's error says that this is more than a device has."""
+    if "RESOURCE_EXHAUSTED" not in message or (found := _REFUSAL.search(message)) is None:
+        return None
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+
+
+def state_parts(program: Program) -> dict[str, int]:
+    """What stays on a device between training steps, by kind, in bytes; known without compiling."""
     state = program.abstract_state
     shards = lane_sharding(program.mesh, program.abstract_batch.inputs.shape[0])
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shards), program.abstract_batch)
@@ -115,6 +148,16 @@ def _state_parts(program: Program) -> dict[str, int]:
         "batch": batch,
     }
     return {name: _size_on_device(tree) for name, tree in groups.items()}
+
+
+def least_bytes(run: RunConfig, vocabulary_size: int, topology: Topology) -> int:
+    """What a training step holds on each device at the very least: what stays, and gradients. Nothing is compiled.
+
+    Raises:
+      UserError: as `needs`.
+    """
+    parts = state_parts(make_program(run, vocabulary_size, make_mesh(run.mesh, topology.devices)))
+    return sum(parts.values()) + parts["parameters"]
 
 
 def _size_on_device(tree: Any) -> int:

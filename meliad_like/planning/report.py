@@ -1,12 +1,10 @@
 """What a plan says: memory, traffic and time of each program on each device."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
-from meliad_like.config import RunConfig
 from meliad_like.planning.programs import Need
 from meliad_like.planning.topology import GIB, Topology
 
@@ -15,7 +13,15 @@ PARTS = ("parameters", "optimizer state", "carry", "batch")
 
 def fits(need: Need, topology: Topology) -> bool:
     """Whether a program fits, as far as the memory of a device is known."""
-    return topology.chip is None or need.total <= topology.chip.memory
+    return not need.gave_up and (topology.chip is None or need.total <= topology.chip.memory)
+
+
+def limit(need: Need, topology: Topology) -> str:
+    """What makes the program slow, or impossible; nothing for devices that are not known."""
+    if not fits(need, topology):
+        return "memory's size"
+    times = seconds(need, topology)
+    return max(times, key=lambda name: times[name]) if times else ""
 
 
 def seconds(need: Need, topology: Topology) -> dict[str, float]:
@@ -53,7 +59,7 @@ def table(needs: Sequence[Need], topology: Topology) -> Table:
     for name in times[0]:
         rows.append([f"ms of {name}, at least", *(f"{1e3 * t[name]:,.3f}" for t in times)])
     if times[0]:
-        rows.append(["limited by", *(max(t, key=lambda name: t[name]) for t in times)])
+        rows.append(["limited by", *(limit(need, topology) for need in needs)])
     rows.append(["compiled in", *(f"{need.compile_seconds:.0f} s" for need in needs)])
     for row in rows:
         result.add_row(*row, end_section=row[0] in ("batch", "code", "left"))
@@ -70,6 +76,7 @@ def to_json(needs: Sequence[Need], topology: Topology) -> dict[str, Any]:
             need._asdict()
             | {
                 "total": need.total,
+                "limited_by": limit(need, topology),
                 "fits": fits(need, topology),
                 "seconds": seconds(need, topology),
                 "collectives": {kind: traffic._asdict() for kind, traffic in need.collectives.items()},
@@ -77,34 +84,6 @@ def to_json(needs: Sequence[Need], topology: Topology) -> dict[str, Any]:
             for need in needs
         ],
     }
-
-
-def alternatives(run: RunConfig, num_devices: int) -> list[tuple[str, RunConfig]]:
-    """The nearest settings that need less memory, each with the bindings that say it; the cheapest first."""
-    found: list[tuple[str, RunConfig]] = []
-
-    def add(bindings: str, **changes) -> None:
-        found.append((bindings, dataclasses.replace(run, **changes)))
-
-    fields = {field.name: getattr(run.model, field.name) for field in dataclasses.fields(run.model)}
-    model = run.model
-    for remat in ("dots", "layers"):
-        if fields.get("remat") == "none":
-            model = dataclasses.replace(run.model, remat=remat)
-            add(f"{type(model).__name__}.remat = {remat!r}", model=model)
-    name = f" with {type(model).__name__}.remat = 'layers'" if model is not run.model else ""
-    parts = run.training.gradient_accumulation
-    shards = num_devices // run.mesh.tensor
-    while run.data.num_lanes % (2 * parts * shards) == 0:
-        parts *= 2
-        training = dataclasses.replace(run.training, gradient_accumulation=parts)
-        add(f"TrainingConfig.gradient_accumulation = {parts}{name}", training=training, model=model)
-    fsdp = run.mesh.fsdp
-    while num_devices % (2 * fsdp * run.mesh.tensor) == 0:
-        fsdp *= 2
-        mesh = dataclasses.replace(run.mesh, data=-1, fsdp=fsdp)
-        add(f"MeshConfig.fsdp = {fsdp}{name}", mesh=mesh, model=model)
-    return found
 
 
 def _gib(num_bytes: float | None) -> str:

@@ -1,0 +1,74 @@
+"""The nearest settings that would fit, where a run's own don't."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from meliad_like.config import RunConfig
+from meliad_like.errors import UserError
+from meliad_like.planning.programs import PROGRAMS, least_bytes, needs
+from meliad_like.planning.report import fits
+from meliad_like.planning.topology import Topology
+
+
+def nearest_that_fits(
+    run: RunConfig,
+    vocabulary_size: int,
+    topology: Topology,
+    programs: Sequence[str] = PROGRAMS,
+    on_try: Callable[[str], None] = lambda bindings: None,
+) -> str | None:
+    """The bindings that make a run fit, the first of `alternatives` that does; None: none of them.
+
+    Args:
+      run: of one stage.
+      vocabulary_size: in tokens.
+      topology: of chips that are known.
+      programs: those that must fit, some of PROGRAMS.
+      on_try: told the bindings that are about to be compiled.
+    """
+    assert topology.chip is not None
+    for bindings, other in alternatives(run, len(topology.devices)):
+        try:
+            if least_bytes(other, vocabulary_size, topology) > topology.chip.memory:
+                continue
+            on_try(bindings)
+            if all(fits(need, topology) for need in needs(other, vocabulary_size, topology, programs)):
+                return bindings
+        except UserError:
+            # That mesh divides neither the lanes nor the model.
+            continue
+    return None
+
+
+def alternatives(run: RunConfig, num_devices: int) -> list[tuple[str, RunConfig]]:
+    """The nearest settings that need less memory, each with the bindings that say it; the cheapest first."""
+    found: list[tuple[str, RunConfig]] = []
+
+    def add(bindings: str, **changes) -> None:
+        found.append((bindings, dataclasses.replace(run, **changes)))
+
+    fields = {field.name: getattr(run.model, field.name) for field in dataclasses.fields(run.model)}
+    model = run.model
+    for remat in ("dots", "layers"):
+        if fields.get("remat") == "none":
+            model = dataclasses.replace(run.model, remat=remat)
+            add(f"{type(model).__name__}.remat = {remat!r}", model=model)
+    name = f" with {type(model).__name__}.remat = 'layers'" if model is not run.model else ""
+    parts = run.training.gradient_accumulation
+    shards = num_devices // (run.mesh.tensor * run.mesh.sequence)
+    while run.data.num_lanes % (2 * parts * shards) == 0:
+        parts *= 2
+        training = dataclasses.replace(run.training, gradient_accumulation=parts)
+        add(f"TrainingConfig.gradient_accumulation = {parts}{name}", training=training, model=model)
+    fsdp = run.mesh.fsdp
+    while shards % (2 * fsdp) == 0:
+        fsdp *= 2
+        mesh = dataclasses.replace(run.mesh, data=-1, fsdp=fsdp)
+        add(f"MeshConfig.fsdp = {fsdp}{name}", mesh=mesh, model=model)
+    # Last, because it is another training: fewer lanes, so fewer tokens in each step.
+    tokens, parts = run.data.tokens_per_step, run.training.gradient_accumulation
+    while tokens // run.data.segment_length % (2 * parts * shards) == 0:
+        tokens //= 2
+        data = dataclasses.replace(run.data, tokens_per_step=tokens)
+        add(f"ReaderConfig.tokens_per_step = {tokens}{name}", data=data, model=model)
+    return found

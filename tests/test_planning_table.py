@@ -1,0 +1,116 @@
+"""The table of docs/planning.md, and what runs of the papers' sizes hold, against a count by hand."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from meliad_like.config import parse
+from meliad_like.planning import table
+from meliad_like.planning.programs import state_parts
+from meliad_like.training.mesh import MeshConfig, make_mesh
+from meliad_like.training.setup import make_program
+
+PAGE = Path(__file__).parent.parent / "docs" / "planning.md"
+V = 32_000
+
+
+def count_by_hand(layers, d, inner, f, recurrent, states):
+    """Parameters of a decoder whose recurrent layers are fixed:skip; norms, biases and scales are left out."""
+    layer = 4 * d * inner + 2 * d * f
+    # The tokens' second query and the other half of their output; four projections of states, and the output of both
+    # their attentions; initial states and state ids.
+    recurrence = d * inner + inner * d + 4 * d * inner + 2 * inner * d + 2 * states * d
+    return V * d + layers * layer + recurrent * recurrence
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "expected"),
+    [
+        ("size/medium_150m.gin", MeshConfig(), count_by_hand(12, 1024, 1024, 4096, 1, 512)),
+        ("size/tall_1200m.gin", MeshConfig(), count_by_hand(24, 2048, 2048, 8192, 2, 512)),
+        ("size/tall_1200m.gin", MeshConfig(fsdp=8), count_by_hand(24, 2048, 2048, 8192, 2, 512) / 8),
+        ("size/tall_1200m.gin", MeshConfig(fsdp=2, tensor=4), count_by_hand(24, 2048, 2048, 8192, 2, 512) / 8),
+    ],
+)
+def test_the_papers_sizes_by_hand(size, mesh, expected):
+    run = parse([size, "block_recurrent/fixed_skip.gin"])
+    parts = state_parts(make_program(run, V, make_mesh(mesh)))
+    assert parts["parameters"] == pytest.approx(4 * expected, rel=0.1)
+    # Adafactor: momentum as large as the parameters; second moments as row and column sums, a thousandth of them.
+    assert parts["optimizer state"] == pytest.approx(4 * expected, rel=0.1)
+
+
+def test_every_row_of_the_papers_is_in_the_table():
+    found = list(table.entries())
+    files = {entry.file for entry in found}
+    assert {"block_recurrent/fixed_skip.gin", "shortformer/table2/epochs_25.gin"} < files
+    assert "shortformer/protocol.gin" not in files
+    assert all(Path(entry.file).parent.as_posix() in {setting.folder for setting in table.SETTINGS} for entry in found)
+    keys = {(entry.file, entry.topology): entry.key for entry in found}
+    # A row of table 3 is the model of table 1, and learning rates make no other program.
+    same = ("block_recurrent/fixed_skip.gin", "block_recurrent/table3/states_512.gin")
+    assert len({keys[file, "v4:2x4x4"] for file in same}) == 1
+    assert len({keys[same[0], topology] for topology in table.CHIPS_32}) == 3
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Two files on two topologies; none is compiled."""
+    chosen = [e for e in table.entries(table.SETTINGS[:1]) if re.search(r"slide_12l|xl_512", e.file)]
+    chosen = [e for e in chosen if e.topology in ("v4:2x4x4", "v5e:4x8")]
+    compiled = []
+
+    def compile_entry(entry):
+        compiled.append((entry.file, entry.topology))
+        if entry.topology.startswith("v5e"):
+            return {"error": "6 lanes do not divide"}
+        fits = "slide" in entry.file
+        need = {"total": 3 * 2**30, "fits": fits, "seconds": {"arithmetic": 0.25}, "limited_by": "arithmetic"}
+        return {"programs": [need]}
+
+    monkeypatch.setattr(table, "entries", lambda: iter(chosen))
+    monkeypatch.setattr(table, "compile_entry", compile_entry)
+    return compiled
+
+
+def test_the_table_goes_on_where_it_was_stopped(few, tmp_path):
+    results, page = tmp_path / "results.json", tmp_path / "page.md"
+    page.write_text(f"Before.\n{table.BEGIN}\nold\n{table.END}\nAfter.\n")
+    table.make(results, page, ["v4", "slide"])
+    assert len(few) == 1
+    assert "| `block_recurrent/slide_12l` | 3.0; 250 ms, arithmetic | not compiled yet |" in page.read_text()
+    assert (
+        "1 of 4 different programs have been compiled.\n\nNot compiled yet: `block_recurrent/xl_512`."
+        in page.read_text()
+    )
+    table.make(results, page, [])
+    assert len(few) == len(set(few)) == 4
+    text = page.read_text()
+    assert "| gin files | v4:2x4x4 | v5e:4x8 |" in text
+    assert "| `block_recurrent/xl_512` | **3.0**, does not fit | lanes don't divide |" in text
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
+
+
+def test_the_page_is_what_the_results_say():
+    results = json.loads(PAGE.with_suffix(".json").read_text())
+    assert table.write_table(list(table.entries()), results) in PAGE.read_text()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name",
+    [
+        "block_recurrent/fixed_skip.gin@v4:2x4x4",
+        "block_recurrent/xl_512.gin@v5e:4x8",
+        "shortformer/infused_cache.gin@v6e:2x4",
+    ],
+)
+def test_three_rows_compiled_again(name):
+    """Minutes each, and needs the TPU's compiler."""
+    pytest.importorskip("libtpu")
+    (entry,) = (entry for entry in table.entries() if f"{entry.file}@{entry.topology}" == name)
+    expected = json.loads(PAGE.with_suffix(".json").read_text())[entry.key]["programs"][0]
+    (actual,) = table.compile_entry(entry)["programs"]
+    assert actual["total"] == pytest.approx(expected["total"], rel=0.1)
