@@ -13,6 +13,7 @@ from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.loop import train
+from meliad_like.training.ownership import Ownership
 from meliad_like.training.setup import set_up
 from meliad_like.training.step import make_train_step
 
@@ -150,6 +151,12 @@ def test_a_working_folder_of_another_run(bindings, tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match=r"checkpoints belongs to another config: store_fingerprint is '\w+' there"):
         train(parse(bindings, f"ReaderConfig.store = '{tmp_path / 'store'}'"), tmp_path)
+
+
+def test_two_trainings_in_one_folder(bindings, tmp_path):
+    with Ownership(tmp_path), pytest.raises(UserError, match=f"another training is writing to {tmp_path}: process "):
+        train(parse(bindings), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Two real processes that train together are one run: the same losses and parameters, one working folder."""
 
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ def bindings(tmp_path_factory):
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
         f"TrainingConfig.num_steps = {NUM_STEPS}",
+        "TrainingConfig.checkpoint_every = 2",
         "MeshConfig.fsdp = 2",
         "MeshConfig.tensor = 2",
     ]
@@ -92,15 +94,19 @@ def test_two_processes_equal_one(bindings, one, tmp_path):
     assert (tmp_path / "samples" / "step_6.txt").exists()
 
 
-def test_sigterm_to_one_stops_both_after_the_same_step(bindings, tmp_path):
-    processes = start_two(command([*bindings, "TrainingConfig.num_steps = 10000"], f"--workdir={tmp_path}"))
+def test_sigterm_to_one_stops_both_after_the_same_step(bindings, one, tmp_path):
+    # What one process saved, two go on with.
+    shutil.copytree(one / "checkpoints" / "2", tmp_path / "checkpoints" / "2")
     metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join((one / "metrics.jsonl").read_text().splitlines(keepends=True)[:2]))
+    processes = start_two(command([*bindings, "TrainingConfig.num_steps = 10000"], f"--workdir={tmp_path}"))
     deadline = time.monotonic() + 100
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < deadline:
+    while metrics.read_text().count("\n") < 5 and time.monotonic() < deadline:
         time.sleep(0.05)
     processes[1].send_signal(signal.SIGTERM)
     statuses, results = finish(processes)
     assert statuses == [75, 75], results
+    assert "from step 2 to 10,000" in results[0][0]
     (step,) = re.findall(r"SIGTERM: saved step (\d+) in", results[0][0])
 
     # What two processes saved, one goes on with.

@@ -35,8 +35,7 @@ class Profiler:
           workdir: of the run; traces lie in its folder `profile`.
           steps: the first and the last; None: nothing is traced.
         """
-        wanted = steps is not None and jax.process_index() == 0
-        self._first, self._last = steps if wanted else (sys.maxsize, 0)
+        self._first, self._last = (sys.maxsize, 0) if steps is None or jax.process_index() else steps
         self.folder = epath.Path(workdir) / FOLDER
         self._local: tempfile.TemporaryDirectory | None = None
 
