@@ -188,7 +188,7 @@ def test_selections_made_in_advance(place, tmp_path):
     batches = [[r.batch(step, [0]).inputs for step in range(20)] for r in (from_file, recent, random)]
     np.testing.assert_array_equal(batches[0], batches[1])
     assert np.not_equal(batches[0], batches[2]).any()
-    with pytest.raises(UserError, match="there is no store of scores or selections at .*validation"):
+    with pytest.raises(UserError, match="there are no selections at .*validation: make them with"):
         make_selection(ReaderConfig(selection="file", selections=str(tmp_path)), run.history, store, "validation")
     other = config.parse([], [*place[1], "HistoryConfig.order = 'document'"]).history
     with pytest.raises(UserError, match="are of another HistoryConfig, .*order='ascending'"):

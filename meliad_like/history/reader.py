@@ -30,7 +30,7 @@ from meliad_like.history.spans import (
     separator_token,
     stride_of,
 )
-from meliad_like.history.stride_store import StrideStore
+from meliad_like.history.stride_store import INFO_NAME, StrideStore
 
 
 class Selection(Protocol):
@@ -180,26 +180,22 @@ class _FromFile:
     """What `python -m meliad_like.history select` has selected."""
 
     def __init__(self, folder: Path, config: HistoryConfig, store: TokenStore, split: str):
+        make = f"make them with python -m meliad_like.history select --split={split} --output={folder}"
+        if not (folder / INFO_NAME).exists():
+            raise UserError(f"there are no selections at {folder}: {make}")
         selections = StrideStore(folder)
-        info = selections.info
         selections.check_complete()
-        documents = store.split(split)
+        info, documents = selections.info, store.split(split)
         for name, found, wanted in (
+            ("kind", info.what, "selections"),
             ("token store", short(info.store), short(store.fingerprint)),
             ("split", info.split, split),
             ("HistoryConfig", info.config, config),
-            (
-                "documents",
-                dict(zip(info.documents, info.lengths)),
-                dict(zip(documents.names, documents.lengths.tolist())),
-            ),
+            ("number of documents", len(info.documents), len(documents)),
+            ("number of tokens", sum(info.lengths), int(documents.lengths.sum())),
         ):
             if found != wanted:
-                shown = f"{found} and not {wanted}" if name != "documents" else f"{len(found)} of {len(wanted)}"
-                raise UserError(
-                    f"the selections in {folder} are of another {name}, {shown}: make them with python -m "
-                    f"meliad_like.history select --split={split} --output={folder}"
-                )
+                raise UserError(f"the selections in {folder} are of another {name}, {found} and not {wanted}: {make}")
         if info.leaks_the_future:
             logging.warning("the selections in %s (%s) leak the future", folder, info.maker)
         self._selections = selections
