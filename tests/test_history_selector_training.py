@@ -14,7 +14,7 @@ from meliad_like.errors import UserError
 from meliad_like.history import selector_training
 from meliad_like.history.selector_checkpoint import open_selector
 from meliad_like.history.selector_inputs import DocumentTexts, Places, make_inputs
-from meliad_like.history.selector_pairs import Order, Pairs, held_out
+from meliad_like.history.selector_pairs import Order, Pairs, held_out, some_strides
 from meliad_like.history.selector_training import agreement
 from meliad_like.models.history_selector import SelectorConfig
 from meliad_like.training.preemption import EXIT_STATUS
@@ -64,6 +64,17 @@ def test_documents_are_held_out():
     assert len(train_pairs) + len(validation) == len(pairs_of())
     with pytest.raises(UserError, match="of 1 scored documents there is none to train on with .*validation_every=9"):
         held_out(pairs_of().take(np.array([0])), 9)
+
+
+def test_some_strides_are_whole():
+    pairs = pairs_of()
+    some = some_strides(pairs, 100)
+    places = [set(zip(p.places.document.tolist(), p.places.stride.tolist())) for p in (pairs, some)]
+    assert places[1] < places[0] and 80 < len(some) < 120
+    for document, stride in places[1]:
+        rows = (pairs.places.document == document) & (pairs.places.stride == stride)
+        assert ((some.places.document == document) & (some.places.stride == stride)).sum() == rows.sum()
+    assert len(some_strides(pairs, 10**9)) == len(pairs)
 
 
 def test_the_order_hangs_on_seed_and_step_alone():
@@ -140,7 +151,7 @@ def test_another_training_in_the_folder_is_refused(undisturbed):
 
 
 def test_a_loss_that_is_not_finite_stops(tmp_path):
-    with pytest.raises(UserError, match="step 2: the loss of the last 2 steps is not finite; .*learning_rate"):
+    with pytest.raises(UserError, match="update of step 2, or of the 1 before it, is not finite; .*learning_rate"):
         train(tmp_path, "light", changed(learning_rate=1e30), train_encoder=False)
     assert not list((tmp_path / "checkpoints").iterdir())
 

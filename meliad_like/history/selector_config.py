@@ -25,7 +25,7 @@ class SelectorTrainingConfig:
     validation_every: int = 9
     """Documents whose index this divides are held out."""
     validation_pairs: int | None = None
-    """The most pairs that an evaluation has, evenly spread over those held out; None: all."""
+    """About how many pairs an evaluation has, all those of strides that are evenly spread; None: all held out."""
     encode_batch: int = 64
     """Texts that are encoded at once where nothing is trained."""
     log_every: int = 10

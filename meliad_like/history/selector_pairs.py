@@ -47,6 +47,20 @@ def held_out(pairs: Pairs, every: int) -> tuple[Pairs, Pairs]:
     return parts
 
 
+def stride_index(pairs: Pairs) -> Int[np.ndarray, " n"]:
+    """Which of the strides that occur each pair belongs to, counted from 0 in the order of documents and strides."""
+    places = np.stack([pairs.places.document, pairs.places.stride], axis=1)
+    return np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def some_strides(pairs: Pairs, most: int) -> Pairs:
+    """All pairs of some strides, which are evenly spread: about `most` pairs, of one stride at least."""
+    stride = stride_index(pairs)
+    total = int(stride.max()) + 1
+    count = min(max(round(total * most / len(pairs)), 1), total)
+    return pairs.take(np.flatnonzero(np.isin(stride, np.arange(count) * total // count)))
+
+
 class Order:
     """Which rows a step has: every epoch all of them in another order, a pure function of seed and step."""
 

@@ -24,7 +24,15 @@ from meliad_like.history.selector_checkpoint import (
 )
 from meliad_like.history.selector_config import SelectorTrainingConfig
 from meliad_like.history.selector_inputs import LEAKS, Documents, DocumentTexts, SelectorInputs
-from meliad_like.history.selector_pairs import Order, Pairs, Vectors, encode_places, held_out
+from meliad_like.history.selector_pairs import (
+    Order,
+    Pairs,
+    Vectors,
+    encode_places,
+    held_out,
+    some_strides,
+    stride_index,
+)
 from meliad_like.models.history_selector import Params, Part, Selector
 from meliad_like.training import preemption
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata
@@ -47,6 +55,15 @@ class SelectorState(NamedTuple):
     optimizer_state: Any
 
 
+class SelectorMetrics(NamedTuple):
+    """Of one step."""
+
+    loss: Float[Array, ""]
+    """Mean squared error, nats squared."""
+    gradient_norm: Float[Array, ""]
+    update_norm: Float[Array, ""]
+
+
 Inputs = dict[Part, Any]
 """Of each part: vectors, or `Texts` where the encoder is trained."""
 
@@ -61,8 +78,8 @@ def make_optimizer(config: SelectorTrainingConfig, selector: Selector) -> optax.
 
 def make_train_step(
     selector: Selector, optimizer: optax.GradientTransformation, config: SelectorTrainingConfig
-) -> Callable[[SelectorState, Inputs, Float[Array, " b"]], tuple[SelectorState, Float[Array, ""]]]:
-    """One step as a function to be jitted: (state, inputs, scores) -> (state, mean squared error in nats squared)."""
+) -> Callable[[SelectorState, Inputs, Float[Array, " b"]], tuple[SelectorState, SelectorMetrics]]:
+    """One step as a function to be jitted: (state, inputs, scores) -> (state, metrics)."""
     key = jax.random.key(config.seed)
 
     def loss(params: Params, inputs: Inputs, scores, dropout_key):
@@ -72,7 +89,8 @@ def make_train_step(
         dropout_key = jax.random.fold_in(key, state.step)
         error, gradient = jax.value_and_grad(loss)(state.params, inputs, scores, dropout_key)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-        return SelectorState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state), error
+        new_state = SelectorState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state)
+        return new_state, SelectorMetrics(error, optax.tree.norm(gradient), optax.tree.norm(updates))
 
     return train_step
 
@@ -102,10 +120,9 @@ def agreement(predicted: Float[np.ndarray, " n"], pairs: Pairs, num_spans: int) 
       `loss`: the mean squared error. `correlation` with the scores. And the mean score, over strides, of the spans that
       would be chosen (`chosen_gain`), of the best ones (`oracle_gain`) and of all (`random_gain`), in nats a span.
     """
-    scores = pairs.scores.astype(np.float64)
+    scores, stride = pairs.scores.astype(np.float64), stride_index(pairs)
     deviations = predicted.std() * scores.std()
-    strides = np.stack([pairs.places.document, pairs.places.stride], axis=1)
-    stride = np.unique(strides, axis=0, return_inverse=True)[1].reshape(-1)
+    covariance = np.mean((predicted - predicted.mean()) * (scores - scores.mean()))
 
     def mean_of_best(values: np.ndarray) -> float:
         order = np.lexsort((-values, stride))
@@ -116,9 +133,7 @@ def agreement(predicted: Float[np.ndarray, " n"], pairs: Pairs, num_spans: int) 
 
     return {
         "loss": float(np.mean(np.square(predicted - scores))),
-        "correlation": float(np.mean((predicted - predicted.mean()) * (scores - scores.mean())) / deviations)
-        if deviations
-        else 0.0,
+        "correlation": float(covariance / deviations) if deviations else 0.0,
         "chosen_gain": mean_of_best(predicted),
         "oracle_gain": mean_of_best(scores),
         "random_gain": float(np.mean(np.bincount(stride, scores) / np.bincount(stride))),
@@ -158,7 +173,8 @@ def train_selector(
     metadata = selector_metadata(selector, inputs, vocabulary) | {"trained_on": dict(trained_on)}
     _begin(workdir, metadata | {"training": dataclasses.asdict(config)}, vocabulary)
     train_pairs, validation_pairs = held_out(pairs, config.validation_every)
-    validation_pairs = _thinned(validation_pairs, config.validation_pairs)
+    if config.validation_pairs is not None:
+        validation_pairs = some_strides(validation_pairs, config.validation_pairs)
     optimizer = make_optimizer(config, selector)
     feed = _make_feed(selector, encoder, inputs, config, (train_pairs, validation_pairs), documents, workdir)
     with Checkpoints(workdir / "checkpoints", keep_last=config.checkpoints_kept) as checkpoints:
@@ -176,11 +192,11 @@ def train_selector(
                 f"{len(train_pairs):,} pairs to train on, {len(validation_pairs):,} held out, from step {start:,} to "
                 f"{config.num_steps:,}"
             )
-            errors: list[Array] = []
+            metrics: list[SelectorMetrics] = []
             for step in range(start + 1, config.num_steps + 1):
                 rows = order.rows(step - 1)
-                state, error = step_function(state, feed.train(rows), jnp.asarray(train_pairs.scores[rows]))
-                errors.append(error)
+                state, of_step = step_function(state, feed.train(rows), jnp.asarray(train_pairs.scores[rows]))
+                metrics.append(of_step)
                 last, stop = step == config.num_steps, preempted.reached(step)
                 evaluated, saved = (
                     last or (every > 0 and step % every == 0)
@@ -188,8 +204,8 @@ def train_selector(
                 )
                 if step % config.log_every == 0 or evaluated or saved or stop:
                     # The state is never saved before it is known to be finite.
-                    _log(writer, step, errors, config)
-                    errors = []
+                    _log(writer, step, metrics, config)
+                    metrics = []
                 if evaluated:
                     figures = evaluate(state.params)
                     writer.write(step, figures, kind="validation")
@@ -274,12 +290,6 @@ def _begin(workdir: Path, metadata: dict[str, Any], vocabulary: Vocabulary) -> N
     path.write_text(json.dumps(metadata, indent=2) + "\n")
 
 
-def _thinned(pairs: Pairs, most: int | None) -> Pairs:
-    if most is None or most >= len(pairs):
-        return pairs
-    return pairs.take(np.arange(most) * len(pairs) // most)
-
-
 class _Evaluation:
     """Predicts the scores of all pairs that are held out."""
 
@@ -305,19 +315,20 @@ class _Evaluation:
         return agreement(np.concatenate(predicted).astype(np.float64), self._pairs, self._num_spans)
 
 
-def _log(writer: MetricsWriter, step: int, errors: list[Array], config: SelectorTrainingConfig) -> None:
+def _log(writer: MetricsWriter, step: int, metrics: list[SelectorMetrics], config: SelectorTrainingConfig) -> None:
     """
     Raises:
-      UserError: the loss is not finite.
+      UserError: a loss or an update is not finite.
     """
-    loss = float(np.mean(jax.device_get(errors)))
-    writer.write(step, {"loss": loss, "learning_rate": config.learning_rate})
-    if not math.isfinite(loss):
+    columns = SelectorMetrics(*np.asarray(jax.device_get(metrics), np.float64).T)
+    figures = {name: float(values.mean()) for name, values in columns._asdict().items()}
+    writer.write(step, figures | {"learning_rate": config.learning_rate})
+    if not all(map(math.isfinite, figures.values())):
         raise UserError(
-            f"step {step}: the loss of the last {len(errors)} steps is not finite; the checkpoints before are kept: "
-            "try a smaller SelectorTrainingConfig.learning_rate"
+            f"the loss or the update of step {step}, or of the {len(metrics) - 1} before it, is not finite; the "
+            "checkpoints before are kept: try a smaller SelectorTrainingConfig.learning_rate"
         )
-    writer.show(step, f"loss {loss:.4f}")
+    writer.show(step, f"loss {figures['loss']:.4f}")
 
 
 def _summary(step: int, figures: Mapping[str, float]) -> str:
