@@ -1,0 +1,93 @@
+"""Llama against arrays of Hugging Face's transformers: two tiny random models (`make_golden_llama.py`)."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from make_golden_llama import CONFIGS, FROM, PATH, outputs, tensors, tokens
+from test_golden_gpt2 import read
+
+from meliad_like.conversion.huggingface import read_huggingface
+from meliad_like.conversion.pretrained_names import LLAMA, to_tensors
+from meliad_like.models.model import Model
+from meliad_like.training.loss import token_losses
+
+TOKENS = tokens()
+
+
+@functools.cache
+def golden(kind):
+    with np.load(PATH) as file:
+        return {name.removeprefix(f"{kind}/"): file[name] for name in file if name.startswith(f"{kind}/")}
+
+
+@pytest.fixture(params=CONFIGS)
+def opened(request, tmp_path):
+    """A model and its parameters, read from a folder, and the golden arrays."""
+    safetensors.numpy.save_file(tensors(request.param), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[request.param]))
+    pretrained = read_huggingface(tmp_path)
+    return Model(pretrained.config, pretrained.vocabulary_size), pretrained.params, golden(request.param)
+
+
+def test_logits_and_every_hidden_state(opened):
+    model, params, arrays = opened
+    hidden_states, normed, logits = read(model, params, TOKENS, 0)
+    np.testing.assert_allclose(logits, arrays["logits"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(normed, arrays["normed"], rtol=1e-5, atol=1e-5)
+    for i, hidden in enumerate(hidden_states):
+        np.testing.assert_allclose(hidden, arrays[f"hidden{i}"], rtol=1e-5, atol=1e-5, err_msg=f"layer {i}")
+
+
+def test_loss_and_gradients(opened):
+    model, params, arrays = opened
+
+    def loss(params):
+        module = model.bind(params)
+        hidden_states, _ = module.read_window(TOKENS[:, :-1], jnp.zeros(2, jnp.int32))
+        return jnp.mean(token_losses(module, module.final_norm(hidden_states[-1]), TOKENS[:, 1:], 16).nats)
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    np.testing.assert_allclose(value, arrays["loss"], rtol=1e-5)
+    ours = to_tensors(LLAMA, gradient)
+    theirs = {name.removeprefix("gradient/"): arrays[name] for name in arrays if name.startswith("gradient/")}
+    assert len(theirs) in (0, len(ours))
+    for name, expected in theirs.items():
+        np.testing.assert_allclose(ours[name], expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_a_token_at_a_time_and_greedy_text(opened):
+    model, params, arrays = opened
+
+    @jax.jit
+    def step(params, token, carry):
+        return model.bind(params).decode_step(token, carry)
+
+    carry = model.bind(params).init_carry(2, decoding=True)
+    for i, token in enumerate(TOKENS.T):
+        logits, carry = step(params, token, carry)
+        if i >= FROM:
+            np.testing.assert_allclose(logits, arrays["cached"][:, i - FROM], rtol=1e-5, atol=1e-5)
+
+    expected, carry = arrays["greedy"][0], model.bind(params).init_carry(2, decoding=True)
+    for i in range(len(expected) - 1):
+        logits, carry = step(params, np.repeat(np.int32(expected[i]), 2), carry)
+        if i >= FROM - 1:
+            assert np.argmax(logits[0]) == expected[i + 1]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_arrays_are_those_of_transformers(kind):
+    """Where transformers is installed."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    expected = golden(kind)
+    assert json.loads(str(expected.pop("config"))) == CONFIGS[kind]
+    found = outputs(kind)
+    assert found.keys() == expected.keys()
+    for name in found:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-6, err_msg=name)
