@@ -30,7 +30,6 @@ def count_by_hand(layers, d, inner, f, recurrent, states):
     [
         ("size/medium_150m.gin", MeshConfig(), count_by_hand(12, 1024, 1024, 4096, 1, 512)),
         ("size/tall_1200m.gin", MeshConfig(), count_by_hand(24, 2048, 2048, 8192, 2, 512)),
-        ("size/tall_1200m.gin", MeshConfig(fsdp=8), count_by_hand(24, 2048, 2048, 8192, 2, 512) / 8),
         ("size/tall_1200m.gin", MeshConfig(fsdp=2, tensor=4), count_by_hand(24, 2048, 2048, 8192, 2, 512) / 8),
     ],
 )
