@@ -215,6 +215,11 @@ def test_tables_and_files(tmp_path):
     )
 
 
+def test_selections_have_different_names(windows):
+    with pytest.raises(ValueError, match="different names: baseline, recent, recent"):
+        list(read_strides(windows, DOCUMENTS, [RecentSpans(), RecentSpans()], CONFIG, SEPARATOR))
+
+
 def test_a_selection_must_score_every_span(windows):
     class Short:
         name, leaks_the_future = "short", False

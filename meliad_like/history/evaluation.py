@@ -68,9 +68,12 @@ def read_strides(
         only: indices of the documents that are read; None: of all.
 
     Raises:
-        ValueError: a selection scored a span with NaN, or did not score every one.
+        ValueError: two selections have the same name, or one scored a span with NaN, or did not score every one.
     """
     costs = {} if costs is None else costs
+    names = [BASELINE, *(selection.name for selection in selections)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"selections need different names: {', '.join(names)}")
     waiting: deque[StrideReading] = deque()
 
     def sequences() -> Iterator[losses.Sequence]:
@@ -95,7 +98,7 @@ def read_strides(
     read = windows(sequences())
     for plain in read:
         reading = waiting.popleft()
-        for name in (BASELINE, *(selection.name for selection in selections)):
+        for name in names:
             # A window without spans is the same for all.
             reading.nats[name] = next(read) if name in reading.chosen else plain
             costs.setdefault(name, Cost()).num_windows += 1

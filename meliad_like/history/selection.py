@@ -105,15 +105,16 @@ def overlap(
         other: tokens.
     """
     length = config.span_length - bool(config.separator)
-    first = np.asarray(ends, np.int64)[:, None] - config.span_length
-    tokens = np.asarray(document)[first + np.arange(length)]
+    places = np.asarray(ends, np.int64)[:, None] - config.span_length + np.arange(length)
     types, counts = np.unique(other, return_counts=True)
     if not len(types):
         return np.zeros(len(ends), np.float32)
-    place = np.minimum(np.searchsorted(types, tokens), len(types) - 1)
-    shared = types[place] == tokens
-    cell = np.arange(len(ends))[:, None] * len(types) + place
-    in_span = np.bincount(cell[shared], minlength=len(ends) * len(types)).reshape(len(ends), len(types))
+    past = np.asarray(document)[: ends.max()]
+    type_of = np.full(max(past.max(), types[-1]) + 1, -1)
+    type_of[types] = np.arange(len(types))
+    tokens, shared_type = past[places], type_of[past][places]
+    cell = np.arange(len(ends))[:, None] * len(types) + shared_type
+    in_span = np.bincount(cell[shared_type >= 0], minlength=len(ends) * len(types)).reshape(len(ends), len(types))
     return _MEASURES[config.overlap](in_span, counts, tokens).astype(np.float32)
 
 
