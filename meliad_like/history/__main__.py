@@ -24,7 +24,9 @@ SELECTIONS = ("random", "recent", "prefix_overlap", "overlap_oracle", "score_ora
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder of the frozen model.", required=True)
 STEP = flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
 STORE = flags.DEFINE_string("store", None, "Token store. Default: the one that the model was trained with.")
-SPLIT = flags.DEFINE_string("split", "test", "train, validation or test.")
+SPLIT = flags.DEFINE_string(
+    "split", None, "train, validation or test. Default: train of score and search, test of all others."
+)
 OUTPUT = flags.DEFINE_string("output", None, "Folder for what is made; made if need be.", required=True)
 DOCUMENT = flags.DEFINE_multi_string("document", [], "Name of a document. Repeatable. Default: all of the split.")
 DOCUMENT_TOKENS = flags.DEFINE_integer(
@@ -80,7 +82,7 @@ def main(command: str) -> int | None:
         gin_files=tuple(command_line.GIN_FILE.value),
         gin_params=tuple(command_line.GIN_PARAM.value),
         store=STORE.value,
-        split=SPLIT.value,
+        split=SPLIT.value or ("train" if command in ("score", "search") else "test"),
         documents=tuple(DOCUMENT.value),
         document_tokens=DOCUMENT_TOKENS.value,
         max_tokens=MAX_TOKENS.value,
