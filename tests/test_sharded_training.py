@@ -7,6 +7,7 @@ import tiny_run
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
+from meliad_like.training.mesh import MESH_AXES
 from meliad_like.training.setup import set_up
 
 NUM_STEPS = 5
@@ -28,37 +29,20 @@ def train(setup, state):
     return losses, state
 
 
-# Compiling for eight devices takes seconds, so only one model is on all meshes, and has dropout.
+# The families themselves are in test_sharded_families.py: here it is the whole step.
 @pytest.mark.parametrize(
-    ("files", "layers", "meshes"),
-    [
-        (("block_recurrent/fixed_skip.gin",), ["RECURRENT_LAYERS = (-2,)"], [(8, 1, 1), (2, 2, 2), (1, 4, 2)]),
-        (("block_recurrent/slide_12l.gin", "option/infused.gin", *SMALL), [], [(2, 2, 2)]),
-        (
-            ("block_recurrent/lstm_dual.gin", *SMALL),
-            ["DecoderConfig.num_layers = 1", "RECURRENT_LAYERS = (-1,)"],
-            [(1, 4, 2)],
-        ),
-        (
-            ("block_recurrent/fixed_skip.gin", *SMALL),
-            [
-                *("RECURRENT_LAYERS = (-1,)", "DecoderConfig.feedback = 'last'"),
-                *("DecoderConfig.memory_layers = (0,)", "DecoderConfig.memory_size = 64"),
-                "DecoderConfig.memory_neighbors = 4",
-            ],
-            [(2, 2, 2)],
-        ),
-    ],
-    ids=["fixed:skip", "slide, infused", "lstm:dual", "feedback and memory"],
+    ("files", "meshes"),
+    [((), [(8, 1, 1, 1), (2, 2, 2, 1)]), ((*SMALL, "option/gradient_accumulation_2.gin"), [(1, 2, 1, 4)])],
+    ids=["with dropout", "in parts, along the sequence"],
 )
-def test_sharded_equals_unsharded(bindings, files, layers, meshes, monkeypatch):
+def test_sharded_equals_unsharded(bindings, files, meshes, monkeypatch):
     monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
 
-    def set_up_on(data, fsdp, tensor):
-        mesh = [f"MeshConfig.data = {data}", f"MeshConfig.fsdp = {fsdp}", f"MeshConfig.tensor = {tensor}"]
-        return set_up(config.parse(["size/tiny.gin", *files], [*bindings, *layers, *mesh]))
+    def set_up_on(*shape):
+        mesh = [f"MeshConfig.{axis} = {size}" for axis, size in zip(MESH_AXES, shape, strict=True)]
+        return set_up(config.parse([*tiny_run.FILES, *files], [*bindings, *mesh]))
 
-    one = set_up_on(1, 1, 1)
+    one = set_up_on(1, 1, 1, 1)
     initial = jax.tree.map(np.asarray, one.program.initialise())
     losses, state = train(one, initial)
     assert losses[-1] < losses[0] - 0.5

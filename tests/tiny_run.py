@@ -96,7 +96,7 @@ def run_and_act(bindings: list[str], workdir: Path, step: int, deed: str) -> sub
 
 def mesh_of_the_first_devices(mesh: MeshConfig) -> Mesh:
     """In the place of `make_mesh`: eight fake devices are slow, and a mesh need not have all of them."""
-    return make_mesh(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.tensor])
+    return make_mesh(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.tensor * mesh.sequence])
 
 
 def read_metrics(workdir: Path, kind: str = "train") -> Iterator[dict]:
