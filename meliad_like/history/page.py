@@ -110,9 +110,7 @@ def _lead(histories: Sequence[ReadHistory], scorer: SpanScorer, config: HistoryC
     gains = np.concatenate([selection.gains for selection in selections])
     predicted = np.concatenate([selection.predicted for selection in selections])
     agreement = np.corrcoef(gains, predicted)[0, 1] if len(gains) > 1 and gains.std() and predicted.std() else np.nan
-    agreed = (
-        "" if np.isnan(agreement) else f", and their correlation with what the selection gave them is {agreement:.2f}"
-    )
+    agreed = f", and their correlation with what the selection gave them is {_signed(agreement, 2)}"
     better = float(np.mean([selection.gain > 0 for selection in selections]))
     return [
         *lead,
@@ -127,7 +125,7 @@ def _lead(histories: Sequence[ReadHistory], scorer: SpanScorer, config: HistoryC
         ),
         paragraph(
             f"Alone in front of the recent text, {float((gains > 0).mean()):.0%} of the {len(gains):,} selected spans "
-            f"help; they are worth {_signed(float(gains.mean()), 2)} nats on average (equation 2){agreed}."
+            f"help; they are worth {_signed(float(gains.mean()), 2)} nats on average (equation 2){'' if np.isnan(agreement) else agreed}."
         ),
     ]
 
@@ -244,8 +242,9 @@ def _frequent(history: ReadHistory, config: HistoryConfig, vocabulary: Vocabular
                 "a",
                 tag(
                     "div",
-                    f"in {span.num_windows:,} windows · worth {_signed(span.mean_gain, 2)} nats on average · tokens "
-                    f"{span.end - config.span_length:,} to {span.end - 1:,}",
+                    f"in {span.num_windows:,} window{'s' if span.num_windows > 1 else ''} · worth "
+                    f"{_signed(span.mean_gain, 2)} nats on average · tokens {span.end - config.span_length:,} to "
+                    f"{span.end - 1:,}",
                     class_="facts",
                 ),
                 tag("p", _text(history, span.end, config, vocabulary), class_="excerpt"),

@@ -198,7 +198,7 @@ def find_terms(history: ReadHistory, config: HistoryConfig) -> list[Term]:
                 float(gains[places[text]][among].sum()),
             )
         )
-    return sorted(terms, key=lambda term: (-term.gain, term.text))
+    return sorted(terms, key=lambda term: (-term.gain, -term.own_gain, term.text))
 
 
 class ChosenSpan(NamedTuple):
