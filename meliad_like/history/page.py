@@ -125,7 +125,8 @@ def _lead(histories: Sequence[ReadHistory], scorer: SpanScorer, config: HistoryC
         ),
         paragraph(
             f"Alone in front of the recent text, {float((gains > 0).mean()):.0%} of the {len(gains):,} selected spans "
-            f"help; they are worth {_signed(float(gains.mean()), 2)} nats on average (equation 2){'' if np.isnan(agreement) else agreed}."
+            f"help; they are worth {_signed(float(gains.mean()), 2)} nats on average (equation 2)",
+            "." if np.isnan(agreement) else f"{agreed}.",
         ),
     ]
 
