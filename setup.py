@@ -23,7 +23,7 @@ setup(
     install_requires=REQUIREMENTS,
     extras_require={
         "base": [],  # so that launch/environment.sh always names an extra
-        "tpu": ["jax[tpu]>=0.10"],
+        "tpu": ["jax[tpu]>=0.10", "gcsfs>=2025.3"],
         "gpu": ["jax[cuda13]>=0.10"],
         "gpu_cuda12": ["jax[cuda12]>=0.10"],
         "gcs": ["gcsfs>=2025.3"],  # working folders and token stores on gs://

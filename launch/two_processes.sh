@@ -54,7 +54,7 @@ pass_on() {
 }
 trap pass_on INT TERM
 
-# jax notices a lost peer at the next collective, or after 100 s: too long to wait for, and too long to look at.
+# The training ends when its peer dies; this is for one that hangs.
 statuses=(running running)
 worst=0
 deadline=""

@@ -1,5 +1,6 @@
 """Flags that the entry points share, and how a mistake on the command line is reported."""
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -44,6 +45,10 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
             return main(*words)
         except UserError as error:
             return _fail(error)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return _fail(f"the disk is full: {error.filename or 'a file'} could not be written; free some space")
 
     app.run(report, flags_parser=_parse_flags)
 
@@ -60,6 +65,6 @@ def _parse_flags(argv: list[str]) -> list[str]:
     return words
 
 
-def _fail(error: Exception) -> int:
+def _fail(error: Exception | str) -> int:
     print(f"error: {error}", file=sys.stderr)
     return 2

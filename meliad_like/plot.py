@@ -9,15 +9,20 @@ from meliad_like import command_line
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
 METRIC = flags.DEFINE_string("metric", "bits_per_byte", "Which of the figures in metrics.jsonl.")
 EVALUATION = flags.DEFINE_string("evaluation", None, "What evaluate --compare --output wrote: adds the compressors.")
-OUTPUT = flags.DEFINE_string("output", None, "The picture. Default: METRIC.png in the run's folder.")
+OUTPUT = flags.DEFINE_string(
+    "output", None, "The picture. Default: METRIC.png in the run's folder (here, where that is on gs://)."
+)
 
 
 def main() -> None:
     from meliad_like.evaluation import pictures
+    from meliad_like.remote import is_remote
 
     curves = pictures.read_metrics(WORKDIR.value, METRIC.value)
     levels = pictures.read_levels(EVALUATION.value) if EVALUATION.value else {}
-    output = Path(OUTPUT.value or Path(WORKDIR.value) / f"{METRIC.value}.png")
+    name = f"{METRIC.value}.png"
+    # A picture of a run in a bucket is for whoever is here.
+    output = Path(OUTPUT.value or (name if is_remote(WORKDIR.value) else Path(WORKDIR.value) / name))
     pictures.draw(curves, levels, METRIC.value.replace("_", " "), output)
     print(f"drew {output}")
 

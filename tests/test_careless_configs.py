@@ -65,7 +65,7 @@ ANY = st.one_of(
 )
 few = settings(
     derandomize=True,
-    max_examples=int(__import__("os").environ.get("FEX", "25")),
+    max_examples=20,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -4,6 +4,9 @@ import gzip
 import json
 import pickle
 import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -180,11 +183,25 @@ def test_a_saved_config(tmp_path_factory, damage):
         assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("line", ["x", "[]", '{"kind": "train"}', '{"step": "3"}', "\x00"])
+@pytest.mark.parametrize("line", ["x", "[]", '{"kind": "train"}', '{"step": "3", "kind": "train"}', "\x00"])
 def test_a_line_of_the_metrics(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kind": "train"}\n' + line + "\n")
     with pytest.raises(UserError, match=rf"{tmp_path}/metrics.jsonl:2 is (damaged|not JSON): "):
         MetricsWriter(tmp_path, 2, 3)
+
+
+def test_a_full_disk_is_one_line_wherever_it_is_met():
+    """/dev/full is one: what is logged first meets it."""
+    program = """
+        from meliad_like import command_line
+        def main():
+            with open("/dev/full", "a") as file:
+                file.write("a line")
+        command_line.run(main)
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "error: the disk is full: a file could not be written; free some space\n"
 
 
 class Malicious:

@@ -13,6 +13,7 @@ from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.loop import train
+from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.ownership import Ownership
 from meliad_like.training.setup import set_up
 from meliad_like.training.step import make_train_step
@@ -151,6 +152,27 @@ def test_a_working_folder_of_another_run(bindings, tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match=r"checkpoints belongs to another config: store_fingerprint is '\w+' there"):
         train(parse(bindings, f"ReaderConfig.store = '{tmp_path / 'store'}'"), tmp_path)
+
+
+def test_tokens_that_change_under_a_run(bindings, tmp_path, monkeypatch):
+    store = tmp_path / "store"
+    run = parse(bindings, f"ReaderConfig.store = '{store}'")
+    shutil.copytree(parse(bindings).data.store, store)
+    write = MetricsWriter.write
+
+    def write_and_change(self, step, metrics, kind="train"):
+        write(self, step, metrics, kind)
+        if step == 4:
+            with (store / "train" / "tokens.bin").open("r+b") as file:
+                file.write(b"a\0b\0")
+
+    monkeypatch.setattr(MetricsWriter, "write", write_and_change)
+    with pytest.raises(
+        UserError, match=f"{store}/train/tokens.bin was changed while it was read: prepare {store} again"
+    ):
+        train(run, tmp_path / "run")
+    # Steps that may have read them are in no checkpoint.
+    assert saved_steps(tmp_path / "run") == [3]
 
 
 def test_two_trainings_in_one_folder(bindings, tmp_path):

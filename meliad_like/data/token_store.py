@@ -13,6 +13,7 @@ when it is opened first (`store_copy`).
 
 import hashlib
 import json
+import os
 import tokenize
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -141,6 +142,7 @@ class TokenStore:
         """
         self.folder = any_path(folder)
         self.info = read_info(self.folder)
+        self._opened: dict[epath.Path, tuple[int, int]] = {}
         for split in self.info.splits:
             path = self.folder / split / "tokens.bin"
             expected, found = self._token_bytes(split), size_of(path)
@@ -184,11 +186,21 @@ class TokenStore:
             why = "has no documents" if name in self.info.splits else "is unknown"
             raise UserError(f"split {name!r} {why} in the token store {self.folder}, which has {present}")
         folder = local_split(self.folder, self.fingerprint, name, self._token_bytes(name))
+        self._opened.setdefault(folder / "tokens.bin", _size_and_time(folder / "tokens.bin"))
         names, statistics = _read_documents(folder, self.info.splits[name])
         return Split(folder, names, statistics, np.memmap(folder / "tokens.bin", self.info.dtype, "r"))
 
     def _token_bytes(self, split: str) -> int:
         return self.info.splits[split].tokens * np.dtype(self.info.dtype).itemsize
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+          UserError: tokens that were opened have been written to since.
+        """
+        for path, before in self._opened.items():
+            if _size_and_time(path) != before:
+                raise UserError(f"{path} was changed while it was read: prepare {self.folder} again, or bring it back")
 
     def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:
         """Raises a UserError unless the store was made by these settings. The documents themselves are not read."""
@@ -245,6 +257,13 @@ def read_info(folder: Path | epath.Path) -> StoreInfo:
             f"{path} is damaged: its fingerprint or dtype is not what it should be; prepare the store again"
         )
     return info
+
+
+def _size_and_time(path: epath.Path) -> tuple[int, int]:
+    if not path.exists():
+        return 0, 0
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
 
 
 def _read_documents(folder: epath.Path, totals: Totals) -> tuple[list[str], np.ndarray]:

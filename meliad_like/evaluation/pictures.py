@@ -9,7 +9,8 @@ from etils import epath
 from matplotlib.figure import Figure
 
 from meliad_like.errors import UserError
-from meliad_like.training.metrics import FILE_NAME, complete_lines
+from meliad_like.remote import any_path
+from meliad_like.training.metrics import FILE_NAME, read_rows
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps and values."""
@@ -24,10 +25,10 @@ def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, Curve]:
     Raises:
       UserError: there are no metrics, or none of this name.
     """
-    path = epath.Path(workdir) / FILE_NAME
+    path = any_path(workdir) / FILE_NAME
     if not path.exists():
         raise UserError(f"there is no {path}: --workdir is the folder of a training")
-    rows = [json.loads(line) for line in complete_lines(path)]
+    rows = read_rows(path)
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row.get(metric) is not None:

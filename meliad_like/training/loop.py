@@ -133,6 +133,7 @@ def _train_stage(
     def save(step: int, state: TrainState) -> None:
         # What stops a run often comes at a step that was saved anyway.
         if step not in checkpoints.steps():
+            setup.store.check_unchanged()
             ownership.check()
             writer.upload()
             checkpoints.save(step, state, metadata(setup, step))

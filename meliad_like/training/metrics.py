@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Self
+from typing import Any, Self
 
 import jax
 from etils import epath
@@ -43,7 +43,8 @@ class MetricsWriter:
         local = Path(self._closing.enter_context(TemporaryDirectory()) if self._remote else workdir)
         self._local = epath.Path(local)
         path = self._workdir / FILE_NAME
-        kept = [line for i, line in enumerate(complete_lines(path), 1) if _step(line, f"{path}:{i}") <= start_step]
+        rows = zip(complete_lines(path), read_rows(path))
+        kept = [line for line, row in rows if row["step"] <= start_step]
         (local / FILE_NAME).write_text("".join(kept))
         self._file = (local / FILE_NAME).open("a")
         # With a bound on its queue the training would wait for tensorboardX's thread, which ends when the clock is set
@@ -124,10 +125,17 @@ def complete_lines(path: epath.Path) -> list[str]:
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _step(line: str, place: str) -> int:
-    saved = parse_json(line, place)
-    check_fields(saved, {"step": int}, place)
-    return saved["step"]
+def read_rows(path: epath.Path) -> list[dict[str, Any]]:
+    """What each complete line of a metrics file holds.
+
+    Raises:
+      UserError: a line that is none of ours, by its number.
+    """
+    rows = []
+    for number, line in enumerate(complete_lines(path), 1):
+        rows.append(parse_json(line, f"{path}:{number}"))
+        check_fields(rows[-1], {"step": int, "kind": str}, f"{path}:{number}")
+    return rows
 
 
 def _duration(seconds: float) -> str:
