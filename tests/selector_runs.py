@@ -45,7 +45,7 @@ def selector_of(kind="joint", history=HISTORY, **changes):
     config = SelectorConfig(kind=kind, head_width=6, **changes)
     inputs = make_inputs(history, config, VOCABULARY)
     encoder = encoder_config(config, DECODER, inputs.num_tokens(kind))
-    params = Model(DECODER, VOCABULARY.size).init(jax.random.key(1))
+    params = jax.jit(Model(DECODER, VOCABULARY.size).init)(jax.random.key(1))
     return Selector(config, encoder, VOCABULARY.size), encoder_params(encoder, params), inputs
 
 

@@ -30,12 +30,20 @@ def made(kind="joint", architecture="gpt2", **changes):
     config = SelectorConfig(kind=kind, head_width=6, dropout_rate=0.5, **changes)
     encoder = encoder_config(config, DECODERS[architecture], 10)
     selector = Selector(config, encoder, VOCABULARY)
-    pretrained = Model(DECODERS[architecture], VOCABULARY).init(jax.random.key(1))
-    return selector, {"encoder": encoder_params(encoder, pretrained), **selector.init(jax.random.key(2))}
+    pretrained = jax.jit(Model(DECODERS[architecture], VOCABULARY).init)(jax.random.key(1))
+    return selector, {"encoder": encoder_params(encoder, pretrained), **jax.jit(selector.init)(jax.random.key(2))}
 
 
 def encode(selector, params, tokens=TOKENS, length=LENGTH, key=None):
     return jax.jit(selector.encode)(params["encoder"], jnp.asarray(tokens), jnp.asarray(length), key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def hidden_of(selector, params, tokens, layer=-1):
+    """What the decoder makes of texts, after a layer and the final norm."""
+    module = selector.encoder.bind(params["encoder"])
+    outputs, _ = module.read_window(tokens, jnp.zeros(len(tokens), jnp.int32))
+    return module.final_norm(outputs[layer])
 
 
 @pytest.mark.parametrize("kind", ["joint", "light"])
@@ -44,11 +52,9 @@ def test_vectors_are_those_of_the_text_alone(kind, architecture):
     selector, params = made(kind, architecture)
     vectors = encode(selector, params)
     assert vectors.shape == (3, selector.vector_width) and selector.vector_width == (8 if kind == "joint" else 16)
-    module = selector.encoder.bind(params["encoder"])
     for row, length, vector in zip(TOKENS, LENGTH, vectors):
-        outputs, _ = module.read_window(jnp.asarray(row[None, :length]), jnp.zeros(1, jnp.int32))
-        hidden = module.final_norm(outputs[-1])[0]
-        expected = hidden[-1] if kind == "joint" else jnp.concatenate([hidden.mean(axis=0), hidden[-1]])
+        hidden = np.asarray(hidden_of(selector, params, row[None, :length]))[0]
+        expected = hidden[-1] if kind == "joint" else np.concatenate([hidden.mean(axis=0), hidden[-1]])
         np.testing.assert_allclose(vector, expected, atol=1e-5)
 
 
@@ -61,8 +67,7 @@ def test_what_follows_the_text_changes_nothing():
 def test_fewer_layers_are_the_first_ones():
     selector, params = made(encoder_layers=1)
     whole, of_all = made()
-    outputs, _ = whole.encoder.bind(of_all["encoder"]).read_window(jnp.asarray(TOKENS), jnp.zeros(3, jnp.int32))
-    hidden = whole.encoder.bind(of_all["encoder"]).final_norm(outputs[1])
+    hidden = hidden_of(whole, of_all, TOKENS, 1)
     np.testing.assert_allclose(encode(selector, params), hidden[np.arange(3), LENGTH - 1], atol=1e-6)
     assert selector.encoder_flops_per_token(10) == whole.encoder_flops_per_token(10) / 2
 
