@@ -14,6 +14,7 @@ from tiny_run import mesh_of_the_first_devices, parse
 
 from meliad_like import remote
 from meliad_like.data import store_copy
+from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.remote import any_path
@@ -226,6 +227,14 @@ def test_no_way_to_an_object_store(path, message, monkeypatch):
         any_path(path)
     with pytest.raises(UserError, match=re.escape(message)):
         TokenStore(path)
+
+
+def test_a_store_is_made_on_a_disk(bindings):
+    run = parse(bindings)
+    with pytest.raises(
+        UserError, match="a token store is made on a local disk: choose a folder here and copy it to gs:"
+    ):
+        prepare(run.source, run.vocabulary, "gs://bucket/store")
 
 
 def test_checkpoints_are_nowhere_but_on_disks_and_gs(bindings):
