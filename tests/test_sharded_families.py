@@ -2,20 +2,25 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meliad_like.config import parse
 from meliad_like.data.batch import Batch
+from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.families import check_sequence
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.shortformer_config import ShortformerConfig
 from meliad_like.planning.collectives import traffic
 from meliad_like.training.loss import segment_losses
 from meliad_like.training.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
+from meliad_like.training.setup import make_program
 
 # Lanes, blocks and heads for eight devices along any axis.
 B, C, W, V = 8, 8, 4, 64
@@ -58,7 +63,15 @@ ALL += [(name, mesh) for name in CONFIGS.keys() - IN_ORDER for mesh in SEQUENCE_
 FAMILIES = ["slide", "xl", "lstm:dual", "feedback", "memorizing", "shortformer", "gpt2", "llama", "recurrent gpt2"]
 CHOSEN = [(name, mesh) for name in FAMILIES for mesh in [(2, 2, 2, 1), (1, 1, 8, 1)]]
 CHOSEN += [("fixed:skip", mesh) for mesh in MESHES] + [("slide below skip", (1, 1, 1, 8)), ("lstm:dual", (2, 1, 2, 2))]
-MARKED = [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.exhaustive) for case in sorted(ALL)]
+MARKED = [
+    pytest.param(
+        name,
+        mesh,
+        marks=() if (name, mesh) in CHOSEN else pytest.mark.exhaustive,
+        id=f"{name}-{'x'.join(map(str, mesh))}",
+    )
+    for name, mesh in sorted(ALL)
+]
 
 
 @functools.cache
@@ -167,3 +180,25 @@ def test_an_axis_of_one_device_changes_nothing():
     without = jax.make_mesh((2, 2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
     texts = [compile_losses(SKIP, mesh).as_text() for mesh in (without, make_mesh(MeshConfig(2, 2, 2)))]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("feedback", "decoder model: with feedback='last' a block waits for all layers of the one before"),
+        ("memorizing", "decoder model: with memory_layers=(0,) a block searches what the ones before have remembered"),
+        ("shortformer", "shortformer model: its windows are read one after the other"),
+        ("gpt2", "pretrained model: its windows are read one after the other"),
+    ],
+)
+def test_models_that_read_in_order_refuse_the_axis(name, reason):
+    check_sequence(CONFIGS[name], C * W, 1)
+    with pytest.raises(UserError, match=re.escape(f"MeshConfig.sequence=2 must be 1 for this {reason}")):
+        check_sequence(CONFIGS[name], C * W, 2)
+
+
+def test_blocks_that_do_not_divide():
+    run = parse(["size/tiny.gin"], ["MeshConfig.sequence = 8"])
+    message = "MeshConfig.sequence=8 must divide the blocks of a segment: segment_length=64 is not a multiple of 8 x "
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_program(run, V, make_mesh(run.mesh))
