@@ -1,6 +1,7 @@
 """The commands of ancient history: scores, selections, evaluations and a search for the lengths."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,8 +12,9 @@ from rich.console import Console
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import Table, with_progress
 from meliad_like.history import report
-from meliad_like.history.evaluation import BASELINE, evaluate
+from meliad_like.history.evaluation import BASELINE, Evaluation, evaluate
 from meliad_like.history.journal import Journal
+from meliad_like.history.losses import TargetLosses
 from meliad_like.history.opening import Opened, Request, open_request
 from meliad_like.history.scoring import Request as GainRequest
 from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle
@@ -20,13 +22,12 @@ from meliad_like.history.selector_scorer import open_selectors
 from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, select
 from meliad_like.history.stride_store import StoreInfo, StrideStore, fingerprint, whole_documents
 
-SELECTIONS = ("random", "recent", "prefix_overlap", "overlap_oracle", "score_oracle")
 CONTROLS = ("random", "overlap_oracle")
 """Always evaluated."""
 
 
 def selections(opened: Opened, names: Collection[str], selectors: Sequence[str] = ()) -> list[SpanScorer]:
-    """What is asked for by name, in the order of SELECTIONS, and then trained selectors by their folders."""
+    """What is asked for by name, the oracles last, and then trained selectors by their folders."""
     config = opened.config
     make = {
         "random": lambda: RandomSpans(config),
@@ -35,7 +36,8 @@ def selections(opened: Opened, names: Collection[str], selectors: Sequence[str] 
         "overlap_oracle": lambda: OverlapOracle(config),
         "score_oracle": lambda: ScoreOracle(opened.gains()),
     }
-    chosen: list[SpanScorer] = [make[name]() for name in SELECTIONS if name in names]
+    assert set(names) <= set(make)
+    chosen: list[SpanScorer] = [make[name]() for name in make if name in names]
     return [*chosen, *open_selectors(selectors, config, opened.store)]
 
 
@@ -84,7 +86,12 @@ def select_spans(request: Request, folder: Path, names: Sequence[str], selectors
     """
     opened = open_request(request)
     (scorer,) = selections(opened, names, selectors)
-    info = _info(opened, request, what="selections", maker=scorer.name, leaks_the_future=scorer.leaks_the_future)
+    # Other rankings are functions of the config alone.
+    made_of = [_stamps(selectors)] if selectors else []
+    if isinstance(scorer, ScoreOracle):
+        made_of = [fingerprint(opened.checkpoint.model, opened.checkpoint.params)]
+    maker = " ".join([scorer.name, *(hashlib.sha256(json.dumps(part).encode()).hexdigest()[:12] for part in made_of)])
+    info = _info(opened, request, what="selections", maker=maker, leaks_the_future=scorer.leaks_the_future)
     store, tokens = StrideStore(folder, info), whole_documents(opened.documents)
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
@@ -102,35 +109,12 @@ def evaluate_selections(request: Request, folder: Path, names: Sequence[str], se
     Args:
         request: what is evaluated.
         folder: of evaluation.json, evaluation.md and what is done so far (`Journal`).
-        names: of SELECTIONS.
+        names: as of `selections`.
         selectors: folders of trained ones.
     """
     opened = open_request(request)
     chosen = selections(opened, {*CONTROLS, *names}, selectors)
-    made_of = {
-        "model": fingerprint(opened.checkpoint.model, opened.checkpoint.params),
-        "store": opened.store.fingerprint,
-        "config": dataclasses.asdict(opened.config),
-        "documents": [list(pair) for pair in zip(opened.documents.names, opened.documents.lengths.tolist())],
-        "selections": [selection.name for selection in chosen],
-        "selectors": {selector: _stamp(selector) for selector in selectors},
-    }
-    journal = Journal(folder, made_of)
-    windows = opened.windows()
-
-    def work(progress):
-        return evaluate(
-            windows,
-            opened.documents,
-            chosen,
-            opened.config,
-            opened.separator,
-            progress,
-            done=journal.done,
-            on_document=journal.write,
-        )
-
-    evaluation = with_progress(request.split, work)
+    evaluation = _evaluate(opened, opened.windows(), chosen, opened.config, folder, request.split, _stamps(selectors))
     extra = {
         "checkpoint": request.checkpoint,
         "step": opened.checkpoint.step,
@@ -151,7 +135,7 @@ def search(request: Request, folder: Path, history_lengths: Sequence[int], span_
 
     Args:
         request: what is evaluated; the paper searches on training documents.
-        folder: of search.json and search.md.
+        folder: of search.json, search.md, and what is done so far of each pair.
         history_lengths, span_lengths: all pairs of these that fit together.
 
     Raises:
@@ -166,12 +150,8 @@ def search(request: Request, folder: Path, history_lengths: Sequence[int], span_
         except UserError as error:
             found.append({"history_length": j, "span_length": span, "why_not": str(error)})
             continue
-        oracle = ScoreOracle(opened.gains(config))
-
-        def work(progress, config=config, oracle=oracle):
-            return evaluate(windows, opened.documents, [oracle], config, opened.separator, progress)
-
-        evaluation = with_progress(f"j={j}, l={span}", work)
+        oracle, place = ScoreOracle(opened.gains(config)), folder / f"j{j}_l{span}"
+        evaluation = _evaluate(opened, windows, [oracle], config, place, f"j={j}, l={span}")
         bootstrap = report.Bootstrap(len(evaluation.names))
         figures = {
             name: dataclasses.asdict(report.figures(evaluation, evaluation[name], bootstrap)["perplexity"])
@@ -217,10 +197,49 @@ def search_table(
     return Table(title, ("", *(f"l = {span}" for span in span_lengths)), rows)
 
 
-def _stamp(folder: str) -> list[str]:
-    """Changes where the files of a folder do."""
-    files = sorted(path for path in Path(folder).expanduser().rglob("*") if path.is_file())
-    return [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+def _evaluate(
+    opened: Opened,
+    windows: TargetLosses,
+    chosen: Sequence[SpanScorer],
+    config: HistoryConfig,
+    folder: Path,
+    title: str,
+    stamps: dict[str, list[str]] | None = None,
+) -> Evaluation:
+    """Evaluates, or goes on with it: what is done is kept in the folder."""
+    made_of = {
+        "model": fingerprint(opened.checkpoint.model, opened.checkpoint.params),
+        "store": opened.store.fingerprint,
+        "config": dataclasses.asdict(config),
+        "documents": [list(pair) for pair in zip(opened.documents.names, opened.documents.lengths.tolist())],
+        "selections": [selection.name for selection in chosen],
+        "selectors": stamps or {},
+    }
+    journal = Journal(folder, made_of)
+
+    def work(progress):
+        return evaluate(
+            windows,
+            opened.documents,
+            chosen,
+            config,
+            opened.separator,
+            progress,
+            done=journal.done,
+            on_document=journal.write,
+        )
+
+    return with_progress(title, work)
+
+
+def _stamps(folders: Sequence[str]) -> dict[str, list[str]]:
+    """Of each folder something that changes where its files do."""
+
+    def stamp(folder: str) -> list[str]:
+        files = sorted(path for path in Path(folder).expanduser().rglob("*") if path.is_file())
+        return [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+
+    return {folder: stamp(folder) for folder in folders}
 
 
 def _info(opened: Opened, request: Request, **what) -> StoreInfo:

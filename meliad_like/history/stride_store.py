@@ -44,7 +44,7 @@ class StoreInfo:
     them 0."""
     config: HistoryConfig
     maker: str
-    """Of scores the model's fingerprint (`fingerprint`), of selections the name of what selects."""
+    """Of scores the model's fingerprint (`fingerprint`), of selections the name of what selects, and with what."""
     store: str
     """The token store's fingerprint."""
     split: str
