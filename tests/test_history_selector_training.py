@@ -28,24 +28,25 @@ def changed(**changes):
 
 def test_what_is_read_at_a_place():
     tokens = MadeUp().tokens(1, 0, 75)
-    places = Places(np.array([1]), np.array([4]), np.array([10]))
+    places, last = (Places(np.array([1]), np.array([number]), np.array([10])) for number in (4, 9))
     # The stride's targets are the tokens from 32 to 40; the span has the separator in its last place.
     span = [*tokens[6:9], 10]
 
-    def read(part, history=HISTORY, **changes):
+    def read(part, history=HISTORY, places=places, **changes):
         texts = DocumentTexts(make_inputs(history, SelectorConfig(**changes), VOCABULARY), MadeUp())(part, places)
         return texts.tokens[0].tolist(), texts.length.tolist()
 
-    def newline(**changes):
-        return dataclasses.replace(HISTORY, separator="\n", **changes)
-
-    assert read("span", newline()) == (span, [4])
-    assert read("context", newline()) == (tokens[24:32].tolist(), [8])
-    assert read("pair", newline()) == ([*span, *tokens[24:32]], [12])
-    assert read("pair", newline(), context_tokens=2) == ([*span, *tokens[30:32]], [6])
+    assert read("span") == (span, [4])
+    assert read("context") == (tokens[24:32].tolist(), [8])
+    assert read("pair") == ([*span, *tokens[24:32]], [12])
+    assert read("pair", context_tokens=2) == ([*span, *tokens[30:32]], [6])
     # Before the document's beginning there is nothing.
-    assert read("context", newline(), context_tokens=40) == ([*tokens[:32], *[0] * 8], [32])
-    assert read("pair", newline(selector_context="released_code")) == ([*span, *tokens[24:40]], [20])
+    assert read("context", context_tokens=40) == ([*tokens[:32], *[0] * 8], [32])
+    leaking = dataclasses.replace(HISTORY, selector_context="released_code")
+    assert read("pair", leaking) == ([*span, *tokens[24:40]], [20])
+    # The last stride predicts the tokens from 72 to 75 in a window that begins at 56.
+    assert read("context", HISTORY, last) == (tokens[64:72].tolist(), [8])
+    assert read("context", leaking, last) == ([*tokens[64:75], *[0] * 5], [11])
 
 
 def test_nothing_to_read_is_named():
