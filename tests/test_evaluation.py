@@ -92,7 +92,7 @@ def evaluator(model):
 
 @pytest.mark.parametrize(
     ("mesh_shape", "max_lanes", "segment_length"),
-    [((1, 1, 1), 1, 80), ((1, 1, 1), 3, 8), ((2, 2, 2), 4, 24)],
+    [((1, 1, 1), 1, 80), ((1, 1, 1), 3, 8), ((1, 2, 2, 2), 4, 48)],
 )
 def test_every_document_scores_as_if_read_alone(model, params, expected, mesh_shape, max_lanes, segment_length):
     evaluator, shardings = make_evaluator(model, mesh_shape, segment_length, max_lanes)
