@@ -1,5 +1,6 @@
 """Any config is either refused in one line before anything is compiled, or its step can be traced."""
 
+import itertools
 import typing
 from types import NoneType, UnionType
 from typing import Literal
@@ -37,7 +38,9 @@ def values(kind, integers):
         bool: st.booleans(),
         int: st.sampled_from(integers),
         float: st.one_of(st.sampled_from(FLOATS), st.sampled_from([3, "x"])),
-        str: st.sampled_from(["", "nonsense", "/", "\0", "relu", "float32", "bfloat16", "validation", "constant"]),
+        str: st.sampled_from(
+            ["", "nonsense", "/nowhere", "\0", "relu", "float32", "bfloat16", "validation", "constant"]
+        ),
         NoneType: st.none(),
     }
     return plain[kind]
@@ -105,25 +108,25 @@ def test_settings_of_the_training(base, changes):
     traced_or_refused(base, changes)
 
 
-@few
+@settings(few, max_examples=12)
 @given(bindings("DecoderConfig", FAMILIES["decoder"].config, SMALL))
 def test_settings_of_the_model(base, changes):
     traced_or_refused(base, changes)
 
 
-@settings(few, max_examples=60)
+@settings(few, max_examples=40)
 @given(bindings("SourceConfig", PARTS["source"], SMALL))
 def test_settings_of_the_documents(tmp_path, changes):
     (tmp_path / "a.txt").write_text("a")
     try:
         run = config.parse([], [f"SourceConfig.folder = '{tmp_path}'", "SourceConfig.kind = 'text'", *changes])
-        for reference in open_source(run.source).references():
-            assert reference.name
+        for reference in itertools.islice(open_source(run.source).references(), 3):
+            assert reference.read().text
     except UserError as error:
         assert "\n" not in str(error), changes
 
 
-@settings(few, max_examples=60)
+@settings(few, max_examples=40)
 @given(bindings("VocabularyConfig", PARTS["vocabulary"], SMALL))
 def test_settings_of_the_vocabulary(changes):
     try:

@@ -20,6 +20,9 @@ def fit(value: Any, expected: Any, name: str) -> Any:
     Raises:
       UserError: the value does not fit; the message starts with `name=value`.
     """
+    if isinstance(value, str) and "\0" in value:
+        # The system refuses it in paths, each function in its own way.
+        raise UserError(f"{name}={value!r} holds the character of number 0")
     try:
         return _fit(value, expected)
     except TypeError:
