@@ -60,11 +60,12 @@ def describe(name: str) -> Topology:
         return Topology(name, jax.devices("cpu"), "cpu", None, None)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"--topology={name} needs the TPU compiler: install it with pip install 'meliad_like[tpu]'")
-    # It would otherwise ask the machine it is on which slice it belongs to.
+    # It would otherwise ask the machine it is on which slice it belongs to, and be loaded by one process at a time.
     for variable, value in {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v4-32",
         "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }.items():
         os.environ.setdefault(variable, value)
     from jax.experimental import topologies
