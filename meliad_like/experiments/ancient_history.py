@@ -24,6 +24,7 @@ from meliad_like.experiments.jobs import device_name, write_json
 from meliad_like.experiments.pretrained import bindings_of
 from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
 from meliad_like.history import commands, selector_commands
+from meliad_like.history.evaluation import BASELINE
 from meliad_like.history.opening import Request
 from meliad_like.history.selector_checkpoint import open_selector
 
@@ -169,7 +170,8 @@ class HistoryExperiment:
         if self._done("evaluation", settings):
             return
         began = time.perf_counter()
-        names = [row.name for row in self.rows if row.selector is None]
+        # The plain window is always there.
+        names = [row.name for row in self.rows if row.selector is None and row.name != BASELINE]
         selectors = [str(self.folder / row.name) for row in trained]
         commands.evaluate_selections(request, self.folder / "evaluation", names, selectors)
         self._finish("evaluation", settings, began)
