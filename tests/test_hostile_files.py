@@ -49,7 +49,7 @@ def harms(draw):
 def harm(path: Path, kind: str, place: float, content: bytes) -> None:
     before = path.read_bytes()
     index = int(place * len(before))
-    if kind == "flip":
+    if kind == "flip" and before:
         path.write_bytes(before[:index] + bytes([before[index] ^ (1 << len(content) % 8)]) + before[index + 1 :])
     elif kind == "cut":
         path.write_bytes(before[:index])
