@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 
@@ -207,19 +208,35 @@ def test_memory_is_that_of_one_window():
         compiled = jax.jit(jax.grad(loss)).lower(params, tokens, carry, start).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    two, eighteen = temporaries(2), temporaries(18)
+    def per_window(**changes):
+        return (temporaries(18, **changes) - temporaries(2, **changes)) / 16
+
     # Sixteen more windows: their tokens, losses and vectors, and nothing of the size of a layer's output.
-    per_window = (eighteen - two) / 16
-    assert per_window < 2 * W * 16 * 4
+    assert per_window() < 2 * W * 16 * 4
+    # Or what the linear maps put out, in three layers five of width 16 and one of 24, and neither weights of attention
+    # nor logits.
+    linear_maps = 2 * W * 3 * (5 * 16 + 24) * 4
+    assert linear_maps < per_window(remat="dots") < 1.2 * linear_maps
 
 
-def test_layers_computed_again_give_the_same_gradient():
-    def gradient(**changes):
-        model, params = make(**RECURRENT, **changes)
-        batch = reader(model).batch(0, [0])
-        carry = model.bind(params).init_carry(1)
-        return jax.jit(jax.grad(lambda p: jnp.sum(segment_losses(model.bind(p), batch, carry, W)[0].nats)))(params)
+def gradient(**changes):
+    model, params = make(**RECURRENT, **changes)
+    batch = reader(model).batch(0, [0])
+    carry = model.bind(params).init_carry(1)
+    return jax.jit(jax.grad(lambda p: jnp.sum(segment_losses(model.bind(p), batch, carry, W)[0].nats)))(params)
 
-    for ours, plain in zip(jax.tree.leaves(gradient(remat="layers")), jax.tree.leaves(gradient()), strict=True):
+
+@pytest.mark.parametrize("remat", ["dots", "layers"])
+def test_what_is_computed_again_gives_the_same_gradient(remat):
+    for ours, plain in zip(jax.tree.leaves(gradient(remat=remat)), jax.tree.leaves(gradient()), strict=True):
         # A key's bias shifts all scores of a query alike: its gradient is rounding alone.
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_products_of_rounded_numbers(architecture):
+    exact, rounded = (gradient(architecture=architecture, matmul_dtype=dtype) for dtype in (None, "bfloat16"))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(rounded)} == {"float32"}
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, rounded, exact)) / optax.tree.norm(exact)
+    # Eight bits of each factor remain.
+    assert 1e-4 < difference < 0.05

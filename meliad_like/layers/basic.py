@@ -1,5 +1,6 @@
 """The parts that every layer is made of: parameters with logical axes, linear maps, norms, feed-forward, dropout."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "layers": jax.checkpoint_policies.nothing_saveable,
 }
+
+LINEAR = "linear"
+"""What linear maps put out is named so, for `jax.checkpoint`."""
 
 fan_in = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
@@ -33,27 +38,38 @@ def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
     return x.reshape(-1, x.shape[-1])
 
 
-@jax.custom_vjp
-def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"]) -> Float[Array, "n o"]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None) -> Float[Array, "n o"]:
     """`x @ kernel`, whose gradient for a kernel with more rows than columns is computed as its transpose.
 
     A product that sums over the first axis of both sides is what XLA does worst on a CPU, by a third when the left side
     is the wider one. The barrier keeps XLA from turning it round again.
+
+    Args:
+        x: of any float dtype, which is the result's as well.
+        kernel: of the dtype of `x`.
+        dtype: what both are rounded to, here and for the gradient of `x`; sums and the kernel's gradient are not. None:
+            nothing is rounded.
     """
-    return x @ kernel
+    return _rounded_product(x, kernel, dtype)
 
 
-def _product_forward(x, kernel):
-    return x @ kernel, (x, kernel)
+def _rounded_product(x, y, dtype):
+    rounded = x.dtype if dtype is None else dtype
+    return jnp.matmul(x.astype(rounded), y.astype(rounded), preferred_element_type=x.dtype)
 
 
-def _product_backward(saved, cotangent):
+def _product_forward(x, kernel, dtype):
+    return _rounded_product(x, kernel, dtype), (x, kernel)
+
+
+def _product_backward(dtype, saved, cotangent):
     x, kernel = saved
     if kernel.shape[0] > kernel.shape[1]:
         kernel_cotangent = jax.lax.optimization_barrier(cotangent.T @ x).T
     else:
         kernel_cotangent = x.T @ cotangent
-    return cotangent @ kernel.T, kernel_cotangent
+    return _rounded_product(cotangent, kernel.T, dtype), kernel_cotangent
 
 
 product.defvjp(_product_forward, _product_backward)
@@ -66,7 +82,10 @@ def rematerialise(function: Callable[..., Any], remat: str) -> Callable[..., Any
 
 
 class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`, computed in the dtype of `x`. The kernel is [in, out], fan-in truncated normal."""
+    """`x @ kernel (+ bias)`, computed in the dtype of `x`. The kernel is [in, out], fan-in truncated normal.
+
+    With a `matmul_dtype` what is multiplied is rounded to that, but for the gradient of the kernel; see `product`.
+    """
 
     def __init__(
         self,
@@ -77,17 +96,19 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         initializer=fan_in,
         bias_initializer=None,
+        matmul_dtype: str | None = None,
     ):
+        self.matmul_dtype = matmul_dtype
         self.kernel = parameter(rngs.params(), initializer, (size_in, size_out), axes)
         self.bias = (
             parameter(rngs.params(), bias_initializer, (size_out,), axes[1:]) if bias_initializer is not None else None
         )
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        y = product(rows(x), self.kernel[...].astype(x.dtype))
+        y = product(rows(x), self.kernel[...].astype(x.dtype), self.matmul_dtype)
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
-        return y.reshape(*x.shape[:-1], -1)
+        return checkpoint_name(y, LINEAR).reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nnx.Module):

@@ -13,7 +13,7 @@ Activation = Literal["gelu_tanh", "gelu", "relu", "silu", "tanh"]
 Pooling = Literal["mean", "sum", "max", "attention"]
 PooledLayers = Literal["blocks", "final_norm"]
 InsertionPoint = Literal["before_norm", "after_norm"]
-Remat = Literal["none", "layers"]
+Remat = Literal["none", "dots", "layers"]
 
 POSITIVE = (
     "num_layers",
@@ -89,9 +89,13 @@ class PretrainedConfig:
     dropout_rate: float = 0.0
     """On embeddings, attention weights and what is added to the residual stream."""
     activation_dtype: ActivationDtype = "float32"
+    matmul_dtype: ActivationDtype | None = None
+    """What the two sides of a linear map or of the logits are rounded to; sums, and gradients of parameters, are of
+    `activation_dtype`. None: that as well. With float32 activations, `bfloat16` is for CPUs that multiply it faster."""
     remat: Remat = "none"
-    """What of a window the backward pass computes again: nothing, or `layers`. With a recurrence all of a window is
-    computed again in any case; `layers` then saves memory at that time."""
+    """What the backward pass computes again: nothing (`none`), all but the linear maps (`dots`), or the inside of all
+    layers (`layers`). With a recurrence `none` and `layers` keep nothing of a window, whose gradient then takes one
+    more pass over it (section 3.2); `dots` keeps the outputs of linear maps for all windows of a sequence."""
 
     insertion_layers: tuple[int, ...] = ()
     """Layers, counted from 0, whose attention gets what was pooled from the window before; negative numbers count from

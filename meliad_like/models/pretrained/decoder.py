@@ -13,7 +13,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import dropout, parameter, rematerialise, rows
+from meliad_like.layers.basic import LINEAR, dropout, parameter, product, rematerialise, rows
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.parts import Block, Inserted, KeyValueCache, make_norm, normal
@@ -198,8 +198,9 @@ class PretrainedDecoder(nnx.Module):
             return (inserted, self._advance(position, start[:, None])), finish(hidden, targets)
 
         by_window = (jnp.moveaxis(windows, 1, 0), start.T, jnp.arange(start.shape[1]))
+        keep = jax.checkpoint_policies.save_only_these_names(*([LINEAR] if self.config.remat == "dots" else []))
         (inserted, position), results = jax.lax.scan(
-            jax.checkpoint(read, prevent_cse=False), (carry.inserted, carry.position), by_window
+            jax.checkpoint(read, prevent_cse=False, policy=keep), (carry.inserted, carry.position), by_window
         )
         return results, carry._replace(position=position, inserted=inserted)
 
@@ -213,9 +214,13 @@ class PretrainedDecoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """Scores of the next token, float32."""
-        table = (self.embedding if self.output_embedding is None else self.output_embedding)[...].astype(hidden.dtype)
-        logits = jnp.einsum("nd,vd->nv", rows(hidden), table, preferred_element_type=jnp.float32)
-        return logits.reshape(*hidden.shape[:-1], -1)
+        table = (self.embedding if self.output_embedding is None else self.output_embedding)[...]
+        if self.config.matmul_dtype is None:
+            table = table.astype(hidden.dtype)
+            logits = jnp.einsum("nd,vd->nv", rows(hidden), table, preferred_element_type=jnp.float32)
+        else:
+            logits = product(rows(hidden).astype(jnp.float32), table.T, self.config.matmul_dtype)
+        return jnp.reshape(logits, (*hidden.shape[:-1], -1))
 
     def decode_step(
         self, token: Int[Array, " b"], carry: PretrainedCarry

@@ -61,7 +61,13 @@ class Block(nnx.Module):
 
         def linear(size_in: int, size_out: int, *axes: str) -> Linear:
             return Linear(
-                size_in, size_out, axes, rngs=rngs, initializer=normal, bias_initializer=None if llama else zeros
+                size_in,
+                size_out,
+                axes,
+                rngs=rngs,
+                initializer=normal,
+                bias_initializer=None if llama else zeros,
+                matmul_dtype=config.matmul_dtype,
             )
 
         self.attention_norm = make_norm(config, rngs)
