@@ -5,9 +5,10 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meliad_like import config
+from meliad_like import config, plan
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.planning.collectives import Traffic, traffic
@@ -106,6 +107,25 @@ def test_what_fits_and_what_limits():
     assert seconds(linked, TOPOLOGY._replace(chip=None)) == {}
     written = to_json([linked], TOPOLOGY)
     assert json.loads(json.dumps(written))["programs"][0]["fits"]
+
+
+def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
+    monkeypatch.setattr("meliad_like.planning.topology.describe", lambda name: TOPOLOGY)
+    monkeypatch.setattr("meliad_like.planning.search.nearest_that_fits", lambda *_: "MeshConfig.fsdp = 2")
+
+    def exit_status(total_gib, *flag_words):
+        monkeypatch.setattr("meliad_like.planning.programs.needs", lambda *_: [need_of(total_gib)])
+        flags.FLAGS.unparse_flags()
+        flags.FLAGS(["plan", "--topology=v4:2", "--vocabulary_size=256", *flag_words])
+        return plan.main()
+
+    assert exit_status(31) == 0
+    assert "does not fit" not in capsys.readouterr().out
+    assert exit_status(33) == 1
+    assert "does not fit: training (33.0 GiB)\nit would fit with MeshConfig.fsdp = 2\n" in capsys.readouterr().out
+    assert exit_status(33, "--nosearch") == 1
+    assert "it would fit" not in capsys.readouterr().out
+    flags.FLAGS.unparse_flags()
 
 
 def test_alternatives_need_less_and_can_be_built(run):
