@@ -178,12 +178,13 @@ os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_devi
 sys.path[:0] = sys.argv[3:]
 import jax
 from meliad_like.training.joining import initialize_distributed
-initialize_distributed(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+company = initialize_distributed(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 from test_evaluation import make_evaluator, make_model
 model = make_model()
 evaluator, shardings = make_evaluator(model, (2, 1, 2))
 params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))
 print([document.nats for document in evaluator(params).documents])
+company.leave()
 """
 
 

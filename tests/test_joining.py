@@ -69,7 +69,9 @@ from meliad_like.errors import UserError
 from meliad_like.training import joining
 joining.GRACE = 1.0
 number, deed = int(sys.argv[2]), sys.argv[3]
-with joining.call_the_roll(sys.argv[1], 3, number, 60):
+company = joining.call_the_roll(sys.argv[1], 3, number, 60)
+company.watch()
+with company:
     print("here", flush=True)
     if deed == "stay":
         time.sleep(600)
@@ -174,7 +176,12 @@ def test_all_three_or_a_cluster(monkeypatch):
 
 def test_a_cluster_says_who_is_who(monkeypatch):
     called = []
-    monkeypatch.setattr(joining, "call_the_roll", lambda *place: called.append(place))
+
+    def no_others(*place):
+        called.append(place)
+        return joining.Company(0, {})
+
+    monkeypatch.setattr(joining, "call_the_roll", no_others)
     monkeypatch.setattr(joining.jax.distributed, "initialize", lambda *place, **_: called.append(place))
     monkeypatch.setattr(joining.jax.config, "update", lambda *_: None)
     slurm = {"JOB_ID": "7", "STEP_NODELIST": "node1", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}

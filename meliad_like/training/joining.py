@@ -27,7 +27,10 @@ GRACE = 10.0  # seconds
 
 
 class Company:
-    """The other processes of a run. In its `with`, the end of one is the end of this one too, with a message."""
+    """The other processes of a run: the death of one is the end of this one too, with a message.
+
+    To be left at the end, which the others then don't take for its death; or used in a `with`, which does that.
+    """
 
     def __init__(self, process_id: int, connections: dict[int, socket.socket]):
         """
@@ -37,16 +40,23 @@ class Company:
         self._process_id = process_id
         self._connections = connections
 
-    def __enter__(self) -> Self:
+    def watch(self) -> None:
+        """From here on."""
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def leave(self, failed: bool = False) -> None:
+        """Says that this process is done, or can't go on."""
+        for connection in self._connections.values():
+            _send(connection, FAILED if failed else FINISHED)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, *_) -> None:
         if kind is jax.errors.JaxRuntimeError:
             # An exchange that failed, often because another process has died: it's better to hear of that.
             time.sleep(GRACE / 5)
-        for connection in self._connections.values():
-            _send(connection, FAILED if kind else FINISHED)
+        self.leave(failed=kind is not None)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -107,6 +117,7 @@ def initialize_distributed(
             "must be given together, or not at all on a cluster that jax detects"
         )
     company = call_the_roll(*place, timeout_seconds)
+    company.watch()
     # Used by processes that compute on CPUs alone; accelerators have their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(*given, initialization_timeout=timeout_seconds)
