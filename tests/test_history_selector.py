@@ -96,6 +96,7 @@ def test_the_light_head_is_a_scalar_product_and_what_either_side_says():
     for part, values in sides.items():
         output = head[f"{part}_output"]
         expected = expected + (np.maximum(values, 0) @ output["kernel"] + output["bias"])[:, 0]
+    expected = standard["scores"]["mean"] + standard["scores"]["deviation"] * expected
     vectors = {"span": jnp.asarray(span), "context": jnp.asarray(context)}
     np.testing.assert_allclose(selector.score_vectors(params, vectors), expected, rtol=1e-4, atol=1e-5)
 

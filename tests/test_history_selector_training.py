@@ -15,7 +15,7 @@ from meliad_like.history import selector_training
 from meliad_like.history.selector_checkpoint import open_selector
 from meliad_like.history.selector_inputs import DocumentTexts, Places, make_inputs
 from meliad_like.history.selector_pairs import Order, Pairs, held_out, some_strides
-from meliad_like.history.selector_training import agreement
+from meliad_like.history.selector_training import agreement, train_selector
 from meliad_like.models.history_selector import SelectorConfig
 from meliad_like.training.preemption import EXIT_STATUS
 
@@ -141,6 +141,23 @@ def test_it_learns_and_keeps_the_best(undisturbed):
     assert same is not train_encoder
     deviations = [part["deviation"] for part in opened.params["standard"].values()]
     assert all((np.asarray(deviation) == 1).all() == train_encoder for deviation in deviations)
+
+
+def test_a_light_selector_learns_which_spans_fit(tmp_path):
+    """Scores that neither the spans nor the contexts alone decide, on documents that were not trained on."""
+    selector, encoder, inputs = selector_of("light", train_encoder=False)
+    places, scores = pairs_of().places, []
+    for document, number, end in zip(*(column.tolist() for column in places)):
+        tokens = MadeUp().tokens(document, 0, 100)
+        span, context = tokens[end - 4 : end - 1], tokens[8 * number - 8 : 8 * number]
+        scores.append(sum((span == letter).sum() * (context == letter).sum() for letter in (97, 98, 32)))
+    pairs = Pairs(places, np.array(scores, np.float32))
+    longer = changed(num_steps=300, batch_size=16, log_every=300, evaluate_every=300, checkpoint_every=0)
+    train_selector(selector, encoder, inputs, longer, pairs, MadeUp(), VOCABULARY, tmp_path, {})
+    (figures,) = read_metrics(tmp_path, "validation")
+    assert figures["correlation"] > 0.8
+    reached = (figures["chosen_gain"] - figures["random_gain"]) / (figures["oracle_gain"] - figures["random_gain"])
+    assert reached > 0.5
 
 
 def test_another_training_in_the_folder_is_refused(undisturbed):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.history.selector_inputs import DocumentTexts, Places, Texts
@@ -90,25 +90,24 @@ class Vectors(NamedTuple):
         return {part: np.asarray(self.values[part][index[rows]]) for part, index in self.index.items()}
 
     def standard(self) -> Params:
-        """Mean and deviation of every part, over its different texts, float32."""
-        standard = {}
-        for part, values in self.values.items():
-            mean = _mean(values, lambda rows: rows)
-            deviation = np.sqrt(_mean(values, lambda rows, mean=mean: np.square(rows - mean)))
-            # What never changes stays out, at whatever size.
-            deviation = np.where(deviation > 1e-6, deviation, 1.0)
-            standard[part] = {"mean": jnp.asarray(mean, jnp.float32), "deviation": jnp.asarray(deviation, jnp.float32)}
-        return standard
+        """`moments` of every part, over its different texts."""
+        return {part: moments(values) for part, values in self.values.items()}
 
 
-def _mean(
-    values: Float[np.ndarray, "texts e"], of: Callable[[np.ndarray], np.ndarray], rows_at_once: int = 10_000
-) -> Float[np.ndarray, " e"]:
-    """Mean of a function of the rows, float64; the rows may be on a disk, and more than memory holds."""
-    total = np.zeros(values.shape[1])
-    for start in range(0, len(values), rows_at_once):
-        total += of(values[start : start + rows_at_once].astype(np.float64)).sum(axis=0)
-    return total / len(values)
+def moments(values: Float[np.ndarray, "n *e"], rows_at_once: int = 10_000) -> dict[str, Array]:
+    """Mean and deviation over the rows, float32; these may be on a disk, and more than memory holds."""
+
+    def mean_of(function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        total = np.zeros(values.shape[1:])
+        for start in range(0, len(values), rows_at_once):
+            total += function(values[start : start + rows_at_once].astype(np.float64)).sum(axis=0)
+        return total / len(values)
+
+    mean = mean_of(lambda rows: rows)
+    deviation = np.sqrt(mean_of(lambda rows: np.square(rows - mean)))
+    # What never changes stays out, at whatever size.
+    deviation = np.where(deviation > 1e-6, deviation, 1.0)
+    return {"mean": jnp.asarray(mean, jnp.float32), "deviation": jnp.asarray(deviation, jnp.float32)}
 
 
 def encode_places(

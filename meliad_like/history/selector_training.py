@@ -30,6 +30,7 @@ from meliad_like.history.selector_pairs import (
     Vectors,
     encode_places,
     held_out,
+    moments,
     some_strides,
     stride_index,
 )
@@ -178,7 +179,8 @@ def train_selector(
     optimizer = make_optimizer(config, selector)
     feed = _make_feed(selector, encoder, inputs, config, (train_pairs, validation_pairs), documents, workdir)
     with Checkpoints(workdir / "checkpoints", keep_last=config.checkpoints_kept) as checkpoints:
-        state = _starting_state(selector, encoder, optimizer, config, feed.standard, checkpoints)
+        standard = feed.standard and feed.standard | {"scores": moments(train_pairs.scores)}
+        state = _starting_state(selector, encoder, optimizer, config, standard, checkpoints)
         start = int(state.step)
         if start >= config.num_steps:
             print(f"{workdir} is at step {start} of {config.num_steps}: nothing left to do; raise num_steps to go on")

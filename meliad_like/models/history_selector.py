@@ -9,7 +9,7 @@ stand on a pretrained decoder:
   and a candidate of a stride costs a scalar product of two vectors of `head_width`. The paper leaves it as future work.
 
 A model is built once, and its parameters are a tree: `encoder` (the decoder's), `standard` (means and deviations of its
-vectors, which training leaves alone) and `head`.
+vectors and of the scores, which training leaves alone) and `head`.
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ class Selector:
         return frozenset({"standard"} if self.config.train_encoder else {"standard", "encoder"})
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Fresh parameters without the encoder's, float32. Vectors are standardised by nothing yet."""
+        """Fresh parameters without the encoder's, float32. Nothing is standardised yet."""
         width, hidden = self.vector_width, self.config.head_width
         keys = iter(jax.random.split(key, 4))
 
@@ -134,7 +134,8 @@ class Selector:
 
         head = {part: linear(width, hidden) for part in self.parts}
         head |= {f"{part}_output": linear(hidden, 1) for part in self.parts}
-        standard = {part: {"mean": jnp.zeros(width), "deviation": jnp.ones(width)} for part in self.parts}
+        widths = {**dict.fromkeys(self.parts, (width,)), "scores": ()}
+        standard = {name: {"mean": jnp.zeros(shape), "deviation": jnp.ones(shape)} for name, shape in widths.items()}
         return {"standard": standard, "head": head}
 
     def encode(
@@ -185,7 +186,8 @@ class Selector:
         if self.config.kind == "light":
             # One context may stand for all spans.
             scores += jnp.sum(projected["span"] * projected["context"], axis=-1) * self.config.head_width**-0.5
-        return scores
+        standard = params["standard"]["scores"]
+        return standard["mean"] + standard["deviation"] * scores
 
     def score_vectors(self, params: Params, vectors: dict[Part, Float[Array, "b e"]]) -> Float[Array, " b"]:
         """`project` and `score`."""
