@@ -1,6 +1,7 @@
 """A trained selector that ranks candidates: what it sees, what it reads, and what its folder is good for."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, train
 
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
+from meliad_like.history import selector_checkpoint
 from meliad_like.history.selector_checkpoint import open_selector
 from meliad_like.history.selector_scorer import LearnedSelector, open_selectors
 from meliad_like.history.spans import candidates, select, strides
@@ -131,6 +133,20 @@ def test_what_does_not_fit_is_named(folders, tmp_path):
         open_selectors([folders / "light"], longer, Store(VOCABULARY))
     with pytest.raises(UserError, match="there is no selector in .*train_selector --output=DIR makes one"):
         open_selector(tmp_path)
+
+
+def test_a_selector_of_another_version_is_named(folders, monkeypatch):
+    path = folders / "light" / "selector.json"
+    saved = path.read_text()
+    changed = json.loads(saved)
+    del changed["selector"]["encoder_layers"]
+    path.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="selector.json is of another version, .* SelectorConfig.encoder_layers: train"):
+        open_selector(folders / "light")
+    # Unless what is missing was added later, and means by default what was before.
+    monkeypatch.setattr(selector_checkpoint, "ADDED", {"SelectorConfig.encoder_layers"})
+    assert open_selector(folders / "light").selector.config.encoder_layers == 0
+    path.write_text(saved)
 
 
 def test_the_folder_alone_is_enough(folders, tmp_path):

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from meliad_like.config.fields import field_types, fit
+from meliad_like.config.saved import ADDED
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.selector_inputs import SelectorInputs, make_inputs
@@ -118,7 +119,8 @@ def on_one_device(abstract: Any) -> Any:
 
 def _restore_config(kind: type, saved: dict[str, Any], folder: Path) -> Any:
     types = field_types(kind)
-    if strange := saved.keys() ^ types.keys():
+    lacking = {key for key in types.keys() - saved.keys() if f"{kind.__name__}.{key}" not in ADDED}
+    if strange := lacking | (saved.keys() - types.keys()):
         name = f"{kind.__name__}.{min(strange)}"
         raise UserError(f"{folder / FILE_NAME} is of another version, which differs in {name}: train the selector anew")
     return kind(**{key: fit(value, types[key], f"{kind.__name__}.{key}") for key, value in saved.items()})
