@@ -33,6 +33,7 @@ ADDED = frozenset(
         "DecoderConfig.memory_search",
         "DecoderConfig.memory_update",
         "MeshConfig.sequence",
+        "PretrainedConfig.matmul_dtype",
         "ReaderConfig.kind",
         "ReaderConfig.selection",
         "ReaderConfig.selections",
