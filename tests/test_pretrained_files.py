@@ -165,6 +165,9 @@ def test_damaged_gguf_files_are_refused(tmp_path):
         path.write_bytes(whole[:size])
         with pytest.raises(UserError, match="model.gguf is truncated, or no GGUF file"):
             read_gguf(path)
+    path.write_bytes(whole.replace(b"llama", b"\xfflama", 1))
+    with pytest.raises(UserError, match="model.gguf: general.architecture is damaged: 'utf-8'"):
+        read_gguf(path)
     path.unlink()
     with pytest.raises(UserError, match="cannot read .*model.gguf"):
         read_gguf(path)
@@ -212,7 +215,12 @@ def test_damaged_safetensors_are_refused(tmp_path):
         ({"layer_types": ["sliding_attention"]}, r"we don't know layer_types = \['sliding_attention'\]"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers = 'two' is no int"),
         ({"hidden_size": None}, "has no hidden_size"),
-        ({"num_key_value_heads": 4}, "num_heads=6 must be a multiple of num_key_value_heads=4"),
+        ({"num_key_value_heads": 4}, "config.json: num_heads=6 must be a multiple of num_key_value_heads=4"),
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads = 0 must be positive"),
+        ({"num_hidden_layers": 2**40}, "has no tensor model.layers.1099511627775.self_attn.q_proj.weight"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan must be positive"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta = 'x' is no float"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\] is none of"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(tmp_path, changes, message):

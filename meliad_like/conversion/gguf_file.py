@@ -7,7 +7,8 @@ import gguf
 import numpy as np
 
 from meliad_like.conversion.huggingface import Pretrained
-from meliad_like.conversion.pretrained_names import GGUF_LLAMA, read_parameters
+from meliad_like.conversion.huggingface_config import decoder_config, positive
+from meliad_like.conversion.pretrained_names import GGUF_LLAMA, check_num_layers, read_parameters
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -29,10 +30,13 @@ class GGUFFile:
         """One of the metadata.
 
         Raises:
-          UserError: there is none of this name, and no default.
+          UserError: there is none of this name, and no default; or it is no text although it is marked so.
         """
         if (field := self._fields.get(key)) is not None:
-            return field.contents()
+            try:
+                return field.contents()
+            except UnicodeDecodeError as error:
+                raise UserError(f"{self.path}: {key} is damaged: {error}") from None
         if default:
             return default[0]
         raise UserError(f"{self.path} has no {key}")
@@ -91,6 +95,7 @@ def read_gguf(path: str | Path) -> Pretrained:
     config = _config(file)
     size = len(file.value("tokenizer.ggml.tokens"))
     file.forget()
+    check_num_layers(GGUF_LLAMA, config, file.tensors, str(path))
     template = Model(config, size).abstract_params
     params = read_parameters(GGUF_LLAMA, template, config, file.tensors, file.tensor, str(path))
     return Pretrained(config, size, params)
@@ -102,28 +107,28 @@ def _config(file: GGUFFile) -> PretrainedConfig:
         raise UserError(f"{file.path} is a {architecture} model: of GGUF files we read llama")
     left = set(file.keys("llama.")) - HARMLESS
 
-    def take(key: str, *default: Any) -> Any:
+    def take(key: str, kind: type, *default: Any) -> Any:
         left.discard(key)
-        return file.value(f"llama.{key}", *default)
+        return positive(str(file.path), f"llama.{key}", file.value(f"llama.{key}", *default), kind)
 
-    width, heads = take("embedding_length"), take("attention.head_count")
-    head_size = file.value("llama.attention.key_length", width // heads)
+    width, heads = take("embedding_length", int), take("attention.head_count", int)
+    head_size = take("attention.key_length", int, width // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         if (value := file.value(f"llama.{key}", head_size)) != head_size:
             raise UserError(f"{file.path}: we can't honour llama.{key} = {value} with heads of {head_size}")
-    config = PretrainedConfig(
+    config = decoder_config(
+        str(file.path),
         architecture="llama",
-        num_layers=take("block_count"),
+        num_layers=take("block_count", int),
         model_width=width,
         num_heads=heads,
-        num_key_value_heads=take("attention.head_count_kv", heads),
+        num_key_value_heads=take("attention.head_count_kv", int, heads),
         head_size=head_size,
-        feedforward_width=take("feed_forward_length"),
+        feedforward_width=take("feed_forward_length", int),
         activation="silu",
-        max_positions=take("context_length"),
-        window_length=file.value("llama.context_length"),
-        norm_epsilon=take("attention.layer_norm_rms_epsilon"),
-        rotary_base=take("rope.freq_base", 10_000.0),
+        max_positions=take("context_length", int),
+        norm_epsilon=take("attention.layer_norm_rms_epsilon", float),
+        rotary_base=take("rope.freq_base", float, 10_000.0),
         tied_embedding="output.weight" not in file.tensors,
     )
     for key in sorted(left):

@@ -10,7 +10,7 @@ import safetensors
 import safetensors.numpy
 
 from meliad_like.conversion.huggingface_config import from_huggingface, to_huggingface
-from meliad_like.conversion.pretrained_names import GPT2, LLAMA, read_parameters, to_tensors
+from meliad_like.conversion.pretrained_names import GPT2, LLAMA, check_num_layers, read_parameters, to_tensors
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -54,8 +54,9 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     def read(name: str) -> np.ndarray:
         return _read_tensor(files[names[name]], names[name])
 
-    template = Model(config, size).abstract_params
-    params = read_parameters(TABLES[config.architecture], template, config, names, read, str(folder))
+    table = TABLES[config.architecture]
+    check_num_layers(table, config, names, str(folder))
+    params = read_parameters(table, Model(config, size).abstract_params, config, names, read, str(folder))
     return Pretrained(config, size, params)
 
 

@@ -1,5 +1,6 @@
 """Hugging Face's config.json and our PretrainedConfig. What we cannot honour is refused by name, never ignored."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +51,7 @@ def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
     """
     saved = dict(saved)
     architecture = saved.get("model_type")
-    if architecture not in FIXED:
+    if not isinstance(architecture, str) or architecture not in FIXED:
         raise UserError(f"{owner}: model_type {architecture!r} is none of {', '.join(FIXED)}")
     for key, value in FIXED[architecture].items():
         if saved.pop(key, value) not in (value, None):
@@ -61,7 +62,32 @@ def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
         # Whatever else it may be, a switch that is off changes nothing.
         if key not in HARMLESS and value not in (None, False, {}, []):
             raise UserError(f"{owner}: we don't know {key} = {value!r}, and can't tell whether it changes the model")
-    return PretrainedConfig(architecture=architecture, **fields, window_length=fields["max_positions"])
+    return decoder_config(owner, architecture=architecture, **fields)
+
+
+def decoder_config(owner: str, **fields: Any) -> PretrainedConfig:
+    """The decoder of these fields; its window is all positions.
+
+    Raises:
+      UserError: they don't fit each other; `owner` is the name of the file that they are from.
+    """
+    try:
+        return PretrainedConfig(**fields, window_length=fields["max_positions"])
+    except UserError as error:
+        raise UserError(f"{owner}: {error}") from None
+
+
+def positive(owner: str, key: str, value: Any, kind: type) -> Any:
+    """`value`, which must be a positive and finite number of this kind.
+
+    Raises:
+      UserError: it is not; `owner` is the name of the file that it is from.
+    """
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise UserError(f"{owner}: {key} = {value!r} is no {kind.__name__}")
+    if not 0 < value < math.inf:
+        raise UserError(f"{owner}: {key} = {value!r} must be positive")
+    return kind(value)
 
 
 class _Reader:
@@ -77,8 +103,8 @@ class _Reader:
             if default:
                 return default[0]
             raise UserError(f"{self._owner} has no {key}")
-        if kind is float and type(value) is int:
-            return float(value)
+        if kind in (int, float):
+            return positive(self._owner, key, value, kind)
         if type(value) is not kind:
             raise UserError(f"{self._owner}: {key} = {value!r} is no {kind.__name__}")
         return value
@@ -94,7 +120,7 @@ class _Reader:
         base = self.take("rope_theta", float, 10_000.0)
         for key, value in self.take("rope_parameters", dict, {}).items():
             if key == "rope_theta":
-                base = float(value)
+                base = positive(self._owner, "rope_parameters.rope_theta", value, float)
             elif (key, value) != ("rope_type", "default"):
                 raise UserError(f"{self._owner}: we can't honour rope_parameters.{key} = {value!r}")
         return base

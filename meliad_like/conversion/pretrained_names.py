@@ -88,6 +88,17 @@ def place(table: Mapping[str, Place], path: str) -> Place:
     return table[path]
 
 
+def check_num_layers(table: Mapping[str, Place], config: PretrainedConfig, names: Iterable[str], owner: str) -> None:
+    """Refuses a file without the last layer of its config, before anything of the size of that config is made.
+
+    Raises:
+      UserError: a tensor of that layer is missing.
+    """
+    last = place(table, f"blocks/{config.num_layers - 1}/query/kernel").name
+    if last not in names:
+        raise UserError(f"{owner} has no tensor {last}: it is not the model that its config describes")
+
+
 def read_parameters(
     table: Mapping[str, Place],
     template: dict[str, Any],
