@@ -62,6 +62,7 @@ ALL += [(name, mesh) for name in CONFIGS.keys() - IN_ORDER for mesh in SEQUENCE_
 # kind: every family on the two meshes that cut its parameters most, and the recurrent decoder on all.
 FAMILIES = ["slide", "xl", "lstm:dual", "feedback", "memorizing", "shortformer", "gpt2", "llama", "recurrent gpt2"]
 CHOSEN = [(name, mesh) for name in FAMILIES for mesh in [(2, 2, 2, 1), (1, 1, 8, 1)]]
+CHOSEN += [("fixed:single", (2, 2, 2, 1))]
 CHOSEN += [("fixed:skip", mesh) for mesh in MESHES] + [("slide below skip", (1, 1, 1, 8)), ("lstm:dual", (2, 1, 2, 2))]
 MARKED = [
     pytest.param(

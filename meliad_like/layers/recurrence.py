@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.layers.attention import attend, head_scale, merge_heads, split_heads, unit
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
+from meliad_like.layers.sharding import constrain
 
 GateKind = Literal["fixed", "lstm"]
 CellKind = Literal["skip", "single", "dual"]
@@ -161,6 +162,8 @@ class StateCell(nnx.Module):
             hidden = jax.nn.relu(self.feedforward.hidden(self.feedforward_norm(states)))
             states = self.feedforward_gate(states, hidden, self.feedforward.output(hidden))
         if self.cell == "single":
-            hidden = jax.nn.relu(self.feedforward.hidden(mixed))
+            # Heads lie along `tensor`, and so does what the network makes of them. Left to itself the compiler finds a
+            # layout in between whose gradients are wrong, on meshes with all of `data`, `fsdp` and `tensor`.
+            hidden = jax.nn.relu(self.feedforward.hidden(constrain(mixed, "lanes", None, None)))
             states = self.feedforward_gate(states, hidden, jnp.tanh(self.feedforward.output(hidden)))
         return states
