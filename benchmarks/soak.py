@@ -108,12 +108,15 @@ def kill_once(folder: Path, startup: float, chance: np.random.Generator) -> None
       SystemExit: the training was done before.
     """
     workdir, victim = folder / "killed", chance.integers(PROCESSES.value)
-    began, processes = time.monotonic(), start(folder, "killed")
+    before, began, processes = steps_done(workdir), time.monotonic(), start(folder, "killed")
     if chance.random() < 0.25:
-        time.sleep(chance.uniform(0, startup))
+        moment = began + chance.uniform(0, startup)
+        # The machine may have become faster since.
+        while time.monotonic() < moment and steps_done(workdir) <= before:
+            time.sleep(0.01)
     else:
         # Together the tries get about two thirds of the way.
-        target = steps_done(workdir) + chance.integers(2 * NUM_STEPS.value / (1.5 * KILLS.value))
+        target = before + chance.integers(2 * NUM_STEPS.value / (1.5 * KILLS.value))
         while steps_done(workdir) < target and processes[victim].poll() is None:
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.2))
