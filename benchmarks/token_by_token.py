@@ -24,7 +24,7 @@ from meliad_like.training.mesh import MeshConfig, make_mesh, replicated
 
 LAYERS = flags.DEFINE_integer("layers", 16, "Layers of both models.")
 WINDOWS = flags.DEFINE_integer("windows", 3, "Windows that the baseline reads, a token each.")
-TOKENS = flags.DEFINE_integer("tokens", 32, "Tokens that Shortformer reads one by one.")
+TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens that Shortformer reads one by one, whole segments of 512.")
 
 VOCABULARY_SIZE = 267_744  # of WikiText-103 by words
 
