@@ -17,7 +17,8 @@ from meliad_like.evaluation import opening
 from meliad_like.experiments import ancient_history
 from meliad_like.experiments.ancient_history import HistoryExperiment
 from meliad_like.experiments.tables.ancient_history import PAPER, ROWS, SCALES, rows_of
-from meliad_like.history import commands, selector_commands
+from meliad_like.history import commands
+from meliad_like.history.selectors import commands as selector_commands
 from meliad_like.training.mesh import make_mesh
 
 

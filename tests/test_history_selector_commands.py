@@ -13,9 +13,10 @@ from study_runs import Page, assert_safe
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation import opening
-from meliad_like.history import commands, selector_commands
+from meliad_like.history import commands
 from meliad_like.history.opening import Request
 from meliad_like.history.page_readings import Selection, find_spans
+from meliad_like.history.selectors import commands as selector_commands
 from meliad_like.history.spans import Stride
 from meliad_like.history.stride_store import StrideStore
 from meliad_like.training.mesh import make_mesh

@@ -11,9 +11,9 @@ from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, train
 
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.history import selector_checkpoint
-from meliad_like.history.selector_checkpoint import open_selector
-from meliad_like.history.selector_scorer import LearnedSelector, open_selectors
+from meliad_like.history.selectors import checkpoint
+from meliad_like.history.selectors.checkpoint import open_selector
+from meliad_like.history.selectors.scorer import LearnedSelector, open_selectors
 from meliad_like.history.spans import candidates, select, strides
 
 LENGTH = 90
@@ -144,7 +144,7 @@ def test_a_selector_of_another_version_is_named(folders, monkeypatch):
     with pytest.raises(UserError, match="selector.json is of another version, .* SelectorConfig.encoder_layers: train"):
         open_selector(folders / "light")
     # Unless what is missing was added later, and means by default what was before.
-    monkeypatch.setattr(selector_checkpoint, "ADDED", {"SelectorConfig.encoder_layers"})
+    monkeypatch.setattr(checkpoint, "ADDED", {"SelectorConfig.encoder_layers"})
     assert open_selector(folders / "light").selector.config.encoder_layers == 0
     path.write_text(saved)
 

@@ -11,11 +11,11 @@ from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, pairs_of, selec
 from tiny_run import assert_same_bits, read_metrics
 
 from meliad_like.errors import UserError
-from meliad_like.history import selector_training
-from meliad_like.history.selector_checkpoint import open_selector
-from meliad_like.history.selector_inputs import DocumentTexts, Places, make_inputs
-from meliad_like.history.selector_pairs import Order, Pairs, held_out, some_strides
-from meliad_like.history.selector_training import agreement, train_selector
+from meliad_like.history.selectors import training
+from meliad_like.history.selectors.checkpoint import open_selector
+from meliad_like.history.selectors.inputs import DocumentTexts, Places, make_inputs
+from meliad_like.history.selectors.pairs import Order, Pairs, held_out, some_strides
+from meliad_like.history.selectors.training import agreement, train_selector
 from meliad_like.models.history_selector import SelectorConfig
 from meliad_like.training.preemption import EXIT_STATUS
 
@@ -111,7 +111,7 @@ def undisturbed(request, tmp_path_factory):
 
 def test_a_run_that_stops_goes_on_as_if_it_had_not(undisturbed, tmp_path, monkeypatch):
     folder, kind, train_encoder = undisturbed
-    log = selector_training._log
+    log = training._log
 
     def stop_at_four(writer, step, *arguments):
         log(writer, step, *arguments)
@@ -119,7 +119,7 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(undisturbed, tmp_path, monkey
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(selector_training, "_log", stop_at_four)
+        patch.setattr(training, "_log", stop_at_four)
         assert train(tmp_path, kind, train_encoder=train_encoder) == EXIT_STATUS
     assert train(tmp_path, kind, train_encoder=train_encoder) == 0
     assert_same_bits(open_selector(tmp_path).params, open_selector(folder).params)

@@ -10,7 +10,7 @@ from meliad_like.data.documents import SourceConfig
 from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.history.selector_config import SelectorTrainingConfig
+from meliad_like.history.selectors.config import SelectorTrainingConfig
 from meliad_like.history.spans import HistoryConfig
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import FAMILIES, ModelConfig, family_name

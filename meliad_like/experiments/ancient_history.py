@@ -23,10 +23,11 @@ from meliad_like.experiments.history_report import write_report
 from meliad_like.experiments.jobs import device_name, write_json
 from meliad_like.experiments.pretrained import bindings_of
 from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
-from meliad_like.history import commands, selector_commands
+from meliad_like.history import commands
 from meliad_like.history.evaluation import BASELINE
 from meliad_like.history.opening import Request
-from meliad_like.history.selector_checkpoint import open_selector
+from meliad_like.history.selectors import commands as selector_commands
+from meliad_like.history.selectors.checkpoint import open_selector
 
 DONE_NAME = "done.json"
 PARTS = ("history", "selector", "selector_training", "mesh")

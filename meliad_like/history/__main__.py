@@ -73,8 +73,9 @@ def main(command: str) -> int | None:
         raise UserError("train_selector needs scores to learn from: give the folder that score made, --scores=DIR")
     lengths = {name: _numbers(name) for name in ("history_lengths", "span_lengths")}
     # Importing jax takes seconds: a mistyped flag is reported before.
-    from meliad_like.history import commands, selector_commands
+    from meliad_like.history import commands
     from meliad_like.history.opening import Request
+    from meliad_like.history.selectors import commands as selector_commands
 
     request = Request(
         checkpoint=CHECKPOINT.value,

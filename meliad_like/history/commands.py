@@ -18,7 +18,7 @@ from meliad_like.history.losses import TargetLosses
 from meliad_like.history.opening import Opened, Request, open_request
 from meliad_like.history.scoring import Request as GainRequest
 from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle
-from meliad_like.history.selector_scorer import open_selectors
+from meliad_like.history.selectors.scorer import open_selectors
 from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, select
 from meliad_like.history.stride_store import StoreInfo, StrideStore, fingerprint, whole_documents
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.history.selector_inputs import DocumentTexts, Places, Texts
+from meliad_like.history.selectors.inputs import DocumentTexts, Places, Texts
 from meliad_like.models.history_selector import Params, Part, Selector
 
 

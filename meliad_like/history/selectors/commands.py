@@ -15,9 +15,9 @@ from meliad_like.history.commands import selections
 from meliad_like.history.opening import Request, open_request
 from meliad_like.history.page import write_history_page
 from meliad_like.history.page_readings import read_histories
-from meliad_like.history.selector_inputs import Places, make_inputs
-from meliad_like.history.selector_pairs import Pairs
-from meliad_like.history.selector_training import train_selector
+from meliad_like.history.selectors.inputs import Places, make_inputs
+from meliad_like.history.selectors.pairs import Pairs
+from meliad_like.history.selectors.training import train_selector
 from meliad_like.history.stride_store import StrideStore, fingerprint
 from meliad_like.models.history_selector import Selector, encoder_config, encoder_params
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -29,7 +29,7 @@ def train(request: Request, folder: Path, scores: str) -> int:
     Args:
         request: the checkpoint is that of the decoder that the selector begins with; it need not be the one that
             scored. Documents are those of the scores.
-        folder: see `selector_checkpoint`.
+        folder: see `checkpoint`.
         scores: folder of a store of scores. Its settings hold, but for what the selector reads.
 
     Returns:

@@ -16,15 +16,15 @@ from jaxtyping import Array, Float, Int
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
-from meliad_like.history.selector_checkpoint import (
+from meliad_like.history.selectors.checkpoint import (
     FILE_NAME,
     on_one_device,
     save_encoder,
     selector_metadata,
 )
-from meliad_like.history.selector_config import SelectorTrainingConfig
-from meliad_like.history.selector_inputs import LEAKS, Documents, DocumentTexts, SelectorInputs
-from meliad_like.history.selector_pairs import (
+from meliad_like.history.selectors.config import SelectorTrainingConfig
+from meliad_like.history.selectors.inputs import LEAKS, Documents, DocumentTexts, SelectorInputs
+from meliad_like.history.selectors.pairs import (
     Order,
     Pairs,
     Vectors,
@@ -162,7 +162,7 @@ def train_selector(
       pairs: scored places of the documents.
       documents: of one split.
       vocabulary: kept in the folder.
-      workdir: see `selector_checkpoint`; made if need be.
+      workdir: see `checkpoint`; made if need be.
       trained_on: what is kept of where the pairs come from; a run goes on with the same alone.
 
     Returns:
