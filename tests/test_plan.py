@@ -158,9 +158,13 @@ def test_the_nearest_settings_that_fit(run, monkeypatch):
 
 
 def test_a_compiler_that_gives_up_says_what_it_would_need():
-    message = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
-    assert refused_bytes(f"{message}Used 20.50G of 15.75G hbm. Exceeded hbm capacity by 4.75G.") == 20.5 * GIB
-    assert refused_bytes("INTERNAL: something else") is None
+    used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded by 4.75G."
+    assert refused_bytes(used, 4 * GIB) == 16.5 * GIB
+    temporary = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (32.50G) exceeds"
+    )
+    assert refused_bytes(f"{temporary} available HBM (30.75G).", 4 * GIB) == 32.5 * GIB
+    assert refused_bytes("INTERNAL: something else", 0) is None
     need = need_of(1, gave_up=True)
     assert not fits(need, TOPOLOGY)
     assert limit(need, TOPOLOGY) == "memory's size"

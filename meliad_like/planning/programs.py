@@ -20,7 +20,9 @@ from meliad_like.training.setup import Program, make_program
 
 PROGRAMS = ("training", "evaluation", "decoding")
 
-_REFUSAL = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
+# What the TPU compiler says, of all that is used or of temporary arrays alone.
+_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
+_TEMPORARY = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)")
 
 
 class Need(NamedTuple):
@@ -111,10 +113,9 @@ def _need(name: str, compile_program: Callable[[], jax.stages.Compiled], parts: 
     try:
         compiled = compile_program()
     except jax.errors.JaxRuntimeError as error:
-        if (used := refused_bytes(str(error))) is None:
+        if (activations := refused_bytes(str(error), sum(parts.values()))) is None:
             raise
-        seconds = time.perf_counter() - began
-        return Need(name, parts, used - sum(parts.values()), 0, 0, {}, flops, seconds, gave_up=True)
+        return Need(name, parts, activations, 0, 0, {}, flops, time.perf_counter() - began, gave_up=True)
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
     return Need(
@@ -129,11 +130,12 @@ def _need(name: str, compile_program: Callable[[], jax.stages.Compiled], parts: 
     )
 
 
-def refused_bytes(message: str) -> int | None:
-    """What a program would use, where the TPU compiler's error says that this is more than a device has."""
-    if "RESOURCE_EXHAUSTED" not in message or (found := _REFUSAL.search(message)) is None:
-        return None
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+def refused_bytes(message: str, held: int) -> int | None:
+    """What a program would use beside `held`, where the TPU compiler's error says that a device has less."""
+    for pattern, besides in ((_TEMPORARY, 0), (_USED, held)):
+        if "RESOURCE_EXHAUSTED" in message and (found := pattern.search(message)):
+            return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) - besides
+    return None
 
 
 def state_parts(program: Program) -> dict[str, int]:
