@@ -61,9 +61,8 @@ def test_scores_are_those_of_the_head_on_the_texts(folders, kind):
 def test_only_the_released_code_s_context_sees_the_future(folders, kind, sees):
     scorer = LearnedSelector(open_selector(folders / kind))
     assert scorer.leaks_the_future is sees
-    assert scorer.name == (
-        "light_selector_released_code" if sees else {"joint": "learned"}.get(kind, kind) + "_selector"
-    )
+    names = {"joint": "learned_selector", "light": "light_selector", "leaking": "light_selector_released_code"}
+    assert scorer.name == names[kind]
     for stride in selecting():
         ends = candidates(stride, HISTORY)
         other = DOCUMENT.copy()
