@@ -1,6 +1,5 @@
 """The parts that every layer is made of: parameters with logical axes, linear maps, norms, feed-forward, dropout."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +37,6 @@ def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
     return x.reshape(-1, x.shape[-1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None) -> Float[Array, "n o"]:
     """`x @ kernel`, whose gradient for a kernel with more rows than columns is computed as its transpose.
 
@@ -51,10 +49,10 @@ def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = No
         dtype: what both are rounded to, here and for the gradient of `x`; sums and the kernel's gradient are not. None:
             nothing is rounded.
     """
-    return _rounded_product(x, kernel, dtype)
+    return _product(x, kernel, dtype)
 
 
-def _rounded_product(x, y, dtype):
+def _rounded_product(x: Array, y: Array, dtype: Any) -> Array:
     rounded = x.dtype if dtype is None else dtype
     return jnp.matmul(x.astype(rounded), y.astype(rounded), preferred_element_type=x.dtype)
 
@@ -72,7 +70,8 @@ def _product_backward(dtype, saved, cotangent):
     return _rounded_product(cotangent, kernel.T, dtype), kernel_cotangent
 
 
-product.defvjp(_product_forward, _product_backward)
+_product = jax.custom_vjp(_rounded_product, nondiff_argnums=(2,))
+_product.defvjp(_product_forward, _product_backward)
 
 
 def rematerialise(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
