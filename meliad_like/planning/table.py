@@ -133,7 +133,8 @@ def write_table(entries: Sequence[Entry], results: dict[str, Any]) -> str:
     wanted = {key for keys in rows for key in keys}
     lines += [
         "",
-        f"{len(wanted & results.keys())} of {len(wanted)} different programs have been compiled; the other rows are left out.",
+        f"{len(wanted & results.keys())} of {len(wanted)} different programs have been compiled; "
+        "the other rows are left out.",
     ]
     return "\n".join(lines[1:])
 
