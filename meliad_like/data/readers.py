@@ -162,8 +162,7 @@ class LanesReader:
     @property
     def num_steps(self) -> int | None:
         """Steps until every lane is done; None where reading has no end."""
-        num_blocks = self._schedule.num_blocks
-        return None if num_blocks is None else -(-num_blocks // (self.segment_length // self.window_length))
+        return self._schedule.num_steps(self.segment_length // self.window_length)
 
     @property
     def padding_share(self) -> float:

@@ -81,6 +81,11 @@ class Schedule:
                 self._deal_epoch()
             return max(self._ends)
 
+    def num_steps(self, blocks_in_step: int) -> int | None:
+        """Steps of so many blocks of every lane until the last one is done; None where the schedule has no end."""
+        num_blocks = self.num_blocks
+        return None if num_blocks is None else -(-num_blocks // blocks_in_step)
+
     def runs(self, lane: int, first: int, count: int) -> list[Run]:
         """What the lane reads in its blocks [first, first + count), in order; nothing where it is idle."""
         with self._lock:

@@ -108,8 +108,7 @@ class HistoryReader:
     @property
     def num_steps(self) -> int | None:
         """Steps until every lane is done; None where reading has no end."""
-        num_windows = self._schedule.num_blocks
-        return None if num_windows is None else -(-num_windows // self._windows_in_segment)
+        return self._schedule.num_steps(self._windows_in_segment)
 
     @property
     def padding_share(self) -> float:
