@@ -9,7 +9,8 @@ import hypothesis.strategies as st
 import jax
 import pytest
 import tiny_run
-from hypothesis import HealthCheck, example, given, settings
+from fuzzing import FEW
+from hypothesis import example, given, settings
 
 from meliad_like import config
 from meliad_like.config.fields import field_types
@@ -66,13 +67,6 @@ ANY = st.one_of(
         if name not in ("source", "vocabulary")
     )
 )
-few = settings(
-    derandomize=True,
-    max_examples=20,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +93,7 @@ def test_without_changes(base):
     assert traced_or_refused(base, []) is None
 
 
-@few
+@FEW
 @given(ANY)
 @example(["TrainingConfig.seed = -1"])
 @example([f"TrainingConfig.seed = {2**64}"])
@@ -108,13 +102,13 @@ def test_settings_of_the_training(base, changes):
     traced_or_refused(base, changes)
 
 
-@settings(few, max_examples=12)
+@settings(FEW, max_examples=12)
 @given(bindings("DecoderConfig", FAMILIES["decoder"].config, SMALL))
 def test_settings_of_the_model(base, changes):
     traced_or_refused(base, changes)
 
 
-@settings(few, max_examples=40)
+@settings(FEW, max_examples=40)
 @given(bindings("SourceConfig", PARTS["source"], SMALL))
 def test_settings_of_the_documents(tmp_path, changes):
     (tmp_path / "a.txt").write_text("a")
@@ -126,7 +120,7 @@ def test_settings_of_the_documents(tmp_path, changes):
         assert "\n" not in str(error), changes
 
 
-@settings(few, max_examples=40)
+@settings(FEW, max_examples=40)
 @given(bindings("VocabularyConfig", PARTS["vocabulary"], SMALL))
 def test_settings_of_the_vocabulary(changes):
     try:

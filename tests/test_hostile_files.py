@@ -13,7 +13,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import HealthCheck, example, given, settings
+from fuzzing import FEW
+from hypothesis import example, given, settings
 from test_checkpoints import abstract, assert_same_bits, make_state, save_all
 
 from meliad_like.config import from_json, parse, to_json
@@ -27,14 +28,7 @@ from meliad_like.generation.saved_reading import load_reading
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
 
-# The same examples in every run, and as many as seconds allow.
-few = settings(
-    derandomize=True,
-    max_examples=60,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+few = settings(FEW, max_examples=60)
 
 
 @st.composite
