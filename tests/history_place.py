@@ -9,8 +9,7 @@ from meliad_like import config
 from meliad_like.data.preparation import prepare
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.model import Model
-from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.opening import checkpoint_metadata, save_vocabulary
+from meliad_like.training.opening import write_checkpoint
 
 # Windows of 24: two spans of 6 at every third position, 12 recent tokens, 4 of them targets.
 HISTORY = [
@@ -56,8 +55,5 @@ def make_place(folder: Path) -> list[str]:
     vocabulary = ByteVocabulary()
     # Larger than a fresh model's, so that what it reads makes a difference.
     params = jax.tree.map(lambda x: 4 * x, Model(run.model, vocabulary.size).init(jax.random.key(1)))
-    save_vocabulary(vocabulary, folder / "model")
-    with Checkpoints(folder / "model") as checkpoints:
-        metadata = checkpoint_metadata(run, vocabulary, 0, None)
-        checkpoints.save(0, {"step": np.int32(0), "params": params}, metadata)
+    write_checkpoint(folder / "model", params, run, vocabulary)
     return bindings

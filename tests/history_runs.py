@@ -7,8 +7,7 @@ from meliad_like import config
 from meliad_like.data.preparation import prepare
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.model import Model
-from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.opening import checkpoint_metadata, save_vocabulary
+from meliad_like.training.opening import write_checkpoint
 
 EVIL = "<b>&" * 12
 HISTORY = {
@@ -52,10 +51,7 @@ def make_place(folder, *, size_multiple=1):
     )
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
     vocabulary = ByteVocabulary(size_multiple)
-    save_vocabulary(vocabulary, folder / "model" / "checkpoints")
     # Larger than a fresh model's, so that what it reads makes a difference.
     params = jax.tree.map(lambda x: 8 * x, jax.jit(Model(run.model, vocabulary.size).init)(jax.random.key(0)))
-    with Checkpoints(folder / "model" / "checkpoints") as checkpoints:
-        metadata = checkpoint_metadata(run, vocabulary, 0, None)
-        checkpoints.save(0, {"params": params, "step": np.int32(0)}, metadata)
+    write_checkpoint(folder / "model" / "checkpoints", params, run, vocabulary)
     return folder

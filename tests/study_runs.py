@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from meliad_like import config
@@ -17,9 +16,8 @@ from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.evaluation import opening
 from meliad_like.models.model import Model
 from meliad_like.studies.readings import Request
-from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.mesh import make_mesh
-from meliad_like.training.opening import checkpoint_metadata, save_vocabulary
+from meliad_like.training.opening import write_checkpoint
 
 EVIL = "</script><script>alert('document')</script><img src=x onerror=alert(1)> & Gomin met Gomin.\n\n"
 DOCUMENTS = {"one": EVIL * 4, "two": "A rose is a rose. " * 20, "three": "é" * 50}
@@ -53,11 +51,8 @@ def runs(tmp_path_factory):
         vocabulary = ByteVocabulary()
         prepare(run.source, run.vocabulary, root / "store", num_workers=1)
         folder = root / f"{row}<b>"
-        save_vocabulary(vocabulary, folder / "checkpoints")
         params = jax.jit(Model(run.model, vocabulary.size).init)(jax.random.key(len(row)))
-        with Checkpoints(folder / "checkpoints") as checkpoints:
-            metadata = checkpoint_metadata(run, vocabulary, 3, None)
-            checkpoints.save(3, {"params": params, "step": np.int32(3)}, metadata)
+        write_checkpoint(folder / "checkpoints", params, run, vocabulary, step=3)
         return str(folder)
 
     return make

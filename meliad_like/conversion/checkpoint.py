@@ -2,7 +2,6 @@
 
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import family_name
 from meliad_like.models.model import Model
-from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.opening import checkpoint_metadata, open_checkpoint, save_vocabulary
+from meliad_like.training.opening import open_checkpoint, write_checkpoint
 
 # Where the parameters lie in what different versions of flax saved; the first that fits counts.
 ROOTS = ("", "params/", "target/", "target/params/", "optimizer/target/", "optimizer/target/params/")
@@ -91,12 +89,7 @@ def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) ->
             f"VocabularyConfig, its size_multiple={num_tokens} if only unused ids are missing"
         )
     params = jax.tree.map(jnp.asarray, from_meliad(theirs, Model(run.model, vocabulary.size).abstract_params))
-    with Checkpoints(folder) as checkpoints:
-        if steps := checkpoints.steps():
-            raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")
-        save_vocabulary(vocabulary, folder)
-        state: dict[str, Any] = {"step": jnp.zeros((), jnp.int32), "params": params}
-        checkpoints.save(0, state, checkpoint_metadata(run, vocabulary, 0, None))
+    write_checkpoint(folder, params, run, vocabulary)
 
 
 def convert_to_meliad(folder: str | Path, path: str | Path) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import pickle
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,7 @@ from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.models.shortformer_config import ShortformerConfig
-from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.opening import checkpoint_metadata, save_vocabulary
+from meliad_like.training.opening import write_checkpoint
 
 
 def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:
@@ -54,9 +52,4 @@ def convert_from_fairseq(path: str | Path, run: RunConfig, folder: str | Path) -
         raise UserError("the checkpoint has the words of its own dict.txt: set VocabularyConfig.model_file to it")
     vocabulary = make_vocabulary(run.vocabulary)
     params = from_fairseq(read_fairseq(path), Model(run.model, vocabulary.size).abstract_params)
-    with Checkpoints(folder) as checkpoints:
-        if steps := checkpoints.steps():
-            raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")
-        save_vocabulary(vocabulary, folder)
-        state: dict[str, Any] = {"step": jnp.zeros((), jnp.int32), "params": jax.tree.map(jnp.asarray, params)}
-        checkpoints.save(0, state, checkpoint_metadata(run, vocabulary, 0, None))
+    write_checkpoint(folder, jax.tree.map(jnp.asarray, params), run, vocabulary)

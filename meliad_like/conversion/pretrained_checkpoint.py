@@ -2,9 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import jax.numpy as jnp
 
 from meliad_like.config.bindings import Binding, Bindings, collect
 from meliad_like.config.run import RunConfig, build
@@ -13,8 +10,7 @@ from meliad_like.data.tokenizers_vocabulary import TokenizersVocabulary
 from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
-from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.opening import checkpoint_metadata, open_checkpoint, save_vocabulary
+from meliad_like.training.opening import open_checkpoint, write_checkpoint
 
 
 def convert_from_pretrained(
@@ -46,12 +42,7 @@ def convert_from_pretrained(
             f"VocabularyConfig.model_file, or VocabularyConfig.size_multiple={pretrained.vocabulary_size} if only "
             "unused ids are missing"
         )
-    with Checkpoints(folder) as checkpoints:
-        if steps := checkpoints.steps():
-            raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")
-        save_vocabulary(vocabulary, folder)
-        state: dict[str, Any] = {"step": jnp.zeros((), jnp.int32), "params": pretrained.params}
-        checkpoints.save(0, state, checkpoint_metadata(run, vocabulary, 0, None))
+    write_checkpoint(folder, pretrained.params, run, vocabulary)
 
 
 def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunConfig:

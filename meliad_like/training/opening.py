@@ -4,6 +4,7 @@ import json
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
@@ -47,6 +48,25 @@ def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
     """Puts the vocabulary into a checkpoint folder, which is made if need be."""
     with written_locally(epath.Path(folder) / VOCABULARY_FOLDER) as target:
         vocabulary.save(target)
+
+
+def write_checkpoint(
+    folder: epath.PathLike, params: Any, run: RunConfig, vocabulary: Vocabulary, step: int = 0
+) -> None:
+    """Makes a checkpoint folder of parameters that no training here has made, which `open_checkpoint` opens.
+
+    Args:
+      folder: made if need be.
+
+    Raises:
+      UserError: there are checkpoints already.
+    """
+    with Checkpoints(folder) as checkpoints:
+        if steps := checkpoints.steps():
+            raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")
+        save_vocabulary(vocabulary, folder)
+        state = {"step": jnp.asarray(step, jnp.int32), "params": params}
+        checkpoints.save(step, state, checkpoint_metadata(run, vocabulary, step, None))
 
 
 def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Mesh | None = None) -> OpenedCheckpoint:
