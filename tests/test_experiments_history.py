@@ -97,8 +97,8 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     assert table["learned_selector_released_code"]["leaks_the_future"] == "True"
     assert (place / "table" / "ancient_history.png").stat().st_size > 10_000
 
-    def never(*_):
-        raise AssertionError("it is done")
+    def never(request, *_):
+        raise AssertionError(f"it is done, with {request.gin_params}")
 
     with monkeypatch.context() as patch:
         for module, name in ((commands, "score"), (selector_commands, "train"), (commands, "evaluate_selections")):
@@ -106,6 +106,9 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
         assert experiment(place)[0].make() == 0
         with pytest.raises(AssertionError, match="it is done"):
             experiment(place, split="train")[0].make()
+        rounded = dataclasses.replace(made, gin_params=(*made.gin_params, "PretrainedConfig.matmul_dtype = 'bfloat16'"))
+        with pytest.raises(AssertionError, match="matmul_dtype = 'bfloat16'"):
+            rounded.make()
 
 
 @pytest.mark.parametrize(

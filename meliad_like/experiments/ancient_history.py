@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from meliad_like import config
 from meliad_like.config import RunConfig
@@ -28,6 +28,7 @@ from meliad_like.history.evaluation import BASELINE
 from meliad_like.history.opening import Request
 from meliad_like.history.selectors import commands as selector_commands
 from meliad_like.history.selectors.checkpoint import open_selector
+from meliad_like.models.pretrained.config import PretrainedConfig
 
 DONE_NAME = "done.json"
 PARTS = ("history", "selector", "selector_training", "mesh")
@@ -115,6 +116,7 @@ class HistoryExperiment:
             for part in (getattr(run, name) for name in PARTS)
             for name, value in dataclasses.asdict(part).items()
         ]
+        bindings.append(f"PretrainedConfig.matmul_dtype = {_matmul_dtype(run)!r}")
         return Request(
             checkpoint=self.load_dir,
             gin_params=tuple(bindings),
@@ -123,6 +125,11 @@ class HistoryExperiment:
             batch_size=self.scale.batch_size,
             **what,
         )
+
+    @staticmethod
+    def _reading(run: RunConfig) -> dict[str, Any]:
+        """How documents are read."""
+        return {"history": dataclasses.asdict(run.history), "matmul_dtype": _matmul_dtype(run)}
 
     @property
     def _amounts(self) -> dict[str, int | None]:
@@ -136,7 +143,7 @@ class HistoryExperiment:
             document_tokens=self.scale.scored_document_tokens,
             max_tokens=self.scale.scored_tokens,
         )
-        settings = {"history": dataclasses.asdict(self.run().history), **self._amounts}
+        settings = self._reading(self.run()) | self._amounts
         if not self._done("scores", settings):
             began = time.perf_counter()
             commands.score(request, self.folder / "scores")
@@ -144,7 +151,8 @@ class HistoryExperiment:
 
     def _train(self, row: HistoryRow) -> int:
         run = self.run(row)
-        settings = {name: dataclasses.asdict(getattr(run, name)) for name in PARTS if name != "mesh"} | self._amounts
+        settings = {name: dataclasses.asdict(getattr(run, name)) for name in PARTS if name != "mesh"}
+        settings |= self._reading(run) | self._amounts
         if self._done(row.name, settings):
             return 0
         began = time.perf_counter()
@@ -160,8 +168,7 @@ class HistoryExperiment:
             run, self.split, document_tokens=self.scale.evaluated_document_tokens, max_tokens=self.max_tokens
         )
         steps = {row.name: open_selector(self.folder / row.name).step for row in trained}
-        settings = {
-            "history": dataclasses.asdict(run.history),
+        settings = self._reading(run) | {
             "rows": [row.name for row in self.rows],
             "split": self.split,
             "max_tokens": self.max_tokens,
@@ -186,3 +193,8 @@ class HistoryExperiment:
         seconds = time.perf_counter() - began
         done = {"settings": settings, "seconds": seconds, "device": device_name()}
         write_json(self.folder / part / DONE_NAME, done)
+
+
+def _matmul_dtype(run: RunConfig) -> str | None:
+    # The only one of the model's settings that isn't the checkpoint's: it changes how fast documents are read.
+    return cast(PretrainedConfig, run.model).matmul_dtype

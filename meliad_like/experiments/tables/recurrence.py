@@ -45,11 +45,11 @@ OVERLAPS = {
 
 SCALES = {
     # Nothing of the model and its windows is made smaller. One sequence of 5 windows a step instead of 4 or 8 of 20,
-    # because 100,000 targets would otherwise be a handful of steps, in which no recurrence learns anything.
+    # because 60,000 targets would otherwise be a handful of steps, in which no recurrence learns anything.
     "tiny": Scale(
         segments=4,
         lanes=8,
-        targets=100_000,
+        targets=60_000,
         bindings={
             "PretrainedConfig.dropout_rate": 0.0,
             "ScheduleConfig.max_rate": 1e-4,
@@ -62,7 +62,7 @@ SCALES = {
             "TrainingConfig.checkpoint_every": 20,
             "TrainingConfig.checkpoints_kept": 1,
         },
-        max_tokens=40_000,
+        max_tokens=24_000,
     ),
     "small": Scale(
         targets=4_000_000,
