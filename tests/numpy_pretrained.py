@@ -122,6 +122,8 @@ def window(model, tokens, inserted=None):
 
 def summary(recurrence, config, outputs):
     """From the outputs of a window's layers to what is inserted into the next, [e, d]."""
+    if config.normalise_pooled:
+        outputs = [y / np.sqrt((y**2).mean(axis=1, keepdims=True) + config.norm_epsilon) for y in outputs]
     weighed = np.tensordot(softmax(np.asarray(recurrence["layer_scores"], np.float64)), np.stack(outputs), axes=1)
     z = {
         "mean": lambda: weighed.mean(axis=0),

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.training.optimizers import OptimizerConfig, applied_rate, make_optimizer
+from meliad_like.training.optimizers import OptimizerConfig, applied_rate, at_rates, make_optimizer
 
 # Three steps of the reference's optimizers; of the results, the first 16 entries of the first axis.
 GOLDEN = np.load(Path(__file__).parent / "golden" / "e_adafactor_three_steps.npz")
@@ -106,6 +106,19 @@ def test_weight_decay(name, removed):
     params, gradients = {"a": jnp.full(3, 2.0)}, {"a": jnp.zeros(3)}
     updates = one_update(OptimizerConfig(name=name, weight_decay=0.02), params, gradients)
     np.testing.assert_allclose(updates["a"], -2 * removed, rtol=1e-5)
+
+
+def test_a_factor_on_the_rate_of_some_parameters():
+    params = {"a": {"b": jnp.full(3, 2.0)}, "c": jnp.ones(2), "d": jnp.ones(2)}
+    optimizer = make_optimizer(OptimizerConfig(name="adam"), lambda step: jnp.float32(0.1))
+
+    def updates(optimizer):
+        return optimizer.update(params, optimizer.init(params), params)[0]
+
+    plain, changed = updates(optimizer), updates(at_rates(optimizer, {"a": 10.0, "c": 0.0}))
+    np.testing.assert_allclose(changed["a"]["b"], 10 * plain["a"]["b"], rtol=1e-6)
+    np.testing.assert_array_equal(changed["c"], np.zeros(2))
+    np.testing.assert_array_equal(changed["d"], plain["d"])
 
 
 def test_applied_rate_has_the_optimizers_factor():

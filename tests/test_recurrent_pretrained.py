@@ -85,6 +85,7 @@ def losses_in_numpy(model, params):
         {"pooling": "max", "insertion_layers": (0, -1), "num_inserted": 3, "overlap": 7},
         {"pooling": "attention", "insertion_layers": (0, 1, 2), "recurrence_activation": "tanh", "overlap": 1},
         {"recurrence_depth": 0, "insertion_layers": (2,)},
+        {"normalise_pooled": True, "insertion_point": "after_norm"},
     ],
 )
 def test_the_recurrence_is_a_loop_over_windows(architecture, changes):
@@ -97,6 +98,14 @@ def test_the_recurrence_is_a_loop_over_windows(architecture, changes):
     plain = losses_by_windows(without, decoder)
     np.testing.assert_allclose(plain[:W], expected[:W], rtol=1e-4, atol=1e-4)
     assert np.abs(plain[W:] - expected[W:]).max() > 0.01
+
+
+def test_a_scale_of_zero_begins_with_zeros():
+    model = Model(make(recurrence_scale=0.0, **RECURRENT)[0].config, V)
+    recurrence = model.bind(model.init(jax.random.key(0))).recurrence
+    np.testing.assert_array_equal(recurrence(jnp.ones((2, W, 16))), np.zeros((2, 1, 16)))
+    # Only the last layer's: the others have something to learn from.
+    assert all(np.abs(layer.kernel[...]).max() > 0 for layer in recurrence.layers[:-1])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

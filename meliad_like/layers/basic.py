@@ -18,7 +18,13 @@ REMAT_POLICIES = {
 LINEAR = "linear"
 """What linear maps put out is named so, for `jax.checkpoint`."""
 
-fan_in = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+def fan_in_scaled(scale: float) -> jax.nn.initializers.Initializer:
+    """Truncated normal numbers with which a linear map of independent numbers keeps their variance, times a factor."""
+    return jax.nn.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
+
+
+fan_in = fan_in_scaled(1.0)
 
 
 def parameter(key: PRNGKeyArray, initializer, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
@@ -110,6 +116,12 @@ class Linear(nnx.Module):
         return checkpoint_name(y, LINEAR).reshape(*x.shape[:-1], -1)
 
 
+def over_root_mean_square(x: Float[Array, "... d"], epsilon: float) -> Float[Array, "... d"]:
+    """Each vector divided by its root mean square, in float32."""
+    y = x.astype(jnp.float32)
+    return y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm with a learned scale; its statistics are float32 whatever the dtype of `x`."""
 
@@ -119,8 +131,7 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(rngs.params(), jax.nn.initializers.ones, (model_width,), ("model",))
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        y = rows(x).astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+        y = over_root_mean_square(rows(x), self.epsilon)
         return (y * self.scale[...]).astype(x.dtype).reshape(x.shape)
 
 
@@ -134,8 +145,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         y = rows(x).astype(jnp.float32)
-        y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+        y = over_root_mean_square(y - jnp.mean(y, axis=-1, keepdims=True), self.epsilon)
         return (y * self.scale[...] + self.bias[...]).astype(x.dtype).reshape(x.shape)
 
 

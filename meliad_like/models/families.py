@@ -59,8 +59,8 @@ class Family(NamedTuple):
     """(config) -> operations of a predicted token as the family's paper counts them, where it says how."""
     overlap: Callable[[Any], int] = lambda config: 0
     """(config) -> tokens that a window repeats of the one before."""
-    trains: Callable[[Any, str], bool] = lambda config, name: True
-    """(config, first name of a parameter) -> whether training changes it."""
+    rate_factor: Callable[[Any, str], float] = lambda config, name: 1.0
+    """(config, first name of a parameter) -> factor on its learning rate; 0 where training leaves it as it is."""
     extends: Callable[[Any, ModelConfig], bool] = operator.eq
     """(config, that of another run) -> whether training may begin with the other's parameters."""
     in_order: Callable[[Any], str | None] = lambda config: "its windows are read one after the other"
@@ -109,7 +109,9 @@ FAMILIES = {
         pretrained_flops.forward_flops_per_token,
         flops_by_the_paper=pretrained_flops.paper_flops_per_token,
         overlap=lambda config: config.overlap,
-        trains=lambda config, name: config.train_decoder or name == "recurrence",
+        rate_factor=lambda config, name: (
+            config.recurrence_rate if name == "recurrence" else float(config.train_decoder)
+        ),
         extends=PretrainedConfig.extends,
         reading_apart=lambda config, num_tokens: dataclasses.replace(config, window_length=num_tokens, overlap=0),
     ),

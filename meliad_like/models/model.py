@@ -60,9 +60,15 @@ class Model:
         return Model(self._family.reading_apart(self.config, num_tokens), self.vocabulary_size)
 
     @functools.cached_property
+    def rate_factors(self) -> dict[str, float]:
+        """Factors on the learning rate by parameters' first names, where they aren't 1; of most families none."""
+        factors = {name: self._family.rate_factor(self.config, name) for name in self.abstract_params}
+        return {name: factor for name, factor in factors.items() if factor != 1}
+
+    @functools.cached_property
     def fixed_parameters(self) -> frozenset[str]:
         """The first names of parameters that training leaves as they are; of most families none."""
-        return frozenset(name for name in self.abstract_params if not self._family.trains(self.config, name))
+        return frozenset(name for name, factor in self.rate_factors.items() if not factor)
 
     @property
     def forward_flops_per_token(self) -> float:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from meliad_like.layers.basic import Linear, parameter
+from meliad_like.layers.basic import Linear, fan_in_scaled, over_root_mean_square, parameter
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.parts import activate
 
@@ -29,15 +29,20 @@ class Recurrence(nnx.Module):
         # At zero it averages, and learns from there.
         self.pooling_key = parameter(rngs.params(), zeros, (d,), ("model",)) if config.pooling == "attention" else None
         sizes = [d, *[width] * config.recurrence_depth, config.num_inserted * d]
+        scales = [1.0] * config.recurrence_depth + [config.recurrence_scale]
         # Small, and the same on all devices: its inner sizes need not divide by any mesh.
         self.layers = nnx.List(
-            Linear(size_in, size_out, (None, None), rngs=rngs, bias_initializer=zeros)
-            for size_in, size_out in itertools.pairwise(sizes)
+            Linear(size_in, size_out, (None, None), rngs=rngs, initializer=fan_in_scaled(scale), bias_initializer=zeros)
+            for (size_in, size_out), scale in zip(itertools.pairwise(sizes), scales, strict=True)
         )
 
     def weigh(self, outputs: Sequence[Float[Array, "b t d"]]) -> Float[Array, "b t d"]:
         """The sum of all layers' outputs, weighted by a softmax over layers (equation 1, the inner sum)."""
         weights = jax.nn.softmax(self.layer_scores[...]).astype(outputs[0].dtype)
+        if self.config.normalise_pooled:
+            outputs = [
+                over_root_mean_square(output, self.config.norm_epsilon).astype(output.dtype) for output in outputs
+            ]
         return sum(weight * output for weight, output in zip(weights, outputs, strict=True))  # type: ignore[return-value]
 
     def pool(self, weighed: Float[Array, "b t d"]) -> Float[Array, "b d"]:

@@ -5,7 +5,8 @@ The objective is the sum of the losses over the tokens divided by the constant n
 so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` does see the factor.
 """
 
-from collections.abc import Set
+import functools
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,6 +97,21 @@ def leave_fixed(optimizer: optax.GradientTransformation, fixed: Set[str]) -> opt
         return {name: "fixed" if name in fixed else "trained" for name in params}
 
     return optax.partition({"trained": optimizer, "fixed": optax.set_to_zero()}, labels)
+
+
+def at_rates(optimizer: optax.GradientTransformation, factors: Mapping[str, float]) -> optax.GradientTransformation:
+    """`optimizer` with a factor on the updates of the parameters whose path begins with a name; 0 leaves them fixed."""
+    if fixed := {name for name, factor in factors.items() if not factor}:
+        optimizer = leave_fixed(optimizer, fixed)
+    for chosen, factor in factors.items():
+        if factor:
+            mask = functools.partial(_beginning_with, chosen)
+            optimizer = optax.chain(optimizer, optax.masked(optax.scale(factor), mask))
+    return optimizer
+
+
+def _beginning_with(chosen: str, params: Mapping[str, Any]) -> dict[str, bool]:
+    return {name: name == chosen for name in params}
 
 
 class NesterovState(NamedTuple):

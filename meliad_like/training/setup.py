@@ -31,7 +31,7 @@ from meliad_like.training.mesh import (
     replicated,
 )
 from meliad_like.training.opening import checkpoint_metadata, open_checkpoint
-from meliad_like.training.optimizers import leave_fixed, make_optimizer
+from meliad_like.training.optimizers import at_rates, make_optimizer
 from meliad_like.training.schedules import make_schedule
 from meliad_like.training.stages import Stage, stages_of
 from meliad_like.training.state import TrainState, init_state
@@ -130,8 +130,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
             f"gradient_accumulation={run.training.gradient_accumulation} parts on {shards} device(s)"
         )
     optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
-    if fixed := model.fixed_parameters:
-        optimizer = leave_fixed(optimizer, fixed)
+    optimizer = at_rates(optimizer, model.rate_factors)
 
     # The seed comes in as data: its program is then that of all seeds, and is found in a compilation cache.
     def initialise(key_data) -> TrainState:

@@ -52,6 +52,7 @@ RECURRENCE_FIELDS = (
     "recurrence_width",
     "recurrence_depth",
     "recurrence_activation",
+    "normalise_pooled",
 )
 
 
@@ -108,11 +109,20 @@ class PretrainedConfig:
     """How the hidden vectors of a window become one: `attention` has one learned key."""
     pooled_layers: PooledLayers = "blocks"
     """What the last layer's output is: that of its `blocks`, or after the model's `final_norm`."""
+    normalise_pooled: bool = False
+    """Whether each token's output of each layer is divided by its root mean square before it is weighed. Pretrained
+    decoders have first tokens with outputs a hundred times those of others, and last layers with ten times those of
+    the first; what is pooled is otherwise mostly these."""
     recurrence_width: int = 200
     """Of the hidden layers of the feed-forward network between windows."""
     recurrence_depth: int = 3
     """Number of those hidden layers."""
     recurrence_activation: Activation = "relu"
+    recurrence_scale: float = 1.0
+    """Factor on the initial weights of that network's last layer. With 0, and inserted `after_norm`, training begins
+    with vectors of zeros, which change the least."""
+    recurrence_rate: float = 1.0
+    """Factor on the learning rate of the recurrence, whose parameters are new."""
     train_decoder: bool = True
     """Whether the pretrained parameters are trained, or the recurrence alone."""
 
@@ -132,7 +142,9 @@ class PretrainedConfig:
         if not 0 <= self.overlap < self.window_length:
             raise UserError(f"overlap={self.overlap} must be at least 0 and below window_length={self.window_length}")
         check_shares(self, ("dropout_rate",))
-        check_not_negative(self, ("recurrence_depth",))
+        check_not_negative(self, ("recurrence_depth", "recurrence_scale"))
+        if not self.recurrence_rate > 0:
+            raise UserError(f"recurrence_rate={self.recurrence_rate} must be positive")
         check_layers(self, "insertion_layers", self.num_layers)
         if not self.train_decoder and not self.recurrent:
             raise UserError("train_decoder=False leaves nothing to train without insertion_layers")
