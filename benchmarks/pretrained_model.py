@@ -1,4 +1,5 @@
-"""Loads a real pretrained model: seconds, memory, what it says next, how well it predicts texts.
+"""Loads a real pretrained model: seconds, memory, what it says next, how well it predicts texts,
+and how large its outputs are.
 
     python benchmarks/pretrained_model.py SmolLM2-135M-Instruct.Q4_1.gguf --text emma.txt --text moby_dick.txt
 
@@ -27,6 +28,10 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def root_mean_square(x):
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=-1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a GGUF file, or a folder of transformers")
@@ -34,6 +39,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", default=[], help="whose perplexity is measured")
     parser.add_argument("--skip", type=int, default=0, help="tokens of a text before the window")
     parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--windows", type=int, default=8, help="of a text, whose outputs are measured")
     arguments = parser.parse_args()
     read = read_gguf if arguments.model.suffix == ".gguf" else read_huggingface
 
@@ -58,13 +64,31 @@ def main() -> None:
         hidden = module.final_norm(outputs[-1])
         return module.logits(hidden[:, -1]), token_losses(module, hidden, targets, 256).nats
 
+    @jax.jit
+    def sizes(params, tokens):
+        outputs = jnp.stack(model.bind(params).read_window(tokens, jnp.zeros(len(tokens), jnp.int32))[0][1:])
+        pooled = outputs.mean((0, 2))
+        return root_mean_square(outputs).mean(1), root_mean_square(pooled), root_mean_square(pooled - pooled.mean(0))
+
     prompt = vocabulary.encode(arguments.prompt)[None]
     logits, _ = read_window(pretrained.params, prompt, prompt)
     print(f"{arguments.prompt!r} -> {vocabulary.decode([int(jnp.argmax(logits))])!r}", flush=True)
     for path in arguments.text:
-        tokens = vocabulary.encode(path.read_text())[arguments.skip :][: arguments.window + 1]
+        everything = vocabulary.encode(path.read_text())[arguments.skip :]
+        tokens = everything[: arguments.window + 1]
         _, nats = read_window(pretrained.params, tokens[None, :-1], tokens[None, 1:])
         print(f"{path}: perplexity {np.exp(np.mean(nats)):.2f} over {len(tokens) - 1:,} tokens", flush=True)
+        if len(everything) < arguments.windows * arguments.window:
+            continue
+        windows = everything[: arguments.windows * arguments.window].reshape(arguments.windows, -1)
+        by_layer, pooled, differing = (np.asarray(size) for size in sizes(pretrained.params, windows))
+        print(
+            f"  root mean squares in {arguments.windows} windows: a window's first token {by_layer[:, 0].max():.0f} in "
+            f"the layer where it is largest, other tokens {by_layer[0, 1:].mean():.1f} after the first layer and "
+            f"{by_layer[-1, 1:].mean():.1f} after the last; the mean over layers and tokens {pooled.mean():.1f}, "
+            f"what differs in it between windows {differing.mean():.1f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
