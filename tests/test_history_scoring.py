@@ -53,8 +53,10 @@ def losses_of(model, params, tokens):
 
 
 def expected_gain(params, stride, end, baseline):
-    recent = DOCUMENT[stride.end - 12 : stride.end]
-    without = recent if baseline == "bare" else DOCUMENT[stride.end - 16 : stride.end]
+    # What a window of 20 that was to have four targets keeps behind the places of spans.
+    start = stride.first + 4 - 12
+    recent = DOCUMENT[start : stride.end]
+    without = recent if baseline == "bare" else DOCUMENT[start - 4 : stride.end]
     sides = [losses_of(MODEL, params, tokens) for tokens in (without, [*DOCUMENT[end - 4 : end], *recent])]
     return sides[0][-stride.num_targets :].sum() - sides[1][-stride.num_targets :].sum()
 

@@ -24,10 +24,11 @@ class Request(NamedTuple):
 class SpanGains:
     """The gains of spans in nats, by a frozen model.
 
-    The model reads `[span][the last k - j tokens, targets among them]`. A gain is the sum of the targets' losses
-    without the span, less that with it: the logarithm of the ratio in equation 2. What is read without the span is, by
-    `HistoryConfig.baseline`, the last k - j tokens alone, or with the document's own l tokens before them. If
-    the recent text is all targets, the first has nothing before it in the bare baseline, and is left out of both sums.
+    The model reads `[span][recent text, targets among it]`; the recent text is the last k - j tokens, or in a document's
+    last stride of fewer targets what its window keeps of them. A gain is the sum of the targets' losses without the
+    span, less that with it: the logarithm of the ratio in equation 2. What is read without the span is, by
+    `HistoryConfig.baseline`, the recent text alone, or with the document's own l tokens before it. If the recent text
+    is all targets, the first has nothing before it in the bare baseline, and is left out of both sums.
     """
 
     def __init__(
@@ -84,11 +85,13 @@ class SpanGains:
         """Without a span, and then with each."""
         document, stride, ends = request
         contiguous = self._config.baseline == "contiguous"
-        start = stride.candidates_end - (self._config.span_length if contiguous else 0)
+        # A window that begins with its document keeps more than the k - j tokens that a span is scored with.
+        recent_start = max(stride.candidates_end, stride.recent_start)
+        start = recent_start - (self._config.span_length if contiguous else 0)
         assert start >= 0, "a stride with candidates has a span before its recent text"
         without = np.asarray(document[start : stride.end])
         num_targets = min(stride.num_targets, len(without) - 1)
         yield Sequence(without, num_targets)
-        recent = np.asarray(document[stride.candidates_end : stride.end], np.int32)
+        recent = np.asarray(document[recent_start : stride.end], np.int32)
         for span in span_tokens(document, ends, self._config, self._separator):
             yield Sequence(np.concatenate([span, recent]), num_targets)

@@ -132,8 +132,9 @@ class Stride(NamedTuple):
     recent_start: int
     """First token of the window that spans never replace; 0 as long as the window begins with its document."""
     candidates_end: int
-    """Candidates end before it. With the k - j tokens from here to `end` a span is scored. It is recent_start where the
-    window does not begin with its document and has all of its s targets."""
+    """Candidates end before it: k - j tokens before `end`. It is recent_start where the window does not begin with its
+    document and has all of its s targets. With fewer targets it comes before recent_start, as in the released code: the
+    tokens between the two are no candidates, and not in a window with spans either."""
     selects: bool
     """Whether spans are selected for its window."""
 
