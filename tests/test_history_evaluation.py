@@ -91,6 +91,20 @@ def test_selections_fill_the_same_windows(windows):
     np.testing.assert_allclose(recent.nats, expected, rtol=1e-6)
 
 
+def test_the_most_recent_spans_are_among_all_candidates():
+    config = dataclasses.replace(CONFIG, max_candidates=3)
+    readings = read_strides(no_losses, DOCUMENTS, [RecentSpans()], config, SEPARATOR)
+    chosen = {reading.stride: reading.chosen["recent"].tolist() for reading in readings if reading.chosen}
+    assert len(chosen) > 10
+    for stride, ends in chosen.items():
+        last = (stride.candidates_end - 1) // 2 * 2
+        assert ends == [end for end in (last - 2, last) if end >= 4]
+
+
+def no_losses(sequences):
+    return (np.zeros(sequence.num_targets) for sequence in sequences)
+
+
 def test_the_score_oracle_is_better_than_chance_on_average(model, windows, evaluation):
     oracle = ScoreOracle(SpanGains(MODEL, *model, CONFIG, SEPARATOR, batch_size=8))
     found = evaluate(windows, Documents([100] * 6), [RandomSpans(CONFIG), oracle], CONFIG, SEPARATOR)
@@ -224,7 +238,7 @@ def test_selections_have_different_names(windows):
 
 def test_a_selection_must_score_every_span(windows):
     class Short:
-        name, leaks_the_future = "short", False
+        name, leaks_the_future, runs_a_model = "short", False, False
 
         def scores(self, document, stride, ends):
             return np.zeros(1, np.float32)

@@ -1,5 +1,7 @@
 """Ancient history as a reader: its batches, and two steps of training with it."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from meliad_like.history.losses import TargetLosses
 from meliad_like.history.opening import Request
 from meliad_like.history.reader import HistoryReader, evaluation_reader, make_selection
 from meliad_like.history.selection import RandomSpans
-from meliad_like.history.spans import HistoryConfig, separator_token
+from meliad_like.history.spans import HistoryConfig, separator_token, stride_of
 from meliad_like.training import setup as training_setup
 from meliad_like.training.loop import train
 from meliad_like.training.mesh import MeshConfig, make_mesh
@@ -93,6 +95,16 @@ def test_lanes_are_made_apart_and_orders_are_the_seeds():
         np.testing.assert_array_equal(values, getattr(whole, name)[[2, 0]])
     other = make([90, 50, 70, 20], num_lanes=3, shuffle=True, epochs=None, seed=2)
     assert any((other.batch(i, [0]).inputs != reader.batch(i, [0]).inputs).any() for i in range(5))
+
+
+@pytest.mark.parametrize("name", ["random", "recent", "prefix_overlap"])
+def test_spans_are_chosen_among_all_candidates(name):
+    of_all, of_some = (
+        make_selection(ReaderConfig(selection=name), dataclasses.replace(CONFIG, max_candidates=most), None, "train")
+        for most in (None, 2)
+    )
+    stride, tokens = stride_of(30, 100, CONFIG), np.arange(100) % 7
+    assert of_all("", tokens, stride).tolist() == of_some("", tokens, stride).tolist()
 
 
 def test_padding_share():

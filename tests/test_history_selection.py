@@ -1,10 +1,13 @@
 """Rankings of spans: what they read, and what they don't."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, overlap
-from meliad_like.history.spans import HistoryConfig, candidates, select, strides
+from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle, overlap
+from meliad_like.history.selectors.scorer import LearnedSelector
+from meliad_like.history.spans import HistoryConfig, candidates, candidates_of, select, strides
 
 CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="")
 DOCUMENT = np.random.default_rng(0).integers(0, 9, size=80)
@@ -33,6 +36,15 @@ def test_the_overlap_oracle_reads_what_is_to_be_predicted_and_says_so():
 
 def test_recent_spans_are_the_last_ones():
     assert select(RecentSpans().scores(DOCUMENT, STRIDE, ENDS), ENDS, CONFIG).tolist() == ENDS[-2:].tolist()
+
+
+def test_only_what_runs_a_model_chooses_among_candidates_by_chance():
+    config = dataclasses.replace(CONFIG, max_candidates=3)
+    for scorer in (*HONEST, OverlapOracle(config)):
+        assert candidates_of(scorer, STRIDE, config).tolist() == ENDS.tolist()
+    for scorer in (ScoreOracle, LearnedSelector):
+        assert candidates_of(scorer, STRIDE, config).tolist() == candidates(STRIDE, config).tolist()
+    assert len(candidates(STRIDE, config)) == 3 < len(ENDS)
 
 
 def test_random_spans_are_a_function_of_seed_document_and_stride():

@@ -61,10 +61,11 @@ def _notes(folder: Path, evaluation: Mapping[str, Any], scale: str) -> str:
     done = json.loads((folder / "evaluation" / "done.json").read_text())
     tokens, selected = (sum(d[name] for d in documents) for name in ("num_tokens", "num_tokens_where_selected"))
     most = window["max_candidates"]
+    limited = f"; the score oracle and selectors choose among {most:,} candidates by chance" if most else ""
     return (
         f"Scale {scale}: windows of k = {window['window_length']:,} tokens, j = {window['history_length']:,} for spans "
         f"of l = {window['span_length']}, s = {window['stride']:,} targets"
-        f"{f', {most} candidates by chance' if most else ''}. Evaluated on {evaluation['split']}: {tokens:,} tokens of "
+        f"{limited}. Evaluated on {evaluation['split']}: {tokens:,} tokens of "
         f"{len(documents):,} documents; spans are selected for {selected:,} of them. On {done['device']} it took "
         f"{done['seconds']:,.0f} s."
     )

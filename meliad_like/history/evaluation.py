@@ -17,7 +17,7 @@ from meliad_like.evaluation.perplexity import Documents
 from meliad_like.history import losses
 from meliad_like.history.assembly import assemble
 from meliad_like.history.losses import TargetLosses
-from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, select, strides
+from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates_of, select, strides
 
 BASELINE = "baseline"
 """The name of the window without spans."""
@@ -84,8 +84,8 @@ def read_strides(
                 reading = StrideReading(stride, {}, {}, {})
                 windows_of_stride = [assemble(tokens, stride, np.zeros(0, np.int64), config, separator)]
                 if stride.selects:
-                    ends = candidates(stride, config)
                     for selection in selections:
+                        ends = candidates_of(selection, stride, config)
                         scores = _timed(selection, tokens, stride, ends, costs)
                         chosen = select(scores, ends, config)
                         reading.chosen[selection.name] = chosen

@@ -24,7 +24,7 @@ from meliad_like.history.spans import (
     HistoryConfig,
     SpanScorer,
     Stride,
-    candidates,
+    candidates_of,
     num_strides,
     select,
     separator_token,
@@ -169,7 +169,7 @@ def make_selection(data: ReaderConfig, config: HistoryConfig, store: TokenStore,
     scorer = scorers[data.selection]
 
     def choose(name: str, document: np.ndarray, stride: Stride) -> np.ndarray:
-        ends = candidates(stride, config)
+        ends = candidates_of(scorer, stride, config)
         return select(scorer.scores(document, stride, ends), ends, config)
 
     return choose

@@ -122,6 +122,8 @@ def tables(evaluation: Evaluation) -> list[Table]:
         return Table(title, ("", *present.values()), rows)
 
     tokens, where = int(evaluation.num_tokens.sum()), int(evaluation.num_tokens_where_selected.sum())
+    most = evaluation.config.max_candidates
+    limited = f"; the score oracle and selectors choose among {most:,} candidates of a stride by chance" if most else ""
     interval = f"{LEVEL:.0%} intervals over {len(evaluation.names)} documents"
     spent = {label(sums.name, sums.leaks_the_future): costs(evaluation, sums) for sums in evaluation.selections}
     return [
@@ -130,7 +132,7 @@ def tables(evaluation: Evaluation) -> list[Table]:
             {"perplexity": "per token", "word_perplexity": "per word", "byte_perplexity": "per byte"},
         ),
         table(
-            f"against the baseline on the same documents; spans are selected for {where:,} of the tokens",
+            f"against the baseline on the same documents; spans are selected for {where:,} of the tokens{limited}",
             {
                 "change": "change of the perplexity",
                 "perplexity_where_selected": "perplexity where selected",

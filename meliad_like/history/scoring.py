@@ -24,9 +24,9 @@ class Request(NamedTuple):
 class SpanGains:
     """The gains of spans in nats, by a frozen model.
 
-    The model reads `[span][recent text, targets among it]`; the recent text is the last k - j tokens, or in a document's
-    last stride of fewer targets what its window keeps of them. A gain is the sum of the targets' losses without the
-    span, less that with it: the logarithm of the ratio in equation 2. What is read without the span is, by
+    The model reads `[span][recent text, targets among it]`; the recent text is the last k - j tokens, or in a
+    document's last stride of fewer targets what its window keeps of them. A gain is the sum of the targets' losses
+    without the span, less that with it: the logarithm of the ratio in equation 2. What is read without the span is, by
     `HistoryConfig.baseline`, the recent text alone, or with the document's own l tokens before it. If the recent text
     is all targets, the first has nothing before it in the bare baseline, and is left out of both sums.
     """

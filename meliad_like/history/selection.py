@@ -16,6 +16,7 @@ class RandomSpans:
 
     name = "random"
     leaks_the_future = False
+    runs_a_model = False
 
     def __init__(self, config: HistoryConfig):
         self._seed = config.seed
@@ -32,6 +33,7 @@ class RecentSpans:
 
     name = "recent"
     leaks_the_future = False
+    runs_a_model = False
 
     def scores(
         self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
@@ -44,6 +46,7 @@ class PrefixOverlap:
 
     name = "prefix_overlap"
     leaks_the_future = False
+    runs_a_model = False
 
     def __init__(self, config: HistoryConfig):
         self._config = config
@@ -59,6 +62,7 @@ class OverlapOracle:
 
     name = "overlap_oracle"
     leaks_the_future = True
+    runs_a_model = False
 
     def __init__(self, config: HistoryConfig):
         self._config = config
@@ -74,6 +78,7 @@ class ScoreOracle:
 
     name = "score_oracle"
     leaks_the_future = True
+    runs_a_model = True
 
     def __init__(self, gains: SpanGains):
         self._gains = gains

@@ -60,7 +60,8 @@ class HistoryConfig:
     """Spans are selected for windows that begin at this position of the document or after it, never for its first
     window; None: at window_length, as in the released code."""
     max_candidates: int | None = None
-    """The most candidates of a stride: if there are more, so many of them by chance; None: all."""
+    """The most candidates of a stride for which a model is run, to score them or to select by what it says: if there
+    are more, so many of them by chance; None: all. Rankings without a model (`SpanScorer.runs_a_model`) see all."""
     baseline: Baseline = "bare"
     """What a span's worth is measured against (equation 2): the last k - j tokens alone, or, as in the released scores,
     those with the `contiguous` l tokens before them in the span's place."""
@@ -154,6 +155,8 @@ class SpanScorer(Protocol):
     """For tables."""
     leaks_the_future: bool
     """Whether scores depend on the targets that the spans are to help to predict."""
+    runs_a_model: bool
+    """Whether candidates cost forward passes, so that `HistoryConfig.max_candidates` limits them."""
 
     def scores(
         self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
@@ -163,7 +166,7 @@ class SpanScorer(Protocol):
         Args:
             document: int32, all its tokens; whoever does not leak the future reads those before stride.first alone.
             stride: of the document.
-            ends: of the candidates, ascending: candidate i is the tokens [ends[i] - span_length, ends[i]).
+            ends: of what `candidates_of` gives, ascending: candidate i is the tokens [ends[i] - span_length, ends[i]).
 
         Returns:
             float32, higher is better; no NaN.
@@ -218,18 +221,26 @@ def scored_strides(length: int, config: HistoryConfig, document: int = 0) -> Ite
 
 
 def num_candidates(stride: Stride, config: HistoryConfig) -> int:
-    """How many candidates a stride has."""
+    """How many candidates of a stride a model is run for."""
     count = len(_all_candidates(stride, config))
     return count if config.max_candidates is None else min(count, config.max_candidates)
 
 
 def candidates(stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " m"]:
-    """Where the candidates of a stride end (exclusive), int64 and ascending; a pure function of its arguments."""
+    """Where the candidates of a stride that a model is run for end (exclusive), int64 and ascending.
+
+    A pure function of its arguments.
+    """
     ends = np.asarray(_all_candidates(stride, config), np.int64)
     if config.max_candidates is None or len(ends) <= config.max_candidates:
         return ends
     chance = random_numbers(stride, config.seed, len(ends))
     return np.sort(ends[np.argsort(chance, kind="stable")[: config.max_candidates]])
+
+
+def candidates_of(scorer: SpanScorer, stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " m"]:
+    """Where the candidates that a scorer ranks end: all of the stride, or `candidates` if it runs a model."""
+    return candidates(stride, config if scorer.runs_a_model else dataclasses.replace(config, max_candidates=None))
 
 
 def _all_candidates(stride: Stride, config: HistoryConfig) -> range:

@@ -6,6 +6,8 @@ the paper's own figures, and how much less is read at smaller scales.
 | tiny | 256, 128, 32, 64 | 16 by chance | 10 beginnings of 2,048 tokens | beginnings of 1,536 | heads alone |
 | small | 1024, 512, 64, 256 | 64 by chance | 1,000,000 tokens | all documents | all parameters |
 | paper | 1024, 512, 64, 256 | all | all documents | all documents | all parameters |
+
+Candidates are those of the score oracle and of selectors: other rankings run no model, and choose among all.
 """
 
 from collections.abc import Mapping

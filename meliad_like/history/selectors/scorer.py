@@ -27,6 +27,8 @@ class LearnedSelector:
     and strides there are; what it keeps of spans is forgotten with the next document.
     """
 
+    runs_a_model = True
+
     def __init__(self, opened: OpenedSelector, batch_size: int = 64):
         """
         Args:
