@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from meliad_like.history import evaluation as evaluation_module
 from meliad_like.history import report
 from meliad_like.history.evaluation import BASELINE, Cost, Evaluation, Sums, evaluate, read_strides
 from meliad_like.history.losses import Sequence, TargetLosses
@@ -160,6 +161,26 @@ def test_costs(evaluation):
     assert costs["random"]["model_flops"] == costs[BASELINE]["model_flops"]
     assert costs["random"]["selection_flops"] == 0 < costs["score_oracle"]["selection_flops"]
     assert costs["score_oracle"]["selection_seconds"] > 0
+
+
+def test_compilation_is_no_cost_of_a_selection(monkeypatch):
+    class Compiling(RecentSpans):
+        now = compile_seconds = 0.0
+
+        def perf_counter(self):
+            return self.now
+
+        def scores(self, document, stride, ends):
+            compiling = 7.0 if stride.number == 5 else 0.0
+            self.compile_seconds += compiling
+            self.now += 1 + compiling
+            return super().scores(document, stride, ends)
+
+    selection, costs = Compiling(), {}
+    monkeypatch.setattr(evaluation_module, "time", selection)
+    readings = read_strides(no_losses, DOCUMENTS, [selection], CONFIG, SEPARATOR, costs)
+    number = sum(bool(reading.chosen) for reading in readings)
+    assert selection.compile_seconds == 14 and costs["recent"].seconds == number > 10
 
 
 def of_nats(*nats_by_selection, tokens=(100, 200, 300)):

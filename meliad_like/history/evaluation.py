@@ -41,7 +41,7 @@ class Cost:
     """What a selection took."""
 
     seconds: float = 0.0
-    """In its scores."""
+    """In its scores, without compilation."""
     flops: float = 0.0
     """In its scores."""
     num_windows: int = 0
@@ -106,11 +106,14 @@ def read_strides(
 
 
 def _timed(selection: SpanScorer, tokens, stride: Stride, ends, costs: dict[str, Cost]) -> np.ndarray:
-    began, flops = time.perf_counter(), getattr(selection, "flops", 0.0)
+    def counted(name: str) -> float:
+        return getattr(selection, name, 0.0)
+
+    began, flops, compiling = time.perf_counter(), counted("flops"), counted("compile_seconds")
     scores = selection.scores(tokens, stride, ends)
     cost = costs.setdefault(selection.name, Cost())
-    cost.seconds += time.perf_counter() - began
-    cost.flops += getattr(selection, "flops", 0.0) - flops
+    cost.seconds += time.perf_counter() - began - (counted("compile_seconds") - compiling)
+    cost.flops += counted("flops") - flops
     if scores.shape != ends.shape:
         raise ValueError(f"{selection.name} gave scores of shape {scores.shape} for {len(ends)} spans")
     return scores

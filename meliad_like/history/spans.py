@@ -147,8 +147,8 @@ class Stride(NamedTuple):
 class SpanScorer(Protocol):
     """Whatever ranks the spans that may come into a window.
 
-    One that multiplies matrices counts its floating-point operations, of all calls so far, in an attribute `flops`,
-    which tables of costs look for.
+    Tables of costs look for two attributes, sums over all calls so far: `flops`, the floating-point operations of one
+    that multiplies matrices, and `compile_seconds` of one that compiles while it ranks, which are no cost of ranking.
     """
 
     name: str

@@ -1,8 +1,10 @@
 """A trained selector as a `SpanScorer`: it ranks the candidates of one stride after the other."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,26 @@ from meliad_like.history.selectors.checkpoint import OpenedSelector, open_select
 from meliad_like.history.selectors.inputs import Texts
 from meliad_like.history.selectors.pairs import encode_batch
 from meliad_like.history.spans import HistoryConfig, Stride
-from meliad_like.models.history_selector import Part
+from meliad_like.models.history_selector import Params, Part
 
 NAMES = {"joint": "learned_selector", "light": "light_selector"}
+
+
+class _Program:
+    """A function of parameters and arrays, compiled for each of the arrays' shapes, and how long that took."""
+
+    def __init__(self, function: Callable[..., jax.Array]):
+        self.compile_seconds = 0.0
+        self._function = jax.jit(function)
+        self._compiled: dict[tuple, jax.stages.Compiled] = {}
+
+    def __call__(self, params: Params, *arrays: Any) -> jax.Array:
+        shapes = tuple(array.shape for array in jax.tree.leaves(arrays))
+        if shapes not in self._compiled:
+            began = time.perf_counter()
+            self._compiled[shapes] = self._function.lower(params, *arrays).compile()
+            self.compile_seconds += time.perf_counter() - began
+        return self._compiled[shapes](params, *arrays)
 
 
 class LearnedSelector:
@@ -52,10 +71,15 @@ class LearnedSelector:
             def run(params, tokens, length):
                 return selector.project(params, part, selector.encode(params["encoder"], tokens, length))
 
-            return jax.jit(run)
+            return run
 
-        self._project = {part: project(part) for part in selector.parts}
-        self._score = jax.jit(selector.score)
+        self._project = {part: _Program(project(part)) for part in selector.parts}
+        self._score = _Program(selector.score)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Of all calls so far, what compilation took."""
+        return sum(program.compile_seconds for program in (self._score, *self._project.values()))
 
     def scores(
         self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
