@@ -16,7 +16,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation import opening
 from meliad_like.experiments import ancient_history
 from meliad_like.experiments.ancient_history import HistoryExperiment
-from meliad_like.experiments.tables.ancient_history import PAPER, ROWS, SCALES, rows_of
+from meliad_like.experiments.tables.ancient_history import ALWAYS, PAPER, ROWS, SCALES, rows_of
 from meliad_like.history import commands
 from meliad_like.history.selectors import commands as selector_commands
 from meliad_like.training.mesh import make_mesh
@@ -97,7 +97,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     assert table["learned_selector_released_code"]["leaks_the_future"] == "True"
     assert (place / "table" / "ancient_history.png").stat().st_size > 10_000
 
-    def never(request, *_):
+    def never(request, *_, **__):
         raise AssertionError(f"it is done, with {request.gin_params}")
 
     with monkeypatch.context() as patch:
@@ -109,6 +109,12 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
         rounded = dataclasses.replace(made, gin_params=(*made.gin_params, "PretrainedConfig.matmul_dtype = 'bfloat16'"))
         with pytest.raises(AssertionError, match="matmul_dtype = 'bfloat16'"):
             rounded.make()
+
+    # Other rows of other documents take the place of what was evaluated, without being told to.
+    monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: [row for row in ROWS if row.name in ALWAYS])
+    assert experiment(place, split="train")[0].make() == 0
+    saved = json.loads((place / "table" / "evaluation" / "evaluation.json").read_text())
+    assert (saved["split"], [row["name"] for row in saved["selections"]]) == ("train", list(ALWAYS))
 
 
 @pytest.mark.parametrize(

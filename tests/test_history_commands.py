@@ -11,6 +11,8 @@ from tiny_run import ROOT, environment
 
 from meliad_like.errors import UserError
 from meliad_like.history import commands
+from meliad_like.history.evaluation import DocumentSums
+from meliad_like.history.journal import Journal
 from meliad_like.history.opening import Request, open_request
 from meliad_like.history.spans import HistoryConfig, candidates
 from meliad_like.history.stride_store import StrideStore, fingerprint
@@ -152,6 +154,21 @@ def test_an_evaluation_goes_on_after_a_stop(place, tmp_path):
     assert len((tmp_path / "documents.jsonl").read_text().splitlines()) == 4
     with pytest.raises(UserError, match="has an evaluation of another config and selections: choose another --output"):
         commands.evaluate_selections(request(place), tmp_path, ["recent"])
+
+
+def test_a_journal_that_was_cut_short_begins_again(tmp_path):
+    for left in ("", '{"config": '):
+        (tmp_path / "documents.jsonl").write_text(left)
+        assert Journal(tmp_path, {"config": (1, 2)}).done == {}
+        assert (tmp_path / "documents.jsonl").read_text() == '{"config": [1, 2]}\n'
+
+
+def test_another_evaluation_gives_way_only_if_it_may(tmp_path):
+    Journal(tmp_path, {"config": 1}).write(0, DocumentSums(num_tokens=3))
+    with pytest.raises(UserError, match="has an evaluation of another config"):
+        Journal(tmp_path, {"config": 2})
+    assert Journal(tmp_path, {"config": 1}, replace=True).done[0].num_tokens == 3
+    assert Journal(tmp_path, {"config": 2}, replace=True).done == {}
 
 
 def test_parts_of_documents(place):

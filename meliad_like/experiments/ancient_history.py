@@ -2,7 +2,7 @@
 
 scores/         gains of spans of training documents (equation 2)
 SELECTOR/       a trained selector
-evaluation/     what all rows reach on the same documents
+evaluation/     what all rows reach on the same documents; of other rows, documents or settings, what comes last
 ancient_history.md, .csv and .png
 """
 
@@ -24,7 +24,7 @@ from meliad_like.experiments.jobs import device_name, write_json
 from meliad_like.experiments.pretrained import bindings_of
 from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
 from meliad_like.history import commands
-from meliad_like.history.evaluation import BASELINE
+from meliad_like.history.evaluation import BASELINE, VERSION
 from meliad_like.history.opening import Request
 from meliad_like.history.selectors import commands as selector_commands
 from meliad_like.history.selectors.checkpoint import open_selector
@@ -169,6 +169,7 @@ class HistoryExperiment:
         )
         steps = {row.name: open_selector(self.folder / row.name).step for row in trained}
         settings = self._reading(run) | {
+            "version": VERSION,
             "rows": [row.name for row in self.rows],
             "split": self.split,
             "max_tokens": self.max_tokens,
@@ -181,7 +182,7 @@ class HistoryExperiment:
         # The plain window is always there.
         names = [row.name for row in self.rows if row.selector is None and row.name != BASELINE]
         selectors = [str(self.folder / row.name) for row in trained]
-        commands.evaluate_selections(request, self.folder / "evaluation", names, selectors)
+        commands.evaluate_selections(request, self.folder / "evaluation", names, selectors, replace=True)
         self._finish("evaluation", settings, began)
 
     def _done(self, part: str, settings: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from rich.console import Console
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import Table, with_progress
 from meliad_like.history import report
-from meliad_like.history.evaluation import BASELINE, Evaluation, evaluate
+from meliad_like.history.evaluation import BASELINE, VERSION, Evaluation, evaluate
 from meliad_like.history.journal import Journal
 from meliad_like.history.losses import TargetLosses
 from meliad_like.history.opening import Opened, Request, open_request
@@ -103,7 +103,9 @@ def select_spans(request: Request, folder: Path, names: Sequence[str], selectors
     print(f"wrote {folder}: what {report.label(scorer.name, scorer.leaks_the_future)} selects")
 
 
-def evaluate_selections(request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
+def evaluate_selections(
+    request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str] = (), *, replace: bool = False
+) -> None:
     """Evaluates the baseline, the controls and what is asked for, and writes what is found.
 
     Args:
@@ -111,10 +113,13 @@ def evaluate_selections(request: Request, folder: Path, names: Sequence[str], se
         folder: of evaluation.json, evaluation.md and what is done so far (`Journal`).
         names: as of `selections`.
         selectors: folders of trained ones.
+        replace: as of `Journal`.
     """
     opened = open_request(request)
     chosen = selections(opened, {*CONTROLS, *names}, selectors)
-    evaluation = _evaluate(opened, opened.windows(), chosen, opened.config, folder, request.split, _stamps(selectors))
+    evaluation = _evaluate(
+        opened, opened.windows(), chosen, opened.config, folder, request.split, _stamps(selectors), replace=replace
+    )
     extra = {
         "checkpoint": request.checkpoint,
         "step": opened.checkpoint.step,
@@ -205,9 +210,12 @@ def _evaluate(
     folder: Path,
     title: str,
     stamps: dict[str, list[str]] | None = None,
+    *,
+    replace: bool = False,
 ) -> Evaluation:
     """Evaluates, or goes on with it: what is done is kept in the folder."""
     made_of = {
+        "version": VERSION,
         "model": fingerprint(opened.checkpoint.model, opened.checkpoint.params),
         "store": opened.store.fingerprint,
         "config": dataclasses.asdict(config),
@@ -215,7 +223,7 @@ def _evaluate(
         "selections": [selection.name for selection in chosen],
         "selectors": stamps or {},
     }
-    journal = Journal(folder, made_of)
+    journal = Journal(folder, made_of, replace=replace)
 
     def work(progress):
         return evaluate(

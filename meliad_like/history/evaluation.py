@@ -21,6 +21,8 @@ from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candida
 
 BASELINE = "baseline"
 """The name of the window without spans."""
+VERSION = 2
+"""Of the numbers: with another one the same settings meant other numbers, and an evaluation does not go on."""
 
 
 class StrideReading(NamedTuple):

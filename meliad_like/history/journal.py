@@ -14,34 +14,36 @@ NAME = "documents.jsonl"
 class Journal:
     """A file in the folder of an evaluation: first what it is made of, then a line for each document."""
 
-    def __init__(self, folder: Path, made_of: dict[str, Any]):
+    def __init__(self, folder: Path, made_of: dict[str, Any], *, replace: bool = False):
         """Opens the file, or begins it.
 
         Args:
             folder: of the evaluation; made if need be.
             made_of: all that decides the numbers, for JSON.
+            replace: whether another evaluation in the folder gives way to this one.
 
         Raises:
-            UserError: the folder has another evaluation.
+            UserError: the folder has another evaluation that is not to be replaced.
         """
         self._path = folder / NAME
-        self.done: dict[int, DocumentSums] = {}
-        """By the document's index."""
-        if not self._path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(made_of) + "\n")
-            return
-        first, *lines = self._path.read_text().splitlines(keepends=True)
-        saved = json.loads(first)
-        if changed := [name for name in made_of if saved.get(name) != json.loads(json.dumps(made_of[name]))]:
+        made_of = json.loads(json.dumps(made_of))
+        text = self._path.read_text() if self._path.exists() else ""
+        # A stop may have cut the last line: it is written again.
+        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        saved = json.loads(lines[0]) if lines else {}
+        changed = [name for name in made_of if saved.get(name) != made_of[name]]
+        if lines and changed and not replace:
             raise UserError(
                 f"{folder} has an evaluation of another {' and '.join(changed)}: choose another --output, or delete it"
             )
-        # A stop may have cut the last line: it is written again.
-        whole = [line for line in lines if line.endswith("\n")]
-        if len(whole) < len(lines):
-            self._path.write_text("".join([first, *whole]))
-        for line in whole:
+        if changed:
+            lines = [json.dumps(made_of) + "\n"]
+        if "".join(lines) != text:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path.write_text("".join(lines))
+        self.done: dict[int, DocumentSums] = {}
+        """By the document's index."""
+        for line in lines[1:]:
             row = json.loads(line)
             self.done[row["document"]] = DocumentSums.from_dict(row["sums"])
 
