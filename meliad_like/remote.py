@@ -1,4 +1,4 @@
-"""Paths that may lie in an object store (gs://...): which packages they need, and what such a store can't do.
+"""Paths that may lie in an object store (gs://...): which packages they need, what such a store can't do, whole files.
 
 `etils.epath` reads and writes whole objects there. It can't add to one, map one into memory or lock one.
 """
@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import BinaryIO
 
 from etils import epath
 from fsspec.config import conf
@@ -56,6 +57,38 @@ def size_of(path: epath.Path) -> int:
         return 0
     # epath asks the system for the owner's name as well, and fails in containers where the user has none.
     return path.stat().length if is_remote(path) else os.stat(path).st_size
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to write into, which takes the place of `path` at the end of the `with`.
+
+    Whatever ends the process before, or fails, `path` is what it was.
+
+    Args:
+      path: on a disk.
+    """
+    part = Path(f"{os.fspath(path)}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            # Where the name reaches the disk before the content, a power cut would leave an empty file.
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_whole(path: epath.PathLike, content: str | bytes) -> None:
+    """Writes a file of which, at any moment, either all is there or what was there before; text as UTF-8."""
+    content = content.encode() if isinstance(content, str) else content
+    if is_remote(path):
+        # An object appears when all of it has come.
+        epath.Path(path).write_bytes(content)
+        return
+    with replacing(path) as file:
+        file.write(content)
 
 
 def copy_file(source: epath.Path, target: epath.Path) -> None:

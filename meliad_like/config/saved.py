@@ -13,6 +13,7 @@ from meliad_like.config.run import FAMILY, RunConfig, part_classes
 from meliad_like.config.search import nearest
 from meliad_like.errors import UserError
 from meliad_like.models.families import FAMILIES, family_name
+from meliad_like.remote import write_whole
 from meliad_like.saved_json import parse_json
 
 JSON_NAME = "config.json"
@@ -60,7 +61,7 @@ def to_json(run: RunConfig) -> str:
     return json.dumps(to_dict(run), indent=2) + "\n"
 
 
-def from_json(text: str) -> RunConfig:
+def from_json(text: str | bytes) -> RunConfig:
     """Rebuilds what `to_json` wrote.
 
     Raises:
@@ -138,12 +139,20 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
     """Nothing is written.
 
     Raises:
-      UserError: the folder holds another run; only `training.` (not its seed) and `mesh.` may change on the way.
+      UserError: the folder holds another run (only `training.`, not its seed, and `mesh.` may change on the way), or
+        its `config.json` is damaged.
     """
     folder = epath.Path(workdir)
-    if not (folder / JSON_NAME).exists():
+    path = folder / JSON_NAME
+    if not path.exists():
         return
-    changed = differences(from_json((folder / JSON_NAME).read_text()), run)
+    try:
+        saved = from_json(path.read_bytes())
+    except UserError as error:
+        raise UserError(
+            f"{path}: {error}; if it is damaged, delete it: the same command then goes on, and writes it anew"
+        ) from None
+    changed = differences(saved, run)
     fixed = [key for key in changed if key == "training.seed" or not key.startswith(("training.", "mesh."))]
     if fixed:
         old, new = changed[fixed[0]]
@@ -155,7 +164,7 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
 
 
 def save(run: RunConfig, workdir: str | epath.Path) -> None:
-    """Writes `config.json` and `config.gin` into the working folder (made if need be).
+    """Writes `config.json` and `config.gin` into the working folder (made if need be), where they differ.
 
     Raises:
       UserError: as `check_workdir`.
@@ -163,5 +172,6 @@ def save(run: RunConfig, workdir: str | epath.Path) -> None:
     check_workdir(run, workdir)
     folder = epath.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / JSON_NAME).write_text(to_json(run))
-    (folder / GIN_NAME).write_text(to_gin(run))
+    for path, text in ((folder / JSON_NAME, to_json(run)), (folder / GIN_NAME, to_gin(run))):
+        if not path.exists() or path.read_bytes() != text.encode():
+            write_whole(path, text)

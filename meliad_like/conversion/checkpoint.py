@@ -17,6 +17,7 @@ from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import family_name
 from meliad_like.models.model import Model
+from meliad_like.remote import replacing
 from meliad_like.training.opening import open_checkpoint, write_checkpoint
 
 # Where the parameters lie in what different versions of flax saved; the first that fits counts.
@@ -104,13 +105,10 @@ def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
     opened = open_checkpoint(folder)
     _check_family(opened.run, str(folder))
     theirs = to_meliad(opened.params)
-    part = path.with_name(path.name + ".part")
     try:
-        with part.open("wb") as file:
+        with replacing(path) as file:
             np.savez(file, **theirs)  # type: ignore[arg-type]  # its stub takes names for options
-        part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from meliad_like.data.table_vocabulary import TableVocabulary
 from meliad_like.errors import UserError
+from meliad_like.remote import write_whole
 
 DICTIONARY_NAME = "dict.txt"
 # Ids 0 to 3. The dictionary's file does not name them.
@@ -51,7 +52,7 @@ class DictionaryVocabulary(TableVocabulary):
 
     def save(self, folder: str | Path) -> None:
         self._save(folder, "dictionary")
-        (Path(folder) / DICTIONARY_NAME).write_text(format_dictionary(self._counts), encoding="utf-8")
+        write_whole(Path(folder) / DICTIONARY_NAME, format_dictionary(self._counts))
 
 
 def read_dictionary(path: str | Path) -> Counts:

@@ -10,6 +10,7 @@ import sentencepiece
 
 from meliad_like.data.table_vocabulary import TableVocabulary
 from meliad_like.errors import UserError
+from meliad_like.remote import write_whole
 
 if TYPE_CHECKING:
     from meliad_like.data.vocabulary import VocabularyConfig
@@ -64,7 +65,7 @@ class SentencePieceVocabulary(TableVocabulary):
 
     def save(self, folder: str | Path) -> None:
         self._save(folder, "sentencepiece")
-        (Path(folder) / MODEL_NAME).write_bytes(self._model)
+        write_whole(Path(folder) / MODEL_NAME, self._model)
 
 
 def read_model(path: str | Path) -> bytes:

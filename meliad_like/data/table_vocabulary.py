@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from meliad_like.errors import UserError
+from meliad_like.remote import write_whole
 
 SETTINGS_NAME = "vocabulary.json"
 
@@ -111,7 +112,7 @@ class TableVocabulary:
 
     def _save(self, folder: str | Path, kind: str, **more: str) -> None:
         settings = {"kind": kind, "size_multiple": self.size_multiple, **more}
-        (Path(folder) / SETTINGS_NAME).write_text(json.dumps(settings, indent=2) + "\n")
+        write_whole(Path(folder) / SETTINGS_NAME, json.dumps(settings, indent=2) + "\n")
 
 
 class ByteVocabulary(TableVocabulary):

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from meliad_like.data.table_vocabulary import TableVocabulary
 from meliad_like.errors import UserError
+from meliad_like.remote import write_whole
 
 TOKENIZER_NAME = "tokenizer.json"
 DEFAULT_END = "<|endoftext|>"
@@ -64,7 +65,7 @@ class TokenizersVocabulary(TableVocabulary):
 
     def save(self, folder: str | Path) -> None:
         self._save(folder, "tokenizers", end_token=self.end_token)
-        (Path(folder) / TOKENIZER_NAME).write_text(self._json)
+        write_whole(Path(folder) / TOKENIZER_NAME, self._json)
 
 
 def read_tokenizer(path: str | Path) -> tuple[str, str]:

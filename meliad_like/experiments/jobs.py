@@ -24,6 +24,7 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.evaluations import Beginnings, by_document, by_protocol
 from meliad_like.experiments.tables import Row
 from meliad_like.models.model import Model
+from meliad_like.remote import write_whole
 from meliad_like.training import preemption
 from meliad_like.training.loop import train
 from meliad_like.training.mesh import make_mesh
@@ -157,9 +158,7 @@ def device_name() -> str:
 
 def write_json(path: Path, content: Any) -> None:
     """All of it or nothing, whenever the process ends."""
-    incomplete = path.with_name(f"{path.name}.incomplete")
-    incomplete.write_text(json.dumps(content, indent=2) + "\n")
-    incomplete.rename(path)
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager

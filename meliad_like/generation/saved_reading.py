@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from meliad_like.errors import UserError
 from meliad_like.generation.streaming import Reading
+from meliad_like.remote import replacing
 from meliad_like.training.opening import OpenedCheckpoint
 
 SAMPLED = 1000
@@ -51,13 +51,10 @@ def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity
         "num_read": reading.num_read,
         "unfinished": unfinished.hex(),
     }
-    part = Path(f"{path}.part")
     try:
-        with part.open("wb") as file:
+        with replacing(path) as file:
             np.savez(file, facts=np.array(json.dumps(facts)), key=np.asarray(reading.key), **arrays)
-        os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(f"cannot write the carry to {path}: {error.strerror}") from None
 
 

@@ -20,6 +20,7 @@ from meliad_like import command_line
 from meliad_like.config import RunConfig, parse
 from meliad_like.config.search import shipped_files
 from meliad_like.errors import UserError
+from meliad_like.remote import write_whole
 
 RESULTS = flags.DEFINE_string("results", "docs/planning.json", "What was compiled, and is not compiled again.")
 PAGE = flags.DEFINE_string("page", "docs/planning.md", "The page whose table is written anew.")
@@ -168,13 +169,10 @@ def make(place: Path, page: Path, words: Sequence[str], compiling: bool = True) 
             continue
         print(name, flush=True)
         results[entry.key] = compile_entry(entry)
-        # Whole or not at all.
-        written = place.with_suffix(".part")
-        written.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-        written.replace(place)
+        write_whole(place, json.dumps(results, indent=1, sort_keys=True) + "\n")
     text = page.read_text()
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    page.write_text(f"{text[:begin]}\n{write_table(wanted, results)}\n{text[end:]}")
+    write_whole(page, f"{text[:begin]}\n{write_table(wanted, results)}\n{text[end:]}")
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
 
-from meliad_like.remote import copy_folder, is_remote
+from meliad_like.remote import copy_folder, is_remote, size_of, write_whole
 from meliad_like.saved_json import check_fields, parse_json
 
 FILE_NAME = "metrics.jsonl"
@@ -44,8 +44,9 @@ class MetricsWriter:
         self._local = epath.Path(local)
         path = self._workdir / FILE_NAME
         rows = zip(complete_lines(path), read_rows(path))
-        kept = [line for line, row in rows if row["step"] <= start_step]
-        (local / FILE_NAME).write_text("".join(kept))
+        kept = "".join(line for line, row in rows if row["step"] <= start_step)
+        if self._remote or len(kept.encode()) < size_of(path):
+            write_whole(local / FILE_NAME, kept)
         self._file = (local / FILE_NAME).open("a")
         # With a bound on its queue the training would wait for tensorboardX's thread, which ends when the clock is set
         # back by more than 24 days.

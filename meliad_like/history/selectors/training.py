@@ -35,6 +35,7 @@ from meliad_like.history.selectors.pairs import (
     stride_index,
 )
 from meliad_like.models.history_selector import Params, Part, Selector
+from meliad_like.remote import write_whole
 from meliad_like.training import preemption
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata
 from meliad_like.training.metrics import MetricsWriter
@@ -289,7 +290,7 @@ def _begin(workdir: Path, metadata: dict[str, Any], vocabulary: Vocabulary) -> N
         compare_metadata(workdir, json.loads(path.read_text()), metadata, MAY_CHANGE)
     workdir.mkdir(parents=True, exist_ok=True)
     save_vocabulary(vocabulary, workdir)
-    path.write_text(json.dumps(metadata, indent=2) + "\n")
+    write_whole(path, json.dumps(metadata, indent=2) + "\n")
 
 
 class _Evaluation:
