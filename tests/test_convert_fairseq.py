@@ -18,6 +18,11 @@ from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.training.opening import open_checkpoint
 
+# Learned parameters, and what else a state dict of fairseq has: the flags of its modules.
+BUFFERS = ("version", "embed_positions._float_tensor", "embed_tokens._float_tensor", "adaptive_softmax.version",
+           "adaptive_softmax.head._float_tensor")  # fmt: skip
+STATE = THEIRS | {f"decoder.{name}": np.ones(1, np.float32) for name in BUFFERS}
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -29,7 +34,7 @@ def run(tmp_path):
 
 
 def test_a_checkpoint_becomes_a_folder_of_ours(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(fairseq_checkpoint, "read_fairseq", lambda path: THEIRS)
+    monkeypatch.setattr(fairseq_checkpoint, "read_fairseq", lambda path: STATE)
     folder = tmp_path / "ours" / "checkpoints"
     fairseq_checkpoint.convert_from_fairseq("theirs.pt", run, folder)
     opened = open_checkpoint(folder)
@@ -60,12 +65,12 @@ class _Program:
 
 def test_a_file_is_read_and_not_run(tmp_path, capsys):
     torch = pytest.importorskip("torch")
-    model = {name: torch.tensor(array).half() for name, array in THEIRS.items()}
+    model = {name: torch.tensor(array).half() for name, array in STATE.items()}
     torch.save({"args": argparse.Namespace(arch="transformer_lm_wiki103"), "model": model}, tmp_path / "theirs.pt")
     read = fairseq_checkpoint.read_fairseq(tmp_path / "theirs.pt")
-    assert read.keys() == THEIRS.keys()
+    assert read.keys() == STATE.keys()
     for name, array in read.items():
-        np.testing.assert_array_equal(array, THEIRS[name].astype(np.float16).astype(np.float32))
+        np.testing.assert_array_equal(array, STATE[name].astype(np.float16).astype(np.float32))
     torch.save({"model": model, "more": _Program()}, tmp_path / "bad.pt")
     with pytest.raises(UserError, match="bad.pt is no checkpoint of weights and settings"):
         fairseq_checkpoint.read_fairseq(tmp_path / "bad.pt")

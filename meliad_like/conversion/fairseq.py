@@ -30,8 +30,8 @@ _SHARED = {
     r"adaptive_softmax\.tail\.(\d+)\.2\.weight": "embed_tokens.embeddings.{}.0.weight",
     r"adaptive_softmax\.tail\.(\d+)\.0\.weight": "embed_tokens.embeddings.{}.1.weight",
 }
-# Flags of their code, without numbers that are learned.
-_IGNORED = {"version", "embed_positions._float_tensor", "adaptive_softmax.buggy"}
+# Buffers of their code, without numbers that are learned: versions of modules, and tensors that know a device.
+_BUFFER = re.compile(r"(.+\.)?(version|_float_tensor)")
 
 
 def fairseq_name(path: str) -> str:
@@ -54,7 +54,7 @@ def from_fairseq(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> 
         UserError: a parameter is missing, left over, of another shape, or not tied.
     """
     theirs = {name.removeprefix("decoder."): array for name, array in theirs.items()}
-    left_over = set(theirs) - _IGNORED
+    left_over = {name for name in theirs if not _BUFFER.fullmatch(name)}
 
     def fill(path, leaf):
         name = fairseq_name(jax.tree_util.keystr(path, simple=True, separator="/"))
