@@ -22,7 +22,11 @@ def forward_flops_per_token(config: PretrainedConfig, vocabulary_size: int) -> f
 
 
 def recurrence_flops_per_token(config: PretrainedConfig) -> float:
-    """A token's share of what the recurrence adds to a window."""
+    """A token's share of what the recurrence adds to a window.
+
+    All of its matrix products as they are computed: the weighing of the layers' outputs, the pooling by attention, the
+    network, the inserted vectors' keys and values, and what every query of a window does with these.
+    """
     if not config.recurrent:
         return 0.0
     d, w, e = config.model_width, config.window_length, config.num_inserted
@@ -44,11 +48,13 @@ def paper_flops_per_token(config: PretrainedConfig) -> float:
     """What a predicted token costs by the count of Yoshida et al. 2020 (tables 1 and 2).
 
     Two operations for each parameter that is no embedding, and 2 l w d for attention (Kaplan et al. 2020, table 1),
-    times w / (w - overlap). Logits, biases, norms and the recurrence are not counted. For GPT-2 small and a window of
-    300, the paper's 1.75e8 at overlap 0.
+    rounded to three digits, times w / (w - overlap). Logits, biases, norms and the recurrence are not counted. For
+    GPT-2 small and a window of 300, the paper's 1.75e8 at overlap 0.
     """
     d, f = config.model_width, config.feedforward_width
     queries, keys = config.num_heads * config.head_size, config.num_key_value_heads * config.head_size
     num_products = 3 if config.architecture == "llama" else 2
     parameters = config.num_layers * (d * (2 * queries + 2 * keys) + num_products * d * f)
-    return repetition(config) * (2 * parameters + 2 * config.num_layers * config.window_length * queries)
+    disjoint = 2 * parameters + 2 * config.num_layers * config.window_length * queries
+    # The paper rounds first: of 1.754e8, three of table 2's figures would have another last digit.
+    return repetition(config) * float(f"{disjoint:.3g}")
