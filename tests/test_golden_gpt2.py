@@ -10,6 +10,7 @@ import pytest
 
 from meliad_like.conversion.huggingface import read_huggingface
 from meliad_like.conversion.pretrained_names import GPT2, to_tensors
+from meliad_like.evaluation.protocols import rows_of
 from meliad_like.models.model import Model
 from meliad_like.training.loss import token_losses
 
@@ -105,3 +106,13 @@ def test_strided_perplexity(stride):
         np.testing.assert_allclose(summed, expected, rtol=1e-5)
         total += summed
     np.testing.assert_allclose(np.exp(total / 200), arrays[f"hfstride{stride}_ppl"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [16, 64])
+def test_sliding_windows_are_theirs(stride):
+    theirs = [tuple(map(int, row[:3])) for row in opened()[2][f"hfstride{stride}_rows"]]
+    # Their first windows grow from the beginning of the text, and are one of ours.
+    growing = [row for row in theirs if row[0] == 0]
+    expected = [(0, growing[-1][1], sum(scored for *_, scored in growing)), *theirs[len(growing) :]]
+    rows = rows_of(np.array([201]), "sliding", 64, stride)
+    assert [(row.first, row.first + row.length, row.length - row.repeated) for row in rows] == expected

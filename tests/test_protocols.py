@@ -14,6 +14,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.protocols import evaluate, rows_of
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.shortformer_config import ShortformerConfig
 from meliad_like.training.mesh import MeshConfig, make_mesh
 
@@ -27,6 +28,17 @@ CONFIGS = {
     "baseline": dataclasses.replace(PIA, position="input", cache_length=0),
     "slide": DecoderConfig(
         num_layers=1, model_width=16, num_heads=2, head_size=8, feedforward_width=16, window_length=W
+    ),
+    "overlapping": PretrainedConfig(
+        num_layers=1,
+        model_width=16,
+        num_heads=2,
+        num_key_value_heads=2,
+        head_size=8,
+        feedforward_width=16,
+        max_positions=W,
+        window_length=W,
+        overlap=1,
     ),
 }
 LENGTHS = (11, 2, 19)
@@ -88,8 +100,10 @@ def test_segments_of_the_baseline_are_read_alone(mesh):
 @pytest.mark.parametrize("stride", [1, 3])
 def test_sliding_windows(stride, num_windows, mesh):
     model, score = run("baseline", "sliding", mesh, stride=stride, num_windows=num_windows)
-    ends = [*range(4 + stride, 32, stride), 32]
-    windows = [(0, 4, 0), *((end - 4, end, 4 - (end - last)) for last, end in zip([4, *ends], ends))]
+    first = 4 - 4 % stride
+    # The last stride, which is not full, is read with as much before it as the others.
+    later = [(end - 4, min(end, 32), 4 - stride) for end in range(first + stride, 32 + stride, stride)]
+    windows = [(0, first, 0), *later]
     assert score.num_tokens == 32
     assert score.nats == pytest.approx(reference("baseline", windows), 1e-5)
     assert score.flops == -(-len(windows) // num_windows) * num_windows * 4 * model.forward_flops_per_token
@@ -114,8 +128,21 @@ def test_a_window_of_two_blocks_fills_the_cache(mesh):
 
 
 def test_rows_of_documents():
-    rows = [tuple(row) for row in rows_of(np.array([3, 1, 10]), "sliding", 4, 3)]
-    assert rows == [(0, 0, 2, 0, True), (2, 0, 4, 0, True), (2, 3, 4, 1, True), (2, 5, 4, 2, True)]
+    rows = [tuple(row) for row in rows_of(np.array([3, 1, 9]), "sliding", 5, 2)]
+    assert rows == [(0, 0, 2, 0, True), (2, 0, 4, 0, True), (2, 1, 5, 3, True), (2, 3, 5, 3, True)]
+    rows = [tuple(row) for row in rows_of(np.array([3, 1, 7]), "segments", 4, 4)]
+    assert rows == [(0, 0, 2, 0, True), (2, 0, 4, 0, True), (2, 4, 2, 0, False)]
+
+
+def test_windows_that_repeat_tokens_are_read_by_writing_alone(mesh):
+    model, score = run("overlapping", "token_by_token", mesh)
+    # The first window, nine with three new tokens, and the first of another.
+    assert (score.min_visible, score.max_visible) == (1, 4)
+    assert score.mean_visible == ((1 + 2 + 3 + 4) + 9 * (2 + 3 + 4) + 2) / 32
+    assert score.flops == pytest.approx(32 * model.forward_flops_per_token * 4 / 3)
+    for arguments in ({"protocol": "segments"}, {"protocol": "sliding", "stride": 3}):
+        with pytest.raises(UserError, match="windows that repeat overlap=1 tokens: evaluate without a protocol, or"):
+            run("overlapping", mesh=mesh, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -80,19 +80,21 @@ def rows_of(lengths: np.ndarray, protocol: ProtocolName, n: int, stride: int) ->
         lengths: of the documents, in tokens.
         protocol: which.
         n: inputs in a row, at most.
-        stride: of sliding windows: targets that each has of its own, but for the first of a document, which has n.
+        stride: of sliding windows: the new tokens that each scores, with the n - stride before them as context. As
+            long as a window would begin before its document, it begins with it; as nothing depends on what comes
+            later, all such windows are one row.
     """
     for document, num_targets in enumerate(np.maximum(lengths - 1, 0).tolist()):
-        first = 0
-        while first < num_targets:
-            yield Row(document, first, min(n, num_targets - first), 0, first == 0 or protocol == "sliding")
-            first += n
-            if protocol == "sliding":
-                break
-        while protocol == "sliding" and first < num_targets:
-            last = min(first + stride, num_targets)
-            yield Row(document, last - n, n, n - (last - first), True)
-            first = last
+        if protocol != "sliding":
+            for first in range(0, num_targets, n):
+                yield Row(document, first, min(n, num_targets - first), 0, first == 0)
+            continue
+        growing = n - n % stride
+        if num_targets:
+            yield Row(document, 0, min(growing, num_targets), 0, True)
+        for first in range(growing, num_targets, stride):
+            begin, last = first + stride - n, min(first + stride, num_targets)
+            yield Row(document, begin, last - begin, first - begin, True)
 
 
 def evaluate(
@@ -123,13 +125,18 @@ def evaluate(
         on_progress: told the number of tokens predicted so far, and of all that will be.
 
     Raises:
-        UserError: the lengths do not fit, or there is nothing to predict.
+        UserError: the lengths do not fit, the model's own windows repeat tokens, or there is nothing to predict.
     """
     n, w = segment_length, model.config.window_length
     if n % w:
         raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
     if (protocol == "sliding") != (stride is not None) or not 1 <= (stride or 1) <= n:
         raise UserError(f"protocol={protocol} with stride={stride}: only sliding windows have one, of 1 to {n} tokens")
+    if model.overlap and protocol != "token_by_token":
+        raise UserError(
+            f"protocol={protocol} knows nothing of windows that repeat overlap={model.overlap} tokens: evaluate "
+            "without a protocol, or with PretrainedConfig.overlap = 0"
+        )
     if protocol == "token_by_token" and model.config.needs_segments:
         raise UserError("token by token there are no segments, on which what this model remembers depends")
     lengths = np.asarray(split.lengths, np.int64)
@@ -171,7 +178,8 @@ def evaluate(
         min_visible=int(least),
         mean_visible=visible_sum / total,
         max_visible=int(most),
-        flops=num_read * model.forward_flops_per_token,
+        # Token by token, windows that repeat some read them once more when they begin.
+        flops=num_read * model.flops_per_prediction["as_counted"],
         seconds=time.perf_counter() - began,
     )
 

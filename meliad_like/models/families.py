@@ -94,6 +94,12 @@ def shortformer_visible(config: ShortformerConfig, position: np.ndarray) -> np.n
     return np.minimum(position - offset, config.cache_length) + offset + 1
 
 
+def pretrained_visible(config: PretrainedConfig, position: np.ndarray) -> np.ndarray:
+    """A token's window up to it, and what that repeats of the window before; not what a recurrence inserts."""
+    later = config.overlap + (position - config.overlap) % config.stride
+    return np.where(position < config.window_length, position, later) + 1
+
+
 FAMILIES = {
     "decoder": Family(
         DecoderConfig,
@@ -113,6 +119,7 @@ FAMILIES = {
             config.recurrence_rate if name == "recurrence" else float(config.train_decoder)
         ),
         extends=PretrainedConfig.extends,
+        num_visible=pretrained_visible,
         reading_apart=lambda config, num_tokens: dataclasses.replace(config, window_length=num_tokens, overlap=0),
     ),
     "shortformer": Family(ShortformerConfig, Shortformer, shortformer_flops_per_token, num_visible=shortformer_visible),
