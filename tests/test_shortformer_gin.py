@@ -55,7 +55,7 @@ def test_a_row_is_the_papers(row):
     assert actual == ROWS[row]
     book_corpus = row.startswith(("table11", "table12"))
     assert run.training.num_steps == (59 * 9495 if book_corpus else 286_000)
-    assert model.cutoffs == (() if book_corpus else (20_000, 60_000))
+    assert (model.cutoffs, model.softmax_dropout_rate) == (((), 0.0) if book_corpus else ((20_000, 60_000), 0.2))
 
 
 def test_every_file_is_a_row_or_part_of_one():
