@@ -1,8 +1,11 @@
 """Mistakes and accidents: one line that names the thing, nothing lost, and a way to go on."""
 
 import dataclasses
+import errno
+import os
 import re
 import shutil
+import threading
 
 import jax.numpy as jnp
 import pytest
@@ -173,6 +176,27 @@ def test_tokens_that_change_under_a_run(bindings, tmp_path, monkeypatch):
         train(run, tmp_path / "run")
     # Steps that may have read them are in no checkpoint.
     assert saved_steps(tmp_path / "run") == [3]
+
+
+def test_a_checkpoint_that_fails_beside_the_steps_is_noticed_before_the_next(bindings, tmp_path, monkeypatch):
+    def no_space(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write = MetricsWriter.write
+
+    def write_and_wait(self, step, metrics, kind="train"):
+        write(self, step, metrics, kind)
+        if step == 4:
+            for thread in threading.enumerate():
+                if "save_finalize" in thread.name:
+                    # Its own `join` would raise what it met.
+                    threading.Thread.join(thread, 30)
+
+    monkeypatch.setattr("meliad_like.training.checkpoints.write_manifest", no_space)
+    monkeypatch.setattr(MetricsWriter, "write", write_and_wait)
+    with pytest.raises(UserError, match=r"the disk is full: checkpoint .*/3 could not be written"):
+        train(parse(bindings), tmp_path)
+    assert [m["step"] for m in read_metrics(tmp_path)][-1] == 4
 
 
 def test_two_trainings_in_one_folder(bindings, tmp_path):

@@ -166,6 +166,9 @@ def _train_stage(
             if pending is not None:
                 _report(reporter, setup, pending, state, save)
             pending = (step, metrics)
+            if step % run.training.log_every == 0:
+                # Of the last checkpoint; the next one may be hours away.
+                checkpoints.check()
             stop = preempted.reached(step)
             due = [hook for hook in hooks if hook.due(step, run.training.num_steps)]
             if due or stop:
