@@ -173,6 +173,28 @@ def test_no_checkpoint_left(tmp_path):
         read_metadata(tmp_path / "nowhere")
 
 
+def test_where_none_is_good_none_is_moved_and_every_start_says_so(tmp_path):
+    """The second one would otherwise begin at step 0 without a word."""
+    save_all(tmp_path, [1, 2])
+    for step in (1, 2):
+        (tmp_path / str(step) / "manifest.json").unlink()
+    for _ in range(2):
+        with Checkpoints(tmp_path) as checkpoints:
+            with pytest.raises(
+                UserError, match=re.escape("no usable checkpoint; damaged: [1, 2]: bring one back from")
+            ):
+                checkpoints.restore(abstract(make_state()))
+            assert checkpoints.steps() == [1, 2]
+
+
+def test_looking_moves_nothing(tmp_path):
+    save_all(tmp_path, [1, 2])
+    (tmp_path / "2" / "manifest.json").unlink()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.read_metadata() == {"step": 1}
+        assert checkpoints.steps() == [1, 2]
+
+
 def test_a_step_that_is_asked_for_has_no_substitute(tmp_path):
     save_all(tmp_path, [1, 2])
     (tmp_path / "2" / "manifest.json").unlink()

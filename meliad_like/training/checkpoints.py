@@ -115,8 +115,8 @@ class Checkpoints:
 
         Args:
           abstract_state: tree of jax.ShapeDtypeStruct with the shardings wanted, whatever mesh it was saved from.
-          step: which one; None: the newest that is not damaged. Damaged ones are then moved aside
-            (`damaged-STEP`), so that the run can write these steps again.
+          step: which one; None: the newest that is not damaged. Those after it, which are, are then moved aside
+            (`damaged-STEP`), so that the run can write these steps again. Where none is good, none is moved.
 
         Returns:
           The state, with the tree structure of `abstract_state`, and the metadata.
@@ -134,6 +134,23 @@ class Checkpoints:
     def read_metadata(self, step: int | None = None) -> dict[str, Any]:
         """The metadata of a step; None: of the newest that is not damaged, which `restore` would take."""
         return self._read_json(self._usable(step))["metadata"]
+
+    def newest(self) -> int | None:
+        """The newest step that is not damaged; None: there is none. Each damaged one is named in a warning, once."""
+        for step in reversed(self.steps()):
+            known = step in self._damage
+            damage = self._find_damage(step)
+            if damage is None:
+                return step
+            if not known:
+                logging.warning("checkpoint %s is damaged (%s)", self.folder / str(step), damage)
+        return None
+
+    def move_aside_after(self, step: int | None) -> None:
+        """Moves checkpoints aside (`damaged-STEP`): those after a step, or all of them."""
+        for other in self.steps():
+            if step is None or other > step:
+                self._move_aside(other)
 
     def check(self) -> None:
         """Raises what the last save met in the background so far, without waiting for its end.
@@ -165,7 +182,9 @@ class Checkpoints:
         self.close()
 
     def _restore(self, abstract: Any, step: int | None, items: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
-        step = self._usable(step)
+        newest, step = step is None, self._usable(step)
+        if newest:
+            self.move_aside_after(step)
         saved = self._read_json(step)
         wanted = _named_arrays(abstract)
         shapes = saved["arrays"]
@@ -205,13 +224,11 @@ class Checkpoints:
             if damage := self._find_damage(step):
                 raise UserError(f"checkpoint {self.folder / str(step)} is damaged: {damage}; it has {steps}")
             return step
-        for candidate in reversed(steps):
-            damage = self._find_damage(candidate)
-            if damage is None:
-                return candidate
-            logging.warning("checkpoint %s is damaged (%s): using the one before", self.folder / str(candidate), damage)
-            self._move_aside(candidate)
-        raise UserError(f"{self.folder} has no usable checkpoint" + (f"; damaged: {steps}" if steps else ""))
+        newest = self.newest()
+        if newest is None:
+            damaged = f"; damaged: {steps}: bring one back from a copy, or delete them to begin anew" if steps else ""
+            raise UserError(f"{self.folder} has no usable checkpoint{damaged}")
+        return newest
 
     def _find_damage(self, step: int) -> str | None:
         if step not in self._damage:
@@ -230,8 +247,9 @@ class Checkpoints:
             if aside.exists():
                 aside.rmtree()
             (self.folder / str(step)).rename(aside)
+            logging.warning("checkpoint %s is moved aside, to %s", self.folder / str(step), aside.name)
         multihost_utils.sync_global_devices(f"damaged checkpoint {step} moved aside")
-        del self._damage[step]
+        self._damage.pop(step, None)
         self._manager.reload()
 
     def _delete_unfinished(self) -> None:
