@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meliad_like.errors import UserError
 from meliad_like.training import checkpoints as checkpoints_lib
-from meliad_like.training.checkpoints import Checkpoints, compare_metadata, read_metadata
+from meliad_like.training.checkpoints import Checkpoints, compare_metadata, keep_best, read_metadata
 from meliad_like.training.mesh import MeshConfig, make_mesh
 
 
@@ -213,6 +213,20 @@ def test_another_model_is_named(tmp_path):
             checkpoints.restore_params({**params, "scale": jax.ShapeDtypeStruct((9,), jnp.float32)})
         with pytest.raises(UserError, match="this run has params/more, the checkpoint has not"):
             checkpoints.restore_params({**params, "more": params["scale"]})
+
+
+def test_the_best_is_kept_whatever_happened_to_the_one_before(tmp_path):
+    def kept(step, loss):
+        keep_best(tmp_path, step, make_state(step), {"step": step, "loss": loss}, lambda metadata: metadata["loss"])
+        return read_metadata(tmp_path)
+
+    assert kept(1, 3.0) == kept(2, 4.0) == {"step": 1, "loss": 3.0}
+    assert kept(3, 2.0) == {"step": 3, "loss": 2.0}
+    # Done again after a kill, on another mesh.
+    assert kept(3, 1.9) == {"step": 3, "loss": 2.0}
+    for step in (3, 4):
+        (tmp_path / str(step) / "manifest.json").unlink()
+        assert kept(4, 9.0 - step) == {"step": 4, "loss": 9.0 - step}
 
 
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_kept(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ parameters apart from the rest, so that evaluation reads nothing else.
 import errno
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -297,6 +297,29 @@ def read_metadata(folder: epath.PathLike) -> dict[str, Any]:
     """
     with Checkpoints(folder, read_only=True) as checkpoints:
         return checkpoints.read_metadata()
+
+
+def keep_best(
+    folder: epath.PathLike, step: int, state: Any, metadata: Mapping[str, Any], measure: Callable[[Any], float]
+) -> None:
+    """Keeps the parameters of a step in a folder of their own, unless those there measure as little.
+
+    Args:
+      folder: a damaged checkpoint in it is moved aside, and counts as none.
+      step: one that is done again after a kill may be there already, and stays.
+      state: its fields `step` and `params` are kept.
+      metadata: as of `Checkpoints.save`.
+      measure: metadata to what shall be small.
+
+    Raises:
+      UserError: the disk is full.
+    """
+    with Checkpoints(folder, keep_last=1) as best:
+        newest = best.newest()
+        best.move_aside_after(newest)
+        if step in best.steps() or (newest is not None and measure(best.read_metadata(newest)) <= measure(metadata)):
+            return
+        best.save(step, {"step": state.step, "params": state.params}, metadata)
 
 
 def compare_metadata(

@@ -1,5 +1,6 @@
 """What happens beside training every so many steps."""
 
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
 from meliad_like.history.reader import evaluation_reader
-from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.checkpoints import keep_best
 from meliad_like.training.mesh import replicated
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.opening import save_vocabulary
@@ -63,19 +64,12 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Ca
         writer.write(step, figures, kind=run.training.evaluate_split)
         writer.say(f"step {step}: {result.bits_per_byte:.3f} bits/byte on {report.title(result)}")
         if run.training.keep_best:
-            _keep_if_best(setup, best, step, state, result.bits_per_token)
+            if jax.process_index() == 0:
+                save_vocabulary(setup.store.vocabulary, best)
+            kept = metadata(setup, step) | {"bits_per_token": result.bits_per_token}
+            keep_best(best, step, state, kept, operator.itemgetter("bits_per_token"))
 
     return evaluate
-
-
-def _keep_if_best(setup: Setup, folder: epath.Path, step: int, state: TrainState, bits_per_token: float) -> None:
-    if jax.process_index() == 0:
-        save_vocabulary(setup.store.vocabulary, folder)
-    with Checkpoints(folder, keep_last=1) as best:
-        if best.steps() and best.read_metadata()["bits_per_token"] <= bits_per_token:
-            return
-        kept = {"step": state.step, "params": state.params}
-        best.save(step, kept, metadata(setup, step) | {"bits_per_token": bits_per_token})
 
 
 def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState], None]:

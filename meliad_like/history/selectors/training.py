@@ -37,7 +37,7 @@ from meliad_like.history.selectors.pairs import (
 from meliad_like.models.history_selector import Params, Part, Selector
 from meliad_like.remote import write_whole
 from meliad_like.training import preemption
-from meliad_like.training.checkpoints import Checkpoints, compare_metadata
+from meliad_like.training.checkpoints import Checkpoints, compare_metadata, keep_best
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.opening import save_vocabulary
 from meliad_like.training.optimizers import leave_fixed
@@ -213,7 +213,8 @@ def train_selector(
                     figures = evaluate(state.params)
                     writer.write(step, figures, kind="validation")
                     writer.say(_summary(step, figures))
-                    _keep_if_best(workdir / "best", step, state, figures, metadata)
+                    kept = {**metadata, "step": step, "validation": figures}
+                    keep_best(workdir / "best", step, state, kept, lambda best: best["validation"]["loss"])
                 if saved or stop:
                     checkpoints.save(step, state, metadata | {"step": step})
                 if stop and not last:
@@ -340,13 +341,3 @@ def _summary(step: int, figures: Mapping[str, float]) -> str:
         f"is worth {figures['chosen_gain']:+.3f} nats, by chance {figures['random_gain']:+.3f}, at best "
         f"{figures['oracle_gain']:+.3f}"
     )
-
-
-def _keep_if_best(
-    folder: Path, step: int, state: SelectorState, figures: Mapping[str, float], metadata: Mapping[str, Any]
-) -> None:
-    with Checkpoints(folder, keep_last=1) as best:
-        if best.steps() and best.read_metadata()["validation"]["loss"] <= figures["loss"]:
-            return
-        kept = {"step": state.step, "params": state.params}
-        best.save(step, kept, {**metadata, "step": step, "validation": dict(figures)})
