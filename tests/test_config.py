@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -188,17 +189,40 @@ def test_a_working_folder_refuses_another_config(tmp_path):
     assert "model.dropout_rate is 0.05 there, 0.0 here; choose another --workdir" in str(caught.value)
 
 
-def test_a_working_folder_accepts_a_longer_run_on_another_mesh(tmp_path):
+@pytest.mark.parametrize(
+    "binding",
+    [
+        "TrainingConfig.num_steps = 600000",
+        "TrainingConfig.nonfinite = 'skip'",
+        "MeshConfig.tensor = 2",
+        "MeshConfig.sequence = 2",
+        "DecoderConfig.remat = 'layers'",
+        "ReaderConfig.store = '/elsewhere'",
+        "ReaderConfig.num_threads = 3",
+        "ReaderConfig.batches_ahead = 3",
+        "ReaderConfig.device_batches_ahead = 3",
+    ],
+)
+def test_what_a_run_may_go_on_with(tmp_path, binding):
     config.save(config.parse(), tmp_path)
-    longer = config.parse(gin_params=["TrainingConfig.num_steps = 600000", "MeshConfig.tensor = 2"])
-    config.save(longer, tmp_path)
-    assert config.from_json((tmp_path / "config.json").read_text()) == longer
+    other = config.parse(gin_params=[binding])
+    assert other != config.parse()
+    config.save(other, tmp_path)
+    assert config.from_json((tmp_path / "config.json").read_text()) == other
 
 
-def test_a_working_folder_refuses_another_seed(tmp_path):
+@pytest.mark.parametrize(
+    ("binding", "message"),
+    [
+        ("TrainingConfig.seed = 1", "training.seed is 0 there, 1 here"),
+        ("DecoderConfig.activation_dtype = 'bfloat16'", "model.activation_dtype is 'float32' there, 'bfloat16' here"),
+        ("ScheduleConfig.warmup_steps = 7", "schedule.warmup_steps is 1000 there, 7 here"),
+    ],
+)
+def test_what_a_run_can_not_go_on_with(tmp_path, binding, message):
     config.save(config.parse(), tmp_path)
-    with pytest.raises(UserError, match=r"training\.seed is 0 there, 1 here"):
-        config.save(config.parse(gin_params=["TrainingConfig.seed = 1"]), tmp_path)
+    with pytest.raises(UserError, match=re.escape(message)):
+        config.save(config.parse(gin_params=[binding]), tmp_path)
 
 
 PROGRAM = """

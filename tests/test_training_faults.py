@@ -79,6 +79,7 @@ def test_a_loss_that_is_not_a_number_stops_and_skipping_goes_on(
     names = re.search("in document (.*); the state after step 3 is saved", message)[1].split(", ")
     assert set_up(parse(bindings)).store.split("train").names[document] in names
     assert "--gin_file=option/skip_nonfinite.gin" in message and "\n" not in message
+    assert message.endswith(f"a smaller learning rate: --load_dir={tmp_path} --workdir=NEW")
     assert saved_steps(tmp_path)[-1] == 3
     assert [m["loss"] is None for m in read_metrics(tmp_path)] == [False, False, False, True]
 
@@ -152,7 +153,6 @@ def test_a_working_folder_of_another_run(bindings, tmp_path):
     (documents / "train" / "new.txt").write_text("one more")
     source = dataclasses.replace(run.source, folder=str(documents))
     prepare(source, run.vocabulary, tmp_path / "store", num_workers=1)
-    (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match=r"checkpoints belongs to another config: store_fingerprint is '\w+' there"):
         train(parse(bindings, f"ReaderConfig.store = '{tmp_path / 'store'}'"), tmp_path)
 

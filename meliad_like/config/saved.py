@@ -15,6 +15,8 @@ from meliad_like.errors import UserError
 from meliad_like.models.families import FAMILIES, family_name
 from meliad_like.remote import write_whole
 from meliad_like.saved_json import parse_json
+from meliad_like.training.config import TrainingConfig
+from meliad_like.training.mesh import MeshConfig
 
 JSON_NAME = "config.json"
 GIN_NAME = "config.gin"
@@ -46,6 +48,20 @@ ADDED = frozenset(
         "ScheduleConfig.first_rate",
         "TrainingConfig.keep_best",
         "VocabularyConfig.end_token",
+    }
+)
+
+# What a run may go on with another value of: nothing of it decides what the steps before have learned. A token store
+# that was moved is known by its fingerprint.
+MAY_CHANGE = frozenset(
+    {
+        "data.batches_ahead",
+        "data.device_batches_ahead",
+        "data.num_threads",
+        "data.store",
+        "model.remat",
+        *(f"mesh.{name}" for name in field_types(MeshConfig)),
+        *(f"training.{name}" for name in field_types(TrainingConfig) if name != "seed"),
     }
 )
 
@@ -139,8 +155,7 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
     """Nothing is written.
 
     Raises:
-      UserError: the folder holds another run (only `training.`, not its seed, and `mesh.` may change on the way), or
-        its `config.json` is damaged.
+      UserError: the folder holds another run, which differs in more than MAY_CHANGE, or its `config.json` is damaged.
     """
     folder = epath.Path(workdir)
     path = folder / JSON_NAME
@@ -153,7 +168,7 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
             f"{path}: {error}; if it is damaged, delete it: the same command then goes on, and writes it anew"
         ) from None
     changed = differences(saved, run)
-    fixed = [key for key in changed if key == "training.seed" or not key.startswith(("training.", "mesh."))]
+    fixed = [key for key in changed if key not in MAY_CHANGE]
     if fixed:
         old, new = changed[fixed[0]]
         more = f" and {len(fixed) - 1} more" if len(fixed) > 1 else ""

@@ -1,5 +1,6 @@
 """The training loop: from a config and a working folder to a trained model, in sections that read top to bottom."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -148,6 +149,7 @@ def _train_stage(
         device_batches_ahead=run.data.device_batches_ahead,
     ) as batches:
         reporter = Reporter(setup, writer, batches)
+        report = functools.partial(_report, reporter, setup, folder, save)
         # The checkpoint comes last: what the others met is then known before it is written.
         hooks = [
             Hook(run.training.evaluate_every, evaluation_hook(setup, writer, folder / "best")),
@@ -164,7 +166,7 @@ def _train_stage(
                 writer.say(f"step {step}: wrote a trace into {profiler.folder}")
             # The metrics of the step before are ready; those of this one would make the host wait.
             if pending is not None:
-                _report(reporter, setup, pending, state, save)
+                report(pending, state)
             pending = (step, metrics)
             if step % run.training.log_every == 0:
                 # Of the last checkpoint; the next one may be hours away.
@@ -172,7 +174,7 @@ def _train_stage(
             stop = preempted.reached(step)
             due = [hook for hook in hooks if hook.due(step, run.training.num_steps)]
             if due or stop:
-                _report(reporter, setup, pending, state, save)
+                report(pending, state)
                 pending = None
                 with reporter.time_out():
                     for hook in due:
@@ -183,16 +185,17 @@ def _train_stage(
                 writer.say(f"SIGTERM: saved step {step} in {checkpoints.folder}; the same command goes on from there")
                 return state, True
         if pending is not None:
-            _report(reporter, setup, pending, state, save)
+            report(pending, state)
     return state, False
 
 
 def _report(
     reporter: Reporter,
     setup: Setup,
+    folder: epath.Path,
+    save: Callable[[int, TrainState], None],
     pending: tuple[int, StepMetrics],
     state: TrainState,
-    save: Callable[[int, TrainState], None],
 ) -> None:
     """Reports a step; if it was not finite and the policy is to stop, saves the state before it and stops."""
     step, metrics = pending[0], jax.device_get(pending[1])
@@ -202,8 +205,9 @@ def _report(
     good_step = int(state.step)
     save(good_step, state)
     raise UserError(
-        f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {good_step} is saved: "
-        "try a smaller learning rate, or --gin_file=option/skip_nonfinite.gin to skip such steps"
+        f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {good_step} is saved: go "
+        "on with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another run from there with "
+        f"a smaller learning rate: --load_dir={folder} --workdir=NEW"
     )
 
 
