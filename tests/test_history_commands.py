@@ -11,9 +11,10 @@ from tiny_run import ROOT, environment
 
 from meliad_like.errors import UserError
 from meliad_like.history import commands
-from meliad_like.history.evaluation import DocumentSums
+from meliad_like.history.evaluation import DocumentSums, read_strides
 from meliad_like.history.journal import Journal
 from meliad_like.history.opening import Request, open_request
+from meliad_like.history.selection import RandomSpans
 from meliad_like.history.spans import HistoryConfig, candidates
 from meliad_like.history.stride_store import StrideStore, fingerprint
 
@@ -79,6 +80,21 @@ def test_scores_go_on_after_a_stop(place, scores, tmp_path, monkeypatch):
     done = StrideStore(tmp_path / "part")
     assert not done.numbers[: done.offsets[5]].any()
     np.testing.assert_array_equal(done.numbers[done.offsets[5] :], whole.numbers[whole.offsets[5] :])
+
+
+def test_a_score_that_is_not_finite_is_named(scores, tmp_path):
+    whole = StrideStore(scores)
+    store = StrideStore(tmp_path / "store", whole.info)
+
+    def make(strides):
+        for index, stride in enumerate(strides):
+            yield np.full(store.info.count(stride), np.inf if index == 20 else 1, np.float32)
+
+    stride = whole.strides[20]
+    message = f"no finite scores to spans for the tokens {stride.first} to {stride.end - 1} of {stride.document} "
+    with pytest.raises(UserError, match=message + rf"\(stride {stride.number}\): bind"):
+        store.fill(make)
+    assert store.missing()[0] == 20
 
 
 @pytest.mark.parametrize(
@@ -182,6 +198,21 @@ def test_parts_of_documents(place):
         open_request(request(place, documents=("x", "1")))
     with pytest.raises(UserError, match="max_tokens=3 is less than the first document's"):
         open_request(request(place, max_tokens=3))
+
+
+def test_a_part_of_the_documents_is_read_as_all_of_them_are(place):
+    chosen = []
+    for changes in ({}, {"documents": ("2",)}, {"documents": ("2",), "document_tokens": 50}):
+        opened = open_request(request(place, "HistoryConfig.first_selection = 1", **changes))
+        readings = read_strides(
+            lambda sequences: (np.zeros(sequence.num_targets) for sequence in sequences),
+            opened.documents, [RandomSpans(opened.config)], opened.config, opened.separator,
+        )  # fmt: skip
+        of_document = [
+            r.chosen["random"].tolist() for r in readings if opened.documents.names[r.document] == "2" and r.chosen
+        ]
+        chosen.append(of_document)
+    assert len(chosen[0]) > 5 and chosen[0] == chosen[1] == chosen[2]
 
 
 def test_search(place, tmp_path):

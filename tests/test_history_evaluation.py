@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from meliad_like.errors import UserError
 from meliad_like.history import evaluation as evaluation_module
 from meliad_like.history import report
 from meliad_like.history.evaluation import BASELINE, Cost, Evaluation, Sums, evaluate, read_strides
@@ -255,6 +256,11 @@ def test_tables_and_files(tmp_path):
 def test_selections_have_different_names(windows):
     with pytest.raises(ValueError, match="different names: baseline, recent, recent"):
         list(read_strides(windows, DOCUMENTS, [RecentSpans(), RecentSpans()], CONFIG, SEPARATOR))
+
+
+def test_nothing_to_predict_is_named(windows):
+    with pytest.raises(UserError, match="no document has a second token"):
+        evaluate(windows, Documents([1, 1]), [RandomSpans(CONFIG)], CONFIG, SEPARATOR)
 
 
 def test_a_selection_must_score_every_span(windows):

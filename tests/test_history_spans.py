@@ -10,6 +10,7 @@ from meliad_like.history.spans import (
     candidates,
     necessary_prefix,
     num_candidates,
+    rank,
     scored_strides,
     select,
     separator_token,
@@ -112,8 +113,15 @@ def test_spans_that_share_tokens_are_left_out_if_asked():
 
 
 def test_a_score_that_is_no_number_is_an_error():
-    with pytest.raises(ValueError, match="NaN"):
-        select(np.float32([1, np.nan]), np.arange(2), TINY)
+    class Broken:
+        name, leaks_the_future, runs_a_model = "broken", False, False
+
+        def scores(self, document, stride, ends):
+            return np.where(ends == 4, np.nan, 1).astype(np.float32)
+
+    message = r"broken gives NaN to spans for the tokens 21 to 23 of a tale \(stride 7\): bind .*float32"
+    with pytest.raises(UserError, match=message):
+        rank(Broken(), "a tale", np.arange(26), list(strides(26, TINY))[7], TINY)
 
 
 def test_the_separator_takes_the_last_place():

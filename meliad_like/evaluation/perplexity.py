@@ -257,15 +257,15 @@ class ChosenDocuments:
 
     def __init__(self, split: Documents, documents: np.ndarray):
         """`documents`: their indices in the split."""
+        self.indices = documents
         self.lengths, self.num_bytes, self.num_words = (
             np.asarray(values)[documents] for values in (split.lengths, split.num_bytes, split.num_words)
         )
         self.names = [split.names[int(document)] for document in documents]
         self._split = split
-        self._documents = documents
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        return self._split.tokens(int(self._documents[document]), start, stop)
+        return self._split.tokens(int(self.indices[document]), start, stop)
 
 
 def order_of_chance(num_documents: int) -> Int[np.ndarray, " documents"]:

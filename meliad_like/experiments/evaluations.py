@@ -37,6 +37,8 @@ class Beginnings:
         """
         num_documents = min(max(max_tokens // at_least, 1), len(split.lengths))
         self._split = split
+        self.indices = getattr(split, "indices", np.arange(num_documents))[:num_documents]
+        """In the split of which `split` may be a part."""
         self.names: Sequence[str] = split.names[:num_documents]
         self.lengths = np.minimum(split.lengths[:num_documents], max(max_tokens // num_documents, 2))
         texts = [vocabulary.decode_bytes(split.tokens(i, 0, int(n))) for i, n in enumerate(self.lengths)]

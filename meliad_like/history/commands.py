@@ -19,7 +19,7 @@ from meliad_like.history.opening import Opened, Request, open_request
 from meliad_like.history.scoring import Request as GainRequest
 from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle
 from meliad_like.history.selectors.scorer import open_selectors
-from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, candidates_of, select
+from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, rank, select
 from meliad_like.history.stride_store import StoreInfo, StrideStore, fingerprint, whole_documents
 
 CONTROLS = ("random", "overlap_oracle")
@@ -96,8 +96,8 @@ def select_spans(request: Request, folder: Path, names: Sequence[str], selectors
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
         for stride in strides:
-            ends = candidates_of(scorer, stride, info.config)
-            yield select(scorer.scores(tokens(stride.document), stride, ends), ends, info.config)
+            ends, scores = rank(scorer, info.documents[stride.document], tokens(stride.document), stride, info.config)
+            yield select(scores, ends, info.config)
 
     with_progress("selections", lambda progress: store.fill(make, progress))
     print(f"wrote {folder}: what {report.label(scorer.name, scorer.leaks_the_future)} selects")

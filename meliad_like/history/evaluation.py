@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Documents
 from meliad_like.history import losses
 from meliad_like.history.assembly import assemble
 from meliad_like.history.losses import TargetLosses
-from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates_of, select, strides
+from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, index_in_split, rank, select, strides
 
 BASELINE = "baseline"
 """The name of the window without spans."""
@@ -28,6 +29,8 @@ VERSION = 2
 class StrideReading(NamedTuple):
     """A stride as it was predicted."""
 
+    document: int
+    """Index among those that are read; the stride has that in the split."""
     stride: Stride
     nats: dict[str, Float[np.ndarray, " targets"]]
     """The losses of its targets, by the selection's name, and of the plain window as BASELINE. A document's first token
@@ -70,7 +73,8 @@ def read_strides(
         only: indices of the documents that are read; None: of all.
 
     Raises:
-        ValueError: two selections have the same name, or one scored a span with NaN, or did not score every one.
+        UserError: a selection gave a span NaN.
+        ValueError: two selections have the same name, or one did not score every span.
     """
     costs = {} if costs is None else costs
     names = [BASELINE, *(selection.name for selection in selections)]
@@ -82,13 +86,13 @@ def read_strides(
         for document in range(len(documents.lengths)) if only is None else only:
             length = int(documents.lengths[document])
             tokens = documents.tokens(document, 0, length)
-            for stride in strides(length, config, document):
-                reading = StrideReading(stride, {}, {}, {})
+            for stride in strides(length, config, index_in_split(documents, document)):
+                reading = StrideReading(document, stride, {}, {}, {})
                 windows_of_stride = [assemble(tokens, stride, np.zeros(0, np.int64), config, separator)]
                 if stride.selects:
                     for selection in selections:
-                        ends = candidates_of(selection, stride, config)
-                        scores = _timed(selection, tokens, stride, ends, costs)
+                        cost = costs.setdefault(selection.name, Cost())
+                        ends, scores = _timed(selection, documents.names[document], tokens, stride, config, cost)
                         chosen = select(scores, ends, config)
                         reading.chosen[selection.name] = chosen
                         reading.scores[selection.name] = scores[np.searchsorted(ends, chosen)]
@@ -107,18 +111,19 @@ def read_strides(
         yield reading
 
 
-def _timed(selection: SpanScorer, tokens, stride: Stride, ends, costs: dict[str, Cost]) -> np.ndarray:
+def _timed(
+    selection: SpanScorer, name: str, tokens, stride: Stride, config: HistoryConfig, cost: Cost
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `rank`; adds to the cost."""
+
     def counted(name: str) -> float:
         return getattr(selection, name, 0.0)
 
     began, flops, compiling = time.perf_counter(), counted("flops"), counted("compile_seconds")
-    scores = selection.scores(tokens, stride, ends)
-    cost = costs.setdefault(selection.name, Cost())
+    ends, scores = rank(selection, name, tokens, stride, config)
     cost.seconds += time.perf_counter() - began - (counted("compile_seconds") - compiling)
     cost.flops += counted("flops") - flops
-    if scores.shape != ends.shape:
-        raise ValueError(f"{selection.name} gave scores of shape {scores.shape} for {len(ends)} spans")
-    return scores
+    return ends, scores
 
 
 @dataclass
@@ -200,7 +205,12 @@ def evaluate(
         on_progress: told how many tokens are read, and how many there are.
         done: by index, documents that are not read again.
         on_document: told of each document that was read.
+
+    Raises:
+        UserError: as `read_strides`; or no document has a second token.
     """
+    if not np.any(np.asarray(documents.lengths) > 1):
+        raise UserError("no document has a second token: there is nothing to predict")
     rows, num_read, total = [], 0, int(np.sum(documents.lengths))
     for index, length in enumerate(documents.lengths):
         row = (done or {}).get(index)

@@ -106,13 +106,13 @@ def read_histories(
     by_document: list[list[Any]] = [[] for _ in tokens]
     done, total = 0, int(np.sum(documents.lengths))
     for reading in read_strides(windows, documents, [scorer], config, separator):
-        by_document[reading.stride.document].append(reading)
+        by_document[reading.document].append(reading)
         done += reading.stride.num_targets
         if on_progress is not None:
             on_progress(done, total)
     choosing = [reading for readings in by_document for reading in readings if scorer.name in reading.chosen]
-    worth = gains(Request(tokens[r.stride.document], r.stride, r.chosen[scorer.name]) for r in choosing)
-    of_stride = {(reading.stride.document, reading.stride.number): gain for reading, gain in zip(choosing, worth)}
+    worth = gains(Request(tokens[r.document], r.stride, r.chosen[scorer.name]) for r in choosing)
+    of_stride = {(reading.document, reading.stride.number): gain for reading, gain in zip(choosing, worth)}
     histories = []
     for index, readings in enumerate(by_document):
         plain, selected = (

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from absl import logging
 from jaxtyping import Int
 
 from meliad_like.config.run import RunConfig
@@ -24,8 +23,9 @@ from meliad_like.history.spans import (
     HistoryConfig,
     SpanScorer,
     Stride,
-    candidates_of,
+    index_in_split,
     num_strides,
+    rank,
     select,
     separator_token,
     stride_of,
@@ -34,7 +34,7 @@ from meliad_like.history.stride_store import INFO_NAME, StrideStore
 
 
 class Selection(Protocol):
-    """Chooses the spans of a window."""
+    """Chooses the spans of a window. Where the targets were read for that, an attribute `leaks_the_future` is true."""
 
     def __call__(self, name: str, document: Int[np.ndarray, " tokens"], stride: Stride) -> Int[np.ndarray, " spans"]:
         """
@@ -89,6 +89,8 @@ class HistoryReader:
         self._config = config
         self._separator = separator
         self._selection = selection
+        self.leaks_the_future: bool = getattr(selection, "leaks_the_future", False)
+        """Whether spans are selected by what reads the targets."""
         self._vocabulary_size = vocabulary_size
         lengths = np.asarray(split.lengths, np.int64)
         self._targets = np.maximum(lengths - 1, 0)
@@ -142,7 +144,7 @@ class HistoryReader:
         """A document's window, and the last stride that it has targets of."""
         length = int(self._split.lengths[document])
         number = min(self._first_strides + index, num_strides(length, self._config)) - 1
-        stride = stride_of(number, length, self._config, document)
+        stride = stride_of(number, length, self._config, index_in_split(self._split, document))
         tokens = self._split.tokens(document, 0, stride.end)
         ends = np.zeros(0, np.int64)
         if stride.selects:
@@ -169,8 +171,8 @@ def make_selection(data: ReaderConfig, config: HistoryConfig, store: TokenStore,
     scorer = scorers[data.selection]
 
     def choose(name: str, document: np.ndarray, stride: Stride) -> np.ndarray:
-        ends = candidates_of(scorer, stride, config)
-        return select(scorer.scores(document, stride, ends), ends, config)
+        ends, scores = rank(scorer, name, document, stride, config)
+        return select(scores, ends, config)
 
     return choose
 
@@ -195,8 +197,7 @@ class _FromFile:
         ):
             if found != wanted:
                 raise UserError(f"the selections in {folder} are of another {name}, {found} and not {wanted}: {make}")
-        if info.leaks_the_future:
-            logging.warning("the selections in %s (%s) leak the future", folder, info.maker)
+        self.leaks_the_future = info.leaks_the_future
         self._selections = selections
         self._first: dict[str, int] = {}
         for index, stride in enumerate(selections.strides):

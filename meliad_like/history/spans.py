@@ -13,7 +13,7 @@ Everything here is arithmetic on lengths: which spans there are does not depend 
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -174,6 +174,16 @@ class SpanScorer(Protocol):
         ...
 
 
+def index_in_split(documents: Any, document: int) -> int:
+    """A document's index in its split, which chance goes by: a part of it, with `indices`, is read as the whole is."""
+    return int(documents.indices[document]) if hasattr(documents, "indices") else document
+
+
+def label(name: str, leaks_the_future: bool) -> str:
+    """A name for tables, files and lines, which says so where what it names comes of reading the targets."""
+    return f"{name} (leaks the future)" if leaks_the_future else name
+
+
 def strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[Stride]:
     """The strides of a document, first to last. Every token is in exactly one; the first one's first is no target.
 
@@ -243,6 +253,36 @@ def candidates_of(scorer: SpanScorer, stride: Stride, config: HistoryConfig) -> 
     return candidates(stride, config if scorer.runs_a_model else dataclasses.replace(config, max_candidates=None))
 
 
+def rank(
+    scorer: SpanScorer, name: str, document: Int[np.ndarray, " tokens"], stride: Stride, config: HistoryConfig
+) -> tuple[Int[np.ndarray, " m"], Float[np.ndarray, " m"]]:
+    """The candidates that a scorer ranks (`candidates_of`), and the scores that it gives them.
+
+    Args:
+        scorer, document, stride, config: as of `SpanScorer.scores`.
+        name: of the document.
+
+    Raises:
+        UserError: a score is NaN.
+        ValueError: not every span has a score.
+    """
+    ends = candidates_of(scorer, stride, config)
+    scores = scorer.scores(document, stride, ends)
+    if scores.shape != ends.shape:
+        raise ValueError(f"{scorer.name} gave scores of shape {scores.shape} for {len(ends)} spans")
+    if np.isnan(scores).any():
+        raise UserError(f"{scorer.name} gives NaN to {where(stride, name)}")
+    return ends, scores
+
+
+def where(stride: Stride, name: str) -> str:
+    """For errors: the spans of a stride that were scored with what is no number, and the way out."""
+    return (
+        f"spans for the tokens {stride.first:,} to {stride.end - 1:,} of {name} (stride {stride.number}): bind the "
+        "model's activation_dtype = 'float32', or choose other documents with --document"
+    )
+
+
 def _all_candidates(stride: Stride, config: HistoryConfig) -> range:
     stop = stride.candidates_end
     if config.candidates == "before_window":
@@ -264,17 +304,12 @@ def select(
     Of equal scores the later span is better, as in the released code (a stable sort, of which the last are taken).
 
     Args:
-        scores: higher is better.
+        scores: higher is better; no NaN (`rank`).
         ends: of the candidates, ascending.
 
     Returns:
         Their ends; fewer than `num_spans` where there are fewer candidates, or fewer that share nothing.
-
-    Raises:
-        ValueError: a score is NaN.
     """
-    if np.isnan(scores).any():
-        raise ValueError("a span's score is NaN")
     best_first = ends[np.argsort(scores, kind="stable")[::-1]]
     if config.deduplicate:
         chosen: list[int] = []

@@ -21,7 +21,15 @@ from jaxtyping import Int
 
 from meliad_like.data.token_store import Split, TokenStore, short
 from meliad_like.errors import UserError
-from meliad_like.history.spans import HistoryConfig, Stride, candidates, num_candidates, scored_strides, strides
+from meliad_like.history.spans import (
+    HistoryConfig,
+    Stride,
+    candidates,
+    num_candidates,
+    scored_strides,
+    strides,
+    where,
+)
 from meliad_like.models.model import Model
 
 What = Literal["scores", "selections"]
@@ -155,10 +163,17 @@ class StrideStore:
         Args:
             make: from strides to their numbers, in the same order; shorter ones are filled up with 0.
             on_progress: told how many numbers there are, and how many there will be.
+
+        Raises:
+            UserError: a score is not finite. What is made before is kept.
         """
         missing, total = self.missing(), int(self.offsets[-1])
         done = total - int(sum(self.offsets[missing + 1] - self.offsets[missing]))
         for index, numbers in zip(missing, make(self.strides[index] for index in missing), strict=True):
+            if not np.isfinite(numbers).all():
+                stride = self.strides[index]
+                name = self.info.documents[stride.document]
+                raise UserError(f"the model gives no finite scores to {where(stride, name)}")
             place = self[index]
             # At once, so that a stop leaves a stride's numbers or their mark.
             place[:] = np.concatenate([numbers, np.zeros(len(place) - len(numbers))])
