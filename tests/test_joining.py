@@ -1,5 +1,6 @@
 """How processes find each other: those that don't come are named, in every one that did, and so is one that dies."""
 
+import re
 import signal
 import socket
 import subprocess
@@ -110,7 +111,36 @@ def test_one_that_fails_gives_the_others_time_to_find_the_same(address):
     statuses, errors = members(address, ["fail", "stay", "fail"])
     assert statuses == [1, 1, 1]
     assert "UserError: no" in errors[0] and "UserError: no" in errors[2]
-    assert errors[1].startswith("error: process 0 failed: this one, number 1, can't go on without it; the same command")
+    # Of the two, the one that it heard of first.
+    assert re.match("error: process [02] failed: this one, number 1, can't go on without it; the same comm", errors[1])
+
+
+def test_a_failure_is_no_death_to_those_who_hear_of_it_from_another(address):
+    statuses, errors = members(address, ["stay", "stay", "fail"])
+    assert statuses == [1, 1, 1]
+    for number in (0, 1):
+        assert errors[number].startswith(f"error: process 2 failed: this one, number {number}, can't go on without it")
+
+
+def test_a_machine_that_is_silent_is_noticed_before_jax_does(address):
+    """jax's heartbeat takes 100 s."""
+    found = {}
+
+    def one(process_id):
+        found[process_id] = call_the_roll(address, 2, process_id, 60)
+
+    threads = [threading.Thread(target=one, args=(process_id,)) for process_id in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for company in found.values():
+        (connection,) = company._connections.values()
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+        assert idle + interval * count < 100
+        connection.close()
 
 
 def test_one_that_is_done_is_not_missed(address):

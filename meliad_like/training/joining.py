@@ -21,9 +21,12 @@ from meliad_like.errors import UserError
 
 ALL_HERE = "all here\n"
 PROBLEM = "problem: "
-# What a process says last.
-FINISHED, FAILED, LOST = b"finished", b"failed", b"lost "
+# What a process says last, with the number of the process that it says it of: process 0 speaks of others as well.
+FINISHED, FAILED, LOST = "finished", "failed", "lost"
 GRACE = 10.0  # seconds
+# Else the kernel would ask after two hours whether a silent machine is there. 80 s are less than jax's heartbeat takes.
+# In seconds, seconds, tries; milliseconds.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 80_000}
 
 
 class Company:
@@ -47,7 +50,7 @@ class Company:
     def leave(self, failed: bool = False) -> None:
         """Says that this process is done, or can't go on."""
         for connection in self._connections.values():
-            _send(connection, FAILED if failed else FINISHED)
+            _say(connection, FAILED if failed else FINISHED, self._process_id)
 
     def __enter__(self) -> Self:
         return self
@@ -70,16 +73,18 @@ class Company:
                         said = self._connections[key.data].recv(64)
                     except OSError:
                         said = b""
-                    if said != FINISHED:
-                        self._end(int(said.removeprefix(LOST)) if said.startswith(LOST) else key.data, said == FAILED)
+                    # Process 0 may have said two things at once.
+                    what, _, whose = said.decode().partition("\n")[0].partition(" ")
+                    if what != FINISHED:
+                        self._end(int(whose) if whose else key.data, what == FAILED)
 
     def _end(self, number: int, failed: bool) -> None:
+        for each, connection in self._connections.items():
+            if self._process_id == 0 and each != number:
+                _say(connection, FAILED if failed else LOST, number)
         if failed:
             # By an error that this process may have met as well: that says more.
             time.sleep(GRACE)
-        for each, connection in self._connections.items():
-            if self._process_id == 0 and each != number:
-                _send(connection, LOST + str(number).encode())
         how = "failed" if failed else "has died"
         print(
             f"error: process {number} {how}: this one, number {self._process_id}, can't go on without it; the same "
@@ -197,9 +202,21 @@ def _heard(connection: socket.socket) -> tuple[int, int]:
     """Number, and number of processes, of one that has connected."""
     connection.settimeout(GRACE)
     number, total = json.loads(connection.recv(64))
+    _keep_alive(connection)
+    return int(number), int(total)
+
+
+def _keep_alive(connection: socket.socket) -> None:
     # A machine that is gone without a word, and firewalls that forget a connection on which nothing is said.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return int(number), int(total)
+    for name, value in KEEP_ALIVE.items():
+        # Not every system has each.
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _say(connection: socket.socket, what: str, number: int) -> None:
+    _send(connection, f"{what} {number}\n".encode())
 
 
 def _send(connection: socket.socket, message: bytes) -> None:
@@ -212,7 +229,7 @@ def _report(host: str, port: int, place: tuple[int, int], deadline: float, timeo
     while True:
         try:
             connection = socket.create_connection((host, port), timeout=GRACE)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _keep_alive(connection)
             connection.sendall(json.dumps(place).encode())
             # Process 0 may have come later, and then waits longer.
             connection.settimeout(timeout_seconds + GRACE)
