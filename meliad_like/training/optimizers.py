@@ -2,7 +2,9 @@
 
 The objective is the sum of the losses over the tokens divided by the constant number of positions in a batch (see
 `training/step.py`), so its gradient is nearly that of the mean. Adafactor divides the gradient by its own running size,
-so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` does see the factor.
+so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` does see the factor, and so does `nag`:
+where a part of a batch is padding, its step is smaller by that part than fairseq's, which divides by the tokens that
+count.
 """
 
 import functools
