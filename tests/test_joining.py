@@ -204,6 +204,12 @@ def test_all_three_or_a_cluster(monkeypatch):
         initialize_distributed()
 
 
+def test_a_jax_that_does_not_say_is_named_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(joining, "detect_cluster", None)
+    with pytest.raises(UserError, match="does not say which cluster this machine is part of: give --coordinator_addr"):
+        initialize_distributed()
+
+
 def test_a_cluster_says_who_is_who(monkeypatch):
     called = []
 

@@ -15,9 +15,16 @@ from contextlib import suppress
 from typing import Self
 
 import jax
-from jax._src.clusters import ClusterEnv
 
 from meliad_like.errors import UserError
+
+try:
+    # What jax.distributed.initialize asks; it has no public name.
+    from jax._src.clusters import ClusterEnv
+
+    detect_cluster = ClusterEnv.auto_detect_unset_distributed_params
+except (ImportError, AttributeError):
+    detect_cluster = None
 
 ALL_HERE = "all here\n"
 PROBLEM = "problem: "
@@ -112,8 +119,12 @@ def initialize_distributed(
     """
     given = place = (coordinator_address, num_processes, process_id)
     if all(value is None for value in given):
-        # As jax.distributed.initialize asks; it has no public name.
-        place = ClusterEnv.auto_detect_unset_distributed_params(*given, None, None, timeout_seconds)[:3]
+        if detect_cluster is None:
+            raise UserError(
+                f"jax {jax.__version__} does not say which cluster this machine is part of: give "
+                "--coordinator_address, --num_processes and --process_id"
+            )
+        place = detect_cluster(*given, None, None, timeout_seconds)[:3]
         if None in place:
             raise UserError("this machine is part of no cluster that jax detects (a TPU pod, SLURM, GKE or MPI)")
     elif None in given:

@@ -1,4 +1,4 @@
-"""From a step's metrics to the figures that people read, and what happens beside training every so often."""
+"""From the metrics of steps to the figures that people read: averages between two logs, speeds, shares of the peak."""
 
 import math
 import time
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import jax
 
 from meliad_like.data.loading import BatchIterator
+from meliad_like.history.spans import label
 from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.optimizers import applied_rate
@@ -23,6 +24,7 @@ class Reporter:
         run = setup.run
         self._run, self._writer, self._batches = run, writer, batches
         self._last_step = setup.stage.last_step
+        self._leaks = getattr(setup.reader, "leaks_the_future", False)
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
         totals = setup.store.totals("train")
         # Every token after a document's first is a target.
@@ -67,6 +69,7 @@ class Reporter:
                 "data_wait_seconds": self._batches.seconds_waited - self._waited,
                 "memory_bytes": peak_memory_bytes(),
             },
+            kind=label("train", self._leaks),
         )
         self._writer.progress(step, bits / self._bytes_per_token, tokens_per_second, int(last.num_skipped))
         self._gathered, self._seconds_out, self._waited = [], 0.0, self._batches.seconds_waited
