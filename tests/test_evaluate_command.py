@@ -191,6 +191,16 @@ def test_a_file_gives_the_evaluation_back(tmp_path):
         report.read(tmp_path / "e.json")
 
 
+def test_what_leaks_the_future_says_so(tmp_path):
+    honest = make_evaluation()
+    report.write(dataclasses.replace(honest, leaks_the_future=True), tmp_path / "e.json")
+    oracle = report.read(tmp_path / "e.json")
+    assert report.title(oracle).startswith("test (leaks the future): ") and report.title(honest).startswith("test: ")
+    assert report.table(oracle).header == ("", "test (leaks the future)")
+    rows = report.comparison({"honest": honest, "oracle": oracle}).rows
+    assert [row[0] for row in rows] == ["honest", "oracle (leaks the future)"]
+
+
 def test_the_comparison():
     before, after = make_evaluation(1200), make_evaluation(words=2)
     table = report.comparison({"before": before, "after": after}, {"gzip -9": 2.5})

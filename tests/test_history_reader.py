@@ -1,6 +1,7 @@
 """Ancient history as a reader: its batches, and two steps of training with it."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -205,6 +206,25 @@ def test_selections_made_in_advance(place, tmp_path):
     other = config.parse([], [*place[1], "HistoryConfig.order = 'document'"]).history
     with pytest.raises(UserError, match="are of another HistoryConfig, .*order='ascending'"):
         make_selection(ReaderConfig(selection="file", selections=str(tmp_path)), other, store, "train")
+
+
+def test_what_an_oracle_selected_says_in_every_output_that_it_leaks(place, tmp_path, capsys):
+    for split in ("train", "test"):
+        request = Request(str(place[0] / "model"), split=split, batch_size=8)
+        commands.select_spans(request, tmp_path / split, ["overlap_oracle"])
+    bindings = [
+        "ReaderConfig.selection = 'file'",
+        f"ReaderConfig.selections = '{tmp_path}'",
+        "TrainingConfig.evaluate_every = 2",
+        "TrainingConfig.evaluate_split = 'test'",
+    ]
+    train(run_of(place, *bindings), tmp_path / "run")
+    printed = capsys.readouterr().out
+    assert "padding; selections leak the future" in printed
+    assert "bits/byte on test (leaks the future): " in printed
+    assert printed.count("left  leaks the future") == 2
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {row["kind"] for row in rows} == {"train (leaks the future)", "test (leaks the future)"}
 
 
 @pytest.mark.parametrize(

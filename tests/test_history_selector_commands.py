@@ -61,6 +61,11 @@ def test_what_a_selector_is_trained_on(place):
     }
 
 
+def test_training_of_what_leaks_says_so(place):
+    rows = [json.loads(line) for line in (place / "light" / "metrics.jsonl").read_text().splitlines()]
+    assert {row["kind"] for row in rows} == {"train (leaks the future)", "validation (leaks the future)"}
+
+
 def test_it_is_evaluated_beside_the_others(place, tmp_path):
     request = asked(place, split="test")
     commands.evaluate_selections(request, tmp_path, ["score_oracle"], [str(place / "light")])

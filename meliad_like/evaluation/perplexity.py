@@ -96,7 +96,8 @@ class Evaluator:
           loss_slice: tokens of a lane whose logits exist at once.
           whole_segments: every document begins with a segment, so that what is done at segment boundaries
             (`clear_states`) is done at the same positions of every document.
-          read: a reader of all documents once, in so many lanes; None: the one of models that read in order.
+          read: a reader of all documents once, in so many lanes; None: the one of models that read in order. Of one
+            whose attribute `leaks_the_future` is true, the report says so.
 
         Raises:
           UserError: the segment is not made of whole windows, or can't be cut as the mesh would; or no document has a
@@ -172,7 +173,8 @@ class Evaluator:
             PositionScore(**by_position.row(i), start=self._bin_start(i), stop=self._bin_start(i + 1))
             for i in range(len(by_position.nats))
         )
-        return Evaluation(self.name, documents, positions, self._documents_in_split, time.perf_counter() - began)
+        leaks = getattr(self._reader, "leaks_the_future", False)
+        return Evaluation(self.name, documents, positions, self._documents_in_split, time.perf_counter() - began, leaks)
 
     def token_losses(
         self, params: Any, on_progress: Callable[[int, int], None] | None = None

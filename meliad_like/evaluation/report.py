@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 from meliad_like.errors import UserError
 from meliad_like.evaluation.protocols import ProtocolScore
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
+from meliad_like.history.spans import label
 
 Result = TypeVar("Result")
 
@@ -59,7 +60,7 @@ class Table(NamedTuple):
 def table(evaluation: Evaluation) -> Table:
     """All figures of one evaluation, below each other."""
     rows = [(name.removeprefix("num_").replace("_", " "), _text(getattr(evaluation, name))) for name in FIGURES]
-    return Table(title(evaluation), ("", evaluation.split), rows)
+    return Table(title(evaluation), ("", label(evaluation.split, evaluation.leaks_the_future)), rows)
 
 
 def positions(evaluation: Evaluation) -> Table:
@@ -84,7 +85,10 @@ def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, 
                 f"{name} ({title(other)}) and {next(iter(evaluations))} ({title(first)}) are not of the same documents"
             )
     figures = ("bits_per_byte", "bits_per_token", "word_perplexity", "accuracy")
-    rows = [(name, *(_text(getattr(result, figure)) for figure in figures)) for name, result in evaluations.items()]
+    rows = [
+        (label(name, result.leaks_the_future), *(_text(getattr(result, figure)) for figure in figures))
+        for name, result in evaluations.items()
+    ]
     rows += [(name, _text(bits_per_byte), "", "", "") for name, bits_per_byte in (compressors or {}).items()]
     return Table(title(first), ("", *(figure.replace("_", " ") for figure in figures)), rows)
 
@@ -111,7 +115,8 @@ def title(evaluation: Evaluation) -> str:
     """What was evaluated; says so where that is a part."""
     shown, whole = evaluation.num_documents, evaluation.documents_in_split
     documents = f"{shown:,} documents" if shown == whole else f"a part, {shown:,} of {whole:,} documents"
-    return f"{evaluation.split}: {documents}, {evaluation.num_bytes:,} bytes"
+    split = label(evaluation.split, evaluation.leaks_the_future)
+    return f"{split}: {documents}, {evaluation.num_bytes:,} bytes"
 
 
 def with_progress(title: str, work: Callable[[Callable[[int, int], None]], Result]) -> Result:
@@ -150,6 +155,7 @@ def read(path: epath.PathLike) -> Evaluation:
             documents=tuple(DocumentScore(**document) for document in saved["documents"]),
             positions=tuple(PositionScore(**score) for score in saved["positions"]),
             **{name: saved[name] for name in ("split", "documents_in_split", "seconds")},
+            leaks_the_future=saved.get("leaks_the_future", False),
         )
     except FileNotFoundError:
         raise UserError(f"there is no evaluation {path}") from None

@@ -58,6 +58,8 @@ class Evaluation:
     """More than `documents`, where only a part was asked for."""
     seconds: float
     """Wall time, compilation included where this was the evaluator's first call."""
+    leaks_the_future: bool = False
+    """Whether what was read was chosen by what reads the targets."""
 
     @property
     def num_documents(self) -> int:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from meliad_like.errors import UserError
 from meliad_like.experiments.pictures import COLOURS
 from meliad_like.experiments.tables.ancient_history import NAME, PAPER, HistoryRow
-from meliad_like.history.report import label
+from meliad_like.history.spans import label
 
 FIGURES = {
     "perplexity": ("perplexity", "{:.4g}"),
@@ -104,7 +104,7 @@ def _selectors(folder: Path, rows: Sequence[HistoryRow]) -> list[str]:
         if row.selector is None or not path.exists():
             continue
         metrics = [json.loads(line) for line in path.read_text().splitlines()]
-        best = min((line for line in metrics if line["kind"] == "validation"), key=lambda line: line["loss"])
+        best = min((line for line in metrics if line["kind"].startswith("validation")), key=lambda line: line["loss"])
         saved = json.loads((folder / row.name / "selector.json").read_text())
         of_gain = (best["chosen_gain"] - best["random_gain"]) / (best["oracle_gain"] - best["random_gain"])
         lines.append(

@@ -19,7 +19,7 @@ from meliad_like.history.opening import Opened, Request, open_request
 from meliad_like.history.scoring import Request as GainRequest
 from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle
 from meliad_like.history.selectors.scorer import open_selectors
-from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, rank, select
+from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, label, rank, select
 from meliad_like.history.stride_store import StoreInfo, StrideStore, fingerprint, whole_documents
 
 CONTROLS = ("random", "overlap_oracle")
@@ -100,7 +100,7 @@ def select_spans(request: Request, folder: Path, names: Sequence[str], selectors
             yield select(scores, ends, info.config)
 
     with_progress("selections", lambda progress: store.fill(make, progress))
-    print(f"wrote {folder}: what {report.label(scorer.name, scorer.leaks_the_future)} selects")
+    print(f"wrote {folder}: what {label(scorer.name, scorer.leaks_the_future)} selects")
 
 
 def evaluate_selections(

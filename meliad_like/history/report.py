@@ -10,6 +10,7 @@ from etils import epath
 
 from meliad_like.evaluation.report import Table
 from meliad_like.history.evaluation import BASELINE, Evaluation, Sums
+from meliad_like.history.spans import label
 
 NUM_RESAMPLES = 10_000
 LEVEL = 0.95
@@ -99,11 +100,6 @@ def costs(evaluation: Evaluation, sums: Sums) -> dict[str, float]:
         "model_seconds": sums.cost.num_windows * evaluation.seconds_per_window / tokens,
         "selection_seconds": sums.cost.seconds / tokens,
     }
-
-
-def label(name: str, leaks_the_future: bool) -> str:
-    """A selection's name, which says so where it reads what it is to predict."""
-    return f"{name} (leaks the future)" if leaks_the_future else name
 
 
 def tables(evaluation: Evaluation) -> list[Table]:

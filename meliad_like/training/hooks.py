@@ -12,6 +12,7 @@ from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
 from meliad_like.history.reader import evaluation_reader
+from meliad_like.history.spans import label
 from meliad_like.training.checkpoints import keep_best
 from meliad_like.training.mesh import replicated
 from meliad_like.training.metrics import MetricsWriter
@@ -61,7 +62,7 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Ca
             "word_perplexity": result.word_perplexity,
             "accuracy": result.accuracy,
         }
-        writer.write(step, figures, kind=run.training.evaluate_split)
+        writer.write(step, figures, kind=label(run.training.evaluate_split, result.leaks_the_future))
         writer.say(f"step {step}: {result.bits_per_byte:.3f} bits/byte on {report.title(result)}")
         if run.training.keep_best:
             if jax.process_index() == 0:

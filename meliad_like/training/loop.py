@@ -101,6 +101,7 @@ def _train(
             writer.say(
                 f"{setups[-1].model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
                 f"{setups[first].reader.padding_share:.2%} of the positions are padding"
+                f"{'; selections leak the future' if getattr(setups[first].reader, 'leaks_the_future', False) else ''}"
             )
             outputs = Outputs(folder, ownership, checkpoints, writer, profiler)
             for setup in setups[first:]:

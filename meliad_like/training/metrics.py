@@ -84,10 +84,12 @@ class MetricsWriter:
             copy_folder(self._local, self._workdir)
         self._uploaded = time.monotonic()
 
-    def progress(self, step: int, bits_per_byte: float, tokens_per_second: float, num_skipped: int) -> None:
+    def progress(
+        self, step: int, bits_per_byte: float, tokens_per_second: float, num_skipped: int, warning: str = ""
+    ) -> None:
         """Shows how far the run is: a moving line on a terminal, otherwise one line a call."""
         skipped = f"  {num_skipped} skipped" if num_skipped else ""
-        self.show(step, f"{bits_per_byte:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s", skipped)
+        self.show(step, f"{bits_per_byte:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s", skipped + warning)
 
     def show(self, step: int, figures: str, warnings: str = "") -> None:
         """`progress` with other figures: these come before the time that is left, and the warnings after it."""

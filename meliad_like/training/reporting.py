@@ -71,7 +71,8 @@ class Reporter:
             },
             kind=label("train", self._leaks),
         )
-        self._writer.progress(step, bits / self._bytes_per_token, tokens_per_second, int(last.num_skipped))
+        warning = "  leaks the future" if self._leaks else ""
+        self._writer.progress(step, bits / self._bytes_per_token, tokens_per_second, int(last.num_skipped), warning)
         self._gathered, self._seconds_out, self._waited = [], 0.0, self._batches.seconds_waited
         self._began = now
 

@@ -12,9 +12,6 @@ from meliad_like.errors import UserError
 from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, strides
 from meliad_like.models.history_selector import Kind, Part, SelectorConfig
 
-LEAKS = "leaks the future"
-"""What every output says that a selector with `released_code` touches."""
-
 
 class Documents(Protocol):
     """Of a split of a token store, or a part of them."""

@@ -23,7 +23,7 @@ from meliad_like.history.selectors.checkpoint import (
     selector_metadata,
 )
 from meliad_like.history.selectors.config import SelectorTrainingConfig
-from meliad_like.history.selectors.inputs import LEAKS, Documents, DocumentTexts, SelectorInputs
+from meliad_like.history.selectors.inputs import Documents, DocumentTexts, SelectorInputs
 from meliad_like.history.selectors.pairs import (
     Order,
     Pairs,
@@ -34,6 +34,7 @@ from meliad_like.history.selectors.pairs import (
     some_strides,
     stride_index,
 )
+from meliad_like.history.spans import label
 from meliad_like.models.history_selector import Params, Part, Selector
 from meliad_like.remote import write_whole
 from meliad_like.training import preemption
@@ -191,7 +192,7 @@ def train_selector(
         order = Order(len(train_pairs), config.batch_size, config.seed)
         with MetricsWriter(workdir, start, config.num_steps) as writer, preemption.Preemption() as preempted:
             writer.say(
-                f"{selector.config.kind} selector{f' ({LEAKS})' if inputs.leaks_the_future else ''}: "
+                f"{label(f'{selector.config.kind} selector', inputs.leaks_the_future)}: "
                 f"{len(train_pairs):,} pairs to train on, {len(validation_pairs):,} held out, from step {start:,} to "
                 f"{config.num_steps:,}"
             )
@@ -207,12 +208,12 @@ def train_selector(
                 )
                 if step % config.log_every == 0 or evaluated or saved or stop:
                     # The state is never saved before it is known to be finite.
-                    _log(writer, step, metrics, config)
+                    _log(writer, step, metrics, config, inputs.leaks_the_future)
                     metrics = []
                 if evaluated:
                     figures = evaluate(state.params)
-                    writer.write(step, figures, kind="validation")
-                    writer.say(_summary(step, figures))
+                    writer.write(step, figures, kind=label("validation", inputs.leaks_the_future))
+                    writer.say(_summary(step, figures, inputs.leaks_the_future))
                     kept = {**metadata, "step": step, "validation": figures}
                     keep_best(workdir / "best", step, state, kept, lambda best: best["validation"]["loss"])
                 if saved or stop:
@@ -319,25 +320,27 @@ class _Evaluation:
         return agreement(np.concatenate(predicted).astype(np.float64), self._pairs, self._num_spans)
 
 
-def _log(writer: MetricsWriter, step: int, metrics: list[SelectorMetrics], config: SelectorTrainingConfig) -> None:
+def _log(
+    writer: MetricsWriter, step: int, metrics: list[SelectorMetrics], config: SelectorTrainingConfig, leaks: bool
+) -> None:
     """
     Raises:
       UserError: a loss or an update is not finite.
     """
     columns = SelectorMetrics(*np.asarray(jax.device_get(metrics), np.float64).T)
     figures = {name: float(values.mean()) for name, values in columns._asdict().items()}
-    writer.write(step, figures | {"learning_rate": config.learning_rate})
+    writer.write(step, figures | {"learning_rate": config.learning_rate}, kind=label("train", leaks))
     if not all(map(math.isfinite, figures.values())):
         raise UserError(
             f"the loss or the update of step {step}, or of the {len(metrics) - 1} before it, is not finite; the "
             "checkpoints before are kept: try a smaller SelectorTrainingConfig.learning_rate"
         )
-    writer.show(step, f"loss {figures['loss']:.4f}")
+    writer.show(step, label(f"loss {figures['loss']:.4f}", leaks))
 
 
-def _summary(step: int, figures: Mapping[str, float]) -> str:
+def _summary(step: int, figures: Mapping[str, float], leaks: bool) -> str:
     return (
-        f"step {step}: validation loss {figures['loss']:.4f}, correlation {figures['correlation']:.3f}; a chosen span "
-        f"is worth {figures['chosen_gain']:+.3f} nats, by chance {figures['random_gain']:+.3f}, at best "
-        f"{figures['oracle_gain']:+.3f}"
+        f"step {step}: {label('validation', leaks)} loss {figures['loss']:.4f}, correlation "
+        f"{figures['correlation']:.3f}; a chosen span is worth {figures['chosen_gain']:+.3f} nats, by chance "
+        f"{figures['random_gain']:+.3f}, at best {figures['oracle_gain']:+.3f}"
     )
