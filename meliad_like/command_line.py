@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, bucket_errors
 
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig
@@ -49,6 +49,9 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             return _fail(f"the disk is full: {error.filename or 'a file'} could not be written; free some space")
+        except bucket_errors() as error:
+            said = " ".join(str(error).split())
+            return _fail(f"the object store does not do what it is asked: {said}; the same command tries it again")
 
     app.run(report, flags_parser=_parse_flags)
 

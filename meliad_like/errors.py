@@ -1,4 +1,6 @@
-"""The one exception whose message is written for the person at the command line."""
+"""The one exception whose message is written for the person at the command line, and those of disks and buckets."""
+
+import sys
 
 
 class UserError(ValueError):
@@ -7,3 +9,19 @@ class UserError(ValueError):
     The message is one line: it names the thing that is wrong and the way out. Entry points print it
     without a traceback and exit with status 2; any other exception is a defect and keeps its traceback.
     """
+
+
+def bucket_errors() -> tuple[type[Exception], ...]:
+    """What gcsfs raises, beside OSErrors, when it has asked a bucket again and again."""
+    if "gcsfs" not in sys.modules:
+        return ()
+    from aiohttp import ClientError
+    from gcsfs.retry import ChecksumError, HttpError
+    from google.auth.exceptions import GoogleAuthError
+
+    return ChecksumError, ClientError, GoogleAuthError, HttpError
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What disks and buckets raise where they refuse; for `except`, which asks when something has been raised."""
+    return OSError, *bucket_errors()

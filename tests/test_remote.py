@@ -3,16 +3,18 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_run
 from fake_gcs import fake_gcs
+from gcsfs.retry import HttpError
 from test_checkpoints import abstract, assert_same_bits, make_state, save_all
 from tiny_run import mesh_of_the_first_devices, parse
 
-from meliad_like import remote
+from meliad_like import command_line, remote
 from meliad_like.data import store_copy
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import TokenStore
@@ -174,7 +176,7 @@ def test_a_copy_that_is_cut_off_is_made_anew(bindings, bucket, cache, monkeypatc
         return 403 if name.endswith("tokens.bin") else None
 
     bucket.refuse = refuse
-    with pytest.raises(OSError, match="Forbidden"):
+    with pytest.raises(UserError, match=r"gs://bucket/store/train can't be copied to .*Forbidden.*tries it again"):
         store.split("train")
     bucket.refuse = lambda method, name: None
     assert store.split("train").names == local.split("train").names
@@ -203,6 +205,65 @@ def test_a_bucket_that_fails_under_a_run(bindings, bucket):
     assert read_metadata("gs://bucket/run/checkpoints")["step"] == 2
     assert train(run, "gs://bucket/run") == 0
     assert read_metadata("gs://bucket/run/checkpoints")["step"] == 6
+
+
+@pytest.fixture
+def out_of_order(bucket, monkeypatch):
+    """Chooses names that the bucket answers with 503 to: an error of gcsfs that is no OSError."""
+    # It waits between its tries.
+    monkeypatch.setattr("gcsfs.retry.min", lambda *_: 0, raising=False)
+
+    def choose(*endings):
+        bucket.refuse = lambda method, name: 503 if name.endswith(endings) else None
+
+    return choose
+
+
+def test_metrics_that_can_not_be_copied_end_nothing_but_a_checkpoint(bucket, out_of_order, monkeypatch, capsys):
+    monkeypatch.setattr(metrics, "UPLOAD_SECONDS", 0.0)
+    why = "the metrics can't be copied to gs://bucket/run: refused by the test, 503; "
+    with (
+        pytest.raises(RuntimeError, match="of the run itself"),
+        metrics.MetricsWriter("gs://bucket/run", 0, 3) as writer,
+    ):
+        out_of_order("metrics.jsonl")
+        writer.write(1, {"loss": 1.0})
+        assert f"warning: {why}this is tried again\n" in capsys.readouterr().out
+        with pytest.raises(UserError, match=f"^{why}the same command goes on from the last checkpoint$"):
+            writer.upload()
+        out_of_order("nothing")
+        writer.write(2, {"loss": 1.0})
+        assert len(bucket.objects["run/metrics.jsonl"][0].splitlines()) == 2
+        out_of_order("metrics.jsonl")
+        raise RuntimeError("of the run itself")
+    assert f"warning: {why}what was logged since the last copy is lost\n" in capsys.readouterr().out
+
+
+def test_a_bucket_that_is_out_of_order(bucket, out_of_order):
+    with Ownership("gs://bucket/run") as first:
+        out_of_order(".lock", "manifest.json")
+        with pytest.raises(
+            UserError, match=r"gs://bucket/run/\.lock can't be read: refused by the test, 503; the same"
+        ):
+            first.check()
+        unwritable = "gs://bucket/run can't be written to: refused by the test, 503"
+        with pytest.raises(UserError, match=unwritable), Ownership("gs://bucket/run"):
+            pass
+    with Checkpoints("gs://bucket/run") as checkpoints:
+        checkpoints.save(1, make_state(1), {})
+        with pytest.raises(UserError, match=r"checkpoint gs://bucket/run/1 could not be written \(refused by the tes"):
+            checkpoints.wait()
+
+
+def test_a_bucket_that_is_out_of_order_anywhere_else_is_one_line(monkeypatch, capsys):
+    def main():
+        raise HttpError({"code": 503, "message": "no\nanswer"})
+
+    monkeypatch.setattr(command_line.app, "run", lambda report, flags_parser: sys.exit(report(["train"])))
+    with pytest.raises(SystemExit, match="2"):
+        command_line.run(main)
+    why = "the object store does not do what it is asked: no answer, 503"
+    assert capsys.readouterr().err == f"error: {why}; the same command tries it again\n"
 
 
 def test_the_later_of_two_trainings_in_a_bucket_wins(bucket):

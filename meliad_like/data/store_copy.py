@@ -9,8 +9,8 @@ from pathlib import Path
 
 from etils import epath
 
-from meliad_like.errors import UserError
-from meliad_like.remote import copy_folder, is_remote, size_of
+from meliad_like.errors import UserError, refusals
+from meliad_like.remote import copy_folder, is_remote, one_line, size_of
 
 
 def cache_folder() -> Path:
@@ -26,7 +26,7 @@ def local_split(store: epath.Path, fingerprint: str, split: str, num_bytes: int)
       num_bytes: size of the split's tokens.
 
     Raises:
-      UserError: there is no room for the copy, or it does not have this size.
+      UserError: there is no room for the copy, it does not have this size, or the object store refuses.
     """
     if not is_remote(store):
         return store / split
@@ -49,11 +49,14 @@ def _copy(source: epath.Path, target: Path) -> None:
     shutil.rmtree(incomplete, ignore_errors=True)  # of a process that was killed
     try:
         copy_folder(source, epath.Path(incomplete))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+    except refusals() as error:
         shutil.rmtree(incomplete, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"the disk is full: no room for a copy of {source} in {target.parent}; XDG_CACHE_HOME chooses another "
+                "place"
+            ) from None
         raise UserError(
-            f"the disk is full: no room for a copy of {source} in {target.parent}; XDG_CACHE_HOME chooses another place"
-        ) from None
+            f"{source} can't be copied to {target.parent}: {one_line(error)}; the same command tries it again"
+        ) from error
     incomplete.rename(target)

@@ -21,7 +21,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, refusals
 from meliad_like.remote import is_remote, one_line
 from meliad_like.training.manifest import find_damage, write_manifest
 
@@ -273,7 +273,7 @@ class Checkpoints:
         try:
             yield
         # tensorstore raises ValueError for what the file system refuses.
-        except (OSError, ValueError) as error:
+        except (*refusals(), ValueError) as error:
             full = isinstance(error, OSError) and error.errno in FULL_DISK
             step = self.folder / str(self._step_being_written)
             if full or any(words in str(error).lower() for words in FULL_DISK_WORDS):

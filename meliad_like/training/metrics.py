@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
 
-from meliad_like.remote import copy_folder, is_remote, size_of, write_whole
+from meliad_like.errors import UserError, refusals
+from meliad_like.remote import copy_folder, is_remote, one_line, size_of, write_whole
 from meliad_like.saved_json import check_fields, parse_json
 
 FILE_NAME = "metrics.jsonl"
@@ -75,14 +76,37 @@ class MetricsWriter:
         for name, value in finite.items():
             self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
         if time.monotonic() - self._uploaded > UPLOAD_SECONDS:
-            self.upload()
+            self._try_to_upload("this is tried again")
 
     def upload(self) -> None:
-        """To be called before a checkpoint is written: what is logged up to it must not be lost with this machine."""
-        if self._active and self._remote:
-            self._tensorboard.flush()
-            copy_folder(self._local, self._workdir)
-        self._uploaded = time.monotonic()
+        """To be called before a checkpoint is written: what is logged up to it must not be lost with this machine.
+
+        Raises:
+          UserError: the object store refuses.
+        """
+        try:
+            self._copy()
+        except refusals() as error:
+            raise UserError(f"{self._refused(error)}; the same command goes on from the last checkpoint") from error
+
+    def _try_to_upload(self, otherwise: str) -> None:
+        try:
+            self._copy()
+        except refusals() as error:
+            # Nothing depends on it, or something worse has happened.
+            self.say(f"warning: {self._refused(error)}; {otherwise}")
+
+    def _copy(self) -> None:
+        try:
+            if self._active and self._remote:
+                self._tensorboard.flush()
+                copy_folder(self._local, self._workdir)
+        finally:
+            # After a minute of trying, too.
+            self._uploaded = time.monotonic()
+
+    def _refused(self, error: Exception) -> str:
+        return f"the metrics can't be copied to {self._workdir}: {one_line(error)}"
 
     def progress(
         self, step: int, bits_per_byte: float, tokens_per_second: float, num_skipped: int, warning: str = ""
@@ -112,13 +136,17 @@ class MetricsWriter:
             self._progress.start()
         return self
 
-    def __exit__(self, *_) -> None:
-        if self._active:
+    def __exit__(self, kind, *_) -> None:
+        if not self._active:
+            return
+        with self._closing:
             self._progress.stop()
             self._file.close()
             self._tensorboard.close()
-            self.upload()
-            self._closing.close()
+            if kind is None:
+                self.upload()
+            else:
+                self._try_to_upload("what was logged since the last copy is lost")
 
 
 def complete_lines(path: epath.Path) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, refusals
 from meliad_like.remote import is_remote, one_line
 
 LOCK_NAME = ".lock"
@@ -49,7 +49,7 @@ class Ownership:
         if jax.process_index() == 0:
             try:
                 problem = self._take()
-            except OSError as error:
+            except refusals() as error:
                 problem = f"{self._workdir} can't be written to: {one_line(error)}"
         _agree(problem)
         return self
@@ -58,12 +58,18 @@ class Ownership:
         """To be called before a checkpoint is written.
 
         Raises:
-          UserError: another training has taken the folder.
+          UserError: another training has taken the folder, or whether it has can't be read.
         """
         problem = None
         if jax.process_index() == 0 and not self._is_locked:
-            found = self._path.read_text() if self._path.exists() else f"{LOCK_NAME} has been deleted"
-            if found != self._name:
+            try:
+                found = self._path.read_text()
+            except FileNotFoundError:
+                found = f"{LOCK_NAME} has been deleted"
+            except refusals() as error:
+                found = None
+                problem = f"{self._path} can't be read: {one_line(error)}; the same command goes on"
+            if found is not None and found != self._name:
                 problem = f"another training has taken {self._workdir}: {found}; this one ends, and saves nothing more"
         _agree(problem)
 
