@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from tiny_run import mesh_of_the_first_devices, read_metrics
 from meliad_like import config
 from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.token_store import TokenStore
+from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.opening import open_with
 from meliad_like.evaluation.perplexity import Evaluator
@@ -20,7 +22,7 @@ from meliad_like.history import commands
 from meliad_like.history.evaluation import evaluate
 from meliad_like.history.losses import TargetLosses
 from meliad_like.history.opening import Request
-from meliad_like.history.reader import HistoryReader, evaluation_reader, make_selection
+from meliad_like.history.reader import HistoryReader, evaluation_reader, make_history_reader, make_selection
 from meliad_like.history.selection import RandomSpans
 from meliad_like.history.spans import HistoryConfig, separator_token, stride_of
 from meliad_like.training import setup as training_setup
@@ -106,6 +108,26 @@ def test_spans_are_chosen_among_all_candidates(name):
     )
     stride, tokens = stride_of(30, 100, CONFIG), np.arange(100) % 7
     assert of_all("", tokens, stride).tolist() == of_some("", tokens, stride).tolist()
+
+
+class Letters(FakeSplit):
+    def tokens(self, document, start, stop):
+        return super().tokens(document, start, stop) % 7 + 97
+
+
+@pytest.mark.parametrize("name", ["random", "recent", "prefix_overlap"])
+def test_the_shipped_files_read_bytes(name):
+    files = [
+        "size/small_37m.gin",
+        "task/books.gin",
+        "block_recurrent/slide_12l.gin",
+        f"ancient_history/train_{name}.gin",
+    ]
+    run, store = config.parse(files, []), SimpleNamespace(vocabulary=ByteVocabulary())
+    reader = make_history_reader(run, Letters([3000]), store, "train", num_lanes=1, shuffle=False, epochs=1)
+    inputs = np.concatenate([reader.batch(step, [0]).inputs for step in range(reader.num_steps)])
+    # Windows that end at 2048 and later have eight spans, each with a line break in its last place.
+    assert (inputs == 10).sum() == 5 * 8
 
 
 def test_padding_share():
