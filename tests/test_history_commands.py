@@ -215,7 +215,7 @@ def test_a_part_of_the_documents_is_read_as_all_of_them_are(place):
     assert len(chosen[0]) > 5 and chosen[0] == chosen[1] == chosen[2]
 
 
-def test_search(place, tmp_path):
+def test_search(place, tmp_path, capsys):
     asked = request(place, split="train", max_tokens=70)
     commands.search(asked, tmp_path, (6, 12), (4, 6))
     found = json.loads((tmp_path / "search.json").read_text())
@@ -225,6 +225,16 @@ def test_search(place, tmp_path):
     assert f"| {min(values):.4f} * |" in text
     assert text.count("*") == 2  # the title says what it means
     assert "| j = 6 | - |" in text
+    # The controls stand beside it, and what leaks the future says so.
+    labels = ("score_oracle (leaks the future)", "random", "overlap_oracle (leaks the future)")
+    baseline = f"{found[1]['baseline']['value']:.4f}"
+    assert all(f"per token, {name}; baseline {baseline}, window 24" in text for name in labels)
+    assert {name: row["leaks_the_future"] for name, row in found[1].items() if isinstance(row, dict)} == {
+        "baseline": False, "random": False, "overlap_oracle": True, "score_oracle": True,
+    }  # fmt: skip
+    assert (
+        f"overlap_oracle (leaks the future) {found[1]['overlap_oracle']['value']:.4f}, score" in capsys.readouterr().out
+    )
     with pytest.raises(UserError, match="none of these lengths fits: history_length=6 must be"):
         commands.search(asked, tmp_path, (6,), (4,))
 

@@ -136,7 +136,8 @@ def evaluate_selections(
 
 
 def search(request: Request, folder: Path, history_lengths: Sequence[int], span_lengths: Sequence[int]) -> None:
-    """Evaluates the score oracle at lengths j and l (Ancient History Language Models, section 3).
+    """Evaluates the score oracle, and the controls beside it, at lengths j and l (section 3 of Ancient History Language
+    Models).
 
     Args:
         request: what is evaluated; the paper searches on training documents.
@@ -155,51 +156,56 @@ def search(request: Request, folder: Path, history_lengths: Sequence[int], span_
         except UserError as error:
             found.append({"history_length": j, "span_length": span, "why_not": str(error)})
             continue
-        oracle, place = ScoreOracle(opened.gains(config)), folder / f"j{j}_l{span}"
-        evaluation = _evaluate(opened, windows, [oracle], config, place, f"j={j}, l={span}")
+        chosen = [RandomSpans(config), OverlapOracle(config), ScoreOracle(opened.gains(config))]
+        evaluation = _evaluate(opened, windows, chosen, config, folder / f"j{j}_l{span}", f"j={j}, l={span}")
         bootstrap = report.Bootstrap(len(evaluation.names))
         figures = {
-            name: dataclasses.asdict(report.figures(evaluation, evaluation[name], bootstrap)["perplexity"])
-            for name in (BASELINE, oracle.name)
+            sums.name: dataclasses.asdict(report.figures(evaluation, sums, bootstrap)["perplexity"])
+            | {"leaks_the_future": sums.leaks_the_future}
+            for sums in evaluation.selections
         }
         found.append({"history_length": j, "span_length": span, **figures})
-        print(f"j={j}, l={span}: {figures[oracle.name]['value']:.4f} (baseline {figures[BASELINE]['value']:.4f})")
-    table = search_table(found, history_lengths, span_lengths, opened.config)
-    Console().print(table.to_rich())
+        told = (f"{label(name, row['leaks_the_future'])} {row['value']:.4f}" for name, row in figures.items())
+        print(f"j={j}, l={span}: {', '.join(told)}")
+    tables = search_tables(found, history_lengths, span_lengths, opened.config)
+    for table in tables:
+        Console().print(table.to_rich())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "search.json").write_text(json.dumps(found, indent=2) + "\n")
-    (folder / "search.md").write_text(table.to_markdown())
+    (folder / "search.md").write_text("\n".join(table.to_markdown() for table in tables))
     print(f"wrote {folder / 'search.md'} and search.json")
 
 
-def search_table(
+def search_tables(
     found: Sequence[dict], history_lengths: Sequence[int], span_lengths: Sequence[int], config: HistoryConfig
-) -> Table:
-    """The score oracle's perplexity by j and l, the best one marked.
+) -> list[Table]:
+    """The perplexity by j and l: of the score oracle, the best one marked, and of the controls.
 
     Raises:
         UserError: no pair of lengths fits.
     """
-    values = {
-        (row["history_length"], row["span_length"]): row["score_oracle"]["value"]
-        for row in found
-        if "why_not" not in row
-    }
-    if not values:
+    fitting = {(row["history_length"], row["span_length"]): row for row in found if "why_not" not in row}
+    if not fitting:
         raise UserError(f"none of these lengths fits: {found[0]['why_not']}")
-    best = min(values, key=values.__getitem__)
+    first = next(iter(fitting.values()))
+    best = min(fitting, key=lambda pair: fitting[pair][report.ORACLE]["value"])
 
-    def cell(j: int, span: int) -> str:
-        if (j, span) not in values:
-            return "-"
-        return f"{values[j, span]:.4f}" + (" *" if (j, span) == best else "")
+    def table(name: str) -> Table:
+        def cell(j: int, span: int) -> str:
+            if (j, span) not in fitting:
+                return "-"
+            marked = name == report.ORACLE and (j, span) == best
+            return f"{fitting[j, span][name]['value']:.4f}" + (" *" if marked else "")
 
-    rows = [(f"j = {j}", *(cell(j, span) for span in span_lengths)) for j in history_lengths]
-    title = (
-        f"perplexity per token with the score oracle (leaks the future), window {config.window_length}, stride "
-        f"{config.stride}; *: the best, -: does not fit"
-    )
-    return Table(title, ("", *(f"l = {span}" for span in span_lengths)), rows)
+        rows = [(f"j = {j}", *(cell(j, span) for span in span_lengths)) for j in history_lengths]
+        title = (
+            f"perplexity per token, {label(name, first[name]['leaks_the_future'])}; baseline "
+            f"{first[BASELINE]['value']:.4f}, window {config.window_length}, stride {config.stride}; "
+            f"{'*: the best, ' if name == report.ORACLE else ''}-: does not fit"
+        )
+        return Table(title, ("", *(f"l = {span}" for span in span_lengths)), rows)
+
+    return [table(name) for name in (report.ORACLE, *CONTROLS)]
 
 
 def _evaluate(
