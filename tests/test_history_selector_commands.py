@@ -171,6 +171,12 @@ def test_what_can_not_be_trained_on_is_named(place, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_settings_that_are_not_the_scores_are_named(place, tmp_path):
+    message = r"HistoryConfig.span_length=4 has no effect on train_selector: .*scores were made with 8, .* score anew"
+    with pytest.raises(UserError, match=message):
+        selector_commands.train(asked(place, "HistoryConfig.span_length = 4"), tmp_path, str(place / "scores"))
+
+
 def test_a_selector_of_another_vocabulary_is_an_error_that_names_both(place, tmp_path):
     other = make_place(tmp_path, size_multiple=64)
     with pytest.raises(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meliad_like.config.bindings import collect
 from meliad_like.errors import UserError
 from meliad_like.evaluation.opening import open_store, open_with
 from meliad_like.evaluation.report import with_progress
@@ -18,7 +19,8 @@ from meliad_like.history.page_readings import read_histories
 from meliad_like.history.selectors.inputs import Places, make_inputs
 from meliad_like.history.selectors.pairs import Pairs
 from meliad_like.history.selectors.training import train_selector
-from meliad_like.history.stride_store import StrideStore, fingerprint
+from meliad_like.history.spans import HistoryConfig
+from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint
 from meliad_like.models.history_selector import Selector, encoder_config, encoder_params
 from meliad_like.models.pretrained.config import PretrainedConfig
 
@@ -36,14 +38,15 @@ def train(request: Request, folder: Path, scores: str) -> int:
         The exit status, as of `train_selector`.
 
     Raises:
-        UserError: the scores are missing or not complete, the checkpoint is of another family or vocabulary, or as
-            `make_inputs`, `encoder_config` and `train_selector`.
+        UserError: the scores are missing or not complete, or of other settings than are bound; the checkpoint is of
+            another family or vocabulary; or as `make_inputs`, `encoder_config` and `train_selector`.
     """
     scored = StrideStore(scores)
     if scored.info.what != "scores":
         raise UserError(f"{scores} is a store of {scored.info.what}, and a selector is trained on scores")
     scored.check_complete()
     opened, _ = open_with(request.checkpoint, request.gin_params, request.step, request.gin_files)
+    _check_bound(request, opened.run.history, scored)
     if not isinstance(opened.run.model, PretrainedConfig):
         raise UserError(
             f"the checkpoint {request.checkpoint} is a {type(opened.run.model).__name__} model: a selector begins with "
@@ -73,6 +76,23 @@ def train(request: Request, folder: Path, scores: str) -> int:
             "num_pairs": len(scored.numbers),
         },
     )
+
+
+def _check_bound(request: Request, history: HistoryConfig, scored: StrideStore) -> None:
+    """
+    Raises:
+        UserError: a field of HistoryConfig is bound to something else than the scores were made with.
+    """
+    for key, binding in collect(request.gin_files, request.gin_params).items():
+        name = key.removeprefix("HistoryConfig.")
+        if name == key or binding.of_base or name in WITHOUT_EFFECT:
+            continue
+        theirs, ours = getattr(scored.info.config, name), getattr(history, name)
+        if theirs != ours:
+            raise UserError(
+                f"HistoryConfig.{name}={ours!r} has no effect on train_selector: the scores in {scored.folder} were "
+                f"made with {theirs!r}, and a selector learns from them as they are; leave it out, or score anew"
+            )
 
 
 def page(request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str], num_terms: int) -> None:
