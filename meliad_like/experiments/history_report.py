@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from meliad_like.errors import UserError
 from meliad_like.experiments.pictures import COLOURS
 from meliad_like.experiments.tables.ancient_history import NAME, PAPER, HistoryRow
+from meliad_like.history.report import among
 from meliad_like.history.spans import label
 
 FIGURES = {
@@ -60,12 +61,10 @@ def _notes(folder: Path, evaluation: Mapping[str, Any], scale: str) -> str:
     documents, window = evaluation["documents"], evaluation["config"]
     done = json.loads((folder / "evaluation" / "done.json").read_text())
     tokens, selected = (sum(d[name] for d in documents) for name in ("num_tokens", "num_tokens_where_selected"))
-    most = window["max_candidates"]
-    limited = f"; the score oracle and selectors choose among {most:,} candidates by chance" if most else ""
     return (
         f"Scale {scale}: windows of k = {window['window_length']:,} tokens, j = {window['history_length']:,} for spans "
         f"of l = {window['span_length']}, s = {window['stride']:,} targets"
-        f"{limited}. Evaluated on {evaluation['split']}: {tokens:,} tokens of "
+        f"{among(window['max_candidates'])}. Evaluated on {evaluation['split']}: {tokens:,} tokens of "
         f"{len(documents):,} documents; spans are selected for {selected:,} of them. On {done['device']} it took "
         f"{done['seconds']:,.0f} s."
     )

@@ -201,7 +201,7 @@ def search_tables(
         title = (
             f"perplexity per token, {label(name, first[name]['leaks_the_future'])}; baseline "
             f"{first[BASELINE]['value']:.4f}, window {config.window_length}, stride {config.stride}; "
-            f"{'*: the best, ' if name == report.ORACLE else ''}-: does not fit"
+            f"{'*: the best, ' if name == report.ORACLE else ''}-: does not fit{report.among(config.max_candidates)}"
         )
         return Table(title, ("", *(f"l = {span}" for span in span_lengths)), rows)
 

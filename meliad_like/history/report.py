@@ -102,6 +102,13 @@ def costs(evaluation: Evaluation, sums: Sums) -> dict[str, float]:
     }
 
 
+def among(max_candidates: int | None) -> str:
+    """What a table says of `HistoryConfig.max_candidates`, beginning with a semicolon."""
+    if max_candidates is None:
+        return ""
+    return f"; the score oracle and selectors choose among {max_candidates:,} candidates of a stride by chance"
+
+
 def tables(evaluation: Evaluation) -> list[Table]:
     """Perplexities, comparisons with the baseline, and costs of all selections."""
     bootstrap = Bootstrap(len(evaluation.names))
@@ -118,8 +125,6 @@ def tables(evaluation: Evaluation) -> list[Table]:
         return Table(title, ("", *present.values()), rows)
 
     tokens, where = int(evaluation.num_tokens.sum()), int(evaluation.num_tokens_where_selected.sum())
-    most = evaluation.config.max_candidates
-    limited = f"; the score oracle and selectors choose among {most:,} candidates of a stride by chance" if most else ""
     interval = f"{LEVEL:.0%} intervals over {len(evaluation.names)} documents"
     spent = {label(sums.name, sums.leaks_the_future): costs(evaluation, sums) for sums in evaluation.selections}
     return [
@@ -128,7 +133,8 @@ def tables(evaluation: Evaluation) -> list[Table]:
             {"perplexity": "per token", "word_perplexity": "per word", "byte_perplexity": "per byte"},
         ),
         table(
-            f"against the baseline on the same documents; spans are selected for {where:,} of the tokens{limited}",
+            f"against the baseline on the same documents; spans are selected for {where:,} of the tokens"
+            f"{among(evaluation.config.max_candidates)}",
             {
                 "change": "change of the perplexity",
                 "perplexity_where_selected": "perplexity where selected",

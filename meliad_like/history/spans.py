@@ -250,7 +250,7 @@ def candidates(stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " m"]:
 
 def candidates_of(scorer: SpanScorer, stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " m"]:
     """Where the candidates that a scorer ranks end: all of the stride, or `candidates` if it runs a model."""
-    return candidates(stride, config if scorer.runs_a_model else dataclasses.replace(config, max_candidates=None))
+    return candidates(stride, config) if scorer.runs_a_model else np.asarray(_all_candidates(stride, config), np.int64)
 
 
 def rank(
