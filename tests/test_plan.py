@@ -1,5 +1,6 @@
 """Plans: what is counted in a compiled program, and what the command says of a run."""
 
+import dataclasses
 import json
 
 import jax
@@ -135,6 +136,17 @@ def test_alternatives_need_less_and_can_be_built(run):
     assert found["MeshConfig.fsdp = 4 with DecoderConfig.remat = 'layers'"].mesh.fsdp == 4
     fewer = found["ReaderConfig.tokens_per_step = 256 with DecoderConfig.remat = 'layers'"]
     assert (fewer.data.num_lanes, run.data.num_lanes) == (4, 8)
+
+
+def test_alternatives_begin_with_what_the_run_has(run):
+    """A run that rematerialises some of it, on a mesh whose copies it has chosen."""
+    model, mesh = dataclasses.replace(run.model, remat="dots"), dataclasses.replace(run.mesh, data=2)
+    found = dict(alternatives(dataclasses.replace(run, model=model, mesh=mesh), 8))
+    assert next(iter(found)) == "DecoderConfig.remat = 'layers'"
+    fsdp = found["MeshConfig.fsdp = 4 with MeshConfig.data = -1 with DecoderConfig.remat = 'layers'"]
+    assert (fsdp.mesh.data, fsdp.mesh.fsdp, fsdp.model.remat) == (-1, 4, "layers")
+    sparing = dataclasses.replace(run, model=dataclasses.replace(run.model, remat="layers"))
+    assert not [bindings for bindings, _ in alternatives(sparing, 8) if "remat" in bindings]
 
 
 def test_the_nearest_settings_that_fit(run, monkeypatch):

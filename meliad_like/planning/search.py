@@ -9,6 +9,9 @@ from meliad_like.planning.programs import PROGRAMS, least_bytes, needs
 from meliad_like.planning.report import fits
 from meliad_like.planning.topology import Topology
 
+# To what each rematerialisation can be changed, where memory is short.
+SPARING: dict[str | None, tuple[str, ...]] = {"none": ("dots", "layers"), "dots": ("layers",)}
+
 
 def nearest_that_fits(
     run: RunConfig,
@@ -49,10 +52,9 @@ def alternatives(run: RunConfig, num_devices: int) -> list[tuple[str, RunConfig]
 
     fields = {field.name: getattr(run.model, field.name) for field in dataclasses.fields(run.model)}
     model = run.model
-    for remat in ("dots", "layers"):
-        if fields.get("remat") == "none":
-            model = dataclasses.replace(run.model, remat=remat)
-            add(f"{type(model).__name__}.remat = {remat!r}", model=model)
+    for remat in SPARING.get(fields.get("remat"), ()):
+        model = dataclasses.replace(run.model, remat=remat)
+        add(f"{type(model).__name__}.remat = {remat!r}", model=model)
     name = f" with {type(model).__name__}.remat = 'layers'" if model is not run.model else ""
     parts = run.training.gradient_accumulation
     shards = num_devices // (run.mesh.tensor * run.mesh.sequence)
@@ -61,14 +63,16 @@ def alternatives(run: RunConfig, num_devices: int) -> list[tuple[str, RunConfig]
         training = dataclasses.replace(run.training, gradient_accumulation=parts)
         add(f"TrainingConfig.gradient_accumulation = {parts}{name}", training=training, model=model)
     fsdp = run.mesh.fsdp
+    # The copies are then those that the devices are enough for.
+    data = "" if run.mesh.data == -1 else " with MeshConfig.data = -1"
     while shards % (2 * fsdp) == 0:
         fsdp *= 2
         mesh = dataclasses.replace(run.mesh, data=-1, fsdp=fsdp)
-        add(f"MeshConfig.fsdp = {fsdp}{name}", mesh=mesh, model=model)
+        add(f"MeshConfig.fsdp = {fsdp}{data}{name}", mesh=mesh, model=model)
     # Last, because it is another training: fewer lanes, so fewer tokens in each step.
     tokens, parts = run.data.tokens_per_step, run.training.gradient_accumulation
     while tokens // run.data.segment_length % (2 * parts * shards) == 0:
         tokens //= 2
-        data = dataclasses.replace(run.data, tokens_per_step=tokens)
-        add(f"ReaderConfig.tokens_per_step = {tokens}{name}", data=data, model=model)
+        fewer = dataclasses.replace(run.data, tokens_per_step=tokens)
+        add(f"ReaderConfig.tokens_per_step = {tokens}{name}", data=fewer, model=model)
     return found

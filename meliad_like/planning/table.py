@@ -71,18 +71,27 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The same for all that compile to the same program, and need not be compiled twice."""
+        """The same for all that compile to the same program, and need not be compiled twice.
+
+        Fields with their defaults are left out, so that a new one, whose default is what there was before, leaves the
+        keys as they are. Where a default changes its meaning, `docs/planning.json` must begin anew.
+        """
         run = self.run
         said = {
-            "model": [type(run.model).__name__, dataclasses.asdict(run.model)],
+            "model": [type(run.model).__name__, _not_default(run.model)],
             "vocabulary_size": self.vocabulary_size,
             "lanes": [run.data.num_lanes, run.data.segment_length],
-            "optimizer": dataclasses.asdict(run.optimizer),
+            "optimizer": _not_default(run.optimizer),
             "parts": [run.training.gradient_accumulation, run.training.loss_slice],
-            "mesh": dataclasses.asdict(run.mesh),
+            "mesh": _not_default(run.mesh),
             "topology": self.topology,
         }
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _not_default(config: Any) -> dict[str, Any]:
+    default = dataclasses.asdict(type(config)())
+    return {name: value for name, value in dataclasses.asdict(config).items() if value != default[name]}
 
 
 def entries(settings: Sequence[Setting] = SETTINGS) -> Iterator[Entry]:
