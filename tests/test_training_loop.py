@@ -134,6 +134,23 @@ def test_sigterm_at_a_step_that_has_a_checkpoint_anyway(bindings, tmp_path, monk
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_sigterm_at_a_step_with_an_evaluation_saves_first(bindings, tmp_path, monkeypatch):
+    write, saved = MetricsWriter.write, []
+
+    def write_and_signal(self, step, metrics, kind="train"):
+        write(self, step, metrics, kind)
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    def evaluation_hook(*_):
+        return lambda step, state: saved.append((tmp_path / "checkpoints" / str(step) / "manifest.json").exists())
+
+    monkeypatch.setattr(MetricsWriter, "write", write_and_signal)
+    monkeypatch.setattr("meliad_like.training.loop.evaluation_hook", evaluation_hook)
+    assert train(parse(bindings, "TrainingConfig.evaluate_every = 2"), tmp_path) == 75
+    assert saved == [True]
+
+
 def test_a_run_that_ended_goes_on_when_it_is_given_more_steps(bindings, setup, straight, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     assert train(parse(bindings), tmp_path) == 0

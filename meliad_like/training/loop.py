@@ -177,12 +177,14 @@ def _train_stage(
             if due or stop:
                 report(pending, state)
                 pending = None
+                if stop:
+                    # Whoever sent SIGTERM may not wait for an evaluation.
+                    save(step, state)
+                    checkpoints.wait()
                 with reporter.time_out():
                     for hook in due:
                         hook.call(step, state)
             if stop:
-                save(step, state)
-                checkpoints.wait()
                 writer.say(f"SIGTERM: saved step {step} in {checkpoints.folder}; the same command goes on from there")
                 return state, True
         if pending is not None:
