@@ -20,8 +20,8 @@ import numpy as np
 from meliad_like.conversion.gguf_file import read_gguf
 from meliad_like.conversion.huggingface import read_huggingface
 from meliad_like.data.vocabulary import VocabularyConfig, make_vocabulary
+from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
-from meliad_like.training.loss import token_losses
 
 
 def peak_bytes() -> int:

@@ -11,8 +11,8 @@ import pytest
 from meliad_like.conversion.huggingface import read_huggingface
 from meliad_like.conversion.pretrained_names import GPT2, to_tensors
 from meliad_like.evaluation.protocols import rows_of
+from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
-from meliad_like.training.loss import token_losses
 
 FOLDER = Path(__file__).parent / "golden" / "gpt2_tiny"
 

@@ -13,8 +13,8 @@ from test_golden_gpt2 import read
 
 from meliad_like.conversion.huggingface import read_huggingface
 from meliad_like.conversion.pretrained_names import LLAMA, to_tensors
+from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
-from meliad_like.training.loss import token_losses
 
 TOKENS = tokens()
 

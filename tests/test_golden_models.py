@@ -11,12 +11,12 @@ from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
 from meliad_like.layers.attention import attend, ring_distance, unit
 from meliad_like.layers.basic import RMSNorm
+from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import T5Bias, t5_bucket
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.decoder_layer import LayerCarry
 from meliad_like.models.model import Model
 from meliad_like.training.config import TrainingConfig
-from meliad_like.training.loss import token_losses
 from meliad_like.training.optimizers import OptimizerConfig, make_optimizer
 from meliad_like.training.schedules import ScheduleConfig, make_schedule
 from meliad_like.training.state import init_state

@@ -9,10 +9,10 @@ import pytest
 
 from meliad_like.conversion.fairseq import fairseq_name, from_fairseq
 from meliad_like.errors import UserError
+from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.models.model import Model
 from meliad_like.models.shortformer_config import ShortformerConfig
-from meliad_like.training.loss import token_losses
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG = ShortformerConfig(

@@ -11,10 +11,10 @@ from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 
 from meliad_like.conversion.pretrained_names import GPT2, LLAMA, to_tensors
 from meliad_like.data.windows import WindowsReader
+from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.parts import Inserted
-from meliad_like.training.loss import segment_losses
 
 V, W = 40, 8
 COMMON = {"num_layers": 3, "model_width": 16, "num_heads": 4, "head_size": 4, "feedforward_width": 24}

@@ -29,8 +29,8 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.layers.sharding import MESH_AXES_OF
 from meliad_like.models.families import check_sequence
+from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
-from meliad_like.training.loss import segment_losses
 from meliad_like.training.mesh import carry_shardings, lane_sharding, replicated
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from meliad_like.layers.losses import token_losses
 from meliad_like.layers.sharding import MESH_AXES_OF
 from meliad_like.models.model import Model
-from meliad_like.training.loss import token_losses
 from meliad_like.training.mesh import lane_sharding, replicated
 
 

@@ -21,20 +21,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Linear, dropout, parameter, product, rows
+from meliad_like.layers.losses import TokenLosses, divisor, in_slices
 from meliad_like.layers.sharding import constrain
 
 xavier = jax.nn.initializers.xavier_uniform()
 # A piece of the segment that a band's logits are made for at once: most targets are in the first band.
 PIECES = 8
-
-
-class TargetScore(NamedTuple):
-    """What a token's loss and accuracy are made of."""
-
-    nats: Float[Array, "*batch n"]
-    """Minus the log-probability of the target, float32."""
-    correct: Bool[Array, "*batch n"]
-    """Whether no token is more likely."""
 
 
 class _BandScore(NamedTuple):
@@ -121,7 +113,7 @@ class AdaptiveVocabulary(nnx.Module):
         targets: Int[Array, "b n"],
         slice_length: int,
         dropout_key: PRNGKeyArray | None = None,
-    ) -> TargetScore:
+    ) -> TokenLosses:
         """The loss of each target, without the logits of the whole vocabulary.
 
         A band's logits are made in pieces, for those tokens alone whose target lies in it, or whose most likely token
@@ -148,7 +140,7 @@ class AdaptiveVocabulary(nnx.Module):
             target = jnp.take_along_axis(head, index[..., None], axis=-1)[..., 0]
             return target, jnp.max(words, axis=-1), clusters
 
-        target, best, clusters = _in_slices(head_score, divisor(n, slice_length), hidden, targets)
+        target, best, clusters = in_slices(head_score, divisor(n, slice_length), hidden, targets)
         best = jax.lax.stop_gradient(best)
         piece = divisor(n, min(slice_length, max(n // PIECES, 1)))
         for i in range(1, len(self.bands)):
@@ -161,7 +153,7 @@ class AdaptiveVocabulary(nnx.Module):
             within = self._score_wanted(i, wanted, piece, hidden, index, keys[i])
             target = target + jnp.where(inside, within.target, 0.0)
             best = jnp.maximum(best, jnp.where(wanted, jax.lax.stop_gradient(cluster + within.best), -jnp.inf))
-        return TargetScore(-target, target >= best)
+        return TokenLosses(-target, target >= best)
 
     def _head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch s"]:
         """Log-probabilities of the first band's words, and of the cluster of each other band."""
@@ -219,18 +211,3 @@ class AdaptiveVocabulary(nnx.Module):
             return jnp.take_along_axis(jnp.moveaxis(x, 0, 1).reshape(b, n), back, axis=1)
 
         return jax.tree.map(in_order, scores)
-
-
-def divisor(n: int, at_most: int) -> int:
-    """The largest divisor of `n` that is not above `at_most`."""
-    return max(i for i in range(1, min(n, at_most) + 1) if n % i == 0)
-
-
-def _in_slices(function, length: int, *arrays):
-    """`function` of slices of `length` along the second axis; what is inside is computed again in the backward pass."""
-    b, n = arrays[0].shape[:2]
-    if length == n:
-        return function(*arrays)
-    slices = tuple(jnp.moveaxis(y.reshape(b, n // length, length, *y.shape[2:]), 1, 0) for y in arrays)
-    by_slice = jax.lax.map(lambda y: jax.checkpoint(function)(*y), slices)
-    return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(b, n, *y.shape[3:]), by_slice)

@@ -8,9 +8,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.adaptive import AdaptiveVocabulary, TargetScore
+from meliad_like.layers.adaptive import AdaptiveVocabulary
 from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier, rematerialise
+from meliad_like.layers.losses import TokenLosses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.shortformer_config import ShortformerConfig
@@ -298,7 +299,7 @@ class Shortformer(nnx.Module):
         targets: Int[Array, "b n"],
         slice_length: int,
         dropout_key: PRNGKeyArray | None = None,
-    ) -> TargetScore:
+    ) -> TokenLosses:
         """The loss of every target, without the logits of the whole vocabulary."""
         return self.vocabulary.score(hidden, targets, slice_length, dropout_key)
 

@@ -9,9 +9,9 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.data.batch import Batch
+from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 from meliad_like.training.config import TrainingConfig
-from meliad_like.training.loss import segment_losses
 from meliad_like.training.state import TrainState
 
 

@@ -14,11 +14,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import LINEAR, dropout, parameter, product, rematerialise, rows
+from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.parts import Block, Inserted, KeyValueCache, make_norm, normal
 from meliad_like.models.recurrent_pretrained import Recurrence
-from meliad_like.training.loss import TokenLosses, token_losses
 
 
 class WindowCarry(NamedTuple):
@@ -163,7 +163,7 @@ class PretrainedDecoder(nnx.Module):
         *,
         slice_length: int,
     ) -> tuple[TokenLosses, PretrainedCarry]:
-        """`__call__` and then the loss of every target; see `training.loss.segment_losses`.
+        """`__call__` and then the loss of every target; see `models.losses.segment_losses`.
 
         With a recurrence all of a window, its losses included, is computed again in the backward pass, and only the
         vectors that pass between windows are kept (section 3.2): memory is that of one window.

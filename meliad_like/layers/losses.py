@@ -1,19 +1,17 @@
 """Cross-entropy by slices of the segment, so that logits for all of it never exist."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.data.batch import Batch
-from meliad_like.layers.sequence import num_parts, over_sequence
-
-# Folded into the step's dropout key; models fold in the numbers of their layers.
-SOFTMAX = 2**32 - 1
+from meliad_like.layers.sequence import num_parts
 
 
 class TokenLosses(NamedTuple):
+    """What the loss and the accuracy of each token are made of."""
+
     nats: Float[Array, "b n"]
     """Minus the log-probability of each target, float32."""
     correct: Bool[Array, "b n"]
@@ -37,9 +35,7 @@ def token_losses(
         dropout_key: for training; none to keep everything. Only `target_scores` has any use for it.
     """
     if hasattr(module, "target_scores"):
-        return TokenLosses(*module.target_scores(hidden, targets, slice_length, dropout_key))
-    n = hidden.shape[1]
-    length = max(i for i in range(1, min(n, slice_length) + 1) if n % i == 0)
+        return module.target_scores(hidden, targets, slice_length, dropout_key)
 
     def losses(hidden, targets):
         logits = module.logits(hidden)
@@ -53,28 +49,19 @@ def token_losses(
         # On a CPU the place of the maximum takes many times as long as the maximum, which logsumexp needs in any case.
         return TokenLosses(nats, target_logits >= jnp.max(logits, axis=-1))
 
+    return in_slices(losses, divisor(hidden.shape[1], slice_length), hidden, targets)
+
+
+def divisor(n: int, at_most: int) -> int:
+    """The largest divisor of `n` that is not above `at_most`."""
+    return max(i for i in range(1, min(n, at_most) + 1) if n % i == 0)
+
+
+def in_slices(function, length: int, *arrays):
+    """`function` of slices of `length` along the second axis; what is inside is computed again in the backward pass."""
+    b, n = arrays[0].shape[:2]
     if length == n:
-        return losses(hidden, targets)
-    slices = [jnp.moveaxis(y.reshape(y.shape[0], n // length, length, *y.shape[2:]), 1, 0) for y in (hidden, targets)]
-    # Logits are computed again in the backward pass instead of being kept.
-    by_slice = jax.lax.map(lambda y: jax.checkpoint(losses)(*y), tuple(slices))
-    return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(targets.shape), by_slice)
-
-
-def segment_losses(
-    module, batch: Batch, carry: Any, slice_length: int, dropout_key: PRNGKeyArray | None = None
-) -> tuple[TokenLosses, Any]:
-    """The module reads a segment: the loss of every target, and the carry for the next segment.
-
-    A module whose hidden vectors of a segment should not all exist at once has a method `losses` for it.
-    """
-    if hasattr(module, "losses"):
-        return module.losses(batch.inputs, batch.targets, carry, batch.start, dropout_key, slice_length=slice_length)
-
-    def losses(tokens, others):
-        (inputs, targets), (module, carry, start, dropout_key) = tokens, others
-        hidden, carry = module(inputs, carry, start, dropout_key)
-        softmax_key = None if dropout_key is None else jax.random.fold_in(dropout_key, SOFTMAX)
-        return token_losses(module, hidden, targets, slice_length, softmax_key), carry
-
-    return over_sequence(losses)((batch.inputs, batch.targets), (module, carry, batch.start, dropout_key))
+        return function(*arrays)
+    slices = tuple(jnp.moveaxis(y.reshape(b, n // length, length, *y.shape[2:]), 1, 0) for y in arrays)
+    by_slice = jax.lax.map(lambda y: jax.checkpoint(function)(*y), slices)
+    return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(b, n, *y.shape[3:]), by_slice)
