@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 import safetensors.numpy
 from numpy_pretrained import NumpyLlama, window
 from test_golden_gpt2 import FOLDER, read
@@ -200,6 +201,41 @@ def test_damaged_safetensors_are_refused(tmp_path):
         read_huggingface(tmp_path)
     path.unlink()
     with pytest.raises(UserError, match="has neither model.safetensors nor .*save_pretrained"):
+        read_huggingface(tmp_path)
+
+
+RECURRENT = {"insertion_layers": (0, -1), "num_inserted": 2, "pooling": "attention", "recurrence_width": 5}
+
+
+def test_a_recurrence_comes_back(tmp_path):
+    pretrained = random_llama(**RECURRENT, window_length=16, overlap=3, normalise_pooled=True)
+    write_huggingface(pretrained, 3, tmp_path)
+    assert_same(read_huggingface(tmp_path), pretrained)
+
+
+def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
+    pretrained = random_llama(**RECURRENT)
+    write_huggingface(pretrained, 3, tmp_path)
+    path = tmp_path / "recurrence.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    with safetensors.safe_open(path, framework="numpy") as file:
+        saved = json.loads(file.metadata()["PretrainedConfig"])
+
+    def refused(message, tensors=tensors, **changes):
+        safetensors.numpy.save_file(tensors, path, metadata={"PretrainedConfig": json.dumps(saved | changes)})
+        with pytest.raises(UserError, match=message):
+            read_huggingface(tmp_path)
+
+    refused("recurrence.safetensors: insertion_layers=.* names a layer that 2 layers lack", insertion_layers=[7])
+    refused(r"recurrence.safetensors: insertion_layers=\(\) is no recurrence", insertion_layers=[])
+    refused("recurrence.safetensors: pooling='most' must be 'mean' or", pooling="most")
+    refused(r"layers/0/bias has shape \(5,\), and not \(6,\) as it says", recurrence_width=6)
+    fewer = {name: value for name, value in tensors.items() if name != "layer_scores"}
+    refused("has no tensor layer_scores: it is not the recurrence that it says it is", fewer)
+    refused("has a tensor more that the recurrence has no place for", tensors | {"more": np.zeros(1, np.float32)})
+    refused("doesn't say what recurrence it is of: write it again .* or remove it", another=1)
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(UserError, match="doesn't say what recurrence it is of"):
         read_huggingface(tmp_path)
 
 

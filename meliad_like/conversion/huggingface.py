@@ -1,24 +1,31 @@
 """Folders of Hugging Face's transformers: config.json and safetensors, read without PyTorch and written back."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
 
+from meliad_like.config.fields import field_types, fit
 from meliad_like.conversion.huggingface_config import from_huggingface, to_huggingface
 from meliad_like.conversion.pretrained_names import GPT2, LLAMA, check_num_layers, read_parameters, to_tensors
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.config import RECURRENCE_FIELDS, PretrainedConfig
+from meliad_like.saved_json import parse_json
 
 CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 RECURRENCE_NAME = "recurrence.safetensors"
+# In the metadata of that file: what the recurrence is, and how the windows were read that it was trained between.
+RECURRENCE_KEY = "PretrainedConfig"
+SAVED_FIELDS = (*RECURRENCE_FIELDS, "window_length", "overlap")
 TABLES = {"gpt2": GPT2, "llama": LLAMA}
 # Masks and wavelengths that older versions saved with the parameters: they follow from the config.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -35,6 +42,8 @@ class Pretrained(NamedTuple):
 
 def read_huggingface(folder: str | Path) -> Pretrained:
     """A model from config.json and `model.safetensors`, or from several files and their index.
+
+    With the recurrence that `write_huggingface` has put beside them, if there is one, and its windows.
 
     Raises:
       UserError: a file is missing, damaged, or not of such a model; or the config asks for what we can't do.
@@ -57,13 +66,16 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     table = TABLES[config.architecture]
     check_num_layers(table, config, names, str(folder))
     params = read_parameters(table, Model(config, size).abstract_params, config, names, read, str(folder))
+    if (folder / RECURRENCE_NAME).exists():
+        config, recurrence = _read_recurrence(folder / RECURRENCE_NAME, config, size)
+        params |= {"recurrence": recurrence}
     return Pretrained(config, size, params)
 
 
 def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str | Path) -> list[Path]:
     """Writes what `transformers` reads into an existing folder; the tokenizer is not among it.
 
-    A recurrence, which config.json can't express, goes into a file of its own.
+    A recurrence, which config.json can't express, goes into a file of its own, with what the config says of it.
 
     Returns:
       The files.
@@ -77,12 +89,53 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
     safetensors.numpy.save_file(tensors, written[1], metadata={"format": "pt"})
     if "recurrence" in pretrained.params:
         recurrence = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-            for path, leaf in jax.tree.leaves_with_path(pretrained.params["recurrence"])
+            _name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(pretrained.params["recurrence"])
         }
-        safetensors.numpy.save_file(recurrence, folder / RECURRENCE_NAME)
+        fields = {name: getattr(pretrained.config, name) for name in SAVED_FIELDS}
+        metadata = {RECURRENCE_KEY: json.dumps(fields)}
+        safetensors.numpy.save_file(recurrence, folder / RECURRENCE_NAME, metadata=metadata)
         written.append(folder / RECURRENCE_NAME)
     return written
+
+
+def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[PretrainedConfig, dict[str, Any]]:
+    """The config with the recurrence, and its parameters."""
+    with _open(path) as file:
+        names, metadata = set(file.keys()), file.metadata() or {}
+    saved = parse_json(metadata.get(RECURRENCE_KEY, "null"), f"{path}: {RECURRENCE_KEY}")
+    if not isinstance(saved, dict) or saved.keys() != set(SAVED_FIELDS):
+        raise UserError(
+            f"{path} doesn't say what recurrence it is of: write it again with convert huggingface --reverse, or "
+            "remove it to have the decoder alone"
+        )
+    types = field_types(PretrainedConfig)
+    fields = {name: fit(value, types[name], f"{path}: {name}") for name, value in saved.items()}
+    try:
+        config = dataclasses.replace(decoder, **fields)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if not config.recurrent:
+        raise UserError(f"{path}: insertion_layers=() is no recurrence")
+    template = Model(config, size).abstract_params["recurrence"]
+
+    def fill(tree_path, leaf) -> jax.Array:
+        name = _name(tree_path)
+        if name not in names:
+            raise UserError(f"{path} has no tensor {name}: it is not the recurrence that it says it is")
+        names.discard(name)
+        found = _read_tensor(path, name)
+        if found.shape != leaf.shape:
+            raise UserError(f"{path}: {name} has shape {found.shape}, and not {leaf.shape} as it says")
+        return jnp.asarray(found, jnp.float32)
+
+    params = jax.tree.map_with_path(fill, template)
+    if names:
+        raise UserError(f"{path} has a tensor {min(names)} that the recurrence has no place for")
+    return config, params
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _files(folder: Path) -> dict[str, Path]:
