@@ -1,4 +1,5 @@
 import errno
+import logging
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import logging as absl_logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meliad_like.errors import UserError
@@ -244,6 +246,19 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_kept(tmp_path, mon
     assert read_metadata(tmp_path) == {"step": 1}
     save_all(tmp_path, [2])
     assert read_metadata(tmp_path) == {"step": 2}
+
+
+def test_orbax_is_silent_about_what_it_raises_and_nothing_else(tmp_path, caplog):
+    for step in (1, 2):
+        save_all(tmp_path, [step])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.restore(abstract(make_state()))
+    # What is usual makes it warn of nothing. Two saves one upon the other would.
+    assert not caplog.records
+    logger, place = absl_logging.get_absl_logger(), "/site-packages/orbax/checkpoint/checkpoint_manager.py"
+    for level, name in ((logging.WARNING, "warned"), (logging.ERROR, "raised")):
+        logger.handle(logger.makeRecord("absl", level, place, 1, name, (), None))
+    assert [record.message for record in caplog.records if record.pathname == place] == ["warned"]
 
 
 def test_killed_while_writing(tmp_path):

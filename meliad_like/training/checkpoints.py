@@ -8,6 +8,7 @@ parameters apart from the rest, so that evaluation reads nothing else.
 
 import errno
 import json
+import logging as standard_logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -360,12 +361,12 @@ def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _leave_orbax_errors_to_the_caller() -> None:
-    """Silences orbax, which logs an error with its traceback in each thread that sees it, and then raises it."""
-    logging.get_absl_logger().addFilter(_not_from_orbax)
+    """Silences orbax where it logs an error with its traceback in each thread that sees it, and then raises it."""
+    logging.get_absl_logger().addFilter(_no_error_of_orbax)
 
 
-def _not_from_orbax(record) -> bool:
-    return f"{os.sep}orbax{os.sep}" not in record.pathname
+def _no_error_of_orbax(record) -> bool:
+    return record.levelno < standard_logging.ERROR or f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 def _named_arrays(tree: Any) -> dict[str, Any]:
