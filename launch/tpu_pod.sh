@@ -48,7 +48,12 @@ train() {
         on_slice 0 "$command"
         return
     fi
-    workers="$(tpus tpu-vm describe "$name" --format="value(networkEndpoints.len())")"
+    # The slice may have gone since, or the cloud not answer.
+    workers="$(tpus tpu-vm describe "$name" --format="value(networkEndpoints.len())")" || workers=""
+    if [[ ! "$workers" =~ ^[1-9][0-9]*$ ]]; then
+        statuses=(255)
+        return
+    fi
     say "Training on $workers workers, each with a log in $1; this is worker 0"
     trap stop_training INT TERM
     { on_slice 0 "$command" 2>&1 </dev/null | tee "$1/worker_0.log"; } &
@@ -110,6 +115,6 @@ while :; do
     attempt=$((attempt + 1))
     say "Preempted: going on from the last checkpoint"
 done
+[[ -n "$keep" ]] || again tpus "${delete[@]}"
 trap - EXIT
-[[ -n "$keep" ]] || tpus "${delete[@]}"
 say "Done; the logs are in $logs"

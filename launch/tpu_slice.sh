@@ -36,11 +36,22 @@ slice_state() {
     printf '%s\n' "$state"
 }
 
+# again COMMAND...: until it succeeds, five times at most.
+again() {
+    local try
+    for ((try = 1; try < 5; try++)); do
+        "$@" && return
+        sleep "$poll"
+    done
+    "$@"
+}
+
 # Returns when the slice is there. A queued resource waits until one is free; tpu-vm create would fail where none is. After
-# a preemption it can only be deleted and made again.
+# a preemption it can only be deleted and made again. A request that fails is no end: the cloud may not have answered, now
+# or when it was asked for the state; so that is asked again.
 make_slice() {
-    local state="" last=unknown requested=""
-    while [[ "$state" != READY ]]; do
+    local state="" last=unknown requested="" failures=0
+    while :; do
         state="$(slice_state)"
         [[ "$state" == "$last" ]] || say "Slice $name: ${state:-none}"
         last="$state"
@@ -49,17 +60,17 @@ make_slice() {
             stop "there is no such slice to be had; $(quote "${describe[@]}") says why"
         fi
         case "$state" in
-            READY) ;;
+            READY) return ;;
             "$requested") # none, and none asked for
-                tpus "${create[@]}"
-                requested=asked
+                if tpus "${create[@]}"; then requested=asked failures=0; else failures=$((failures + 1)); fi
                 ;;
             FAILED | SUSPENDED | PREEMPTED | TERMINATED | STOPPED)
-                tpus "${delete[@]}"
-                requested=""
+                if tpus "${delete[@]}"; then requested="" failures=0; else failures=$((failures + 1)); fi
                 ;;
             *) sleep "$poll" ;;
         esac
+        ((failures < 5)) || stop "gcloud refused five times in a row; what it said is above"
+        ((failures == 0)) || sleep "$poll"
     done
 }
 

@@ -1,9 +1,17 @@
 #!/usr/bin/env bash
 # In the place of gcloud: two workers are folders of $CLOUD, and ssh runs commands there. request and node hold the states
-# of the queued resource (its first line, and those to come) and of the slice.
+# of the queued resource (its first line, and those to come) and of the slice. refused has patterns of the next requests that
+# fail, in their order.
 printf '%q ' "$@" >>"$CLOUD/log"
 echo >>"$CLOUD/log"
 shift 2
+refused="$(head -n 1 "$CLOUD/refused" 2>/dev/null)"
+# shellcheck disable=SC2053  # a pattern
+if [[ -n "$refused" && "$*" == $refused ]]; then
+    sed -i 1d "$CLOUD/refused"
+    echo "ERROR: 503" >&2
+    exit 1
+fi
 case "$1 $2" in
     "queued-resources describe")
         head -n 1 "$CLOUD/request" 2>/dev/null || exit 1

@@ -33,6 +33,10 @@ class Cloud:
     def plan(self, *outcomes: str) -> None:
         (self.folder / "plan").write_text("".join(f"{outcome}\n" for outcome in outcomes))
 
+    def refuse(self, *patterns: str) -> None:
+        """The next requests that look like these, in this order, fail."""
+        (self.folder / "refused").write_text("".join(f"{pattern}\n" for pattern in patterns))
+
     def start(self, *flags: str, training=TRAINING, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
             [*BASH, self.checkout / "launch" / "tpu_pod.sh", *SLICE, *flags, "--", *training],
@@ -135,6 +139,36 @@ def test_gives_up_after_restarts_that_saved_nothing(cloud):
     assert status == 2 and len(cloud.trained(0)) == 4
     assert errors == "error: 2 restarts in a row saved nothing; the logs are in runs/pods/pod\n"
     assert output.splitlines()[-1].startswith("gcloud compute tpus queued-resources delete pod --force")
+
+
+def test_requests_that_the_cloud_refuses_are_made_again(cloud):
+    cloud.plan("preempt 100", "exit 0")
+    cloud.refuse("queued-resources create*", "queued-resources create*", "queued-resources delete*")
+    status, output, _ = cloud.run()
+    assert status == 0, output
+    assert len(cloud.calls("queued-resources", "create")) == 4 and len(cloud.calls("queued-resources", "delete")) == 3
+
+
+def test_a_cloud_that_does_not_say_how_many_workers_there_are(cloud):
+    cloud.refuse("tpu-vm describe*networkEndpoints*")
+    status, output, _ = cloud.run()
+    assert status == 0 and "== Exit statuses of the workers: 255\n" in output
+    assert len(cloud.trained(0)) == 1 and (cloud.logs(2) / "worker_1.log").exists()
+
+
+def test_a_cloud_that_does_not_say_that_the_slice_is_there(cloud):
+    """It can't be made then."""
+    assert cloud.run("--keep")[0] == 0
+    cloud.refuse("queued-resources describe*")
+    assert cloud.run("--keep")[0] == 0
+    assert len(cloud.calls("queued-resources", "create")) == len(cloud.trained(0)) == 2
+
+
+def test_gives_up_after_requests_that_were_all_refused(cloud):
+    cloud.refuse(*["queued-resources create*"] * 5)
+    status, _, errors = cloud.run()
+    assert status == 2 and len(cloud.calls("queued-resources", "create")) == 5
+    assert errors.endswith("error: gcloud refused five times in a row; what it said is above\n")
 
 
 def test_after_sigterm_the_same_slice_goes_on(cloud):
