@@ -68,6 +68,13 @@ def test_every_row_of_the_tables_and_every_point_of_the_figures_is_there():
         assert run.schedule.warmup_steps == 100
 
 
+@pytest.mark.parametrize("window", [128, 200, 300, 400, 500, 600])
+def test_two_million_tokens_between_validations(window):
+    run = parse("recurrent_pretrained/recurrent.gin", f"recurrent_pretrained/window_{window}.gin")
+    steps = round(2_000_000 / run.data.tokens_per_step)
+    assert run.training.evaluate_every == run.training.checkpoint_every == steps
+
+
 @pytest.mark.parametrize("overlap", TABLE_2)
 def test_operations_by_the_papers_count(overlap):
     model = parse(f"recurrent_pretrained/tables/baseline_overlap_{overlap}.gin").model
