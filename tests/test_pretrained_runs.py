@@ -222,10 +222,17 @@ def written(folder):
 def test_back_to_transformers(place, trained, tmp_path):
     written = convert_to_huggingface(trained, tmp_path / "back")
     assert [path.name for path in written] == ["config.json", "model.safetensors", "recurrence.safetensors"]
-    back, params = read_huggingface(tmp_path / "back"), open_checkpoint(trained).params
-    del params["recurrence"]
-    jax.tree.map(np.testing.assert_array_equal, back.params, params)
     assert (tmp_path / "back" / "tokenizer.json").exists()
+    ours = open_checkpoint(trained)
+    convert_from_pretrained("huggingface", tmp_path / "back", [], [], tmp_path / "again")
+    again = open_checkpoint(tmp_path / "again")
+    # The recurrence, with the windows that it was trained between, comes back as well.
+    assert again.run.model == ours.run.model and ours.run.model.overlap == 2
+    assert again.run.data.kind == "windows"
+    jax.tree.map(np.testing.assert_array_equal, again.params, ours.params)
+    with pytest.raises(UserError, match="recurrence_width = 7, but .*back has 6"):
+        changed = ["PretrainedConfig.recurrence_width = 7"]
+        convert_from_pretrained("huggingface", tmp_path / "back", [], changed, tmp_path / "other")
     with pytest.raises(UserError, match="back is not empty: choose another --output"):
         convert_to_huggingface(trained, tmp_path / "back")
 

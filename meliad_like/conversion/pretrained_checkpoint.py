@@ -9,7 +9,7 @@ from meliad_like.conversion.huggingface import Pretrained, read_huggingface, wri
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabulary
 from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.errors import UserError
-from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
+from meliad_like.models.pretrained.config import DECODER_FIELDS, RECURRENCE_FIELDS, PretrainedConfig
 from meliad_like.training.opening import open_checkpoint, write_checkpoint
 
 
@@ -18,8 +18,9 @@ def convert_from_pretrained(
 ) -> None:
     """Writes a checkpoint folder of ours, at step 0, for evaluation, generation and fine-tuning.
 
-    The file decides what the decoder is; gin files and bindings may say how it reads (window, overlap), which documents
-    and which vocabulary. By default the window is all positions, and the vocabulary is the one beside the model.
+    The file decides what the decoder is, and its recurrence if it has one; gin files and bindings may say how it reads
+    (window, overlap), which documents and which vocabulary. By default the window is all positions, or the one that the
+    recurrence was trained with, and the vocabulary is the one beside the model.
 
     Args:
       kind: `huggingface`: a folder of config.json and safetensors; `gguf`: a file.
@@ -49,9 +50,10 @@ def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunC
     """The run that a pretrained model and some bindings make.
 
     Raises:
-      UserError: a binding says something else about the decoder than its file does.
+      UserError: a binding says something else about the model than its file does.
     """
-    here = {f"PretrainedConfig.{name}": getattr(pretrained.config, name) for name in DECODER_FIELDS}
+    decided = DECODER_FIELDS + (RECURRENCE_FIELDS if pretrained.config.recurrent else ())
+    here = {f"PretrainedConfig.{name}": getattr(pretrained.config, name) for name in decided}
     here["RunConfig.model"] = "pretrained"
     for key, value in here.items():
         bound = bindings.get(key)
@@ -59,9 +61,12 @@ def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunC
             raise UserError(f"{bound.origin}: {key} = {bound.value!r}, but {path} has {value!r}")
     defaults = {
         "PretrainedConfig.window_length": pretrained.config.window_length,
+        "PretrainedConfig.overlap": pretrained.config.overlap,
         "VocabularyConfig.kind": "tokenizers",
         "VocabularyConfig.model_file": str(path),
     }
+    if pretrained.config.recurrent:
+        defaults["ReaderConfig.kind"] = "windows"
     given = {key: binding for key, binding in bindings.items() if not binding.of_base}
     window = given.get("PretrainedConfig.window_length", Binding(pretrained.config.window_length, "")).value
     # base.gin's segments are those of another window.
