@@ -3,8 +3,8 @@
     python benchmarks/recurrence_start.py runs/smollm2 --text persuasion.txt --text revelation.txt --text hamlet.txt
 
 Texts are read by sequences of five windows. Printed is what is lost, in nats a token and against the same model without
-a recurrence, by tokens of all windows but the first: where a vector of zeros is inserted after a layer's norm, and where
-what a network with the usual initial weights makes is inserted before it.
+a recurrence, by tokens of all windows but the first: where a vector of zeros is inserted after a layer's norm, and
+where what a network with the usual initial weights makes is inserted before it.
 """
 
 import argparse
