@@ -97,7 +97,7 @@ def test_all_rows_have_as_many_targets():
             new = run.data.tokens_per_step * (1 - repeated / run.model.window_length)
             assert scale.targets <= run.training.num_steps * new < scale.targets + new
     tiny = configure(TABLE.row("recurrent_300_0"), TABLE.scales["tiny"])
-    assert (tiny.data.segment_length, tiny.data.tokens_per_step, tiny.training.num_steps) == (1500, 1500, 67)
+    assert (tiny.data.segment_length, tiny.data.tokens_per_step, tiny.training.num_steps) == (1500, 1500, 27)
     bound = configure(TABLE.row("recurrent_300_0"), TABLE.scales["tiny"], gin_params=["TrainingConfig.num_steps = 3"])
     assert bound.training.num_steps == 3
 

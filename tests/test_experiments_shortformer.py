@@ -98,7 +98,7 @@ def test_at_every_scale_rows_have_the_same_tokens_and_first_stages_their_share()
             share = runs[row].stages.num_steps[0] / runs[row].training.num_steps
             assert share == pytest.approx(epochs * EPOCH / 286_000, abs=0.001), name
     tiny = configure(TABLE.row("shortformer_128"), TABLE.scales["tiny"])
-    assert shape(tiny) == ((294, 16, 16), (306, 64, 64), "infused")
+    assert shape(tiny) == ((882, 16, 16), (918, 64, 64), "infused")
     assert (tiny.model.num_layers, tiny.model.model_width, tiny.model.num_heads, tiny.model.head_size) == (4, 64, 2, 32)
     assert configure(TABLE.row("baseline"), TABLE.scales["tiny"]).data.segment_length == 384
 
