@@ -35,7 +35,8 @@ class Ownership:
         """
         self._workdir = epath.Path(workdir)
         self._path = self._workdir / LOCK_NAME
-        since = datetime.now(UTC).isoformat(timespec="milliseconds")
+        # Fine enough that two of one process differ.
+        since = datetime.now(UTC).isoformat(timespec="microseconds")
         self._name = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
         self._locked = ExitStack()
         self._is_locked = False
