@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from meliad_like.errors import UserError
 from meliad_like.experiments.pictures import COLOURS
@@ -168,4 +169,7 @@ def _draw(rows: Sequence[HistoryRow], found: Mapping[str, Any], path: Path) -> N
     by_cost.axhline(0, color="grey", linestyle="--")
     by_row.set_xlabel("change of the perplexity, percent (squares leak the future)")
     by_cost.set(xlabel="model and selection, MFLOP a token", ylabel="change, percent", xscale="log")
+    by_cost.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    by_cost.xaxis.set_major_formatter("{x:,.0f}")
+    by_cost.minorticks_off()
     picture.savefig(path)
