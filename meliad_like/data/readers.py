@@ -107,6 +107,11 @@ class Reader(Protocol):
         ...
 
 
+def leaks_the_future(reader: Reader) -> bool:
+    """Whether what a reader puts into windows was chosen by what reads the targets; few readers choose anything."""
+    return getattr(reader, "leaks_the_future", False)
+
+
 class LanesReader:
     """Each lane reads documents one after the other, one segment a step.
 

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 
 from meliad_like.data.batch import AnyArray, Batch
 from meliad_like.data.loading import load_batches
-from meliad_like.data.readers import LanesReader, Reader
+from meliad_like.data.readers import LanesReader, Reader, leaks_the_future
 from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
@@ -173,7 +173,7 @@ class Evaluator:
             PositionScore(**by_position.row(i), start=self._bin_start(i), stop=self._bin_start(i + 1))
             for i in range(len(by_position.nats))
         )
-        leaks = getattr(self._reader, "leaks_the_future", False)
+        leaks = leaks_the_future(self._reader)
         return Evaluation(self.name, documents, positions, self._documents_in_split, time.perf_counter() - began, leaks)
 
     def token_losses(

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from meliad_like import config as configuration
 from meliad_like.config import RunConfig
 from meliad_like.data.loading import load_batches
+from meliad_like.data.readers import leaks_the_future
 from meliad_like.errors import UserError
 from meliad_like.remote import any_path
 from meliad_like.training import preemption
@@ -101,7 +102,7 @@ def _train(
             writer.say(
                 f"{setups[-1].model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
                 f"{setups[first].reader.padding_share:.2%} of the positions are padding"
-                f"{'; selections leak the future' if getattr(setups[first].reader, 'leaks_the_future', False) else ''}"
+                f"{'; selections leak the future' if leaks_the_future(setups[first].reader) else ''}"
             )
             outputs = Outputs(folder, ownership, checkpoints, writer, profiler)
             for setup in setups[first:]:

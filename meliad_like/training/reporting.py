@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import jax
 
 from meliad_like.data.loading import BatchIterator
+from meliad_like.data.readers import leaks_the_future
 from meliad_like.history.spans import label
 from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
@@ -24,7 +25,7 @@ class Reporter:
         run = setup.run
         self._run, self._writer, self._batches = run, writer, batches
         self._last_step = setup.stage.last_step
-        self._leaks = getattr(setup.reader, "leaks_the_future", False)
+        self._leaks = leaks_the_future(setup.reader)
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
         totals = setup.store.totals("train")
         # Every token after a document's first is a target.
