@@ -22,6 +22,7 @@ SEARCH = flags.DEFINE_bool("search", True, "Whether to look for settings that fi
 PROGRAMS = flags.DEFINE_multi_enum(
     "program", ["training", "evaluation", "decoding"], ["training", "evaluation", "decoding"], "What to compile."
 )
+QUICK = flags.DEFINE_bool("quick", False, "Compile with the least effort: sooner, and memory right to 1 or 2 percent.")
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
 
 
@@ -41,7 +42,7 @@ def main() -> int:
     size = VOCABULARY_SIZE.value or vocabulary_size(run)
     console = Console()
     with console.status("compiling"):
-        found = list(needs(run, size, topology, PROGRAMS.value))
+        found = list(needs(run, size, topology, PROGRAMS.value, QUICK.value))
     console.print(report.table(found, topology))
     if OUTPUT.value:
         Path(OUTPUT.value).write_text(json.dumps(report.to_json(found, topology), indent=2) + "\n")
@@ -53,7 +54,7 @@ def main() -> int:
         return 1
     with console.status("searching") as status:
         bindings = nearest_that_fits(
-            run, size, topology, PROGRAMS.value, lambda bindings: status.update(f"trying {bindings}")
+            run, size, topology, PROGRAMS.value, QUICK.value, lambda bindings: status.update(f"trying {bindings}")
         )
     if bindings:
         print(f"it would fit with {bindings}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +92,13 @@ def test_parts_equal_a_hand_count(run, planned):
     assert all(need.activations > 0 and need.total > 0 for need in planned)
 
 
+def test_a_quick_plan_says_the_same_of_memory(run, planned):
+    topology = Topology("cpu:8", jax.devices(), "cpu", None, None)
+    for quick, full in zip(needs(run, 256, topology, quick=True), planned, strict=True):
+        assert quick.parts == full.parts
+        assert quick.total == pytest.approx(full.total, rel=0.05)
+
+
 def need_of(total_gib, **changes):
     plain = Need("training", {"parameters": 0}, int(total_gib * GIB), 0, 0, {}, 1e12, 0.0)
     return plain._replace(**changes)
@@ -156,7 +164,7 @@ def test_the_nearest_settings_that_fit(run, monkeypatch):
     def least_bytes(run, vocabulary_size, topology):
         return (3 if run.mesh.fsdp == 2 else 1) * GIB
 
-    def needs(run, vocabulary_size, topology, programs):
+    def needs(run, vocabulary_size, topology, programs, quick):
         yield need_of(3 if run.mesh.fsdp == 4 else 1)
 
     monkeypatch.setattr("meliad_like.planning.search.least_bytes", least_bytes)
@@ -193,6 +201,22 @@ def test_a_compiler_that_gives_up_says_what_it_would_need():
 def test_mistaken_topologies(name, message):
     with pytest.raises(UserError, match=message):
         describe(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"), [("v4:1x1x1", [1, 1, 1]), ("v5e:1x1", [1, 1, 1]), ("v4:2x1x1", [2, 1, 1]), ("v6e:2x2", None)]
+)
+def test_slices_smaller_than_a_host_are_named_to_the_compiler(monkeypatch, name, bounds):
+    said = {}
+
+    def get_topology_desc(**options):
+        said.update(options)
+        return SimpleNamespace(devices=[SimpleNamespace(device_kind="TPU v4")])
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", get_topology_desc)
+    assert describe(name).name == said["topology_name"] == name
+    assert said.get("chips_per_host_bounds") == bounds
 
 
 def test_without_the_compiler_it_is_named(monkeypatch):

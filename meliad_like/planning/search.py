@@ -18,6 +18,7 @@ def nearest_that_fits(
     vocabulary_size: int,
     topology: Topology,
     programs: Sequence[str] = PROGRAMS,
+    quick: bool = False,
     on_try: Callable[[str], None] = lambda bindings: None,
 ) -> str | None:
     """The bindings that make a run fit, the first of `alternatives` that does; None: none of them.
@@ -27,6 +28,7 @@ def nearest_that_fits(
       vocabulary_size: in tokens.
       topology: of chips that are known.
       programs: those that must fit, some of PROGRAMS.
+      quick: as `needs` takes it.
       on_try: told the bindings that are about to be compiled.
     """
     assert topology.chip is not None
@@ -35,7 +37,7 @@ def nearest_that_fits(
             if least_bytes(other, vocabulary_size, topology) > topology.chip.memory:
                 continue
             on_try(bindings)
-            if all(fits(need, topology) for need in needs(other, vocabulary_size, topology, programs)):
+            if all(fits(need, topology) for need in needs(other, vocabulary_size, topology, programs, quick)):
                 return bindings
         except UserError:
             # That mesh divides neither the lanes nor the model.

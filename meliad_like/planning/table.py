@@ -2,8 +2,9 @@
 
     nice python -m meliad_like.planning.table
 
-Training steps alone are compiled, one after the other, minutes each. What the compiler says goes into `--results` at
-once, and is not asked again: so the command goes on where it was stopped, and what isn't there yet is shown as such.
+Training steps alone are compiled, as by `plan --quick`, one after the other, a minute or two each. What the compiler
+says goes into `--results` at once, and is not asked again: so the command goes on where it was stopped, and what isn't
+there yet is shown as such.
 """
 
 import dataclasses
@@ -115,7 +116,7 @@ def compile_entry(entry: Entry) -> dict[str, Any]:
 
     topology = describe(entry.topology)
     try:
-        found = list(needs(entry.run, entry.vocabulary_size, topology, ("training",)))
+        found = list(needs(entry.run, entry.vocabulary_size, topology, ("training",), quick=True))
     except UserError as error:
         return {"error": str(error)}
     return report.to_json(found, topology)

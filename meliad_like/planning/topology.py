@@ -1,6 +1,7 @@
 """Devices that are not there: those of a TPU slice, as the TPU's own compiler describes them, or of one CPU."""
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ from meliad_like.errors import UserError
 from meliad_like.training.hardware import DATASHEET_FLOPS
 
 GIB = 2**30
+
+CHIPS_OF_A_HOST = 4
+"""As the TPU compiler takes a host of any generation to be; smaller slices are told to it."""
 
 
 class Chip(NamedTuple):
@@ -70,9 +74,12 @@ def describe(name: str) -> Topology:
         os.environ.setdefault(variable, value)
     from jax.experimental import topologies
 
+    # JAX runs v4 with one device a chip; later generations are so by themselves.
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
+    sides = [int(side) for side in shape.split("x")]
+    if math.prod(sides) < CHIPS_OF_A_HOST:
+        options["chips_per_host_bounds"] = [*sides, 1, 1][:3]
     try:
-        # JAX runs v4 with one device a chip; later generations are so by themselves.
-        options = {"chip_config_name": "megacore"} if generation == "v4" else {}
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"the TPU compiler knows no topology {name}: {str(error).splitlines()[0]}") from None

@@ -1,8 +1,8 @@
 """A run before its first step: documents, mesh, shardings, and the compiled step."""
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +51,14 @@ class Program(NamedTuple):
     abstract_batch: Batch
     """Shapes of the batch of a step, over all hosts."""
 
-    def compile_step(self) -> jax.stages.Compiled:
-        """The step for these shapes and shardings. It refuses all others, so a run compiles it once."""
+    def compile_step(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+        """The step for these shapes and shardings. It refuses all others, so a run compiles it once.
+
+        Args:
+          options: for XLA.
+        """
         with jax.set_mesh(self.mesh):
-            return self.train_step.lower(self.abstract_state, self.abstract_batch).compile()
+            return self.train_step.lower(self.abstract_state, self.abstract_batch).compile(options)
 
 
 class Setup(NamedTuple):
