@@ -1,5 +1,6 @@
 """Several model families in one config: which one a run uses, and what is saved of it."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import pytest
 from meliad_like import config
 from meliad_like.config import saved
 from meliad_like.errors import UserError
-from meliad_like.models.families import FAMILIES, Family
+from meliad_like.models.families import FAMILIES, Family, extends
 from meliad_like.models.model import Model
 
 
@@ -89,3 +90,11 @@ def test_a_saved_config_of_an_unknown_family_is_an_error():
 def test_operations_are_the_familys():
     model = Model(ToyConfig(depth=2), 10)
     assert (model.forward_flops_per_token, model.training_flops_per_token) == (20, 60)
+
+
+@pytest.mark.parametrize("family", ["decoder", "shortformer"])
+def test_training_may_begin_with_parameters_that_were_computed_with_otherwise(family):
+    model = FAMILIES[family].config()
+    assert extends(model, dataclasses.replace(model, remat="layers", activation_dtype="bfloat16", dropout_rate=0.5))
+    assert not extends(model, dataclasses.replace(model, num_layers=3))
+    assert not extends(model, FAMILIES["pretrained"].config())

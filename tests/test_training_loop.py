@@ -240,6 +240,9 @@ def test_fine_tuning_starts_with_the_parameters_alone(bindings, setup, straight,
         fresh = setup.program.initialise()
         assert_same_bits(state._replace(params=None), fresh._replace(params=None))
 
+        sparing = set_up(parse(bindings, "DecoderConfig.remat = 'layers'", "DecoderConfig.dropout_rate = 0.5"))
+        assert_same_bits(starting_state(sparing, checkpoints, str(straight)).params, state.params)
+
         other = set_up(parse(bindings, "DecoderConfig.gate = 'lstm'"))
         with pytest.raises(UserError, match=rf"--load_dir={straight} holds another model: .*gate='fixed'"):
             starting_state(other, checkpoints, str(straight))

@@ -147,7 +147,7 @@ def train_and_evaluate(job: Job, split: str) -> int:
 def _logged_speed(folder: Path) -> float:
     """Tokens a second of a training step: the median of what the run has logged."""
     lines = map(json.loads, (folder / METRICS_NAME).read_text().splitlines())
-    return float(np.median([line["tokens_per_second"] for line in lines if line["kind"] == "train"]))
+    return float(np.median([line["tokens_per_second"] for line in lines if line["kind"].startswith("train")]))
 
 
 def device_name() -> str:

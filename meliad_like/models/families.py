@@ -20,7 +20,7 @@ from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.decoder import PretrainedDecoder
 from meliad_like.models.shortformer import Shortformer
 from meliad_like.models.shortformer import forward_flops_per_token as shortformer_flops_per_token
-from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.models.shortformer_config import DROPOUT_RATES, ShortformerConfig
 
 
 class ModelConfig(Protocol):
@@ -42,6 +42,17 @@ class ModelConfig(Protocol):
     def needs_segments(self) -> bool:
         """Whether what is remembered depends on where segments end: such a model can be evaluated, but can't write."""
         ...
+
+
+def same_but_for(*names: str) -> Callable[[Any, ModelConfig], bool]:
+    """Whether two configs are of one family and the same in all fields but these."""
+
+    def same(config: Any, other: ModelConfig) -> bool:
+        if type(config) is not type(other):
+            return False
+        return dataclasses.replace(config, **{name: getattr(other, name) for name in names}) == other
+
+    return same
 
 
 class Family(NamedTuple):
@@ -106,6 +117,7 @@ FAMILIES = {
         Decoder,
         forward_flops_per_token,
         training_flops_per_token,
+        extends=same_but_for("activation_dtype", "dropout_rate", "remat"),
         in_order=decoder_in_order,
         num_visible=decoder_visible,
     ),
@@ -122,7 +134,13 @@ FAMILIES = {
         num_visible=pretrained_visible,
         reading_apart=lambda config, num_tokens: dataclasses.replace(config, window_length=num_tokens, overlap=0),
     ),
-    "shortformer": Family(ShortformerConfig, Shortformer, shortformer_flops_per_token, num_visible=shortformer_visible),
+    "shortformer": Family(
+        ShortformerConfig,
+        Shortformer,
+        shortformer_flops_per_token,
+        extends=same_but_for("activation_dtype", *DROPOUT_RATES, "remat"),
+        num_visible=shortformer_visible,
+    ),
 }
 """By the names that `RunConfig.model` is bound to."""
 

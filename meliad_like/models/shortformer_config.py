@@ -8,6 +8,7 @@ from meliad_like.models.decoder_config import ActivationDtype, Remat
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
 Position = Literal["infused", "input"]
+DROPOUT_RATES = ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate", "softmax_dropout_rate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +51,7 @@ class ShortformerConfig:
         sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
         check_positive(self, (*sizes, "band_factor"))
         check_not_negative(self, ("cache_length",))
-        rates = ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate", "softmax_dropout_rate")
-        check_shares(self, rates)
+        check_shares(self, DROPOUT_RATES)
         # Half of them are sines, and their frequencies are spaced over all but one of these.
         if self.model_width % 2 or self.model_width < 4:
             raise UserError(f"model_width={self.model_width} must be even, and at least 4")
