@@ -62,8 +62,8 @@ def needs(
       vocabulary_size: in tokens.
       topology: the devices.
       programs: some of PROGRAMS.
-      quick: compile with the least effort: in half the time or less. The programs would be slower, but memory and
-        traffic come out the same to 1 or 2 percent.
+      quick: compile with the least effort, in half the time or less. The programs would be slower, and their
+        activations come out as large or a little larger: by 0 to 20 percent (docs/planning.md).
 
     Raises:
       UserError: the mesh does not fit the devices, the lanes or the model.
