@@ -32,7 +32,8 @@ def write_gguf(folder, path, **metadata):
     tokens = list(json.loads((folder / "vocab.json").read_text()))
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(metadata.get("model", "gpt2"))
-    writer.add_tokenizer_pre(metadata.get("pre", "smollm"))
+    if pre := metadata.get("pre", "smollm"):
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token == "<|endoftext|>" else 1 for token in tokens])
     writer.add_token_merges(MERGES)
@@ -71,6 +72,29 @@ def test_a_tokenizer_json_is_the_same(folder, tmp_path):
     assert end == "<|endoftext|>"
 
 
+def test_a_tokenizer_json_that_does_not_say_what_it_is(folder, tmp_path):
+    # As GPT-2's own, and others of its time.
+    saved = json.loads(read_tokenizer(folder)[0])
+    del saved["model"]["type"]
+    (tmp_path / TOKENIZER_NAME).write_text(json.dumps(saved))
+    ours = make_vocabulary(config(tmp_path / TOKENIZER_NAME))
+    np.testing.assert_array_equal(ours.encode(TEXTS[0]), make_vocabulary(config(folder)).encode(TEXTS[0]))
+    del saved["decoder"]
+    (tmp_path / TOKENIZER_NAME).write_text(json.dumps(saved))
+    with pytest.raises(UserError, match="is BPE with decoder None, and no byte-level BPE"):
+        make_vocabulary(config(tmp_path / TOKENIZER_NAME))
+
+
+def test_no_document_is_cut_or_filled(folder, tmp_path):
+    tokenizer = Tokenizer.from_str(read_tokenizer(folder)[0])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=6)
+    (tmp_path / TOKENIZER_NAME).write_text(tokenizer.to_str())
+    vocabulary = make_vocabulary(config(tmp_path / TOKENIZER_NAME))
+    assert vocabulary.decode(vocabulary.encode(TEXTS[0])) == TEXTS[0]
+    assert len(vocabulary.encode("a")) == 1
+
+
 def test_saved_with_a_store_and_loaded(folder, tmp_path):
     vocabulary = make_vocabulary(config(folder, size_multiple=8, end_token="Ġthe"))
     (tmp_path / "store").mkdir()
@@ -101,6 +125,7 @@ def test_what_is_refused(folder, tmp_path):
     refused(tmp_path / "nowhere", "cannot read the tokenizer .*nowhere: No such file")
     refused(write_gguf(folder, tmp_path / "a.gguf", pre="qwen2"), "can't honour its tokenizer 'gpt2' .* 'qwen2'")
     refused(write_gguf(folder, tmp_path / "b.gguf", model="llama"), "can't honour its tokenizer 'llama'")
+    refused(write_gguf(folder, tmp_path / "c.gguf", pre=""), "can't honour its tokenizer 'gpt2' .* 'default'")
     (folder / "merges.txt").write_text("t q\n")
     refused(folder, "merges.txt: the merge 't q' is not of tokens of its vocabulary")
     (folder / "merges.txt").write_bytes(b"\xff\xfe")

@@ -36,6 +36,9 @@ class TokenizersVocabulary(TableVocabulary):
         self._tokenizer = tokenizer = _parse(tokenizer_json)
         # Prompts and documents are text: they can't give orders.
         tokenizer.encode_special_tokens = True
+        # Of the batches of a training, saved with the tokenizer: documents would lose their ends.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         if (end := tokenizer.token_to_id(end_token)) is None:
             raise UserError(f"the tokenizer has no token {end_token!r}: set VocabularyConfig.end_token")
         added = tokenizer.get_added_tokens_decoder()
@@ -108,7 +111,8 @@ def _from_gguf(path: Path) -> tuple[str, str]:
     from meliad_like.conversion.gguf_file import open_gguf
 
     file = open_gguf(path)
-    model, pre = file.value("tokenizer.ggml.model", ""), file.value("tokenizer.ggml.pre", "gpt-2")
+    # Older files don't say how text is cut first, and are of models that cut it differently.
+    model, pre = file.value("tokenizer.ggml.model", ""), file.value("tokenizer.ggml.pre", "default")
     if model != "gpt2" or pre not in GGUF_PRE_TOKENIZERS:
         raise UserError(
             f"{path}: we can't honour its tokenizer {model!r} with pre-tokenizer {pre!r}, only 'gpt2' with "
@@ -144,8 +148,8 @@ def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
         tokenizer = Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # the library raises nothing more specific
         raise UserError(f"{owner} is no {TOKENIZER_NAME}: {error}") from None
-    saved = json.loads(tokenizer_json)
-    kinds = (saved["model"]["type"], (saved["decoder"] or {}).get("type"))
+    # What it is read as, not what it says: older files, GPT-2's among them, have no type of model.
+    kinds = (type(tokenizer.model).__name__, tokenizer.decoder and type(tokenizer.decoder).__name__)
     if kinds != ("BPE", "ByteLevel"):
         raise UserError(
             f"{owner} is {kinds[0]} with decoder {kinds[1]}, and no byte-level BPE; a SentencePiece model is read by "
