@@ -18,6 +18,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.training.mesh import MeshConfig, make_mesh, parameter_shardings
 
 LENGTHS = [3, 70, 1, 17, 18, 33, 9, 2, 21, 40]
@@ -114,6 +115,21 @@ def test_the_curve_by_position(evaluator, params, expected):
     assert [bin.num_tokens for bin in positions] == tokens
 
 
+def test_the_curve_by_position_of_windows_that_overlap():
+    """A token counts where it is, not where the window that predicts it begins."""
+    sizes = {"num_layers": 1, "model_width": 16, "num_heads": 2, "num_key_value_heads": 2, "head_size": 8}
+    config = PretrainedConfig(**sizes, feedforward_width=16, max_positions=WINDOW, window_length=WINDOW, overlap=5)
+    model = Model(config, CountedSplit.vocabulary_size)
+    evaluator, params = make_evaluator(model)[0], jax.jit(model.init)(jax.random.key(0))
+    positions, losses = evaluator(params).positions, evaluator.token_losses(params)
+    edges = [(0, 8), (8, 16), (16, 32), (32, 64), (64, 128)]
+    assert [(bin.start, bin.stop) for bin in positions] == edges
+    assert [bin.num_tokens for bin in positions] == [sum(len(nats[a:b]) for nats in losses) for a, b in edges]
+    np.testing.assert_allclose(
+        [bin.nats for bin in positions], [sum(nats[a:b].sum() for nats in losses) for a, b in edges], rtol=1e-5
+    )
+
+
 def test_losses_by_token_are_what_an_evaluation_sums(evaluator, params, expected):
     losses = evaluator.token_losses(params)
     assert [len(nats) for nats in losses] == [length - 1 for length in LENGTHS]
@@ -137,6 +153,12 @@ def test_whole_segments_change_nothing_but_where_states_are_cleared(model, param
         # Segments of 16: nothing is cleared before the 17th token of a document is read, and then something is.
         np.testing.assert_allclose(nats[:16], without[:16], rtol=1e-4, atol=1e-5)
         assert len(nats) <= 16 or abs(nats[16:] - without[16:]).max() > 1e-3
+
+
+def test_a_segment_may_be_longer_than_all_documents(model, params, expected):
+    evaluation = make_evaluator(model, segment_length=256, whole_segments=True)[0](params)
+    nats = [nats.sum() for nats, _ in expected]
+    np.testing.assert_allclose([document.nats for document in evaluation.documents], nats, rtol=2e-6)
 
 
 def test_it_is_compiled_once(evaluator, params):

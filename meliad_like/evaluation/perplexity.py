@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from einops import reduce
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
@@ -60,6 +59,10 @@ class _Losses(NamedTuple):
     counted: Bool[AnyArray, "b n"]
     document: Int[AnyArray, "b c"]
     position: Int[AnyArray, "b c"]
+
+    def by_token(self, of_block: Int[np.ndarray, "b c"]) -> Int[np.ndarray, " counted"]:
+        """What a token's block has, for every token that counts."""
+        return np.repeat(of_block, self.counted.shape[1] // of_block.shape[1], axis=1)[np.asarray(self.counted)]
 
 
 class Evaluator:
@@ -152,9 +155,8 @@ class Evaluator:
         by_position = _Sums(_position_bin(np.asarray(last_block)) + 1)
 
         def add(losses: _Losses) -> None:
-            used = losses.document >= 0
-            by_document.add(losses.document[used], losses, used)
-            by_position.add(_position_bin(losses.position[used] // self._window), losses, used)
+            by_document.add(losses.by_token(losses.document), losses)
+            by_position.add(_position_bin(self._positions(losses) // self._window), losses)
 
         self._read(params, add, on_progress)
         if not np.array_equal(by_document.num_tokens, self._targets):
@@ -188,8 +190,7 @@ class Evaluator:
         nats, seen = np.zeros(ends[-1], np.float32), np.zeros(ends[-1], bool)
 
         def add(losses: _Losses) -> None:
-            index = (starts[losses.document] + losses.position)[..., None] + np.arange(self._window)
-            index = index.reshape(losses.counted.shape)[losses.counted]
+            index = starts[losses.by_token(losses.document)] + self._positions(losses)
             nats[index], seen[index] = losses.nats[losses.counted], True
 
         self._read(params, add, on_progress)
@@ -223,6 +224,11 @@ class Evaluator:
         if previous is not None:
             fetch(previous)
 
+    def _positions(self, losses: _Losses) -> Int[np.ndarray, " counted"]:
+        """The position in its document of every token that counts; windows that overlap begin anywhere."""
+        positions = losses.position[..., None] + np.arange(self._window)
+        return positions.reshape(losses.counted.shape)[losses.counted]
+
     def _bin_start(self, index: int) -> int:
         return self._window * (2**index // 2)
 
@@ -240,15 +246,11 @@ class _Sums:
         self.nats = np.zeros(size)
         self.num_correct, self.num_tokens = np.zeros((2, size), np.int64)
 
-    def add(self, index: np.ndarray, losses: _Losses, used: np.ndarray) -> None:
-        """Adds the blocks where `used` [b, c] is set to the places in `index`."""
-
-        def by_block(values: np.ndarray, dtype: type) -> np.ndarray:
-            return reduce(np.where(losses.counted, values, 0).astype(dtype), "b (c w) -> b c", "sum", c=used.shape[1])
-
-        np.add.at(self.nats, index, by_block(losses.nats, np.float64)[used])
-        np.add.at(self.num_correct, index, by_block(losses.correct, np.int64)[used])
-        np.add.at(self.num_tokens, index, by_block(losses.counted, np.int64)[used])
+    def add(self, index: Int[np.ndarray, " counted"], losses: _Losses) -> None:
+        """Adds each token that counts to its place in `index`."""
+        self.nats += np.bincount(index, losses.nats[losses.counted], len(self.nats))
+        self.num_correct += np.bincount(index[losses.correct[losses.counted]], minlength=len(self.nats))
+        self.num_tokens += np.bincount(index, minlength=len(self.nats))
 
     def row(self, index: int) -> dict[str, Any]:
         return {name: getattr(self, name)[index].item() for name in ("num_tokens", "nats", "num_correct")}
