@@ -40,6 +40,11 @@ DETAILS = flags.DEFINE_bool("details", True, "Whether to show all figures, and t
 def main() -> None:
     if command_line.GIN_FILE.value:
         raise UserError("--gin_file has no effect here: the config comes from the checkpoint; --gin_param changes it")
+    if CONCATENATED.present and not PROTOCOL.value:
+        raise UserError("--concatenated has no effect without a --protocol: leave it out")
+    for flag in (STRIDE, WINDOWS):
+        if flag.present and "sliding" not in PROTOCOL.value:
+            raise UserError(f"--{flag.name} has no effect without --protocol=sliding: leave it out")
     # Importing jax takes seconds: a mistyped flag is reported before.
     import jax
     from rich.console import Console

@@ -91,6 +91,19 @@ def test_protocols_side_by_side(workdir, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stride=4"], "--stride has no effect without --protocol=sliding"),
+        (["--protocol=segments", "--windows=4"], "--windows has no effect without --protocol=sliding"),
+        (["--noconcatenated"], "--concatenated has no effect without a --protocol"),
+    ],
+)
+def test_flags_of_another_protocol_are_refused(arguments, message):
+    result = evaluate("--checkpoint=none", *arguments)
+    assert (result.returncode, message in result.stderr) == (2, True)
+
+
 def test_the_missing_store_is_one_line_with_the_way_out(workdir, tmp_path):
     result = evaluate(f"--checkpoint={workdir / 'checkpoints'}", f"--store={tmp_path / 'none'}")
     assert result.returncode == 2
