@@ -138,6 +138,24 @@ def test_a_mistake_is_found_before_anything_is_written(bindings, changed, messag
     assert not (tmp_path / "workdir").exists()
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (("TrainingConfig.evaluate_every = 5", "TrainingConfig.evaluate_split = 'test'"), "'test' has no documents"),
+        (("TrainingConfig.evaluate_every = 5", "TrainingConfig.evaluate_max_tokens = 1"), "max_tokens=1 is less than"),
+        (("TrainingConfig.sample_every = 5", "TrainingConfig.evaluate_split = 'test'"), "'test' has no documents"),
+        (
+            ("TrainingConfig.sample_every = 5", "DecoderConfig.clear_states = True"),
+            "clear_states=True and memory_update",
+        ),
+    ],
+)
+def test_what_would_stop_the_first_evaluation_is_found_before_the_first_step(bindings, changed, message, tmp_path):
+    with pytest.raises(UserError, match=re.escape(message)):
+        train(parse(bindings, *changed), tmp_path / "workdir")
+    assert not (tmp_path / "workdir").exists()
+
+
 def test_a_working_folder_of_another_run(bindings, tmp_path):
     assert train(parse(bindings, "TrainingConfig.num_steps = 1"), tmp_path) == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

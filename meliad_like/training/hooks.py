@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
@@ -32,6 +32,46 @@ class Hook(NamedTuple):
         return self.every > 0 and (step % self.every == 0 or step == num_steps)
 
 
+def check_hooks(setup: Setup) -> None:
+    """Finds mistakes now that would otherwise stop the run at its first evaluation or sample, which come before the
+    checkpoint of their step: nothing would be left of the steps until then, however often the run is started again.
+
+    Raises:
+      UserError: there are no documents to evaluate on or to sample from, or the model can't write.
+    """
+    training = setup.run.training
+    if training.evaluate_every:
+        _make_evaluator(setup)
+    if training.sample_every:
+        setup.store.split(training.evaluate_split)
+        _make_generator(setup, None)
+
+
+def _make_evaluator(setup: Setup) -> Evaluator:
+    run = setup.run
+    return Evaluator(
+        setup.model,
+        setup.store.split(run.training.evaluate_split),
+        setup.mesh,
+        name=run.training.evaluate_split,
+        segment_length=run.data.segment_length,
+        max_lanes=run.data.num_lanes,
+        max_tokens=run.training.evaluate_max_tokens,
+        loss_slice=run.training.loss_slice,
+        read=evaluation_reader(run, setup.store, run.training.evaluate_split),
+    )
+
+
+def _make_generator(setup: Setup, params: Any) -> Generator:
+    return Generator(
+        setup.model,
+        params,
+        segment_length=setup.run.data.segment_length,
+        end_of_document=setup.store.vocabulary.end_of_document,
+        sampling=SamplingConfig(),
+    )
+
+
 def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Callable[[int, TrainState], None]:
     """Evaluates the whole of a split, and writes the result as metrics of that split's name.
 
@@ -43,17 +83,7 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Ca
     def evaluate(step: int, state: TrainState) -> None:
         nonlocal evaluator
         if evaluator is None:
-            evaluator = Evaluator(
-                setup.model,
-                setup.store.split(run.training.evaluate_split),
-                setup.mesh,
-                name=run.training.evaluate_split,
-                segment_length=run.data.segment_length,
-                max_lanes=run.data.num_lanes,
-                max_tokens=run.training.evaluate_max_tokens,
-                loss_slice=run.training.loss_slice,
-                read=evaluation_reader(run, setup.store, run.training.evaluate_split),
-            )
+            evaluator = _make_evaluator(setup)
         result = evaluator(state.params)
         figures = {
             "bits_per_token": result.bits_per_token,
@@ -79,18 +109,11 @@ def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState
     Each process makes the sample, because its parameters may be spread over all of them; the first one writes it.
     """
     run, vocabulary = setup.run, setup.store.vocabulary
-    segment_length = run.data.segment_length
 
     def write(step: int, state: TrainState) -> None:
         split = setup.store.split(run.training.evaluate_split)
-        prompt = split.tokens(0, 0, min(segment_length, int(split.lengths[0]) - 1))
-        generator = Generator(
-            setup.model,
-            jax.device_put(state.params, replicated(setup.mesh)),
-            segment_length=segment_length,
-            end_of_document=vocabulary.end_of_document,
-            sampling=SamplingConfig(),
-        )
+        prompt = split.tokens(0, 0, min(run.data.segment_length, int(split.lengths[0]) - 1))
+        generator = _make_generator(setup, jax.device_put(state.params, replicated(setup.mesh)))
         reading = generator.read(generator.begin(step), prompt)
         tokens = [token for written, _ in generator.write(reading, run.training.sample_tokens) for token in written]
         if jax.process_index() == 0:

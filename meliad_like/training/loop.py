@@ -18,7 +18,7 @@ from meliad_like.errors import UserError
 from meliad_like.remote import any_path
 from meliad_like.training import preemption
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.hooks import Hook, evaluation_hook, sampling_hook
+from meliad_like.training.hooks import Hook, check_hooks, evaluation_hook, sampling_hook
 from meliad_like.training.mesh import lane_sharding
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.opening import save_vocabulary
@@ -61,6 +61,8 @@ def train(
     folder = any_path(workdir, schemes=("gs",))
     setups = [set_up(run, stage) for stage in stages_of(run)]
     _check_parameters(setups)
+    for setup in setups:
+        check_hooks(setup)
     # By every process, and before the first one writes: where one alone found a mistake, the others would wait for it.
     configuration.check_workdir(run, folder)
     multihost_utils.sync_global_devices("the working folder is this run's")
