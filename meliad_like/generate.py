@@ -69,6 +69,9 @@ def _given_text() -> str | None:
         raise UserError(f"--{given[0].name} and --{given[1].name} are both given: choose one")
     if DOCUMENT.value is not None:
         return None
+    for flag in (DOCUMENT_TOKENS, STORE):
+        if flag.present:
+            raise UserError(f"--{flag.name} has no effect without --document: leave it out")
     prompt = PROMPT.value or ""
     if PROMPT_FILE.value is not None:
         try:

@@ -149,6 +149,14 @@ def test_the_end_of_the_document_ends_the_text(opened, prompt):
     assert END not in written
 
 
+def test_a_prompt_may_end_with_the_token_that_ends_documents(make_generator):
+    """Of whole words it ends lines as well, and a prompt, or half of one, may end with a line."""
+    generator = make_generator(stop_at_end=False)
+    reading = generator.read(generator.begin(0), np.array([5, END]))
+    assert len(write(generator, reading, 3)[0]) == 3
+    assert generator.read(generator.read(generator.begin(0), np.array([5, END])), np.array([7])).num_read == 2
+
+
 def test_nothing_to_go_on_from(make_generator):
     generator = make_generator()
     with pytest.raises(UserError, match="the prompt is empty"):
@@ -172,7 +180,7 @@ def test_a_saved_carry_comes_back_exactly(opened, tmp_path, dtype):
     generator = Generator(
         model, opened.params, segment_length=N, end_of_document=END, sampling=SamplingConfig(), stop_at_end=False
     )
-    reading = generator.read(generator.begin(5), np.arange(30))
+    reading = generator.read(generator.begin(5), np.arange(30))._replace(ended=True)
     save_reading(tmp_path / "carry", reading, b"\xe2", {"step": 7})
     loaded, unfinished = load_reading(tmp_path / "carry", jax.eval_shape(lambda: reading.carry), {"step": 7})
     jax.tree.map(np.testing.assert_array_equal, loaded, reading)
@@ -306,6 +314,7 @@ def test_command_line(folder, tmp_path):
         (["--prompt=a", "--prompt_file=b"], "--prompt and --prompt_file are both given"),
         (["--prompt_file=none.txt"], "cannot read --prompt_file=none.txt: No such file"),
         (["--prompt=\udcff"], "--prompt is not UTF-8"),
+        (["--prompt=a", "--document_tokens=5"], "--document_tokens has no effect without --document"),
         (["--prompt=a", "--gin_param=DecoderConfig.num_layers=3"], "have no effect here"),
     ],
 )

@@ -49,6 +49,7 @@ def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity
         "identity": identity,
         "token": reading.token,
         "num_read": reading.num_read,
+        "ended": reading.ended,
         "unfinished": unfinished.hex(),
     }
     try:
@@ -82,7 +83,9 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
             raise
         raise UserError(f"{path} is not a saved carry, or it is damaged") from None
     carry = jax.tree.unflatten(jax.tree.structure(abstract_carry), leaves)
-    reading = Reading(jax.device_put(carry), facts["token"], jax.device_put(key), facts["num_read"])
+    # Files of earlier versions don't say whether the document has ended.
+    ended = facts.get("ended", False)
+    reading = Reading(jax.device_put(carry), facts["token"], jax.device_put(key), facts["num_read"], ended)
     return reading, bytes.fromhex(facts["unfinished"])
 
 

@@ -25,6 +25,9 @@ class Reading(NamedTuple):
     """Key data for the tokens to come."""
     num_read: int
     """Tokens that the carry has read."""
+    ended: bool = False
+    """Whether `token` is an end of the document that was written. What was read goes on, even where it ends with that
+    token: in vocabularies of whole words it also ends lines."""
 
 
 class Generator:
@@ -79,7 +82,7 @@ class Generator:
             wrong = next(token for token in tokens if not 0 <= token < self._model.vocabulary_size)
             raise UserError(f"token {wrong} is not in the vocabulary of {self._model.vocabulary_size}")
         # An end that was written is taken back.
-        pending = [] if reading.token in (None, self._end_of_document) else [reading.token]
+        pending = [] if reading.token is None or reading.ended else [reading.token]
         tokens = np.concatenate([pending, tokens]).astype(np.int32)
         carry, num_read, unread = reading.carry, reading.num_read, tokens[None, :-1]
         w = self._window_length
@@ -107,9 +110,9 @@ class Generator:
         """
         if reading.token is None:
             raise UserError("there is nothing to go on from: the prompt is empty")
-        if reading.token == self._end_of_document:
+        if reading.ended:
             raise UserError("the document has ended, there is nothing to write: give a prompt to go on with")
-        while num_tokens > 0 and reading.token != self._end_of_document:
+        while num_tokens > 0 and not reading.ended:
             token = np.array([reading.token], np.int32)
             carry, key, written, count = _write_tokens(
                 self._model,
@@ -125,7 +128,8 @@ class Generator:
             )
             tokens = np.asarray(written)[: int(count)].tolist()
             num_tokens -= len(tokens)
-            reading = Reading(carry, tokens[-1], key, reading.num_read + len(tokens))
+            ended = tokens[-1] == self._end_of_document
+            reading = Reading(carry, tokens[-1], key, reading.num_read + len(tokens), ended)
             yield tokens, reading
 
 
