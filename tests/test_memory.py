@@ -154,6 +154,21 @@ def test_updated_by_segments_a_segment_does_not_find_itself():
     assert (np.abs(logits["block"] - logits["segment"])[:, W:] > 0).any(axis=-1).all()
 
 
+def test_a_segment_longer_than_the_memory_writes_each_slot_once(monkeypatch):
+    """Of several writes to one slot any may be the last one, on a GPU."""
+
+    def count(memory, key, value, position, keep):
+        slot = jnp.where(keep, position % memory.key.shape[2], memory.key.shape[2])
+        lanes = jnp.arange(len(slot))[:, None]
+        return memory._replace(key=memory.key.at[lanes, :, slot].add(1.0, mode="drop"))
+
+    monkeypatch.setattr("meliad_like.models.decoder_layer.remember", count)
+    model, params, carry = model_and_carry(dataclasses.replace(CONFIG, memory_size=2 * W, memory_update="segment"))
+    _, carry = read(model, params, tokens_of(2, 6), carry, starts(2, 6, (1, 5)))
+    written = carry.layers[0].memory.key[:, 0, :, 0]
+    np.testing.assert_array_equal(written, [[1] * (2 * W), [1] * W + [0] * W])
+
+
 def test_gradients_reach_the_gate_and_the_query_but_no_memory():
     model, params, carry = model_and_carry(CONFIG)
     _, carry = read(model, params, tokens_of(2, 4), carry, starts(2, 4))

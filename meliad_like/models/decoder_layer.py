@@ -282,6 +282,8 @@ class DecoderLayer(nnx.Module):
         w = self.config.window_length
         whole = self.config.memory_update == "segment"
         per_turn = positions.shape[1] if whole else 1
+        # Of a segment that is longer than the memory its end stays: of two writes to a slot either may be the last.
+        newest = np.arange(per_turn) >= per_turn - self.config.memory_size // w
 
         def step(memory, turn):
             query, key, value, position = turn
@@ -289,10 +291,11 @@ class DecoderLayer(nnx.Module):
             first, last = position[:, :1], position[:, -1:]
             tokens = (position[:, :, None] + jnp.arange(w)).reshape(len(position), -1)
             same_as_before = jnp.repeat(position == first + w * jnp.arange(per_turn), w, axis=1)
-            same_as_last = jnp.repeat(position == last - w * jnp.arange(per_turn)[::-1], w, axis=1)
+            same_as_last = position == last - w * jnp.arange(per_turn)[::-1]
+            keep = jnp.repeat(same_as_last & newest, w, axis=1)
             found, found_key, found_value = self._search(memory, query, first[:, 0])
             valid = found.valid & same_as_before[:, None, :, None]
-            return remember(memory, key, value, tokens, same_as_last), (found_key, found_value, valid)
+            return remember(memory, key, value, tokens, keep), (found_key, found_value, valid)
 
         turns = (rearrange(y, "b (i u) h w k -> i b h (u w) k", u=per_turn) for y in (query, key, value))
         turns = (*turns, rearrange(positions, "b (i u) -> i b u", u=per_turn))
