@@ -52,7 +52,7 @@ def read_levels(path: epath.PathLike) -> dict[str, float]:
         others, split = saved["other_bits_per_byte"], saved["split"]
     except FileNotFoundError:
         raise UserError(f"there is no evaluation {path}") from None
-    except (json.JSONDecodeError, KeyError):
+    except (json.JSONDecodeError, KeyError, TypeError):
         raise UserError(f"{path} holds no compressors: write it with evaluate --compare --output") from None
     return {f"{name} on {split}": value for name, value in others.items() if name != "untrained"}
 
