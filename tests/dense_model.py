@@ -1,6 +1,6 @@
 """The decoder once more, in plain numpy: dense attention, a literal mask, a loop over blocks, one document.
 
-Written from the specification of the reference, with its parameter names, and shares no code with the package.
+With the parameter names of google-research/meliad; shares no code with the package.
 """
 
 import numpy as np

@@ -41,7 +41,7 @@ def test_a_recurrent_layer_of_the_paper_by_hand(gate, cell, states):
 
 
 def test_recurrence_costs_about_one_more_layer():
-    """0.97 at four layers of bytes, as the specification states it."""
+    """At four layers of bytes a little less."""
     sizes = {"num_layers": 4, "model_width": 256, "num_heads": 4, "head_size": 64, "feedforward_width": 1024}
     sizes |= {"window_length": 128, "num_states": 128}
     recurrent = forward_flops_per_token(DecoderConfig(**sizes, recurrent_layers=(-2,)), 256)

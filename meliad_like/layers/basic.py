@@ -179,7 +179,7 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Fl
 def tiled_dropout(x: Float[Array, "b n d"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "b n d"]:
     """Dropout whose mask is a tile of at most 128 tokens, shared by all lanes and repeated along the segment.
 
-    As in the reference (specification, section 4): drawing the mask costs a thousandth of the tokens' own size.
+    As in the reference: drawing the mask costs a thousandth of the tokens' own size.
     """
     if key is None or rate == 0.0:
         return x

@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step (specification: the reference's training loop and optimizer files).
+"""Learning rates as functions of the step, as in the training loop and optimizers of google-research/meliad.
 
 The rate that is applied at a step is `multiplier * schedule(max(step, warmup)) * min(step, warmup) / warmup`: a line
 from 0 (at step 0 nothing is learned) up to where the schedule stands when the warmup ends, then the schedule. The
