@@ -60,7 +60,7 @@ class _Losses(NamedTuple):
     document: Int[AnyArray, "b c"]
     position: Int[AnyArray, "b c"]
 
-    def by_token(self, of_block: Int[np.ndarray, "b c"]) -> Int[np.ndarray, " counted"]:
+    def by_token(self, of_block: Int[AnyArray, "b c"]) -> Int[np.ndarray, " counted"]:
         """What a token's block has, for every token that counts."""
         return np.repeat(of_block, self.counted.shape[1] // of_block.shape[1], axis=1)[np.asarray(self.counted)]
 
@@ -226,7 +226,7 @@ class Evaluator:
 
     def _positions(self, losses: _Losses) -> Int[np.ndarray, " counted"]:
         """The position in its document of every token that counts; windows that overlap begin anywhere."""
-        positions = losses.position[..., None] + np.arange(self._window)
+        positions = np.asarray(losses.position)[..., None] + np.arange(self._window)
         return positions.reshape(losses.counted.shape)[losses.counted]
 
     def _bin_start(self, index: int) -> int:
