@@ -48,6 +48,61 @@ def test_collectives_are_counted_as_often_as_they_run():
     }
 
 
+# As libtpu writes them: the operand, the result and two counters; several results; a gather in three fusions, beside
+# products that it hides behind; a fusion that reduces and scatters; a loop whose condition alone says its trips.
+TPU_HLO = """HloModule step
+
+%start (piece: bf16[8,2]) -> (bf16[8,2], bf16[8,4], u32[]) {
+  %all-gather.1 = bf16[8,4]{1,0} all-gather(%piece), channel_id=8, dimensions={1}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.1 = (bf16[8,2], bf16[8,4], u32[]{:S(2)}) custom-call(%all-gather.1), custom_call_target="Start"
+}
+
+%async_collective_fusion.1 (piece.1: bf16[8,2]) -> (f32[4,4], bf16[8,4]) {
+  %all-gather.2 = bf16[8,4]{1,0} all-gather(%piece.1), channel_id=8, dimensions={1}, frontend_attributes={chain_id="0"}
+  ROOT %tuple.1 = (f32[4,4], bf16[8,4]) tuple(%product, %all-gather.2)
+}
+
+%done (piece.2: bf16[8,2]) -> bf16[8,4] {
+  %all-gather.3 = bf16[8,4]{1,0} all-gather(%piece.2), channel_id=8, dimensions={1}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.2 = bf16[8,4]{1,0} custom-call(%piece.2, %all-gather.3), custom_call_target="Done"
+}
+
+%all-reduce-scatter.1 (input: f32[8,4]) -> f32[2,4] {
+  %all-reduce.4 = f32[8,4]{1,0:T(8,128)} all-reduce(%input), channel_id=6, to_apply=%add
+  ROOT %dynamic-slice.1 = f32[2,4]{1,0} dynamic-slice(%all-reduce.4, %place, %zero), dynamic_slice_sizes={2,4}
+}
+
+%body (arg: (s32[], bf16[8,2])) -> (s32[], bf16[8,2]) {
+  %async-start = (bf16[8,2], bf16[8,4], u32[]{:S(2)}) fusion(%piece.3), kind=kCustom, calls=%start
+  %fusion.1 = (f32[4,4], bf16[8,4]) fusion(%piece.4), kind=kOutput, calls=%async_collective_fusion.1
+  %async-done = bf16[8,4] fusion(%piece.5), kind=kCustom, calls=%done
+  %fusion.2 = f32[2,4] fusion(%gradient), kind=kCustom, calls=%all-reduce-scatter.1
+}
+
+%less (arg.1: (s32[], bf16[8,2])) -> pred[] {
+  %constant.1 = s32[]{:T(128)} constant(6)
+  ROOT %lt = pred[]{:T(512)} compare(%counter, %constant.1), direction=LT
+}
+
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {
+  %permute.1 = (f32[8,4]{1,0}, f32[8,4]{1,0:S(3)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p)
+  %collective-permute-done = f32[8,4]{1,0:S(3)} collective-permute-done(%permute.1)
+  %all-reduce-start = (f32[8,4]{1,0}, f32[4]{0}) all-reduce-start(%p, %q), channel_id=3, to_apply=%add
+  %all-reduce-done = (f32[8,4]{1,0}, f32[4]{0}) all-reduce-done(%all-reduce-start)
+  %while.1 = (s32[]{:T(128)}, bf16[8,2]) while(%init), condition=%less, body=%body
+}
+"""
+
+
+def test_collectives_as_the_tpu_compiler_writes_them():
+    assert traffic(TPU_HLO) == {
+        "all-reduce": Traffic(1, (8 * 4 + 4) * 4),
+        "all-gather": Traffic(6, 6 * 8 * 4 * 2),
+        "reduce-scatter": Traffic(6, 6 * 8 * 4 * 4),
+        "collective-permute": Traffic(1, 8 * 4 * 4),
+    }
+
+
 def test_collectives_of_a_program_that_was_compiled():
     mesh = make_mesh(MeshConfig(data=8))
     cut, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())

@@ -9,12 +9,19 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \((?!.* = ).*\{$")
-_INSTRUCTION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
+# Of an asynchronous pair the end: it returns the results alone, in every kind and on every device.
+_INSTRUCTION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-done)?\(")
+# What the TPU compiler hides behind products is one collective, and is written down in each of the fusions around them.
+_CHAIN = re.compile(r'(channel_id=\d+).*(chain_id="\d+")')
+# And what it reduces and scatters at once is an all-reduce in a fusion that keeps a part.
+_SCATTERED = "all-reduce-scatter"
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _CALL = re.compile(
-    r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}"
+    r"(body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r" while\(.*condition=%?([\w.\-]+)")
+_BOUND = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 
 
 class Traffic(NamedTuple):
@@ -22,48 +29,73 @@ class Traffic(NamedTuple):
 
     count: int
     num_bytes: int
-    """Of the results."""
+    """Of the results; of a reduce-scatter on TPUs, of what is reduced."""
+
+
+class _Collective(NamedTuple):
+    kind: str
+    num_bytes: int
+    chain: tuple[str, ...] | None
+    """The same in all fusions that belong to one asynchronous collective."""
 
 
 def traffic(hlo: str) -> dict[str, Traffic]:
     """Collectives by kind.
 
-    Bodies of loops count as often as they run, where the compiler knows how often that is; of the branches of a
-    condition all count.
+    Bodies of loops count as often as they run, where the compiler says how often that is, or the loop's condition (as
+    that of every `jax.lax.scan`) compares a counter from 0 with a constant; of the branches of a condition all count.
 
     Args:
       hlo: the text of a compiled program, as `compiled.as_text()` gives it.
     """
-    counts: dict[str, Counter] = {}
-    calls: dict[str, list[tuple[str, int]]] = {}
+    found: dict[str, list[_Collective]] = {}
+    calls: dict[str, list[tuple[str, str, int]]] = {}
+    bounds: dict[str, list[int]] = {}
     entry = name = ""
     for line in hlo.splitlines():
         line = line.strip()
         if match := _COMPUTATION.match(line):
             name = match[2]
-            counts[name], calls[name] = Counter(), []
+            found[name], calls[name], bounds[name] = [], [], []
             entry = name if match[1] else entry
             continue
         if match := _INSTRUCTION.search(line):
-            # What starts an asynchronous one returns its operands and its results, as many of each.
-            sizes = [_num_bytes(*shape) for shape in _SHAPE.findall(match[1])]
-            results = sizes[len(sizes) // 2 :] if match[3] and len(sizes) > 1 else sizes
-            counts[name][match[2], "count"] += 1
-            counts[name][match[2], "bytes"] += sum(results)
-        trips = int(found[1]) if " while(" in line and (found := _TRIPS.search(line)) else 1
-        for one, several in _CALL.findall(line):
+            num_bytes = sum(_num_bytes(*shape) for shape in _SHAPE.findall(match[1]))
+            kind = "reduce-scatter" if name.startswith(_SCATTERED) else match[2]
+            chain = _CHAIN.search(line)
+            found[name].append(_Collective(kind, num_bytes, chain and chain.groups()))
+        if match := _BOUND.search(line):
+            bounds[name].append(int(match[1]))
+        # The TPU compiler counts no trips, and writes conditions before their loops.
+        trips = _trips(line, bounds) if " while(" in line else 1
+        for how, one, several in _CALL.findall(line):
             for called in [one] if one else re.findall(r"[\w.\-]+", several):
-                calls[name].append((called, trips))
+                calls[name].append((how, called, trips))
 
-    def total(name: str) -> Counter:
-        sums = Counter(counts.get(name, {}))
-        for called, trips in calls.get(name, []):
-            for key, value in total(called).items():
+    def total(name: str, chains: set[tuple[str, ...]]) -> Counter:
+        """`chains`: those that have been met in the same body."""
+        sums: Counter = Counter()
+        for kind, num_bytes, chain in found.get(name, []):
+            if chain not in chains:
+                sums += Counter({(kind, "count"): 1, (kind, "bytes"): num_bytes})
+            if chain is not None:
+                chains.add(chain)
+        for how, called, trips in calls.get(name, []):
+            for key, value in total(called, chains if how == "calls" else set()).items():
                 sums[key] += trips * value
         return sums
 
-    sums = total(entry)
+    sums = total(entry, set())
     return {kind: Traffic(sums[kind, "count"], sums[kind, "bytes"]) for kind in KINDS if sums[kind, "count"]}
+
+
+def _trips(line: str, bounds: dict[str, list[int]]) -> int:
+    """How often a loop runs; 1, where nothing says it."""
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    condition = _CONDITION.search(line)
+    constants = bounds.get(condition[1], []) if condition else []
+    return constants[0] if len(constants) == 1 else 1
 
 
 def _num_bytes(dtype: str, dimensions: str) -> int:
