@@ -12,6 +12,7 @@ import tiny_run
 from history_runs import BINDINGS, make_place
 
 from meliad_like import config
+from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
 from meliad_like.evaluation import opening
 from meliad_like.experiments import ancient_history
@@ -115,6 +116,30 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     assert experiment(place, split="train")[0].make() == 0
     saved = json.loads((place / "table" / "evaluation" / "evaluation.json").read_text())
     assert (saved["split"], [row["name"] for row in saved["selections"]]) == ("train", list(ALWAYS))
+
+
+def test_what_is_done_is_of_one_model_and_its_documents(tmp_path, monkeypatch):
+    place = make_place(tmp_path)
+    monkeypatch.setattr(ancient_history, "bindings_of", lambda folder: [])
+    scored = []
+
+    def score(request, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        scored.append((request.checkpoint, request.store))
+
+    monkeypatch.setattr(commands, "score", score)
+    made, _ = experiment(place)
+    made._score()
+    made._score()
+    assert len(scored) == 1
+    dataclasses.replace(made, load_dir=str(place / "other"))._score()
+    assert scored[1:] == [(str(place / "other"), str(place / "store"))]
+    (place / "documents" / "train" / "four.txt").write_text("Gomin met Arodan. " * 9)
+    run = made.run()
+    prepare(run.source, run.vocabulary, place / "more", num_workers=1)
+    more = tuple(param.replace(str(place / "store"), str(place / "more")) for param in made.gin_params)
+    dataclasses.replace(made, load_dir=str(place / "other"), gin_params=more)._score()
+    assert scored[2:] == [(str(place / "other"), str(place / "more"))]
 
 
 @pytest.mark.parametrize(

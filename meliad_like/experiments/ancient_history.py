@@ -18,7 +18,7 @@ from typing import Any, cast
 from meliad_like import config
 from meliad_like.config import RunConfig
 from meliad_like.data.preparation import prepare
-from meliad_like.data.token_store import STORE_NAME
+from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.experiments.history_report import write_report
 from meliad_like.experiments.jobs import device_name, write_json
 from meliad_like.experiments.pretrained import bindings_of
@@ -126,10 +126,14 @@ class HistoryExperiment:
             **what,
         )
 
-    @staticmethod
-    def _reading(run: RunConfig) -> dict[str, Any]:
-        """How documents are read."""
-        return {"history": dataclasses.asdict(run.history), "matmul_dtype": _matmul_dtype(run)}
+    def _reading(self, run: RunConfig) -> dict[str, Any]:
+        """Which documents are read, by which model, and how."""
+        return {
+            "store": TokenStore(run.data.store).fingerprint,
+            "load_dir": str(Path(self.load_dir).resolve()),
+            "history": dataclasses.asdict(run.history),
+            "matmul_dtype": _matmul_dtype(run),
+        }
 
     @property
     def _amounts(self) -> dict[str, int | None]:
