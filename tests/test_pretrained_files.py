@@ -145,8 +145,8 @@ def write_gguf(pretrained, path, **metadata):
 def test_a_gguf_file(tmp_path):
     pretrained = random_llama()
     opened = read_gguf(write_gguf(pretrained, tmp_path / "model.gguf"))
-    assert opened.config == dataclasses.replace(pretrained.config, norm_epsilon=opened.config.norm_epsilon)
-    assert np.float32(opened.config.norm_epsilon) == np.float32(1e-5)
+    # The gin file of a model must say the same.
+    assert opened.config == pretrained.config
     jax.tree.map(np.testing.assert_array_equal, opened.params, pretrained.params)
 
 
@@ -273,5 +273,6 @@ def test_newer_and_harmless_fields(tmp_path):
     saved = json.loads(config.read_text())
     del saved["rope_theta"]
     saved |= {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}, "use_cache": True, "new_switch": False}
+    saved["_num_labels"] = 1  # of DistilGPT-2
     config.write_text(json.dumps(saved))
     assert read_huggingface(tmp_path).config == LLAMA_CONFIG

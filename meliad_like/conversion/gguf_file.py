@@ -109,7 +109,11 @@ def _config(file: GGUFFile) -> PretrainedConfig:
 
     def take(key: str, kind: type, *default: Any) -> Any:
         left.discard(key)
-        return positive(str(file.path), f"llama.{key}", file.value(f"llama.{key}", *default), kind)
+        value = file.value(f"llama.{key}", *default)
+        if type(value) is float:
+            # It is in single precision there: 1e-05, as other files of the model say, and not 9.999999747378752e-06.
+            value = float(str(np.float32(value)))
+        return positive(str(file.path), f"llama.{key}", value, kind)
 
     width, heads = take("embedding_length", int), take("attention.head_count", int)
     head_size = take("attention.key_length", int, width // heads)

@@ -19,13 +19,13 @@ ACTIVATIONS = {
 }
 # Say nothing about what the model computes once it is trained (dropout is for the run's own config to say).
 HARMLESS = {
-    "_name_or_path", "_attn_implementation_autoset", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id",
-    "do_sample", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "gradient_checkpointing", "id2label",
-    "initializer_range", "is_llama_config", "keys_to_ignore_at_inference", "label2id", "max_length", "model_type",
-    "n_ctx", "name_or_path", "output_past", "pad_token_id", "predict_special_tokens", "problem_type", "resid_pdrop",
-    "rope_interleaved", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "task_specific_params", "torch_dtype", "transformers.js_config", "transformers_version",
-    "unk_token_id", "use_cache", "vocab_size",
+    "_name_or_path", "_attn_implementation_autoset", "_num_labels", "architectures", "attention_dropout", "attn_pdrop",
+    "bos_token_id", "do_sample", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "gradient_checkpointing",
+    "id2label", "initializer_range", "is_llama_config", "keys_to_ignore_at_inference", "label2id", "max_length",
+    "model_type", "n_ctx", "name_or_path", "output_past", "pad_token_id", "predict_special_tokens", "problem_type",
+    "resid_pdrop", "rope_interleaved", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers.js_config",
+    "transformers_version", "unk_token_id", "use_cache", "vocab_size",
     # Only how it is computed: our softmax is float32 in any case.
     "reorder_and_upcast_attn",
 }  # fmt: skip
