@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from meliad_like.config import from_json
 from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained, convert_to_huggingface
 from meliad_like.data.preparation import prepare
-from meliad_like.data.tokenizers_vocabulary import _byte_characters
+from meliad_like.data.tokenizers_vocabulary import _byte_characters, read_tokenizer
 from meliad_like.errors import UserError
 from meliad_like.evaluation.opening import open_with
 from meliad_like.evaluation.perplexity import Evaluator
@@ -235,6 +236,20 @@ def test_back_to_transformers(place, trained, tmp_path):
         convert_from_pretrained("huggingface", tmp_path / "back", [], changed, tmp_path / "other")
     with pytest.raises(UserError, match="back is not empty: choose another --output"):
         convert_to_huggingface(trained, tmp_path / "back")
+
+
+def test_what_ends_a_text_comes_back(place, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(place / "theirs" / name, tmp_path / "theirs")
+    tokenizer, _ = read_tokenizer(place / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").write_text(tokenizer.replace("<|endoftext|>", "<end>"))
+    named = ["VocabularyConfig.end_token = '<end>'"]
+    convert_from_pretrained("huggingface", tmp_path / "theirs", [], named, tmp_path / "ours")
+    convert_to_huggingface(tmp_path / "ours", tmp_path / "back")
+    convert_from_pretrained("huggingface", tmp_path / "back", [], [], tmp_path / "again")
+    ours, again = (open_checkpoint(tmp_path / name).vocabulary for name in ("ours", "again"))
+    assert (again.fingerprint, again.end_of_document) == (ours.fingerprint, 256)
 
 
 def test_what_contradicts_is_named(place, tmp_path):

@@ -1,12 +1,13 @@
 """Pretrained models as checkpoint folders of ours, and back."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from meliad_like.config.bindings import Binding, Bindings, collect
 from meliad_like.config.run import RunConfig, build
 from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
-from meliad_like.data.tokenizers_vocabulary import TokenizersVocabulary
+from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TokenizersVocabulary
 from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import DECODER_FIELDS, RECURRENCE_FIELDS, PretrainedConfig
@@ -97,4 +98,7 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[P
     written = write_huggingface(pretrained, opened.vocabulary.end_of_document, folder)
     if isinstance(opened.vocabulary, TokenizersVocabulary):
         opened.vocabulary.save(folder)
+        # A tokenizer.json doesn't say which of its tokens ends a text, and that is asked for when it comes back.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": opened.vocabulary.end_token}
+        (folder / TOKENIZER_CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n")
     return written

@@ -13,6 +13,7 @@ from meliad_like.errors import UserError
 from meliad_like.remote import write_whole
 
 TOKENIZER_NAME = "tokenizer.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 DEFAULT_END = "<|endoftext|>"
 # What llama.cpp calls the ways to cut text before byte pairs are merged.
 GGUF_PRE_TOKENIZERS = {"gpt-2": (), "smollm": (pre_tokenizers.Digits(individual_digits=True),)}
@@ -88,8 +89,8 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
         tokenizer = _read(path)
     elif (path / TOKENIZER_NAME).exists():
         tokenizer = _read(path / TOKENIZER_NAME)
-        if (path / "tokenizer_config.json").exists():
-            token = _load(path / "tokenizer_config.json").get("eos_token") or ""
+        if (path / TOKENIZER_CONFIG_NAME).exists():
+            token = _load(path / TOKENIZER_CONFIG_NAME).get("eos_token") or ""
             end = token["content"] if isinstance(token, dict) else token
     elif (path / "vocab.json").exists():
         tokenizer = _from_merges(path / "vocab.json", path / "merges.txt")
