@@ -6,7 +6,9 @@ from fake_split import STRIDE, FakeSplit
 
 from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.stream import ShuffledReader, StreamReader
+from meliad_like.data.token_store import Totals
 from meliad_like.errors import UserError
+from meliad_like.training.reporting import bytes_per_target
 
 LENGTHS = [7, 1, 20, 5, 11]
 STREAM = [STRIDE * document + place for document, n in enumerate(LENGTHS) for place in range(n)]
@@ -63,6 +65,12 @@ def test_every_token_is_a_target_exactly_once_an_epoch(kind, num_lanes):
         targets = np.concatenate([batch.targets[batch.loss_mask] for batch in batches])
         assert sorted(targets.tolist()) == STREAM
         assert reader.padding_share == pytest.approx(1 - np.mean([batch.loss_mask for batch in batches]))
+
+
+def test_bits_per_byte_are_over_the_targets_that_a_reader_has():
+    """Of two documents of six tokens a stream predicts twelve, the other readers ten."""
+    totals = Totals(documents=2, tokens=12, bytes=30, words=4)
+    assert [bytes_per_target(kind, totals) for kind in ("stream", "shuffled", "lanes")] == [2.5, 2.5, 3.0]
 
 
 def test_shuffled_segments_are_segments_of_the_stream():

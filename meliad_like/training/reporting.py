@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import jax
 
 from meliad_like.data.loading import BatchIterator
-from meliad_like.data.readers import leaks_the_future
+from meliad_like.data.readers import ReaderKind, leaks_the_future
+from meliad_like.data.token_store import Totals
 from meliad_like.history.spans import label
 from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
@@ -27,9 +28,7 @@ class Reporter:
         self._last_step = setup.stage.last_step
         self._leaks = leaks_the_future(setup.reader)
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
-        totals = setup.store.totals("train")
-        # Every token after a document's first is a target.
-        self._bytes_per_token = totals.bytes / (totals.tokens - totals.documents)
+        self._bytes_per_token = bytes_per_target(run.data.kind, setup.store.totals("train"))
         self._flops_per_token = setup.model.training_flops_per_token
         self._peak, self._peak_source = peak_flops(run.model.activation_dtype)
         self._gathered: list[StepMetrics] = []
@@ -83,6 +82,11 @@ class Reporter:
         began = time.perf_counter()
         yield
         self._seconds_out += time.perf_counter() - began
+
+
+def bytes_per_target(kind: ReaderKind, totals: Totals) -> float:
+    """All bytes over all targets of an epoch: every token but a document's first, and of a stream that one as well."""
+    return totals.bytes / (totals.tokens - (0 if kind in ("stream", "shuffled") else totals.documents))
 
 
 def _by_token(steps: Sequence[StepMetrics], name: str) -> float:
