@@ -115,6 +115,16 @@ def test_json_lines(tmp_path, ending):
     assert found == {("test", "n0"): "c", ("train", "n0"): "a\nb", ("train", "n1"): "é" * 300_000}
 
 
+def test_json_lines_beside_those_named_after_splits(tmp_path):
+    """Of val.jsonl most documents would be for training."""
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.jsonl").write_bytes(jsonl("a"))
+    with pytest.raises(UserError, match=r"named after splits .* but val.jsonl is not: rename it"):
+        documents(kind="jsonl", folder=str(tmp_path))
+    listed = documents(kind="jsonl", folder=str(tmp_path), validation_documents=("val.jsonl:1",))
+    assert listed == {("train", "train.jsonl:1"): "a", ("validation", "val.jsonl:1"): "a"}
+
+
 @pytest.mark.parametrize("compress, ending", [(gzip.compress, "gz"), (zstandard.compress, "zst")])
 def test_json_lines_cut_short(tmp_path, compress, ending):
     path = tmp_path / f"a.jsonl.{ending}"

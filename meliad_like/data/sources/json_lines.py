@@ -66,9 +66,7 @@ class JsonLinesSource:
 
     def references(self) -> Iterator[LineReference]:
         for file in self.files:
-            # train.jsonl, train-00001.jsonl.gz and train/1.jsonl.zst are all for training.
-            first = file.split("/")[0].split(".")[0].split("-")[0]
-            split = first if first in SPLITS else None
+            split = split_of(file)
             for number, line in enumerate(read_lines(self.root / file), 1):
                 if not line.isspace():
                     name = f"{file}:{number}"
@@ -86,13 +84,27 @@ def json_lines_source(
     """The files `.jsonl`, `.jsonl.gz` and `.jsonl.zst` in a folder and below, or a single one.
 
     Raises:
-      UserError: there is neither such a folder nor such a file.
+      UserError: there is neither such a folder nor such a file, or some files are named after splits and others not.
     """
     if path.endswith(SUFFIXES) and os.path.isfile(os.path.expanduser(path)):
         file = Path(path).expanduser().absolute()
         return JsonLinesSource(file.parent, (file.name,), text_field, name_field, rule)
     root = existing_folder(path)
-    return JsonLinesSource(root, tuple(list_files(root, SUFFIXES, exclude)), text_field, name_field, rule)
+    files = list_files(root, SUFFIXES, exclude)
+    others = [file for file in files if split_of(file) is None]
+    if others and len(others) < len(files) and not rule.listed:
+        # Their documents would be shared out among all splits.
+        raise UserError(
+            f"{root} has files or folders named after splits ({', '.join(SPLITS)}), but {others[0]} is not: rename it, "
+            "leave it out with SourceConfig.exclude, or name documents in SourceConfig.test_documents instead"
+        )
+    return JsonLinesSource(root, tuple(files), text_field, name_field, rule)
+
+
+def split_of(file: str) -> str | None:
+    """The split that a file is named after: train.jsonl, train-00001.jsonl.gz and train/1.jsonl.zst are of train."""
+    first = file.split("/")[0].split(".")[0].split("-")[0]
+    return first if first in SPLITS else None
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
