@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a GGUF file, or a folder of transformers")
     parser.add_argument("--prompt", default="The capital of France is")
     parser.add_argument("--text", type=Path, action="append", default=[], help="whose perplexity is measured")
+    parser.add_argument("--skip_characters", type=int, default=0, help="of a text, before its tokens are made")
     parser.add_argument("--skip", type=int, default=0, help="tokens of a text before the window")
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=8, help="of a text, whose outputs are measured")
@@ -74,7 +75,7 @@ def main() -> None:
     logits, _ = read_window(pretrained.params, prompt, prompt)
     print(f"{arguments.prompt!r} -> {vocabulary.decode([int(jnp.argmax(logits))])!r}", flush=True)
     for path in arguments.text:
-        everything = vocabulary.encode(path.read_text())[arguments.skip :]
+        everything = vocabulary.encode(path.read_text()[arguments.skip_characters :])[arguments.skip :]
         tokens = everything[: arguments.window + 1]
         _, nats = read_window(pretrained.params, tokens[None, :-1], tokens[None, 1:])
         print(f"{path}: perplexity {np.exp(np.mean(nats)):.2f} over {len(tokens) - 1:,} tokens", flush=True)
