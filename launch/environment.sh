@@ -50,10 +50,10 @@ make_environment() {
     .venv/bin/python -m ensurepip --default-pip >/dev/null
 }
 
-# set_up_environment [dev]: dev adds the tools of the tests and the linters. Holds a lock on this file (its last
-# line), so that the quick start and the tests may be started side by side.
+# set_up_environment [EXTRA]: dev adds the tools of the tests and the linters, gpu or tpu an accelerator. It holds a lock
+# on this file (its last line), so that the quick start and the tests may be started side by side.
 set_up_environment() {
-    local extra="${1:-base}" wanted stamp begin=$SECONDS
+    local extra="${1:-base}" wanted stamp stamps begin=$SECONDS
     if command -v flock >/dev/null && ! flock --nonblock 9; then
         say "Waiting for another set-up of this folder"
         flock 9
@@ -62,7 +62,10 @@ set_up_environment() {
 
     # The folder is part of it: after a move, programs and links in .venv point to the old place.
     wanted="$(pwd && cat requirements.txt setup.py)"
-    for stamp in .venv/installed-dev ".venv/installed-$extra"; do
+    stamps=(".venv/installed-$extra")
+    # Each extra is base and more, but dev is no accelerator.
+    [[ "$extra" != base ]] || stamps=(.venv/installed-*)
+    for stamp in "${stamps[@]}"; do
         if [[ -f "$stamp" && "$(<"$stamp")" == "$wanted" && ! -e .venv/unfinished ]] && is_new_enough .venv/bin/python
         then
             say "Using .venv, which is up to date"

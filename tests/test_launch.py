@@ -87,6 +87,15 @@ def test_tests_add_their_tools_and_the_quick_start_takes_them(checkout):
     assert checkout.installs() == ["make", "install .[base]", "install .[dev]"]
 
 
+def test_an_accelerator_is_installed_beside_the_tools_of_the_tests(checkout):
+    """Otherwise a GPU cluster on whose login node the tests have run would train on its CPUs."""
+    checkout.set_up("dev")
+    checkout.set_up("gpu")
+    checkout.set_up("gpu")
+    checkout.set_up()
+    assert checkout.installs() == ["make", "install .[dev]", "install .[gpu]"]
+
+
 @pytest.mark.parametrize("name", ["requirements.txt", "setup.py"])
 def test_changed_requirements_are_installed_into_the_same_environment(checkout, name):
     checkout.set_up()
