@@ -232,6 +232,16 @@ def test_the_nearest_settings_that_fit(run, monkeypatch):
     assert nearest_that_fits(run, 256, small) is None
 
 
+def test_chips_whose_memory_only_the_compiler_knows(run, monkeypatch):
+    def needs(run, vocabulary_size, topology, programs, quick):
+        yield need_of(1, gave_up=run.model.remat != "layers")
+
+    monkeypatch.setattr("meliad_like.planning.search.least_bytes", lambda *_: 3 * GIB)
+    monkeypatch.setattr("meliad_like.planning.search.needs", needs)
+    unknown = TOPOLOGY._replace(chip=None, devices=[None] * 8)
+    assert nearest_that_fits(run, 256, unknown) == "DecoderConfig.remat = 'layers'"
+
+
 def test_a_compiler_that_gives_up_says_what_it_would_need():
     used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded by 4.75G."
     assert refused_bytes(used, 4 * GIB) == 16.5 * GIB

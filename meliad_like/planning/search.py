@@ -1,6 +1,7 @@
 """The nearest settings that would fit, where a run's own don't."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from meliad_like.config import RunConfig
@@ -26,15 +27,15 @@ def nearest_that_fits(
     Args:
       run: of one stage.
       vocabulary_size: in tokens.
-      topology: of chips that are known.
+      topology: where the memory of its chips is not known, the compiler says what does not fit.
       programs: those that must fit, some of PROGRAMS.
       quick: as `needs` takes it.
       on_try: told the bindings that are about to be compiled.
     """
-    assert topology.chip is not None
+    memory = math.inf if topology.chip is None else topology.chip.memory
     for bindings, other in alternatives(run, len(topology.devices)):
         try:
-            if least_bytes(other, vocabulary_size, topology) > topology.chip.memory:
+            if least_bytes(other, vocabulary_size, topology) > memory:
                 continue
             on_try(bindings)
             if all(fits(need, topology) for need in needs(other, vocabulary_size, topology, programs, quick)):
