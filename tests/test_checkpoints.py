@@ -1,5 +1,6 @@
 import errno
 import logging
+import math
 import os
 import re
 import signal
@@ -229,6 +230,12 @@ def test_the_best_is_kept_whatever_happened_to_the_one_before(tmp_path):
     for step in (3, 4):
         (tmp_path / str(step) / "manifest.json").unlink()
         assert kept(4, 9.0 - step) == {"step": 4, "loss": 9.0 - step}
+
+
+def test_what_is_not_a_number_takes_no_place_of_the_best(tmp_path):
+    for step, loss in ((1, 2.0), (2, math.nan)):
+        keep_best(tmp_path, step, make_state(step), {"loss": loss}, lambda metadata: metadata["loss"])
+    assert read_metadata(tmp_path) == {"loss": 2.0}
 
 
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_kept(tmp_path, monkeypatch):

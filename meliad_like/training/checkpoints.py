@@ -9,6 +9,7 @@ parameters apart from the rest, so that evaluation reads nothing else.
 import errno
 import json
 import logging as standard_logging
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -310,11 +311,13 @@ def keep_best(
       step: one that is done again after a kill may be there already, and stays.
       state: its fields `step` and `params` are kept.
       metadata: as of `Checkpoints.save`.
-      measure: metadata to what shall be small.
+      measure: metadata to what shall be small; a step that has no number for it is not kept.
 
     Raises:
       UserError: the disk is full.
     """
+    if math.isnan(measure(metadata)):
+        return
     with Checkpoints(folder, keep_last=1) as best:
         newest = best.newest()
         best.move_aside_after(newest)
