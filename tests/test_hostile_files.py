@@ -124,6 +124,7 @@ JSON_VALUES = st.recursive(
 @example([b'{"text": "\\ud800"}'], "", None, "")
 @example([b"[" * 100_000], "", None, "")
 @example([b'{"text": "a", "name": {"text": 1}}'], "", None, "name")
+@example([b'{"text": "a", "name": "\\ud800"}'], "", None, "name")
 @example([b'{"text": ' + b"1" * 5000 + b"}"], "", None, "")
 def test_json_lines(tmp_path_factory, lines, suffix, damage, name_field):
     path = tmp_path_factory.mktemp("lines") / f"documents.jsonl{suffix}"

@@ -33,7 +33,9 @@ class SplitRule:
         if found_in is not None:
             return found_in
         # The first 64 bits of SHA-256, as a fraction: [0, test) [test, test + validation) [the rest: train).
-        fraction = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+        # JSON may put half a surrogate pair into a name.
+        digest = hashlib.sha256(name.encode(errors="surrogatepass")).digest()
+        fraction = int.from_bytes(digest[:8], "big") / 2**64
         if fraction < self.test_share:
             return "test"
         return "validation" if fraction < self.test_share + self.validation_share else "train"
