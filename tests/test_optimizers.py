@@ -130,6 +130,8 @@ def test_applied_rate_has_the_optimizers_factor():
     [
         ({"name": "adagrad"}, "'adagrad' is none of adafactor, adam, nag"),
         ({"momentum": 1.0}, "momentum=1.0"),
+        # A second moment would become negative, and its root no number.
+        ({"adafactor_decay": -0.8}, "OptimizerConfig.adafactor_decay=-0.8 must not be negative"),
         ({"base_rate": 0.0}, "base_rate=0.0"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),

@@ -18,7 +18,7 @@ import optax
 from jaxtyping import Array, Int
 
 from meliad_like.errors import UserError
-from meliad_like.validation import check_shares
+from meliad_like.validation import check_not_negative, check_shares
 
 DEFAULT_BASE_RATE = {"adafactor": 1.0, "adam": 0.05, "nag": 1.0}
 DEFAULT_WEIGHT_DECAY = {"adafactor": 0.0, "adam": 1e-4, "nag": 0.0}
@@ -52,6 +52,7 @@ class OptimizerConfig:
         if self.name not in DEFAULT_BASE_RATE:
             raise UserError(f"OptimizerConfig.name={self.name!r} is none of {', '.join(DEFAULT_BASE_RATE)}")
         check_shares(self, ("momentum", "adam_second_decay"))
+        check_not_negative(self, ("adafactor_decay",))
         for field in ("base_rate", "clip_norm"):
             if getattr(self, field) is not None and getattr(self, field) <= 0:
                 raise UserError(f"{field}={getattr(self, field)} must be positive")
