@@ -103,6 +103,12 @@ def test_listed_document_that_is_missing(texts, tmp_path):
         prepare(config(texts, validation_documents=("persuasion",)), BYTES, tmp_path / "store", 1)
 
 
+def test_listed_document_that_is_left_out(texts, tmp_path):
+    (texts / "7.txt").write_text("")
+    with pytest.raises(UserError, match="names '7', which is no document of the source, or one of the 1 that were le"):
+        prepare(config(texts, empty="skip"), BYTES, tmp_path / "store", 1)
+
+
 def test_full_disk(texts, tmp_path, monkeypatch):
     def write(*_):
         raise OSError(28, "No space left on device")

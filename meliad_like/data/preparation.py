@@ -125,6 +125,7 @@ def _write(
     if unknown := config.split_rule.listed - names:
         raise UserError(
             f"validation_documents or test_documents names {min(unknown)!r}, which is no document of the source"
+            f"{f', or one of the {len(skipped)} that were left out' if skipped else ''}"
         )
     totals = {split: writer.close() for split, writer in writers.items()}
     if not any(total.documents for total in totals.values()):
