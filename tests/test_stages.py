@@ -4,6 +4,7 @@ import json
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
@@ -16,6 +17,7 @@ from meliad_like.training.loop import train
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.setup import Program, set_up
 from meliad_like.training.stages import stages_of
+from meliad_like.training.step import make_train_step
 
 # Segments of 16, 32 and at last 64 tokens, in windows of 8, 16 and 16: 32, 16 and 8 lanes.
 STAGES = (
@@ -165,6 +167,29 @@ def test_killed_around_a_switch(bindings, straight, tmp_path):
     assert_same_bits(read_state(run, tmp_path, 10), read_state(run, straight, 10))
     figures = [[(m["step"], m["loss"]) for m in read_metrics(folder)] for folder in (tmp_path, straight)]
     assert figures[0] == figures[1]
+
+
+def test_a_first_step_of_a_stage_that_is_not_finite(bindings, tmp_path, monkeypatch):
+    """What is saved is the stage before's last step, with lanes that the stage before can go on with."""
+
+    def make(*arguments):
+        step = make_train_step(*arguments)
+
+        def poisoned(state, batch):
+            bad = state.step == 4
+            layers = [layer._replace(value=jnp.where(bad, jnp.nan, layer.value)) for layer in state.carry.layers]
+            carry = state.carry._replace(layers=layers, position=jnp.where(bad, 16, state.carry.position))
+            return step(state._replace(carry=carry), batch._replace(start=batch.start & ~bad))
+
+        return poisoned
+
+    monkeypatch.setattr("meliad_like.training.setup.make_train_step", make)
+    more = (*STAGES, "TrainingConfig.checkpoint_every = 3", "TrainingConfig.num_steps = 8")
+    with pytest.raises(UserError, match="step 5 is not finite: .*; the state after step 4 is saved"):
+        train(parse(bindings, *more), tmp_path)
+    run = parse(bindings, *more, files=("option/skip_nonfinite.gin",))
+    assert train(run, tmp_path) == 0
+    assert read_state(run, tmp_path, 8).num_skipped == 1
 
 
 def test_a_shortformer_in_stages(bindings, tmp_path, monkeypatch):

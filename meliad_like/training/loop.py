@@ -209,6 +209,10 @@ def _report(
     if metrics.finite or setup.run.training.nonfinite == "skip":
         return
     good_step = int(state.step)
+    if setup.stage.index and good_step == setup.stage.first_step:
+        # A checkpoint of that step is the stage before's, with as many lanes as that has; their memory is not read.
+        before = stages_of(setup.whole_run)[setup.stage.index - 1]
+        state = set_up(setup.whole_run, before).begin_stage(state)
     save(good_step, state)
     raise UserError(
         f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {good_step} is saved: go "
