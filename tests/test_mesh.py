@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import jax
@@ -104,6 +105,26 @@ def test_data_axis_takes_the_remaining_devices():
     mesh = make_mesh(MeshConfig(fsdp=2))
     assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "tensor": 1, "sequence": 1}
     assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What jax looks at in a TPU when it lays out a mesh."""
+
+    coords: tuple[int, int, int]
+    id: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v6 lite"
+    core_on_chip: int = 0
+    process_index: int = 0
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 1, 1), (8, 1, 2, 1), (2, 2, 2, 2), (2, 1, 8, 1), (4, 4, 1, 1)])
+def test_a_slice_whose_sides_are_no_axes_of_the_mesh(shape):
+    chips = [Chip((i % 4, i // 4, 0), i) for i in range(16)]
+    mesh = make_mesh(MeshConfig(*shape), chips)
+    assert tuple(mesh.shape.values()) == shape and set(mesh.axis_types) == {AxisType.Auto}
+    assert set(mesh.devices.flat) == set(chips)
 
 
 def test_lanes_are_shared_out_over_data_and_fsdp():

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meliad_like.errors import UserError
@@ -58,7 +59,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     # jax.make_mesh makes Explicit axes unless told otherwise.
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
     shape = (data, config.fsdp, config.tensor, config.sequence)
-    return jax.make_mesh(shape, MESH_AXES, axis_types=axis_types, devices=devices)
+    try:
+        return jax.make_mesh(shape, MESH_AXES, axis_types=axis_types, devices=devices)
+    except NotImplementedError:
+        # It lays every axis along whole sides of a TPU slice, and 2 is none of 4x4. Then a side has several axes.
+        arranged = create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(arranged, MESH_AXES, axis_types=axis_types)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
