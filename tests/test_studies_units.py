@@ -1,9 +1,15 @@
 """Documents in words and tokens: where they begin, how far back they last stood, what kind of word they are."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig, make_vocabulary
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.studies.comparison import compare
 from meliad_like.studies.units import CATEGORIES, PLACES, categories, is_title, last_distances, make_units
 
 VOCABULARY = ByteVocabulary()
@@ -57,14 +63,27 @@ def test_places():
     #                 0123456789
     units = units_of("abacbdbeea", "token")
     assert units.distances().tolist() == [0, 0, 2, 0, 3, 0, 2, 0, 1, 7, 0]
-    # A window of 2 and segments of 5: what predicts token 4 is token 3, which sees 1 and 2; token 9 is predicted in
-    # the segment that begins with token 5, and the last a is token 2.
-    found = [PLACES[place] for place in units.places(2, 5)]
+    # A sliding window of 2, segments of 5: what predicts token 4 is token 3, which sees 1 and 2; token 9 is predicted
+    # in the segment that begins with token 5, and the last a is token 2.
+    found = [PLACES[place] for place in units.places(3, 5)]
     w, n, e = "window", "never", "earlier"
     assert found == [n, n, w, n, w, n, w, n, w, e, n]
-    assert PLACES[units.places(1, 5)[4]] == "segment"
-    assert PLACES[units.places(1, 3)[4]] == "earlier"
-    assert PLACES[units.places(6, 5)[9]] == "window"
+    assert PLACES[units.places(2, 5)[4]] == "segment"
+    assert PLACES[units.places(2, 3)[4]] == "earlier"
+    assert PLACES[units.places(7, 5)[9]] == "window"
+
+
+def test_windows_that_do_not_slide_show_what_is_in_them():
+    tokens = np.append(VOCABULARY.encode("abacbdbeea"), VOCABULARY.end_of_document)
+    documents = SimpleNamespace(names=["one"], lengths=np.array([11]), tokens=lambda _, start, stop: tokens[start:stop])
+    model = Model(PretrainedConfig(window_length=3), VOCABULARY.size)
+    subject = SimpleNamespace(opened=SimpleNamespace(vocabulary=VOCABULARY, model=model))
+    reading: Any = SimpleNamespace(losses=[np.zeros(10)], subject=subject)
+    chosen: Any = SimpleNamespace(documents=documents)
+    [document] = compare(reading, reading, chosen, "token", segment=5)
+    # The b at 4 is predicted by the first token of the second window, which the b at 1 is not in.
+    w, s, n, e = "window", "segment", "never", "earlier"
+    assert [PLACES[place] for place in document.places] == [n, n, w, n, s, n, w, n, w, e, n]
 
 
 TEXT = """CHAPTER I. Loomings

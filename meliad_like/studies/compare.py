@@ -25,13 +25,12 @@ def run(request: Request) -> None:
         f"{first.label} against {other.label}",
         *pair,
         chosen,
-        # What the other model cannot see is what the first one may have remembered.
         settings(request, pair[0], window=other.run.model.window_length),
     )
 
 
 def settings(request: Request, first: Reading, window: int) -> Settings:
-    """How to look at the two, where `window` tokens can be seen without a memory."""
+    """How to look at the two; `window` is the other's."""
     unit = request.unit
     if unit == "auto":
         unit = "word" if first.subject.run.vocabulary.kind == "bytes" else "token"

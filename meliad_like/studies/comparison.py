@@ -122,20 +122,22 @@ class ReadDocument:
         )
 
 
-def compare(first: Reading, other: Reading, chosen: Chosen, unit: str, window: int, segment: int) -> list[ReadDocument]:
+def compare(first: Reading, other: Reading, chosen: Chosen, unit: str, segment: int) -> list[ReadDocument]:
     """Puts two readings side by side.
 
     Args:
       first, other: of the chosen documents.
       unit: `word` or `token` (`units.make_units`).
-      window, segment: in tokens, for `Units.places`.
+      segment: in tokens, for `Units.places`.
     """
     documents = []
+    # What the other model cannot see is what the first one may have remembered.
+    num_visible = other.subject.opened.model.num_visible
     for index, name in enumerate(chosen.documents.names):
         tokens = chosen.documents.tokens(index, 0, int(chosen.documents.lengths[index]))
         units = make_units(tokens, first.subject.opened.vocabulary, unit)
         ours, theirs = (np.append(0.0, reading.losses[index] / math.log(2)) for reading in (first, other))
-        places, kinds = units.places(window, segment), categories(units)
+        places, kinds = units.places(num_visible(np.maximum(units.first - 1, 0)), segment), categories(units)
         documents.append(ReadDocument(index, name, tokens, ours, theirs, units, places, kinds))
     return documents
 

@@ -54,6 +54,7 @@ class Settings(NamedTuple):
     top: int
     """How many of the units with the largest gains, and losses, of each document."""
     window: int
+    """Of the other model."""
     segment: int
 
 
@@ -81,7 +82,7 @@ def compare_page(
       more: sections to come after the pictures by document.
       details: more for summary.json.
     """
-    documents = comparison.compare(first, other, chosen, settings.unit, settings.window, settings.segment)
+    documents = comparison.compare(first, other, chosen, settings.unit, settings.segment)
     gains, losses = (
         [document.top(settings.top, words=settings.unit == "word", losses=losses) for document in documents]
         for losses in (False, True)
@@ -229,10 +230,10 @@ def _tables(documents: list[ReadDocument], top: list[Excerpt], settings: Setting
             _group_table([PLACE_NAMES[place] for place in PLACES], by_place, list(in_place.values()), unit),
             tag(
                 "p",
-                f"In the window: among the {settings.window + 1} tokens before it, which are the token that predicts "
-                f"it and the {settings.window} that this one sees in a layer; through several layers a model sees "
-                f"further. In the segment: not in the window, but in the same {settings.segment:,} tokens, counted "
-                "from the beginning of the document. Before the segment: earlier than that.",
+                "In the window: the token that predicts it, or among those that this one sees in a layer of the other "
+                f"model, whose window is {settings.window:,} tokens; through several layers a window that slides shows "
+                f"more. In the segment: not in the window, but in the same {settings.segment:,} tokens, counted from "
+                "the beginning of the document. Before the segment: earlier than that.",
                 class_="note",
             ),
             figure(curve),

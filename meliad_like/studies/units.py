@@ -61,16 +61,16 @@ class Units:
         """Tokens from where the same unit last began to where this one begins; 0 where it never did."""
         return last_distances(self.keys, self.first)
 
-    def places(self, window: int, segment: int) -> Int[np.ndarray, " units"]:
+    def places(self, visible: Int[np.ndarray, " units"] | int, segment: int) -> Int[np.ndarray, " units"]:
         """Where the same unit last began, as indices of PLACES.
 
-        In the window: among the `window + 1` tokens before it, which are the token that predicts it and those that this
+        In the window: among the `visible` tokens before it, which are the token that predicts it and those that this
         one sees. In the segment: further back, but not before the segment of the token that predicts it. Segments of a
-        document are counted from its beginning. Through several layers a window reaches further than this.
+        document are counted from its beginning. Through several layers a sliding window reaches further than this.
         """
         distances = self.distances()
         same_segment = (self.first - distances) // segment == (self.first - 1) // segment
-        conditions = [distances == 0, distances <= window + 1, same_segment]
+        conditions = [distances == 0, distances <= visible, same_segment]
         choices = [PLACES.index(place) for place in ("never", "window", "segment")]
         return np.select(conditions, choices, PLACES.index("earlier"))
 
