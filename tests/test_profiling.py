@@ -4,6 +4,7 @@ import pytest
 import tiny_run
 from tiny_run import mesh_of_the_first_devices, parse
 
+from meliad_like import config
 from meliad_like.errors import UserError
 from meliad_like.training.loop import train
 from meliad_like.training.profiling import parse_steps
@@ -40,3 +41,9 @@ def test_steps_as_the_flag_takes_them():
 def test_other_steps_are_refused(text):
     with pytest.raises(UserError, match=f"--profile_steps={text} must be FIRST:LAST, such as 10:15"):
         parse_steps(text)
+
+
+def test_steps_that_never_come_are_refused(tmp_path):
+    run = config.parse([], ["TrainingConfig.num_steps = 6"])
+    with pytest.raises(UserError, match="--profile_steps=7:9 begins after TrainingConfig.num_steps=6"):
+        train(run, tmp_path / "run", profile_steps=(7, 9))

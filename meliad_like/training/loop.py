@@ -59,6 +59,11 @@ def train(
     """
     # --- set-up, of all stages: a mistake in the last one is found now ---
     folder = any_path(workdir, schemes=("gs",))
+    if profile_steps is not None and profile_steps[0] > run.training.num_steps:
+        first, last = profile_steps
+        raise UserError(
+            f"--profile_steps={first}:{last} begins after TrainingConfig.num_steps={run.training.num_steps}"
+        )
     setups = [set_up(run, stage) for stage in stages_of(run)]
     _check_parameters(setups)
     for setup in setups:
