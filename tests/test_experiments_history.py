@@ -121,11 +121,12 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
 def test_what_is_done_is_of_one_model_and_its_documents(tmp_path, monkeypatch):
     place = make_place(tmp_path)
     monkeypatch.setattr(ancient_history, "bindings_of", lambda folder: [])
-    scored = []
+    scored, bound = [], []
 
     def score(request, folder):
         folder.mkdir(parents=True, exist_ok=True)
         scored.append((request.checkpoint, request.store))
+        bound.append([param for param in request.gin_params if param.startswith("PretrainedConfig.")])
 
     monkeypatch.setattr(commands, "score", score)
     made, _ = experiment(place)
@@ -140,6 +141,10 @@ def test_what_is_done_is_of_one_model_and_its_documents(tmp_path, monkeypatch):
     more = tuple(param.replace(str(place / "store"), str(place / "more")) for param in made.gin_params)
     dataclasses.replace(made, load_dir=str(place / "other"), gin_params=more)._score()
     assert scored[2:] == [(str(place / "other"), str(place / "more"))]
+    # What is said of how the model computes is heard, and is another reading.
+    rounded = "PretrainedConfig.activation_dtype = 'bfloat16'"
+    dataclasses.replace(made, gin_params=(*made.gin_params, rounded))._score()
+    assert bound == [[], [], [], [rounded]]
 
 
 @pytest.mark.parametrize(

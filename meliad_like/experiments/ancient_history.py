@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from meliad_like import config
 from meliad_like.config import RunConfig
+from meliad_like.config.bindings import collect
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.experiments.history_report import write_report
@@ -28,7 +29,6 @@ from meliad_like.history.evaluation import BASELINE, VERSION
 from meliad_like.history.opening import Request
 from meliad_like.history.selectors import commands as selector_commands
 from meliad_like.history.selectors.checkpoint import open_selector
-from meliad_like.models.pretrained.config import PretrainedConfig
 
 DONE_NAME = "done.json"
 PARTS = ("history", "selector", "selector_training", "mesh")
@@ -116,7 +116,7 @@ class HistoryExperiment:
             for part in (getattr(run, name) for name in PARTS)
             for name, value in dataclasses.asdict(part).items()
         ]
-        bindings.append(f"PretrainedConfig.matmul_dtype = {_matmul_dtype(run)!r}")
+        bindings += [f"{name} = {value!r}" for name, value in self._of_the_model.items()]
         return Request(
             checkpoint=self.load_dir,
             gin_params=tuple(bindings),
@@ -132,7 +132,17 @@ class HistoryExperiment:
             "store": TokenStore(run.data.store).fingerprint,
             "load_dir": str(Path(self.load_dir).resolve()),
             "history": dataclasses.asdict(run.history),
-            "matmul_dtype": _matmul_dtype(run),
+            "model": self._of_the_model,
+        }
+
+    @cached_property
+    def _of_the_model(self) -> dict[str, Any]:
+        """What files and parameters say of the model, such as `activation_dtype`; all else is the checkpoint's."""
+        bound = collect(self.gin_files, self.gin_params)
+        return {
+            name: binding.value
+            for name, binding in bound.items()
+            if name.startswith("PretrainedConfig.") and not binding.of_base
         }
 
     @property
@@ -198,8 +208,3 @@ class HistoryExperiment:
         seconds = time.perf_counter() - began
         done = {"settings": settings, "seconds": seconds, "device": device_name()}
         write_json(self.folder / part / DONE_NAME, done)
-
-
-def _matmul_dtype(run: RunConfig) -> str | None:
-    # The only one of the model's settings that isn't the checkpoint's: it changes how fast documents are read.
-    return cast(PretrainedConfig, run.model).matmul_dtype
