@@ -121,6 +121,7 @@ def test_what_is_refused(folder, tmp_path):
         with pytest.raises(UserError, match=message):
             make_vocabulary(config(path, **fields))
 
+    named = read_tokenizer(folder)[0].replace("<|endoftext|>", "<end>")
     refused(folder, "no token 'stop': set VocabularyConfig.end_token", end_token="stop")
     refused(tmp_path / "nowhere", "cannot read the tokenizer .*nowhere: No such file")
     refused(write_gguf(folder, tmp_path / "a.gguf", pre="qwen2"), "can't honour its tokenizer 'gpt2' .* 'qwen2'")
@@ -130,6 +131,8 @@ def test_what_is_refused(folder, tmp_path):
     refused(folder, "merges.txt: the merge 't q' is not of tokens of its vocabulary")
     (folder / "merges.txt").write_bytes(b"\xff\xfe")
     refused(folder, "merges.txt is no tokenizer: it is not UTF-8")
+    (tmp_path / TOKENIZER_NAME).write_text(named)
+    refused(tmp_path / TOKENIZER_NAME, "the tokenizer doesn't say which token ends a text: set VocabularyConfig.end_")
     (tmp_path / TOKENIZER_NAME).write_text("{}")
     refused(tmp_path / TOKENIZER_NAME, "tokenizer.json is no tokenizer.json")
     with pytest.raises(UserError, match="needs a VocabularyConfig.model_file"):

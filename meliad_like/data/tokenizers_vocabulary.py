@@ -41,7 +41,8 @@ class TokenizersVocabulary(TableVocabulary):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if (end := tokenizer.token_to_id(end_token)) is None:
-            raise UserError(f"the tokenizer has no token {end_token!r}: set VocabularyConfig.end_token")
+            what = f"has no token {end_token!r}" if end_token else "doesn't say which token ends a text"
+            raise UserError(f"the tokenizer {what}: set VocabularyConfig.end_token")
         added = tokenizer.get_added_tokens_decoder()
         to_byte = {character: byte for byte, character in _byte_characters().items()}
 
