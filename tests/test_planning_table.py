@@ -122,3 +122,8 @@ def test_three_rows_compiled_again(name):
     expected = json.loads(PAGE.with_suffix(".json").read_text())[entry.key]["programs"][0]
     (actual,) = table.compile_entry(entry)["programs"]
     assert actual["total"] == pytest.approx(expected["total"], rel=0.1)
+
+
+def test_runs_that_differ_in_their_overlap_alone_are_compiled_once():
+    entries = [e for e in table.entries(table.SETTINGS[-2:-1]) if "baseline_overlap" in e.file]
+    assert len(entries) == 27 and len({entry.key for entry in entries}) == len(table.CHIPS_1)

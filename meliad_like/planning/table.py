@@ -75,11 +75,14 @@ class Entry(NamedTuple):
         """The same for all that compile to the same program, and need not be compiled twice.
 
         Fields with their defaults are left out, so that a new one, whose default is what there was before, leaves the
-        keys as they are. Where a default changes its meaning, `docs/planning.json` must begin anew.
+        keys as they are. Where a default changes its meaning, `docs/planning.json` must begin anew. How much windows
+        overlap is left out too: it decides which targets count, and changes nothing that is shown.
         """
         run = self.run
+        model = _not_default(run.model)
+        model.pop("overlap", None)
         said = {
-            "model": [type(run.model).__name__, _not_default(run.model)],
+            "model": [type(run.model).__name__, model],
             "vocabulary_size": self.vocabulary_size,
             "lanes": [run.data.num_lanes, run.data.segment_length],
             "optimizer": _not_default(run.optimizer),
