@@ -263,6 +263,22 @@ def test_a_table_of_partial_results(tmp_path):
     assert len(rows) == 14
 
 
+def test_a_mean_does_not_leave_out_the_run_that_was_not_finite(tmp_path):
+    for seed, bits in enumerate((2.0, 3.0)):
+        write_result(tmp_path, "slide_13l", seed, bits)
+        write_result(tmp_path, "fixed_skip", seed, bits)
+    path = tmp_path / "fixed_skip-1" / "result.json"
+    content = json.loads(path.read_text())
+    content["splits"]["test"]["bits_per_byte"] = None
+    path.write_text(json.dumps(content))
+    results = {result.row.name: result for result in gather(TABLES["table1"], tmp_path, [0, 1], "test")}
+    assert results["slide_13l"].mean("bits_per_byte") == 1.25
+    assert np.isnan(results["fixed_skip"].mean("bits_per_byte"))
+    table = TABLES["table1"]
+    assert np.isnan(report.figure([*results.values()], results["fixed_skip"], "difference")[0])
+    report.draw(table, [*results.values()], tmp_path / "drawn.png")
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_has_a_picture_of_whatever_is_there(tmp_path, name):
     table = TABLES[name]

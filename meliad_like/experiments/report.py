@@ -123,7 +123,7 @@ def to_markdown(table: Table, results: Sequence[RowResult], notes: Sequence[str]
     times = " and step times" if "step_time" in measures else ""
     explained = [
         f"Differences in bits per byte (of runs with the same seed){times} are relative to: {against}.",
-        "± is the standard error of the mean over the runs. What isn't there is -.",
+        "± is the standard error of the mean over the runs. What isn't there, or was not finite in one of them, is -.",
     ]
     grids = [text for grid in table.grids if (text := _grid(grid, results))]
     return "\n\n".join([f"# {table.title}", *notes, "\n".join(lines), " ".join(explained), *grids]) + "\n"

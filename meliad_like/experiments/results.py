@@ -28,8 +28,8 @@ class RowResult:
     """What `step_time.time_in_turn` found, and `step_time` relative to the baseline; may be empty."""
 
     def values(self, measure: str) -> np.ndarray:
-        """float64[seeds]: of the runs that have it."""
-        return np.array([run[measure] for run in self.runs.values() if run.get(measure) is not None], np.float64)
+        """float64[seeds]: of the runs that have it; NaN where it was not finite, which no mean leaves out."""
+        return np.array([run[measure] for run in self.runs.values() if measure in run], np.float64)
 
     def mean(self, measure: str) -> float:
         """Over the seeds, or of the timing; NaN where there is neither."""
@@ -75,7 +75,8 @@ def difference(results: Sequence[RowResult], result: RowResult, measure: str) ->
     """float64[seeds]: a row minus its baseline, within every seed that both have."""
     baseline = next(other for other in results if other.row.name == result.row.baseline)
     pairs = [(run, baseline.runs[seed]) for seed, run in result.runs.items() if seed in baseline.runs]
-    return np.array([mine[measure] - theirs[measure] for mine, theirs in pairs])
+    mine, theirs = (np.array([pair[i][measure] for pair in pairs], np.float64) for i in (0, 1))
+    return mine - theirs
 
 
 def standard_error(values: np.ndarray) -> float:

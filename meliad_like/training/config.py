@@ -18,7 +18,8 @@ class TrainingConfig:
     """Decides the initial parameters, the order of the documents and the dropout; below 2**32."""
     gradient_accumulation: int = 1
     """Parts that the lanes of a step are worked through in, one after the other, to save memory. The gradient is that
-    of all of them together, whatever their numbers of tokens."""
+    of all of them together, whatever their numbers of tokens. Dropout that is drawn lane by lane, as all but the
+    decoder's is, has the same masks in each part."""
     loss_slice: int = 1024
     """Tokens of a lane whose logits exist at once."""
     nonfinite: Nonfinite = "stop"
