@@ -50,7 +50,7 @@ again() {
 # a preemption it can only be deleted and made again. A request that fails is no end: the cloud may not have answered, now
 # or when it was asked for the state; so that is asked again.
 make_slice() {
-    local state="" last=unknown requested="" failures=0
+    local state="" last=unknown requested="" failures=0 silent=0
     while :; do
         state="$(slice_state)"
         [[ "$state" == "$last" ]] || say "Slice $name: ${state:-none}"
@@ -67,7 +67,12 @@ make_slice() {
             FAILED | SUSPENDED | PREEMPTED | TERMINATED | STOPPED)
                 if tpus "${delete[@]}"; then requested="" failures=0; else failures=$((failures + 1)); fi
                 ;;
-            *) sleep "$poll" ;;
+            *)
+                # Asked for, and nothing is said of it: no answer now and then, or somebody has deleted it.
+                if [[ -z "$state" ]]; then silent=$((silent + 1)); else silent=0; fi
+                ((silent < 10)) || stop "nothing is known of the slice $name any more; the same command asks for it again"
+                sleep "$poll"
+                ;;
         esac
         ((failures < 5)) || stop "gcloud refused five times in a row; what it said is above"
         ((failures == 0)) || sleep "$poll"

@@ -124,6 +124,16 @@ def test_a_request_that_fails_is_not_repeated(cloud):
     assert errors == f"error: there is no such slice to be had; {describe} says why\n"
 
 
+def test_a_request_that_somebody_deletes_is_not_waited_for(cloud):
+    script = cloud.start(STATES="CREATING\\nWAITING_FOR_RESOURCES")
+    while not (cloud.folder / "request").exists() or "CREATING" in (cloud.folder / "request").read_text():
+        time.sleep(0.1)
+    (cloud.folder / "request").unlink()
+    _, errors = script.communicate(timeout=300)
+    assert script.returncode == 2 and len(cloud.calls("queued-resources", "create")) == 1
+    assert errors == "error: nothing is known of the slice pod any more; the same command asks for it again\n"
+
+
 def test_a_preempted_slice_is_made_again_and_the_training_goes_on(cloud):
     cloud.plan("preempt 100", "preempt 200", "exit 0")
     status, output, _ = cloud.run("--max_restarts=1")
