@@ -126,7 +126,7 @@ def compile_entry(entry: Entry) -> dict[str, Any]:
 
 
 def write_table(entries: Sequence[Entry], results: dict[str, Any]) -> str:
-    """A table for each set of topologies: a column a topology, and a row for the files that are the same program.
+    """A table for each paper's folder: a column a topology, and a row for the files that are the same program.
 
     Rows of which nothing is known are left out, and counted below.
     """
@@ -136,13 +136,15 @@ def write_table(entries: Sequence[Entry], results: dict[str, Any]) -> str:
     rows: dict[tuple[str, ...], list[list[Entry]]] = {}
     for row in by_file.values():
         rows.setdefault(tuple(entry.key for entry in row), []).append(row)
-    lines, columns = [], None
+    lines, header = [], None
     for keys, same in rows.items():
         if not results.keys() & set(keys):
             continue
-        names = ", ".join(f"`{row[0].file.removesuffix('.gin')}`" for row in same)
-        if columns != (columns := [entry.topology for entry in same[0]]):
-            lines += ["", f"| gin files | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+        paper = same[0][0].file.split("/")[0]
+        names = ", ".join(f"`{row[0].file.removeprefix(f'{paper}/').removesuffix('.gin')}`" for row in same)
+        columns = [entry.topology for entry in same[0]]
+        if header != (header := f"| `{paper}` | {' | '.join(columns)} |"):
+            lines += ["", header, "|---" * (1 + len(columns)) + "|"]
         lines.append(f"| {names} | {' | '.join(_cell(results.get(key)) for key in keys)} |")
     wanted = {key for keys in rows for key in keys}
     lines += [
