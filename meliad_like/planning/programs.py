@@ -113,7 +113,8 @@ def needs(
         "decoding": (decode, held, forward * run.data.num_lanes / mesh.size),
     }
     for name in programs:
-        yield _need(name, *known[name], topology)
+        compile_program, resident, flops = known[name]
+        yield _need(name, compile_program, resident, flops, topology)
 
 
 def _need(
