@@ -11,6 +11,7 @@ from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, Tokeni
 from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import DECODER_FIELDS, RECURRENCE_FIELDS, PretrainedConfig
+from meliad_like.remote import write_whole
 from meliad_like.training.opening import open_checkpoint, write_checkpoint
 
 
@@ -100,5 +101,5 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[P
         opened.vocabulary.save(folder)
         # A tokenizer.json doesn't say which of its tokens ends a text, and that is asked for when it comes back.
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": opened.vocabulary.end_token}
-        (folder / TOKENIZER_CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n")
+        write_whole(folder / TOKENIZER_CONFIG_NAME, json.dumps(settings, indent=2) + "\n")
     return written

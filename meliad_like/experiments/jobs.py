@@ -23,6 +23,7 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.experiments.evaluations import Beginnings, by_document, by_protocol
 from meliad_like.experiments.tables import Row
+from meliad_like.history.spans import label
 from meliad_like.models.model import Model
 from meliad_like.remote import write_whole
 from meliad_like.training import preemption
@@ -147,7 +148,8 @@ def train_and_evaluate(job: Job, split: str) -> int:
 def _logged_speed(folder: Path) -> float:
     """Tokens a second of a training step: the median of what the run has logged."""
     lines = map(json.loads, (folder / METRICS_NAME).read_text().splitlines())
-    return float(np.median([line["tokens_per_second"] for line in lines if line["kind"].startswith("train")]))
+    kinds = [label("train", leaks) for leaks in (False, True)]
+    return float(np.median([line["tokens_per_second"] for line in lines if line["kind"] in kinds]))
 
 
 def device_name() -> str:
