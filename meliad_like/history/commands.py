@@ -19,7 +19,16 @@ from meliad_like.history.opening import Opened, Request, open_request
 from meliad_like.history.scoring import Request as GainRequest
 from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle
 from meliad_like.history.selectors.scorer import open_selectors
-from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, label, rank, select
+from meliad_like.history.spans import (
+    HistoryConfig,
+    SpanScorer,
+    Stride,
+    candidates,
+    index_in_split,
+    label,
+    rank,
+    select,
+)
 from meliad_like.history.stride_store import StoreInfo, StrideStore, fingerprint, whole_documents
 
 CONTROLS = ("random", "overlap_oracle")
@@ -263,5 +272,6 @@ def _info(opened: Opened, request: Request, **what) -> StoreInfo:
         split=request.split,
         documents=tuple(opened.documents.names),
         lengths=tuple(int(length) for length in opened.documents.lengths),
+        indices=tuple(index_in_split(opened.documents, i) for i in range(len(opened.documents.lengths))),
         **what,
     )

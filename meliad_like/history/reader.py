@@ -199,13 +199,13 @@ class _FromFile:
                 raise UserError(f"the selections in {folder} are of another {name}, {found} and not {wanted}: {make}")
         self.leaks_the_future = info.leaks_the_future
         self._selections = selections
-        self._first: dict[str, int] = {}
+        self._first: dict[int, int] = {}
         for index, stride in enumerate(selections.strides):
-            # A document's strides that select follow each other.
-            self._first.setdefault(info.documents[stride.document], index - stride.number)
+            # They are of all documents, and a document's strides that select follow each other.
+            self._first.setdefault(stride.document, index - stride.number)
 
     def __call__(self, name: str, document: np.ndarray, stride: Stride) -> np.ndarray:
-        ends = self._selections[self._first[name] + stride.number]
+        ends = self._selections[self._first[stride.document] + stride.number]
         return ends[ends > 0].astype(np.int64)
 
 

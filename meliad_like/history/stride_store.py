@@ -10,6 +10,7 @@ have a mark, so that making them can be stopped at any time and goes on with the
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from meliad_like.config.fields import field_types, fit
 from meliad_like.data.token_store import Split, TokenStore, short
 from meliad_like.errors import UserError
 from meliad_like.history.spans import (
@@ -31,6 +33,8 @@ from meliad_like.history.spans import (
     where,
 )
 from meliad_like.models.model import Model
+from meliad_like.remote import write_whole
+from meliad_like.saved_json import check_fields, read_json
 
 What = Literal["scores", "selections"]
 FORMAT_VERSION = 1
@@ -60,6 +64,8 @@ class StoreInfo:
     """Names of the documents."""
     lengths: tuple[int, ...]
     """How many tokens of each are used, from its beginning."""
+    indices: tuple[int, ...] = ()
+    """Of the documents in their split, where several may have the same name. Earlier stores have none."""
     leaks_the_future: bool = False
     """Of selections: whether what selects reads the targets."""
     version: int = FORMAT_VERSION
@@ -117,7 +123,7 @@ class StrideStore:
         if saved is None:
             folder.mkdir(parents=True, exist_ok=True)
             np.full(size, NOT_YET[self.info.what], dtype).tofile(path)
-            (folder / INFO_NAME).write_text(self.info.to_json())
+            write_whole(folder / INFO_NAME, self.info.to_json())
         found = path.stat().st_size if path.exists() else 0
         if found != size * dtype.itemsize:
             raise UserError(f"{path} has {found} bytes and should have {size * dtype.itemsize}: make {folder} again")
@@ -186,23 +192,35 @@ class StrideStore:
         """The documents whose strides these are.
 
         Raises:
-            UserError: it is another token store.
+            UserError: it is another token store; or names alone, which earlier stores have, don't tell the documents.
         """
-        if store.fingerprint != self.info.store:
+        info = self.info
+        if store.fingerprint != info.store:
             raise UserError(
-                f"the {self.info.what} in {self.folder} are of the token store {short(self.info.store)}, and "
+                f"the {info.what} in {self.folder} are of the token store {short(info.store)}, and "
                 f"{store.folder} is {short(store.fingerprint)}"
             )
-        return PartOfSplit(store.split(self.info.split), self.info.documents, self.info.lengths)
+        split = store.split(info.split)
+        indices = info.indices or self._by_name(split.names)
+        return PartOfSplit(split, info.documents, info.lengths, indices)
+
+    def _by_name(self, names: Sequence[str]) -> list[int]:
+        several = Counter(names)
+        if unclear := [name for name in self.info.documents if several[name] > 1]:
+            raise UserError(
+                f"{several[unclear[0]]} documents are called {unclear[0]!r}, and the {self.info.what} in {self.folder} "
+                "don't say of which one they are: make them anew in another folder"
+            )
+        place = {name: index for index, name in enumerate(names)}
+        return [place[name] for name in self.info.documents]
 
 
 class PartOfSplit:
     """Some documents of a split, or their beginnings."""
 
-    def __init__(self, split: Split, names: Sequence[str], lengths: Sequence[int]):
-        place = {name: index for index, name in enumerate(split.names)}
+    def __init__(self, split: Split, names: Sequence[str], lengths: Sequence[int], indices: Sequence[int]):
         self._split = split
-        self._indices = [place[name] for name in names]
+        self._indices = indices
         self.names = list(names)
         self.lengths = np.asarray(lengths, np.int64)
 
@@ -230,14 +248,24 @@ def fingerprint(model: Model, params: Any) -> str:
 
 
 def _read_info(folder: Path) -> StoreInfo | None:
+    path = folder / INFO_NAME
     try:
-        saved = json.loads((folder / INFO_NAME).read_text())
+        saved = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    check_fields(saved, {"version": int, "config": dict}, str(path))
     if saved["version"] != FORMAT_VERSION:
         raise UserError(f"{folder} has format version {saved['version']}, this program reads {FORMAT_VERSION}")
-    lists = {name: tuple(saved[name]) for name in ("documents", "lengths")}
-    return StoreInfo(**{**saved, **lists, "config": HistoryConfig(**saved["config"])})
+    config = HistoryConfig(**_fitting(HistoryConfig, saved["config"], path))
+    return StoreInfo(**_fitting(StoreInfo, saved | {"config": config}, path))
+
+
+def _fitting(kind: type, saved: dict[str, Any], path: Path) -> dict[str, Any]:
+    types = field_types(kind)
+    needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+    if strange := (needed - saved.keys()) | (saved.keys() - types.keys()):
+        raise UserError(f"{path} is damaged, or of another version, which differs in {min(strange)}: make it again")
+    return {name: fit(value, types[name], f"{path}: {name}") for name, value in saved.items()}
 
 
 def _check_same(folder: Path, saved: StoreInfo, wanted: StoreInfo) -> None:
@@ -246,10 +274,12 @@ def _check_same(folder: Path, saved: StoreInfo, wanted: StoreInfo) -> None:
         for name in HistoryConfig.__dataclass_fields__
         if wanted.what == "selections" or name not in WITHOUT_EFFECT
     }
-    names = ("what", "maker", "store", "split", "documents", "lengths")
+    names = ("what", "maker", "store", "split", "documents", "lengths", *(("indices",) if saved.indices else ()))
     pairs = {name: (getattr(saved, name), getattr(wanted, name)) for name in names} | pairs
     for name, (old, new) in pairs.items():
         if old != new:
+            if isinstance(old, tuple) and len(old) == len(new):
+                old, new = next((a, b) for a, b in zip(old, new) if a != b)
             raise UserError(
                 f"{folder} is of another {name}: {_text(old)} there, {_text(new)} here; choose another folder, or "
                 "delete it"
