@@ -210,9 +210,12 @@ def test_files_that_are_no_carry(tmp_path):
         load_reading(tmp_path / "none", {}, {})
     (tmp_path / "text").write_text("not a carry")
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
-    for name in ("text", "other.npz"):
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    for name in ("text", "other.npz", "array.npy"):
         with pytest.raises(UserError, match=f"{name} is not a saved carry"):
             load_reading(tmp_path / name, {}, {})
+    with pytest.raises(UserError, match="cannot read the saved carry .*: Is a directory"):
+        load_reading(tmp_path, {}, {})
     with pytest.raises(UserError, match="cannot write the carry"):
         save_reading(tmp_path / "none" / "carry", Reading({}, None, jnp.zeros(2), 0), b"", {})
 

@@ -67,7 +67,7 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
       identity: of the checkpoint that is to go on.
 
     Raises:
-      UserError: there is no such file, it is damaged, or it is of another checkpoint.
+      UserError: there is no such file, it can't be read, it is damaged, or it is of another checkpoint.
     """
     try:
         with np.load(path) as file:
@@ -78,7 +78,9 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
             key = file["key"]
     except FileNotFoundError:
         raise UserError(f"there is no saved carry {path}") from None
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, AttributeError) as error:
+    except OSError as error:
+        raise UserError(f"cannot read the saved carry {path}: {error.strerror}") from None
+    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is not a saved carry, or it is damaged") from None
