@@ -200,6 +200,8 @@ def test_a_carry_of_another_checkpoint_is_refused(make_generator, opened, tmp_pa
         (opened._replace(run=wider), "model.window_length is 4 there, and 8"),
         (opened._replace(vocabulary=ByteVocabulary(8)), "vocabulary is .* there"),
         (retrained, "parameters is .* there"),
+        # Training went on.
+        (retrained._replace(step=9), "step is 7 there, and 9"),
     ):
         with pytest.raises(UserError, match=message):
             load_reading(tmp_path / "carry", shapes, identity(other))
