@@ -59,7 +59,16 @@ def test_lanes_have_their_own_logits():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0), ("top_p", 1.1)],
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        # Of logits over so little infinities are left, and of these the last token, or the first, was drawn.
+        ("temperature", 1e-38),
+        ("temperature", 1e7),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("top_p", 1.1),
+    ],
 )
 def test_values_out_of_range_are_named(field, value):
     with pytest.raises(UserError, match=f"^{field}={value} must be"):

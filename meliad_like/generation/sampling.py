@@ -14,15 +14,15 @@ class SamplingConfig:
     """Temperature first, then `top_k`, then `top_p` of what is left."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the most likely token."""
+    """Logits are divided by it, which is between 1e-6 and 1e6; 0 takes the most likely token."""
     top_k: int = 0
     """Only the so many most likely tokens; 0: all."""
     top_p: float = 1.0
     """Only the most likely tokens that together reach this probability (Holtzman et al. 2020); always at least one."""
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature} must be 0 or a positive number")
+        if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:
+            raise UserError(f"temperature={self.temperature} must be 0, or at least 1e-6 and at most 1e6")
         if self.top_k < 0:
             raise UserError(f"top_k={self.top_k} must be at least 1, or 0 for all tokens")
         if not 0 < self.top_p <= 1:
