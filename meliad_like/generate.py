@@ -21,7 +21,13 @@ TOKENS = flags.DEFINE_integer("tokens", 200, "Tokens to write, at most.", lower_
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Below 1: more predictable; 0: always the most likely token.")
 TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from the so many most likely tokens; 0: from all.")
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens that reach this probability together.")
-SEED = flags.DEFINE_integer("seed", None, "Of the draws. Default: 0; with --load_carry they go on as they were.")
+SEED = flags.DEFINE_integer(
+    "seed",
+    None,
+    "Of the draws. Default: 0; with --load_carry they go on as they were.",
+    lower_bound=0,
+    upper_bound=2**32 - 1,
+)
 STOP_AT_END = flags.DEFINE_bool("stop_at_end", True, "Whether the end of the document ends the text, or is not drawn.")
 SAVE_CARRY = flags.DEFINE_string("save_carry", None, "File for all that the model remembers, to go on from later.")
 LOAD_CARRY = flags.DEFINE_string("load_carry", None, "File of --save_carry; a prompt is read after what it remembers.")

@@ -319,6 +319,7 @@ def test_command_line(folder, tmp_path):
         (["--prompt=a", "--prompt_file=b"], "--prompt and --prompt_file are both given"),
         (["--prompt_file=none.txt"], "cannot read --prompt_file=none.txt: No such file"),
         (["--prompt=\udcff"], "--prompt is not UTF-8"),
+        (["--prompt=a", "--seed=4294967296"], "--seed=4294967296: 4294967296 is not an integer in the range [0, "),
         (["--prompt=a", "--document_tokens=5"], "--document_tokens has no effect without --document"),
         (["--prompt=a", "--gin_param=DecoderConfig.num_layers=3"], "have no effect here"),
     ],
