@@ -46,6 +46,12 @@ def message(gin_files=(), gin_params=()):
         (["DecoderConfig.num_layers"], "bad gin syntax: "),
         (["DecoderConfig.num_layers = (3"], "bad gin syntax: "),
         (["DecoderConfig.num_layers = 3 4"], "bad gin syntax: "),
+        (["SourceConfig.folder = books"], "string on line 1; expected Class.parameter = value, with text in quotes"),
+        (["DecoderConfig.num_layers = " + 2000 * "("], "bad gin syntax: "),
+        (["DecoderConfig.num_layers = {[]: 3}"], "unhashable type: 'list'"),
+        (["RunConfig.model = ['decoder']"], "RunConfig.model = ['decoder'] is none of decoder, "),
+        (["ScheduleConfig.multiplier = 1e999"], "ScheduleConfig.multiplier=inf must be finite"),
+        ([f"ScheduleConfig.multiplier = 1{400 * '0'}"], "0 must be finite"),
         (["ReaderConfig.segment_length = 1000", "ReaderConfig.tokens_per_step = 1000"], "segment_length=1000 must be a "
          "multiple of window_length=512"),
     ],
@@ -117,6 +123,22 @@ def test_a_syntax_error_names_file_and_line(tmp_path):
     assert message([name]).startswith(f"{name}:2: bad gin syntax: ")
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "latin.gin").write_bytes("# café\n".encode("latin-1"))
+    assert message([str(tmp_path / "latin.gin")]).startswith(f"{tmp_path}/latin.gin is not UTF-8: ")
+
+
+def test_somebodys_own_base_file_is_a_file_like_any_other(tmp_path, monkeypatch):
+    write(tmp_path, "base.gin", "PretrainedConfig.window_length = 128\n")
+    write(tmp_path, "mine.gin", "include 'base.gin'\n")
+    monkeypatch.chdir(tmp_path)
+    expected = f"{tmp_path}/base.gin:1: nothing reads PretrainedConfig.window_length: RunConfig.model is 'decoder'"
+    for name in ("base.gin", "mine.gin"):
+        assert expected in message([name])
+    # With the default family beside it, of which the shipped file says more.
+    assert config.parse(["base.gin"], ["RunConfig.model = 'pretrained'"]).model.window_length == 128
+
+
 def test_shipped_files_are_found_from_any_folder(tmp_path, monkeypatch):
     # A folder of this name on the path is what gin's own search trips over.
     (tmp_path / "size").mkdir()
@@ -167,6 +189,11 @@ def test_the_saved_gin_file_gives_the_same_run(tmp_path):
         (lambda saved: saved.pop("mesh"), "lacks mesh"),
         (lambda saved: saved["model"].update(num_layers="3"), "model.num_layers='3' must be int"),
         (lambda saved: saved.update(model=3), "has 3 where model should be an object"),
+        (
+            lambda saved: saved["model"].update(family=["decoder"]),
+            "model.family=['decoder'], which is none of decoder, ",
+        ),
+        (lambda saved: saved["schedule"].update(multiplier=float("nan")), "schedule.multiplier=nan must be finite"),
     ],
 )
 def test_a_saved_config_of_another_version_is_an_error(change, expected):

@@ -97,9 +97,16 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
 
 def _read_file(path: epath.Path, name: str, settled: Set[str], including: tuple[str, ...] = ()) -> Bindings:
     """Bindings of a file over those of the files it includes; the names in `settled` need not agree."""
+    if name == search.BASE and path.resolve() != (search.gin_root() / search.BASE).resolve():
+        # Somebody's own file of this name: what it binds is no default.
+        name = str(path.resolve())
     if name in including:
         raise UserError(f"gin files include each other: {' -> '.join((*including, name))}")
-    own, includes = _read_text(path.read_text(), name, settled)
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8: {error}") from None
+    own, includes = _read_text(text, name, settled)
     inner = [_read_file(search.find(include), include, settled, (*including, name)) for include in includes]
     return _merge(inner, settled) | own
 
@@ -128,10 +135,14 @@ def _read_text(text: str, name: str, settled: Set[str]) -> tuple[Bindings, list[
 def _statements(text: str, name: str) -> Iterator[Any]:
     try:
         yield from config_parser.ConfigParser(io.StringIO(text), _Delegate())
-    except (SyntaxError, tokenize.TokenError) as error:
-        message = str(error.args[0]).splitlines()[0].rstrip(".")
+    # RecursionError: a thousand brackets. TypeError: a dictionary whose keys can't be.
+    except (SyntaxError, tokenize.TokenError, RecursionError, TypeError) as error:
+        # Of a value that is none, such as text without quotes, Python names the node of its syntax tree as well.
+        message = str(error.args[0]).splitlines()[0].partition(": <ast.")[0].rstrip(".")
         place = name if name.startswith("--") or not isinstance(error, SyntaxError) else f"{name}:{error.lineno}"
-        raise UserError(f"{place}: bad gin syntax: {message}; expected Class.parameter = value") from None
+        raise UserError(
+            f"{place}: bad gin syntax: {message}; expected Class.parameter = value, with text in quotes"
+        ) from None
 
 
 def _merge(tables: Sequence[Bindings], settled: Set[str]) -> Bindings:

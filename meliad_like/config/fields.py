@@ -1,5 +1,6 @@
 """Fits plain values (from gin or JSON) to the annotated types of dataclass fields."""
 
+import math
 import types
 import typing
 from dataclasses import fields
@@ -17,6 +18,8 @@ def field_types(config_class: type) -> dict[str, Any]:
 def fit(value: Any, expected: Any, name: str) -> Any:
     """`value` as the type `expected`: lists become tuples, integers floats; nothing else is converted.
 
+    Infinity is refused: gin can't say it, and a saved config would not be read again.
+
     Raises:
       UserError: the value does not fit; the message starts with `name=value`.
     """
@@ -27,6 +30,8 @@ def fit(value: Any, expected: Any, name: str) -> Any:
         return _fit(value, expected)
     except TypeError:
         raise UserError(f"{name}={value!r} must be {_describe(expected)}") from None
+    except OverflowError:
+        raise UserError(f"{name}={value!r} must be finite") from None
 
 
 def _fit(value: Any, expected: Any) -> Any:
@@ -47,7 +52,9 @@ def _fit(value: Any, expected: Any) -> Any:
         if len(element_types) != len(value):
             raise TypeError
         return tuple(map(_fit, value, element_types))
-    elif expected is float and type(value) is int:
+    elif expected is float and type(value) in (int, float):
+        if not math.isfinite(value):
+            raise OverflowError
         return float(value)
     else:
         # `type(...) is`: True is an int to isinstance, and num_layers=True is a mistake.

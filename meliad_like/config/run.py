@@ -108,7 +108,7 @@ def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunC
 def build(bindings: Bindings) -> RunConfig:
     """A RunConfig from bindings: `RunConfig.model`, and fields of its parts, each of which must be used."""
     chosen = bindings.get(FAMILY, Binding("decoder", "the default"))
-    if chosen.value not in FAMILIES:
+    if chosen.value not in list(FAMILIES):  # which compares, and takes what can't be hashed
         raise UserError(f"{chosen.origin}: {FAMILY} = {chosen.value!r} is none of {', '.join(FAMILIES)}")
     parts = part_classes(chosen.value)
     unused = {family.config.__name__: name for name, family in FAMILIES.items() if name != chosen.value}

@@ -89,7 +89,7 @@ def from_json(text: str | bytes) -> RunConfig:
     if isinstance(saved["model"], dict):
         # Before there were families, every model was a decoder.
         family = saved["model"].pop("family", family)
-    if family not in FAMILIES:
+    if family not in list(FAMILIES):  # which compares, and takes what can't be hashed
         raise UserError(f"the saved config has model.family={family!r}, which is none of {', '.join(FAMILIES)}")
     parts = {}
     for name, part in part_classes(family).items():
