@@ -1,5 +1,6 @@
 """Goes on from a prompt: `python -m meliad_like.generate --checkpoint=DIR --prompt_file=BOOK.txt --tokens=500`."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -38,18 +39,20 @@ def main() -> None:
     if command_line.GIN_FILE.value or command_line.GIN_PARAM.value:
         raise UserError("--gin_file and --gin_param have no effect here: the config comes from the checkpoint")
     prompt = _given_text()
+    _check_place()
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.generation.sampling import SamplingConfig
     from meliad_like.generation.text import TextRequest, read_document, write_text
     from meliad_like.training.opening import open_checkpoint
 
+    sampling = SamplingConfig(TEMPERATURE.value, TOP_K.value, TOP_P.value)
     opened = open_checkpoint(CHECKPOINT.value)
     if prompt is None:
         prompt = read_document(opened, STORE.value, DOCUMENT.value, DOCUMENT_TOKENS.value)
     request = TextRequest(
         prompt=prompt,
         num_tokens=TOKENS.value,
-        sampling=SamplingConfig(TEMPERATURE.value, TOP_K.value, TOP_P.value),
+        sampling=sampling,
         seed=SEED.value,
         stop_at_end=STOP_AT_END.value,
         load_carry=LOAD_CARRY.value,
@@ -92,6 +95,17 @@ def _given_text() -> str | None:
     if not prompt and LOAD_CARRY.value is None:
         raise UserError("the prompt is empty: give --prompt, --prompt_file, --document or --load_carry")
     return prompt
+
+
+def _check_place() -> None:
+    """A place that can't be saved is told now, not when a book has been read."""
+    if SAVE_CARRY.value is None:
+        return
+    path = Path(SAVE_CARRY.value)
+    if path.is_dir():
+        raise UserError(f"--save_carry={path} is a folder: name a file in it")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"cannot write --save_carry={path}: {path.parent} is no folder that can be written to")
 
 
 if __name__ == "__main__":
