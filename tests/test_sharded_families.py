@@ -12,6 +12,8 @@ import pytest
 from meliad_like.config import parse
 from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
+from meliad_like.layers.basic import tiled_dropout
+from meliad_like.layers.sequence import over_sequence
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import check_sequence
 from meliad_like.models.losses import segment_losses
@@ -174,6 +176,18 @@ def test_a_recurrent_layer_hands_on_its_states():
     # From one device to the next, until they have come to the last.
     assert found["collective-permute"] == (1 + 7, 2 * window + 7 * states)
     assert found["all-reduce"].num_bytes == 2 * window + states
+
+
+# Tiles of 64, 32 and 128 tokens, of which a device has 8, 12 and 128.
+@pytest.mark.parametrize("n", [64, 96, 1024])
+def test_dropout_of_a_cut_segment_is_that_of_the_whole(n):
+    def drop(x, key):
+        return tiled_dropout(x, 0.5, key), None
+
+    x, key = jnp.ones((2, n, 4)), jax.random.key(0)
+    with jax.set_mesh(make_mesh(MeshConfig(sequence=8))):
+        cut, _ = jax.jit(over_sequence(drop))(x, key)
+    np.testing.assert_array_equal(cut, drop(x, key)[0])
 
 
 def test_an_axis_of_one_device_changes_nothing():

@@ -10,6 +10,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from meliad_like.layers.sequence import num_parts, own_blocks
+
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "layers": jax.checkpoint_policies.nothing_saveable,
@@ -184,6 +186,10 @@ def tiled_dropout(x: Float[Array, "b n d"], rate: float, key: PRNGKeyArray | Non
     if key is None or rate == 0.0:
         return x
     n, d = x.shape[1:]
-    tile = math.gcd(n, 128)
+    whole = num_parts() * n
+    tile = math.gcd(whole, 128)
     mask = dropout_multiplier(key, rate, (1, 1, tile, d), x.dtype)
+    if n % tile:
+        # A device's part of a segment begins and ends within a tile.
+        return x * own_blocks(jnp.tile(mask[0], (1, whole // tile, 1)))
     return (x.reshape(x.shape[0], n // tile, tile, d) * mask).reshape(x.shape)
