@@ -29,6 +29,21 @@ def test_the_loss_is_that_of_all_log_probabilities(cutoffs, slice_length):
     np.testing.assert_array_equal(correct, everything.argmax(axis=-1) == targets)
 
 
+def test_scores_of_words_and_clusters_are_float32_whatever_the_hidden_vectors_are():
+    vocabulary, hidden, _ = make()
+    hidden = (4 * hidden).astype(jnp.bfloat16)
+
+    def rounded(x):
+        return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+
+    tables = rounded(vocabulary.bands[0].embedding[...]).T, rounded(vocabulary.clusters.kernel[...])
+    head = rounded(hidden) @ np.concatenate(tables, axis=1)
+    expected = head - np.log(np.exp(head).sum(axis=-1, keepdims=True))
+    everything = np.asarray(vocabulary.log_probabilities(hidden), np.float64)
+    clusters = [np.log(np.exp(everything[..., a:b]).sum(axis=-1, keepdims=True)) for a, b in ((8, 20), (20, V))]
+    np.testing.assert_allclose(np.concatenate([everything[..., :8], *clusters], axis=-1), expected, atol=1e-4)
+
+
 def test_the_most_likely_token_is_found_in_every_band():
     vocabulary, hidden, _ = make()
     # Hidden vectors of several lengths: the longest are sure of a word.

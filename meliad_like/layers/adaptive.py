@@ -159,7 +159,9 @@ class AdaptiveVocabulary(nnx.Module):
         """Log-probabilities of the first band's words, and of the cluster of each other band."""
         logits = self._scores(hidden, self.bands[0].table(hidden.dtype))
         if self.clusters is not None:
-            logits = jnp.concatenate([logits, self.clusters(hidden).astype(jnp.float32)], axis=-1)
+            # Not the linear map itself, whose results have the dtype of `hidden`.
+            clusters = self._scores(hidden, self.clusters.kernel[...].astype(hidden.dtype).T)
+            logits = jnp.concatenate([logits, clusters], axis=-1)
         return jax.nn.log_softmax(logits)
 
     def _band_logits(self, i: int, hidden: Float[Array, "*batch d"], key: PRNGKeyArray | None):
