@@ -224,6 +224,8 @@ def test_intervals_over_documents():
     # Documents that are alike leave no doubt, however long they are.
     assert report.Bootstrap(3)(np.array([2.0, 4.0, 10.0]), np.array([1, 2, 5])) == (2, 2)
     assert all(math.isnan(x) for x in report.Bootstrap(1)(np.array([1.0]), np.array([1])))
+    # Nor do documents without a part of it tell of others than the one that has all.
+    assert all(math.isnan(x) for x in report.Bootstrap(3)(np.array([0.0, 5.0, 0.0]), np.array([0, 10, 0])))
     # The normal approximation of a mean's interval.
     values = np.random.default_rng(0).normal(size=400)
     low, high = report.Bootstrap(400)(values, np.ones(400))

@@ -30,13 +30,14 @@ class Bootstrap:
         self._drawn = (raw % np.uint64(num_documents)).astype(np.int64).reshape(NUM_RESAMPLES, num_documents)
 
     def __call__(self, numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
-        """The interval of sum(numerators) / sum(denominators), of percentiles; NaN where one document is all."""
-        if self._drawn.shape[1] < 2:
+        """The interval of sum(numerators) / sum(denominators), of percentiles.
+
+        NaN where one document alone has a denominator: all draws would agree with it, and know nothing of others.
+        """
+        if np.count_nonzero(denominators) < 2:
             return math.nan, math.nan
         below = denominators[self._drawn].sum(axis=1)
         ratios = numerators[self._drawn].sum(axis=1)[below != 0] / below[below != 0]
-        if not len(ratios):
-            return math.nan, math.nan
         low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return float(low), float(high)
 
