@@ -190,7 +190,7 @@ def test_damaged_safetensors_are_refused(tmp_path):
         ("transformer.extra", np.zeros(3), "has a tensor transformer.extra that a gpt2 model .* has no place for"),
         ("transformer.wpe.weight", np.zeros((65, 32)), r"transformer.wpe.weight has shape \(65, 32\), .* \(64, 32\)"),
         ("transformer.h.0.attn.c_attn.weight", np.zeros((32, 95)), "its last axis should be 96"),
-        ("transformer.ln_f.bias", np.zeros(32, np.int32), "ln_f.bias is int32, and not float32"),
+        ("transformer.ln_f.bias", np.zeros(32, np.int32), "ln_f.bias is I32, and not F32, F16 or BF16"),
     ]:
         value = value if value.dtype == np.int32 else value.astype(np.float32)
         safetensors.numpy.save_file(tensors | {name: value}, path)
@@ -202,6 +202,32 @@ def test_damaged_safetensors_are_refused(tmp_path):
     path.unlink()
     with pytest.raises(UserError, match="has neither model.safetensors nor .*save_pretrained"):
         read_huggingface(tmp_path)
+
+
+def test_numbers_of_8_bits_are_refused(tmp_path):
+    """Of which numpy has none."""
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    name = "transformer.wte.weight"
+    header[name] |= {"dtype": "F8_E4M3", "shape": [4, *header[name]["shape"]]}
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + whole[8 + size :])
+    with pytest.raises(UserError, match="tensor transformer.wte.weight is F8_E4M3, and not F32, F16 or BF16"):
+        read_huggingface(tmp_path)
+
+
+def test_an_index_that_names_no_files_is_refused(tmp_path):
+    shutil.copy(FOLDER / "config.json", tmp_path)
+    for index, message in [
+        ('{"weight_map": {"a": 5}}', "model.safetensors.index.json has no weight_map from tensors to files"),
+        ("[" * 100_000, "model.safetensors.index.json is no JSON: "),
+    ]:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UserError, match=message):
+            read_huggingface(tmp_path)
 
 
 RECURRENT = {"insertion_layers": (0, -1), "num_inserted": 2, "pooling": "attention", "recurrence_width": 5}

@@ -234,8 +234,14 @@ def test_back_to_transformers(place, trained, tmp_path):
     with pytest.raises(UserError, match="recurrence_width = 7, but .*back has 6"):
         changed = ["PretrainedConfig.recurrence_width = 7"]
         convert_from_pretrained("huggingface", tmp_path / "back", [], changed, tmp_path / "other")
+    # Lists and tuples say the same.
+    same = ["PretrainedConfig.insertion_layers = [1]"]
+    convert_from_pretrained("huggingface", tmp_path / "back", [], same, tmp_path / "the_same")
+    assert open_checkpoint(tmp_path / "the_same").run.model == ours.run.model
     with pytest.raises(UserError, match="back is not empty: choose another --output"):
         convert_to_huggingface(trained, tmp_path / "back")
+    with pytest.raises(UserError, match="config.json is a file: choose another --output"):
+        convert_to_huggingface(trained, tmp_path / "back" / "config.json")
 
 
 def test_what_ends_a_text_comes_back(place, tmp_path):
@@ -260,6 +266,8 @@ def test_what_contradicts_is_named(place, tmp_path):
     refused("num_layers = 5, but .*theirs has 2", "PretrainedConfig.num_layers = 5")
     refused("window_length=100 is more than the max_positions=12", "PretrainedConfig.window_length = 100")
     refused("257 tokens and its vocabulary 258", "VocabularyConfig.size_multiple = 2")
+    # Segments are as long as it says.
+    refused("PretrainedConfig.window_length='long' must be int", "PretrainedConfig.window_length = 'long'")
     with pytest.raises(UserError, match="windows with overlap=2 need ReaderConfig.kind='windows', not 'lanes'"):
         train(run_of(place, "ReaderConfig.kind = 'lanes'", "MeshConfig.data = 1"), tmp_path / "run")
     with pytest.raises(UserError, match="holds another model"):

@@ -1,6 +1,7 @@
 """Checkpoints of the reference: reading npz files and orbax folders, and turning them into ours and back."""
 
 import zipfile
+import zlib
 from pathlib import Path
 
 import jax
@@ -44,8 +45,13 @@ def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
                 arrays = dict(file)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-        except (ValueError, zipfile.BadZipFile, AttributeError, TypeError):
-            raise UserError(f"{path} is no npz file") from None
+        # EOFError: it is empty. NotImplementedError, zlib.error: what a damaged archive says of itself, or holds.
+        except (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError):
+            raise UserError(f"{path} is no npz file, or it is damaged") from None
+        for name, array in arrays.items():
+            if array.dtype.type is np.void:
+                # An npz file keeps the size of such numbers, and not what they are.
+                raise UserError(f"{path}: {name} has no type that numpy knows, such as bfloat16: save it as float32")
     for root in ROOTS:
         if root + EMBEDDING in arrays:
             return {name.removeprefix(root): arrays[name] for name in arrays if name.startswith(root)}

@@ -27,6 +27,7 @@ RECURRENCE_NAME = "recurrence.safetensors"
 RECURRENCE_KEY = "PretrainedConfig"
 SAVED_FIELDS = (*RECURRENCE_FIELDS, "window_length", "overlap")
 TABLES = {"gpt2": GPT2, "llama": LLAMA}
+DTYPES = ("F32", "F16", "BF16")
 # Masks and wavelengths that older versions saved with the parameters: they follow from the config.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -142,8 +143,8 @@ def _files(folder: Path) -> dict[str, Path]:
     """Names of all tensors to the files that have them."""
     if (folder / INDEX_NAME).exists():
         index = _read_json(folder / INDEX_NAME).get("weight_map")
-        if not isinstance(index, dict):
-            raise UserError(f"{folder / INDEX_NAME} has no weight_map")
+        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+            raise UserError(f"{folder / INDEX_NAME} has no weight_map from tensors to files")
         files = {name: folder / file for name, file in index.items()}
     elif (folder / TENSORS_NAME).exists():
         with _open(folder / TENSORS_NAME) as file:
@@ -173,10 +174,10 @@ def _open(path: Path) -> Any:
 def _read_tensor(path: Path, name: str) -> np.ndarray:
     # The file is mapped anew for each tensor: the pages of those before would otherwise stay in memory.
     with _open(path) as file:
-        tensor = file.get_tensor(name)
-    if tensor.dtype.name not in ("float32", "float16", "bfloat16"):
-        raise UserError(f"{path}: tensor {name} is {tensor.dtype.name}, and not float32, float16 or bfloat16")
-    return tensor
+        # Asked beforehand: of some kinds, such as 8 bits, numpy has none.
+        if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
+            raise UserError(f"{path}: tensor {name} is {dtype}, and not {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        return file.get_tensor(name)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -184,7 +185,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         saved = json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    # RecursionError: a million brackets.
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is no JSON: {error}") from None
     if not isinstance(saved, dict):
         raise UserError(f"{path} is no JSON object")

@@ -59,7 +59,10 @@ def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunC
     here["RunConfig.model"] = "pretrained"
     for key, value in here.items():
         bound = bindings.get(key)
-        if bound is not None and not bound.of_base and bound.value != value:
+        if bound is None or bound.of_base:
+            continue
+        # What is a list in gin is a tuple in a config.
+        if (tuple(bound.value) if isinstance(bound.value, list) else bound.value) != value:
             raise UserError(f"{bound.origin}: {key} = {bound.value!r}, but {path} has {value!r}")
     defaults = {
         "PretrainedConfig.window_length": pretrained.config.window_length,
@@ -76,7 +79,9 @@ def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunC
     if "ReaderConfig.segment_length" in given:
         defaults["ReaderConfig.tokens_per_step"] = given["ReaderConfig.segment_length"].value
     made = {key: Binding(value, str(path)) for key, value in (defaults | here).items()}
-    return build(bindings | made | {key: given[key] for key in given if key not in here})
+    free = {key: given[key] for key in given if key not in here}
+    # What was given first: if it is wrong it is named, and not what was made of it.
+    return build(free | bindings | made | free)
 
 
 def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[Path]:
@@ -92,8 +97,8 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[P
     folder = Path(folder)
     if not isinstance(opened.run.model, PretrainedConfig):
         raise UserError(f"{checkpoint} is a {type(opened.run.model).__name__} model: only pretrained ones go back")
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty: choose another --output")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}: choose another --output")
     folder.mkdir(parents=True, exist_ok=True)
     pretrained = Pretrained(opened.run.model, opened.vocabulary.size, opened.params)
     written = write_huggingface(pretrained, opened.vocabulary.end_of_document, folder)
