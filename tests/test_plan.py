@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import resource
 from types import SimpleNamespace
 
 import jax
@@ -18,7 +17,7 @@ from meliad_like.planning.collectives import Traffic, traffic
 from meliad_like.planning.programs import Need, needs, refused_bytes
 from meliad_like.planning.report import fits, limit, seconds, to_json
 from meliad_like.planning.search import alternatives, nearest_that_fits
-from meliad_like.planning.topology import COMPILER_STACK, GIB, Chip, Topology, describe
+from meliad_like.planning.topology import GIB, Chip, Topology, describe
 from meliad_like.training.mesh import MeshConfig, make_mesh
 
 HLO = """HloModule step, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
@@ -283,29 +282,6 @@ def test_slices_smaller_than_a_host_are_named_to_the_compiler(monkeypatch, name,
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", get_topology_desc)
     assert describe(name).name == said["topology_name"] == name
     assert said.get("chips_per_host_bounds") == bounds
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "expected"),
-    [
-        (2**23, resource.RLIM_INFINITY, [COMPILER_STACK]),
-        (2**23, 2**24, [2**24]),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
-        (2**30, resource.RLIM_INFINITY, []),
-        (2**24, 2**24, []),
-    ],
-)
-def test_the_compiler_may_recurse_deeper_than_is_usual(monkeypatch, soft, hard, expected):
-    now = []
-    monkeypatch.setattr("resource.getrlimit", lambda which: (soft, hard))
-    monkeypatch.setattr("resource.setrlimit", lambda which, limits: now.append(limits))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr(
-        "jax.experimental.topologies.get_topology_desc",
-        lambda **options: SimpleNamespace(devices=[SimpleNamespace(device_kind="TPU v4")]),
-    )
-    describe("v4:2x2x4")
-    assert now == [(size, hard) for size in expected]
 
 
 def test_without_the_compiler_it_is_named(monkeypatch):

@@ -4,7 +4,6 @@ import importlib.util
 import math
 import os
 import re
-import resource
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +13,6 @@ from meliad_like.errors import UserError
 from meliad_like.training.hardware import DATASHEET_FLOPS
 
 GIB = 2**30
-
-COMPILER_STACK = 2**26
-"""Bytes. The TPU compiler recurses: in the usual 2**23 it crashes at the longest of the papers' programs."""
 
 CHIPS_OF_A_HOST = 4
 """As the TPU compiler takes a host of any generation to be; smaller slices are told to it."""
@@ -77,7 +73,6 @@ def describe(name: str) -> Topology:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }.items():
         os.environ.setdefault(variable, value)
-    _allow_stack(COMPILER_STACK)
     from jax.experimental import topologies
 
     # JAX runs v4 with one device a chip; later generations are so by themselves.
@@ -91,12 +86,3 @@ def describe(name: str) -> Topology:
         raise UserError(f"the TPU compiler knows no topology {name}: {str(error).splitlines()[0]}") from None
     kind = devices[0].device_kind
     return Topology(name, devices, kind, CHIPS.get(kind), DATASHEET_FLOPS.get(kind))
-
-
-def _allow_stack(num_bytes: int) -> None:
-    """Lets the main thread's stack grow to this size, or to as much as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    if hard != resource.RLIM_INFINITY:
-        num_bytes = min(num_bytes, hard)
-    if soft != resource.RLIM_INFINITY and soft < num_bytes:
-        resource.setrlimit(resource.RLIMIT_STACK, (num_bytes, hard))
