@@ -177,6 +177,15 @@ def test_settings_that_are_not_the_scores_are_named(place, tmp_path):
         selector_commands.train(asked(place, "HistoryConfig.span_length = 4"), tmp_path, str(place / "scores"))
 
 
+def test_scores_of_other_documents_are_another_training(place, tmp_path):
+    for second in ("two", "three"):
+        commands.score(asked(place, documents=("one", second), document_tokens=140), tmp_path / second)
+    assert len({StrideStore(tmp_path / second).numbers.shape for second in ("two", "three")}) == 1
+    assert selector_commands.train(asked(place), tmp_path / "selector", str(tmp_path / "two")) == 0
+    with pytest.raises(UserError, match="trained_on.documents is '[0-9a-f]{64}' there and '[0-9a-f]{64}' here: choose"):
+        selector_commands.train(asked(place), tmp_path / "selector", str(tmp_path / "three"))
+
+
 def test_a_selector_of_another_vocabulary_is_an_error_that_names_both(place, tmp_path):
     other = make_place(tmp_path, size_multiple=64)
     with pytest.raises(

@@ -84,6 +84,11 @@ class StoreInfo:
         """How many numbers it has."""
         return num_candidates(stride, self.config) if self.what == "scores" else self.config.num_spans
 
+    @property
+    def documents_fingerprint(self) -> str:
+        """SHA-256 of which documents they are, and how much of each is used."""
+        return hashlib.sha256(json.dumps([self.documents, self.lengths, self.indices]).encode()).hexdigest()
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 

@@ -72,6 +72,7 @@ def train(request: Request, folder: Path, scores: str) -> int:
             "begun_with": fingerprint(opened.model, opened.params),
             "store_fingerprint": store.fingerprint,
             "split": scored.info.split,
+            "documents": scored.info.documents_fingerprint,
             "num_documents": len(scored.info.documents),
             "num_pairs": len(scored.numbers),
         },
