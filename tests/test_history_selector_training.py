@@ -1,9 +1,11 @@
 """Training of selectors of ancient history: what is read, in which order, and that a run that stops goes on."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from meliad_like.errors import UserError
 from meliad_like.history.selectors import training
 from meliad_like.history.selectors.checkpoint import open_selector
 from meliad_like.history.selectors.inputs import DocumentTexts, Places, make_inputs
-from meliad_like.history.selectors.pairs import Order, Pairs, held_out, some_strides
+from meliad_like.history.selectors.pairs import Order, Pairs, encode_places, held_out, some_strides
 from meliad_like.history.selectors.training import agreement, train_selector
 from meliad_like.models.history_selector import SelectorConfig
 from meliad_like.training.preemption import EXIT_STATUS
@@ -57,6 +59,49 @@ def test_nothing_to_read_is_named():
     leaking = dataclasses.replace(HISTORY, selector_context="released_code")
     with pytest.raises(UserError, match="context_tokens=5 has no effect on HistoryConfig.selector_context='rel"):
         make_inputs(leaking, SelectorConfig(context_tokens=5), VOCABULARY)
+
+
+def test_a_place_costs_the_same_wherever_it_is():
+    """Its stride is found by its number, without those before it."""
+
+    class Endless(MadeUp):
+        lengths = np.array([10**12])
+
+        def tokens(self, document, start, stop):
+            return np.broadcast_to(np.int32(97), stop - start)
+
+    texts = DocumentTexts(make_inputs(HISTORY, SelectorConfig(), VOCABULARY), Endless())
+    far = Places(np.array([0]), np.array([10**11]), np.array([10]))
+    assert texts("context", far).tokens.tolist() == [[97] * 8]
+
+
+def test_encoding_goes_on_after_a_full_disk(tmp_path, monkeypatch):
+    selector, encoder, inputs = selector_of("light", train_encoder=False)
+    places, texts = pairs_of().places, DocumentTexts(inputs, MadeUp())
+    told: list[int] = []
+
+    def encode(folder):
+        told.clear()
+        return encode_places(selector, encoder, places, texts, folder, 8, lambda done, total: told.append(done))
+
+    whole = encode(tmp_path / "whole")
+    opened = Path.open
+
+    def open_or_fail(path, mode="r", *arguments, **options):
+        file = opened(path, mode, *arguments, **options)
+        if "w" in mode and "span.done" in path.name and len(told) == 3:
+            # What the system has done until then is done.
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_or_fail)
+        with pytest.raises(OSError, match="No space left"):
+            encode(tmp_path / "part")
+    part = encode(tmp_path / "part")
+    assert told[0] == 16
+    for name, values in whole.values.items():
+        np.testing.assert_array_equal(part.values[name], values)
 
 
 def test_documents_are_held_out():
@@ -180,6 +225,8 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
         ({"validation_every": 1}, "validation_every=1 must be at least 2"),
         ({"learning_rate": 0.0}, "learning_rate=0.0 and epsilon=1e-06 must be positive"),
         ({"batch_size": 0}, "SelectorTrainingConfig.batch_size=0 must be at least 1"),
+        # jax takes seeds modulo 2**32, and none that are longer than 64 bits.
+        ({"seed": 2**32}, "SelectorTrainingConfig.seed=4294967296 must not be negative, and below 2\\*\\*32"),
     ],
 )
 def test_settings_are_checked(changes, message):

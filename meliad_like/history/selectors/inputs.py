@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, strides
+from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, stride_of
 from meliad_like.models.history_selector import Kind, Part, SelectorConfig
 
 
@@ -132,11 +132,10 @@ class DocumentTexts:
         """One text of this part for each place."""
         read = []
         for document, number, end in zip(*(column.tolist() for column in places), strict=True):
-            tokens, by_number = self._document(document)
-            read.append(self._inputs.texts(part, tokens, by_number[number], np.array([end])))
+            tokens = self._document(document)
+            stride = stride_of(number, len(tokens), self._inputs.history, document)
+            read.append(self._inputs.texts(part, tokens, stride, np.array([end])))
         return Texts(*(np.concatenate(column) for column in zip(*read, strict=True)))
 
-    def _read(self, document: int) -> tuple[np.ndarray, list[Stride]]:
-        length = int(self._documents.lengths[document])
-        by_number = list(strides(length, self._inputs.history, document))
-        return self._documents.tokens(document, 0, length), by_number
+    def _read(self, document: int) -> np.ndarray:
+        return self._documents.tokens(document, 0, int(self._documents.lengths[document]))

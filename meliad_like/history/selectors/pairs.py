@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.inputs import DocumentTexts, Places, Texts
 from meliad_like.models.history_selector import Params, Part, Selector
+from meliad_like.remote import write_whole
 
 
 class Pairs(NamedTuple):
@@ -149,7 +150,7 @@ def encode_places(
             rows = first[start : start + batch_size]
             file[start : start + len(rows)] = encode_batch(encode, params, texts(part, places.take(rows)), batch_size)
             file.flush()
-            progress.write_text(str(start + len(rows)))
+            write_whole(progress, str(start + len(rows)))
         done += len(first)
         values[part] = np.load(path, mmap_mode="r")
     told(done, total)
