@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -131,8 +132,8 @@ class Store:
 def test_what_does_not_fit_is_named(folders, tmp_path):
     both = open_selectors([folders / "light", folders / "joint"], HISTORY, Store(VOCABULARY))
     assert [selector.name for selector in both] == ["light_selector", "learned_selector"]
-    twice = open_selectors([folders / "light", folders / "light"], HISTORY, Store(VOCABULARY))
-    assert twice[0].name == "light_selector:light"
+    with pytest.raises(UserError, match="the selector .*light is given twice"):
+        open_selectors([folders / "light", f"{folders}/joint/../light"], HISTORY, Store(VOCABULARY))
     other = ByteVocabulary(size_multiple=64)
     message = f"the selector .*light: {VOCABULARY.fingerprint[:12]} {other.fingerprint[:12]}"
     with pytest.raises(UserError, match=message):
@@ -142,6 +143,41 @@ def test_what_does_not_fit_is_named(folders, tmp_path):
         open_selectors([folders / "light"], longer, Store(VOCABULARY))
     with pytest.raises(UserError, match="there is no selector in .*train_selector --output=DIR makes one"):
         open_selector(tmp_path)
+
+
+def test_selectors_of_the_same_kind_have_different_names(folders, tmp_path):
+    for name in ("other", "light"):
+        shutil.copytree(folders / "light", tmp_path / name)
+
+    def names(*places):
+        return [selector.name for selector in open_selectors(places, HISTORY, Store(VOCABULARY))]
+
+    assert names(folders / "light", tmp_path / "other") == ["light_selector:light", "light_selector:other"]
+    # Also where the folders' own names are the same.
+    assert names(folders / "light", tmp_path / "light") == [
+        f"light_selector:{folders.resolve() / 'light'}", f"light_selector:{tmp_path.resolve() / 'light'}",
+    ]  # fmt: skip
+
+
+def test_a_home_folder_is_found(folders, monkeypatch):
+    monkeypatch.setenv("HOME", str(folders))
+    assert open_selector("~/light").step == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"selector": {', "selector.json is not JSON: "),
+        ("[]", "selector.json is damaged: it holds a list"),
+        ('{"selector": {}, "history": 3}', "selector.json is damaged: history is 3, not of the type dict"),
+    ],
+)
+def test_a_damaged_selector_is_named(tmp_path, text, message):
+    (tmp_path / "selector.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        open_selector(tmp_path)
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, "light", train_encoder=False)
 
 
 def test_a_selector_of_another_version_is_named(folders, monkeypatch):

@@ -9,7 +9,6 @@ metrics.jsonl
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from meliad_like.history.selectors.inputs import SelectorInputs, make_inputs
 from meliad_like.history.spans import HistoryConfig
 from meliad_like.models.history_selector import Params, Selector, SelectorConfig
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.saved_json import check_fields, read_json
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.opening import VOCABULARY_FOLDER
 
@@ -75,7 +75,7 @@ def open_selector(folder: str | Path) -> OpenedSelector:
     Raises:
       UserError: there is no selector, or its files don't belong together.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     saved = read_metadata(folder)
     configs = {name: _restore_config(kind, saved[name], folder) for name, kind in CONFIGS.items()}
     vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
@@ -101,14 +101,17 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     """The contents of `selector.json`.
 
     Raises:
-      UserError: there is none.
+      UserError: there is none, or it is damaged.
     """
     try:
-        return json.loads((folder / FILE_NAME).read_text())
+        saved = read_json(folder / FILE_NAME)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"there is no selector in {folder}: python -m meliad_like.history train_selector --output=DIR makes one"
         ) from None
+    types: dict[str, type] = dict.fromkeys(CONFIGS, dict)
+    check_fields(saved, types | {"vocabulary_fingerprint": str, "vocabulary_size": int}, str(folder / FILE_NAME))
+    return saved
 
 
 def on_one_device(abstract: Any) -> Any:

@@ -127,16 +127,19 @@ class LearnedSelector:
 def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store: TokenStore) -> list[LearnedSelector]:
     """Selectors from their trainings' folders, for the documents of any store with the same vocabulary.
 
-    Those that would have the same name have their folder's name as well.
+    Those that would have the same name have their folder's name as well, or all of its path.
 
     Raises:
-      UserError: there is no selector, or it was trained with another vocabulary or other spans.
+      UserError: there is no selector, it is given twice, or it was trained with another vocabulary or other spans.
     """
+    places = [Path(folder).expanduser().resolve() for folder in folders]
+    if twice := [place for place, count in Counter(places).items() if count > 1]:
+        raise UserError(f"the selector {twice[0]} is given twice")
     selectors = [_open(folder, history, store) for folder in folders]
-    kinds = Counter(selector.name for selector in selectors)
-    for selector, folder in zip(selectors, folders, strict=True):
+    kinds, last_parts = Counter(selector.name for selector in selectors), Counter(place.name for place in places)
+    for selector, place in zip(selectors, places, strict=True):
         if kinds[selector.name] > 1:
-            selector.name += f":{Path(folder).resolve().name}"
+            selector.name += f":{place.name if last_parts[place.name] == 1 else place}"
     return selectors
 
 

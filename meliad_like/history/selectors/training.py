@@ -19,6 +19,7 @@ from meliad_like.evaluation.report import with_progress
 from meliad_like.history.selectors.checkpoint import (
     FILE_NAME,
     on_one_device,
+    read_metadata,
     save_encoder,
     selector_metadata,
 )
@@ -289,7 +290,7 @@ def _begin(workdir: Path, metadata: dict[str, Any], vocabulary: Vocabulary) -> N
     """Writes `selector.json`, or compares it with what is there."""
     path = workdir / FILE_NAME
     if path.exists():
-        compare_metadata(workdir, json.loads(path.read_text()), metadata, MAY_CHANGE)
+        compare_metadata(workdir, read_metadata(workdir), metadata, MAY_CHANGE)
     workdir.mkdir(parents=True, exist_ok=True)
     save_vocabulary(vocabulary, workdir)
     write_whole(path, json.dumps(metadata, indent=2) + "\n")
