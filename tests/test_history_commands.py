@@ -215,6 +215,16 @@ def test_a_part_of_the_documents_is_read_as_all_of_them_are(place):
     assert len(chosen[0]) > 5 and chosen[0] == chosen[1] == chosen[2]
 
 
+def test_a_part_of_the_documents_is_selected_for_as_all_of_them_are(place, tmp_path):
+    found = []
+    for name, changes in (("all", {}), ("part", {"documents": ("2",)})):
+        commands.select_spans(request(place, **changes), tmp_path / name, ["random"])
+        store = StrideStore(tmp_path / name)
+        document = store.info.documents.index("2")
+        found.append([store[i].tolist() for i, stride in enumerate(store.strides) if stride.document == document])
+    assert len(found[0]) > 1 and found[0] == found[1]
+
+
 def test_search(place, tmp_path, capsys):
     asked = request(place, split="train", max_tokens=70)
     commands.search(asked, tmp_path, (6, 12), (4, 6))

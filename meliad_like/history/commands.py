@@ -105,7 +105,10 @@ def select_spans(request: Request, folder: Path, names: Sequence[str], selectors
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
         for stride in strides:
-            ends, scores = rank(scorer, info.documents[stride.document], tokens(stride.document), stride, info.config)
+            name, document = info.documents[stride.document], tokens(stride.document)
+            # Chance goes by the place in the split, as where spans are selected at once.
+            placed = stride._replace(document=info.indices[stride.document])
+            ends, scores = rank(scorer, name, document, placed, info.config)
             yield select(scores, ends, info.config)
 
     with_progress("selections", lambda progress: store.fill(make, progress))
