@@ -29,7 +29,9 @@ SEED = flags.DEFINE_integer(
     lower_bound=0,
     upper_bound=2**32 - 1,
 )
-STOP_AT_END = flags.DEFINE_bool("stop_at_end", True, "Whether the end of the document ends the text, or is not drawn.")
+STOP_AT_END = flags.DEFINE_bool(
+    "stop_at_end", True, "Whether the end of the document ends the text. If not, it is not drawn, or ends a line only."
+)
 SAVE_CARRY = flags.DEFINE_string("save_carry", None, "File for all that the model remembers, to go on from later.")
 LOAD_CARRY = flags.DEFINE_string("load_carry", None, "File of --save_carry; a prompt is read after what it remembers.")
 CHUNK = flags.DEFINE_integer("chunk", 8, "Tokens that are made before they are shown.", lower_bound=1)

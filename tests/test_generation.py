@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from meliad_like.config import RunConfig
+from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
 from meliad_like.data.documents import SourceConfig
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import ReaderConfig
@@ -242,6 +243,23 @@ def test_stopping_and_going_on_writes_the_same_text(opened, tmp_path):
     assert text(40, load_carry=carry) == whole[-len(text(40, load_carry=carry)) :]
     assert text(40, load_carry=carry, seed=1) not in whole
     assert text(40, " And", load_carry=carry) not in whole
+
+
+def test_of_whole_words_the_end_of_a_document_may_end_lines_alone(opened):
+    vocabulary = DictionaryVocabulary([("Call", 2), ("me", 1)], size_multiple=V)
+    end = vocabulary.end_of_document
+    params = opened.params | {"embedding": opened.params["embedding"].at[end].multiply(4)}
+    words = opened._replace(params=params, vocabulary=vocabulary)
+
+    def write_lines(stop_at_end):
+        out = io.StringIO()
+        speed = write_text(words, TextRequest("Call me", 100, SamplingConfig(), stop_at_end=stop_at_end), out.write)
+        return speed.tokens_written, out.getvalue().count("\n"), out.getvalue().endswith("\n")
+
+    num_tokens, *lines = write_lines(stop_at_end=True)
+    assert num_tokens < 100 and lines == [1, True]
+    num_tokens, num_lines, _ = write_lines(stop_at_end=False)
+    assert num_tokens == 100 and num_lines > 1
 
 
 class NoEuro(ByteVocabulary):

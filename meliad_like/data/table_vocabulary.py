@@ -21,7 +21,7 @@ class Vocabulary(Protocol):
     size: int
     """Number of ids, unused ones included."""
     end_of_document: int
-    """The id that ends a document; no text is encoded to it."""
+    """The id that ends a document; no text is encoded to it, but for lines that end with it, too (whole words)."""
 
     @property
     def lossless(self) -> bool:
@@ -46,7 +46,8 @@ class Vocabulary(Protocol):
         ...
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The UTF-8 of these ids, which may begin and end within a character; the end of a document gives nothing.
+        """The UTF-8 of these ids, which may begin and end within a character; the end of a document gives nothing, or a
+        newline where it ends lines as well.
 
         Raises:
           UserError: an id is out of range.

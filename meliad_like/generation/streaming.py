@@ -39,7 +39,7 @@ class Generator:
         params: Any,
         *,
         segment_length: int,
-        end_of_document: int,
+        end_of_document: int | None,
         sampling: SamplingConfig,
         stop_at_end: bool = True,
         chunk: int = 8,
@@ -47,7 +47,7 @@ class Generator:
         """
         Args:
           segment_length: tokens of a prompt that are read at once, a multiple of the model's window.
-          end_of_document: the token that ends a document.
+          end_of_document: the token that ends a document; None: whatever token is drawn, writing goes on.
           stop_at_end: whether that token ends the writing; if not, it is never drawn. (A model has learned to write
             it, never to read it.)
           chunk: tokens that are made between two returns to the host.
@@ -168,7 +168,7 @@ def _write_tokens(
     count,
     *,
     sampling: SamplingConfig,
-    end_of_document: int,
+    end_of_document: int | None,
     stop_at_end: bool,
     chunk: int,
 ):
@@ -177,12 +177,13 @@ def _write_tokens(
 
     def unfinished(loop):
         i, _, token, _, _ = loop
-        return (i < count) & ((i == 0) | (token[0] != end_of_document))
+        going_on = end_of_document is None or token[0] != end_of_document
+        return (i < count) & ((i == 0) | going_on)
 
     def write_token(loop):
         i, carry, token, key, written = loop
         logits, carry = module.decode_step(token, carry)
-        if not stop_at_end:
+        if end_of_document is not None and not stop_at_end:
             logits = logits.at[:, end_of_document].set(-jnp.inf)
         key, token_key = jax.random.split(jax.random.wrap_key_data(key))
         token = sample(logits, token_key, sampling)

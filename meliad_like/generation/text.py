@@ -31,7 +31,8 @@ class TextRequest:
     seed: int | None = None
     """Of the draws; None: 0, or as `load_carry` has it."""
     stop_at_end: bool = True
-    """Whether the end of the document ends the text; if not, it is never drawn."""
+    """Whether the end of the document ends the text; if not, it is never drawn, or ends no more than a line where it
+    does that, too (in vocabularies of whole words)."""
     load_carry: str | None = None
     """File to go on from; the prompt is read after what it remembers."""
     save_carry: str | None = None
@@ -59,11 +60,12 @@ def write_text(opened: OpenedCheckpoint, request: TextRequest, show: Callable[[s
     """
     vocabulary = opened.vocabulary
     tokens = encode_prompt(vocabulary, request.prompt)
+    ends_lines = bool(vocabulary.decode_bytes([vocabulary.end_of_document]))
     generator = Generator(
         opened.model,
         opened.params,
         segment_length=opened.run.data.segment_length,
-        end_of_document=vocabulary.end_of_document,
+        end_of_document=None if ends_lines and not request.stop_at_end else vocabulary.end_of_document,
         sampling=request.sampling,
         stop_at_end=request.stop_at_end,
         chunk=request.chunk,
