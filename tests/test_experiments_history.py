@@ -15,7 +15,7 @@ from meliad_like import config
 from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
 from meliad_like.evaluation import opening
-from meliad_like.experiments import ancient_history
+from meliad_like.experiments import ancient_history, history_report
 from meliad_like.experiments.ancient_history import HistoryExperiment
 from meliad_like.experiments.tables.ancient_history import ALWAYS, PAPER, ROWS, SCALES, rows_of
 from meliad_like.history import commands
@@ -110,6 +110,11 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
         rounded = dataclasses.replace(made, gin_params=(*made.gin_params, "PretrainedConfig.matmul_dtype = 'bfloat16'"))
         with pytest.raises(AssertionError, match="matmul_dtype = 'bfloat16'"):
             rounded.make()
+        # Another selector in the place of one that was evaluated, although it is the best at the same step.
+        patch.setattr(HistoryExperiment, "_train", lambda self, row: 0)
+        faster = dataclasses.replace(made, gin_params=(*made.gin_params, "SelectorTrainingConfig.learning_rate = 1.0"))
+        with pytest.raises(AssertionError, match="it is done"):
+            faster.make()
 
     # Other rows of other documents take the place of what was evaluated, without being told to.
     monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: [row for row in ROWS if row.name in ALWAYS])
@@ -145,6 +150,19 @@ def test_what_is_done_is_of_one_model_and_its_documents(tmp_path, monkeypatch):
     rounded = "PretrainedConfig.activation_dtype = 'bfloat16'"
     dataclasses.replace(made, gin_params=(*made.gin_params, rounded))._score()
     assert bound == [[], [], [], [rounded]]
+
+
+@pytest.mark.parametrize(("oracle", "end"), [(2.0, "the best ones +2.00: 50% of the way."), (1.0, "best ones +1.00.")])
+def test_selectors_that_can_choose_nothing_have_no_way_to_go(tmp_path, oracle, end):
+    folder = tmp_path / "learned_selector"
+    folder.mkdir()
+    gains = {"chosen_gain": (1 + oracle) / 2, "random_gain": 1.0, "oracle_gain": oracle}
+    line = {"step": 5, "kind": "validation", "loss": 1.0, "correlation": 0.5, **gains}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    trained_on = {"num_pairs": 3, "num_documents": 2}
+    (folder / "selector.json").write_text(json.dumps({"leaks_the_future": False, "trained_on": trained_on}))
+    (row,) = (row for row in ROWS if row.name == "learned_selector")
+    assert history_report._selectors(tmp_path, [row])[1].endswith(end)
 
 
 @pytest.mark.parametrize(

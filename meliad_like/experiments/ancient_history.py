@@ -163,10 +163,14 @@ class HistoryExperiment:
             commands.score(request, self.folder / "scores")
             self._finish("scores", settings, began)
 
-    def _train(self, row: HistoryRow) -> int:
+    def _training(self, row: HistoryRow) -> dict[str, Any]:
+        """What decides a selector."""
         run = self.run(row)
         settings = {name: dataclasses.asdict(getattr(run, name)) for name in PARTS if name != "mesh"}
-        settings |= self._reading(run) | self._amounts
+        return settings | self._reading(run) | self._amounts
+
+    def _train(self, row: HistoryRow) -> int:
+        run, settings = self.run(row), self._training(row)
         if self._done(row.name, settings):
             return 0
         began = time.perf_counter()
@@ -181,22 +185,25 @@ class HistoryExperiment:
         request = self._request(
             run, self.split, document_tokens=self.scale.evaluated_document_tokens, max_tokens=self.max_tokens
         )
-        steps = {row.name: open_selector(self.folder / row.name).step for row in trained}
+        # Another selector may be the best at the same step.
+        selectors = {
+            row.name: self._training(row) | {"step": open_selector(self.folder / row.name).step} for row in trained
+        }
         settings = self._reading(run) | {
             "version": VERSION,
             "rows": [row.name for row in self.rows],
             "split": self.split,
             "max_tokens": self.max_tokens,
             "document_tokens": self.scale.evaluated_document_tokens,
-            "selectors": steps,
+            "selectors": selectors,
         }
         if self._done("evaluation", settings):
             return
         began = time.perf_counter()
         # The plain window is always there.
         names = [row.name for row in self.rows if row.selector is None and row.name != BASELINE]
-        selectors = [str(self.folder / row.name) for row in trained]
-        commands.evaluate_selections(request, self.folder / "evaluation", names, selectors, replace=True)
+        folders = [str(self.folder / row.name) for row in trained]
+        commands.evaluate_selections(request, self.folder / "evaluation", names, folders, replace=True)
         self._finish("evaluation", settings, began)
 
     def _done(self, part: str, settings: Mapping[str, Any]) -> bool:

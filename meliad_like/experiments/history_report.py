@@ -106,14 +106,15 @@ def _selectors(folder: Path, rows: Sequence[HistoryRow]) -> list[str]:
         metrics = [json.loads(line) for line in path.read_text().splitlines()]
         best = min((line for line in metrics if line["kind"].startswith("validation")), key=lambda line: line["loss"])
         saved = json.loads((folder / row.name / "selector.json").read_text())
-        of_gain = (best["chosen_gain"] - best["random_gain"]) / (best["oracle_gain"] - best["random_gain"])
+        way = best["oracle_gain"] - best["random_gain"]
+        # Where there are no more candidates than places, all are chosen.
+        reached = f": {(best['chosen_gain'] - best['random_gain']) / way:.0%} of the way" if way > 1e-9 else ""
         lines.append(
             f"- {label(row.label, saved['leaks_the_future'])}: {saved['trained_on']['num_pairs']:,} pairs of "
             f"{saved['trained_on']['num_documents']:,} documents, the best of {metrics[-1]['step']:,} steps is "
             f"{best['step']:,}. On documents held out its predictions correlate with the gains by "
             f"{best['correlation']:.2f}; a span that it would choose is worth {best['chosen_gain']:+.2f} nats alone, "
-            f"one by chance {best['random_gain']:+.2f}, the best ones {best['oracle_gain']:+.2f}: {of_gain:.0%} of the "
-            "way."
+            f"one by chance {best['random_gain']:+.2f}, the best ones {best['oracle_gain']:+.2f}{reached}."
         )
     return ["## Training of the selectors", "\n".join(lines)] if lines else []
 
