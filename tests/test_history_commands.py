@@ -179,6 +179,15 @@ def test_a_journal_that_was_cut_short_begins_again(tmp_path):
         assert (tmp_path / "documents.jsonl").read_text() == '{"config": [1, 2]}\n'
 
 
+def test_a_damaged_journal_is_named(tmp_path):
+    Journal(tmp_path, {"config": 1}).write(0, DocumentSums(num_tokens=3))
+    path = tmp_path / "documents.jsonl"
+    for number, damaged in ((1, "}\n" + path.read_text()), (3, path.read_text() + '{"document": \n')):
+        path.write_text(damaged)
+        with pytest.raises(UserError, match=f"documents.jsonl:{number} is not JSON: "):
+            Journal(tmp_path, {"config": 1})
+
+
 def test_another_evaluation_gives_way_only_if_it_may(tmp_path):
     Journal(tmp_path, {"config": 1}).write(0, DocumentSums(num_tokens=3))
     with pytest.raises(UserError, match="has an evaluation of another config"):
