@@ -64,7 +64,16 @@ def main() -> None:
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale is
     if ECHO.value:
         print(f"--- read, up to here:\n{prompt[-ECHO.value :]}\n--- written:")
-    speed = write_text(opened, request, lambda text: print(text, end="", flush=True))
+    try:
+        speed = write_text(opened, request, lambda text: print(text, end="", flush=True))
+    except BrokenPipeError:
+        # Who reads has enough, such as `head`. What was not shown is held back until the exit, and must go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if SAVE_CARRY.value is not None:
+            raise UserError(
+                f"the output was closed before its end: nothing is in --save_carry={SAVE_CARRY.value}"
+            ) from None
+        return
     # On stderr alone, so that the output of two runs with a carry between them is the output of one.
     rate = f", {speed.tokens_per_second:.0f} tokens/s" if speed.tokens_per_second else ""
     print(

@@ -330,6 +330,18 @@ def test_command_line(folder, tmp_path):
     assert b"tokens/s" in done.stderr
 
 
+@pytest.mark.parametrize(("place", "status"), [(None, 0), ("place.npz", 2)])
+def test_who_reads_may_have_enough(folder, tmp_path, place, status):
+    save = [] if place is None else [f"--save_carry={tmp_path / place}"]
+    command = [sys.executable, "-m", "meliad_like.generate", f"--checkpoint={folder}", "--prompt=a", *save]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        said = process.stderr.read().decode().splitlines()
+    assert process.returncode == status
+    told = f"error: the output was closed before its end: nothing is in --save_carry={tmp_path / 'place.npz'}"
+    assert said == ([] if place is None else [told])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
