@@ -147,11 +147,9 @@ def write_table(entries: Sequence[Entry], results: dict[str, Any]) -> str:
             lines += ["", header, "|---" * (1 + len(columns)) + "|"]
         lines.append(f"| {names} | {' | '.join(_cell(results.get(key)) for key in keys)} |")
     wanted = {key for keys in rows for key in keys}
-    lines += [
-        "",
-        f"{len(wanted & results.keys())} of {len(wanted)} different programs have been compiled; "
-        "the other rows are left out.",
-    ]
+    there = len(wanted & results.keys())
+    left_out = "" if there == len(wanted) else "; rows of which nothing is known are left out"
+    lines += ["", f"{there} of {len(wanted)} different programs have been compiled{left_out}."]
     return "\n".join(lines[1:])
 
 
