@@ -1,6 +1,7 @@
 """Flags that the entry points share, and how a mistake on the command line is reported."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -18,6 +19,10 @@ GIN_FILE = flags.DEFINE_multi_string(
 GIN_PARAM = flags.DEFINE_multi_string(
     "gin_param", [], "One binding on top of the files, such as DecoderConfig.num_layers=3. Repeatable; the last wins."
 )
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REFUSED = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
+"""What a system says of a path that somebody has named. Commands look for missing files themselves, and say more."""
 
 
 def read_config() -> "RunConfig":
@@ -46,9 +51,11 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
         except UserError as error:
             return _fail(error)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            return _fail(f"the disk is full: {error.filename or 'a file'} could not be written; free some space")
+            if error.errno in FULL:
+                return _fail(f"the disk is full: {error.filename or 'a file'} could not be written; free some space")
+            if error.errno in REFUSED and error.filename is not None:
+                return _fail(f"{error.filename}: {os.strerror(error.errno)}; name another path")
+            raise
         except bucket_errors() as error:
             said = " ".join(str(error).split())
             return _fail(f"the object store does not do what it is asked: {said}; the same command tries it again")

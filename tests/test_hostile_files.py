@@ -199,6 +199,23 @@ def test_a_full_disk_is_one_line_wherever_it_is_met():
     assert result.stderr == "error: the disk is full: a file could not be written; free some space\n"
 
 
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [("file", "File exists"), ("file/below", "Not a directory"), (".", None), ("n" * 300, "File name")],
+)
+def test_a_path_that_the_system_refuses_is_one_line(tmp_path, folder, said):
+    (tmp_path / "file").touch()
+    program = f"""
+        import pathlib
+        from meliad_like import command_line
+        command_line.run(lambda: pathlib.Path({str(tmp_path / folder)!r}).mkdir(parents=True, exist_ok=True))
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert result.returncode == (0 if said is None else 2)
+    assert result.stderr.startswith(f"error: {tmp_path / folder}: {said}" if said else "")
+    assert result.stderr.endswith("; name another path\n" if said else "") and result.stderr.count("\n") == bool(said)
+
+
 class Malicious:
     """Unpickled, it writes a file."""
 
