@@ -194,7 +194,8 @@ def test_an_axis_of_one_device_changes_nothing():
     axes = ("data", "fsdp", "tensor")
     without = jax.make_mesh((2, 2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
     texts = [compile_losses(SKIP, mesh).as_text() for mesh in (without, make_mesh(MeshConfig(2, 2, 2)))]
-    # Where in our source an operation comes from depends on what was traced before.
+    # Where in our source an operation comes from depends on what was traced before; newer compilers name the axes.
+    texts[1] = texts[1].replace(",'sequence'=1", "")
     programs = [re.findall(r"^(?:[%} ]|ENTRY).*", re.sub(r", metadata=\{.*?\}", "", text), re.M) for text in texts]
     assert len(programs[0]) > 100
     assert programs[0] == programs[1]

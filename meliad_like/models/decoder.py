@@ -67,7 +67,9 @@ class Decoder(nnx.Module):
         n, w = num_parts() * tokens.shape[1], self.config.window_length
         if n % w or start.shape[1] != n // w:
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
-        table = constrain(self.embedding[...].astype(self.dtype), "vocabulary", None)
+        # XLA crashes where a part of a segment would look something up along the vocabulary that `tensor` cuts.
+        vocabulary = "vocabulary" if num_parts() == 1 else None
+        table = constrain(self.embedding[...].astype(self.dtype), vocabulary, None)
         x = constrain(table[tokens], "lanes", None, None)
         positions = block_positions(carry.position, start, w)
         # Segments are apart for the gradient, whatever it is taken with respect to.
