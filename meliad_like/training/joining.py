@@ -173,7 +173,11 @@ def _listen(port: int, num_processes: int, deadline: float, timeout_seconds: flo
     present: dict[int, socket.socket] = {}
     problem = None
     with server:
-        while len(present) < num_processes - 1 and problem is None:
+        while problem is None:
+            # One that has gone may begin again, and must find this one listening.
+            present = {number: connection for number, connection in present.items() if not _has_gone(connection)}
+            if len(present) == num_processes - 1:
+                break
             server.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
                 connection, _ = server.accept()
@@ -215,6 +219,19 @@ def _heard(connection: socket.socket) -> tuple[int, int]:
     number, total = json.loads(connection.recv(64))
     _keep_alive(connection)
     return int(number), int(total)
+
+
+def _has_gone(connection: socket.socket) -> bool:
+    """Whether the other side, which has nothing to say before it is answered, has hung up."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.settimeout(GRACE)
 
 
 def _keep_alive(connection: socket.socket) -> None:
