@@ -1,6 +1,8 @@
-"""The one exception whose message is written for the person at the command line, and those of disks and buckets."""
+"""The exception whose message is written for the person at the command line, and those of disks, buckets and npz files."""
 
 import sys
+import zipfile
+import zlib
 
 
 class UserError(ValueError):
@@ -9,6 +11,10 @@ class UserError(ValueError):
     The message is one line: it names the thing that is wrong and the way out. Entry points print it
     without a traceback and exit with status 2; any other exception is a defect and keeps its traceback.
     """
+
+
+DAMAGED_NPZ = (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError)
+"""What numpy raises of an npz file that is none, empty, or damaged in what the archive says of itself or holds."""
 
 
 def bucket_errors() -> tuple[type[Exception], ...]:

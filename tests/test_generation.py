@@ -214,7 +214,11 @@ def test_files_that_are_no_carry(tmp_path):
     (tmp_path / "text").write_text("not a carry")
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
     np.save(tmp_path / "array.npy", np.zeros(3))
-    for name in ("text", "other.npz", "array.npy"):
+    # A way of compression that there isn't.
+    damaged = bytearray((tmp_path / "other.npz").read_bytes())
+    damaged[damaged.index(b"PK\x01\x02") + 10] = 99
+    (tmp_path / "damaged.npz").write_bytes(damaged)
+    for name in ("text", "other.npz", "array.npy", "damaged.npz"):
         with pytest.raises(UserError, match=f"{name} is not a saved carry"):
             load_reading(tmp_path / name, {}, {})
     with pytest.raises(UserError, match="cannot read the saved carry .*: Is a directory"):

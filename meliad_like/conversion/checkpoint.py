@@ -1,7 +1,5 @@
 """Checkpoints of the reference: reading npz files and orbax folders, and turning them into ours and back."""
 
-import zipfile
-import zlib
 from pathlib import Path
 
 import jax
@@ -14,7 +12,7 @@ from meliad_like.config import RunConfig
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary, make_vocabulary
-from meliad_like.errors import UserError
+from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import family_name
 from meliad_like.models.model import Model
@@ -45,8 +43,7 @@ def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
                 arrays = dict(file)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-        # EOFError: it is empty. NotImplementedError, zlib.error: what a damaged archive says of itself, or holds.
-        except (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError):
+        except DAMAGED_NPZ:
             raise UserError(f"{path} is no npz file, or it is damaged") from None
         for name, array in arrays.items():
             if array.dtype.type is np.void:

@@ -3,14 +3,13 @@
 import dataclasses
 import hashlib
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from meliad_like.errors import UserError
+from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.generation.streaming import Reading
 from meliad_like.remote import replacing
 from meliad_like.training.opening import OpenedCheckpoint
@@ -80,7 +79,7 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
         raise UserError(f"there is no saved carry {path}") from None
     except OSError as error:
         raise UserError(f"cannot read the saved carry {path}: {error.strerror}") from None
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, AttributeError) as error:
+    except (*DAMAGED_NPZ, KeyError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is not a saved carry, or it is damaged") from None
