@@ -46,6 +46,15 @@ def check_steps(config: Any, fields: Sequence[str]) -> None:
             raise UserError(f"{_binding(config, field)} must be below 2**31")
 
 
+def check_seed(config: Any) -> None:
+    """
+    Raises:
+      UserError: `seed` is not one of 32 bits; of a larger one, JAX uses these alone.
+    """
+    if not 0 <= config.seed < 2**32:
+        raise UserError(f"{_binding(config, 'seed')} must not be negative, and below 2**32")
+
+
 def check_shares(config: Any, fields: Sequence[str]) -> None:
     """
     Raises:

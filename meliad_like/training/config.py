@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meliad_like.errors import UserError
-from meliad_like.validation import check_choices, check_not_negative, check_positive, check_steps
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seed, check_steps
 
 Nonfinite = Literal["stop", "skip"]
 
@@ -46,8 +46,7 @@ class TrainingConfig:
             raise UserError("keep_best=True needs an evaluate_every")
         if self.sample_every and not self.sample_tokens:
             raise UserError(f"sample_every={self.sample_every} needs sample_tokens of at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"TrainingConfig.seed={self.seed} must not be negative, and below 2**32")
+        check_seed(self)
         check_positive(self, ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"))
         check_steps(self, ("num_steps",))
         periods = ("evaluate_every", "checkpoint_every", "checkpoint_keep_every", "sample_every")

@@ -3,7 +3,7 @@
 import dataclasses
 
 from meliad_like.errors import UserError
-from meliad_like.validation import check_not_negative, check_positive, check_shares
+from meliad_like.validation import check_not_negative, check_positive, check_seed, check_shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,7 @@ class SelectorTrainingConfig:
         positive = ("num_steps", "batch_size", "encode_batch", "log_every", "checkpoints_kept")
         check_positive(self, positive if self.validation_pairs is None else (*positive, "validation_pairs"))
         check_not_negative(self, ("evaluate_every", "checkpoint_every"))
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"SelectorTrainingConfig.seed={self.seed} must not be negative, and below 2**32")
+        check_seed(self)
         check_shares(self, ("first_decay", "second_decay"))
         if self.learning_rate <= 0 or self.epsilon <= 0 or self.weight_decay < 0:
             raise UserError(
