@@ -34,7 +34,7 @@ class MeshConfig:
     """Parts that heads, feed-forward width and vocabulary are cut into; these devices share their lanes."""
     sequence: int = 1
     """Parts that the blocks of a segment are cut into, for segments that are too long for one device; only for decoders
-    without feedback and external memory. Dropout is that of one device where a part is a multiple of 128 tokens."""
+    without feedback and external memory."""
 
     def __post_init__(self):
         check_positive(self, ("fsdp", "tensor", "sequence"))
