@@ -104,8 +104,9 @@ def _selectors(folder: Path, rows: Sequence[HistoryRow]) -> list[str]:
         if row.selector is None or not path.exists():
             continue
         metrics = [json.loads(line) for line in path.read_text().splitlines()]
-        best = min((line for line in metrics if line["kind"].startswith("validation")), key=lambda line: line["loss"])
         saved = json.loads((folder / row.name / "selector.json").read_text())
+        kind = label("validation", saved["leaks_the_future"])
+        best = min((line for line in metrics if line["kind"] == kind), key=lambda line: line["loss"])
         way = best["oracle_gain"] - best["random_gain"]
         # Where there are no more candidates than places, all are chosen.
         reached = f": {(best['chosen_gain'] - best['random_gain']) / way:.0%} of the way" if way > 1e-9 else ""
