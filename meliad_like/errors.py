@@ -1,4 +1,4 @@
-"""The exception whose message is written for the person at the command line, and those of disks, buckets and npz files."""
+"""The exception whose message is for the person at the command line, and those of disks, buckets and npz files."""
 
 import sys
 import zipfile
