@@ -1,0 +1,89 @@
+"""Registries of kinds: the frozen config dataclasses that can fill one role, such as that of an optimizer or a reader.
+
+A *kind* is a dataclass with only the fields that it reads, so that a field without effect can't be set. The room that
+defines a role owns its registry; whoever adds a kind, in this package or in another one, registers it there, and no
+general code learns its name:
+
+    READERS = Registry("reader")
+
+    @READERS.register("lanes")
+    @dataclasses.dataclass(frozen=True)
+    class LanesReaderConfig: ...
+
+    @dataclasses.dataclass(frozen=True)
+    class RunConfig:
+        reader: Any = kind_field(READERS, LanesReaderConfig)
+
+Packages that register kinds when they are imported name their module in the entry-point group `meliad_like.kinds`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from meliad_like.errors import UserError
+
+ENTRY_POINTS = "meliad_like.kinds"
+
+
+class Registry(Mapping[str, type]):
+    """The config classes of one role, by name."""
+
+    def __init__(self, role: str):
+        self.role = role
+        self._classes: dict[str, type] = {}
+        self._loaded = False
+
+    def register(self, name: str) -> Callable[[type], type]:
+        """A class decorator that adds a frozen config dataclass under `name`."""
+
+        def add(config_class: type) -> type:
+            if self._classes.setdefault(name, config_class) is not config_class:
+                raise ValueError(f"two classes are registered as {self.role} {name!r}")
+            return config_class
+
+        return add
+
+    def _load(self) -> dict[str, type]:
+        if not self._loaded:
+            self._loaded = True
+            for entry_point in entry_points(group=ENTRY_POINTS):
+                entry_point.load()
+        return self._classes
+
+    def __getitem__(self, name: str) -> type:
+        """
+        Raises:
+          UserError: there is no such kind; lists those that there are.
+        """
+        # Kinds of this role's own room are found without loading any other room.
+        found = self._classes.get(name) or self._load().get(name)
+        if found is None:
+            raise UserError(f"{self.role}={name!r} is none of {', '.join(sorted(self._classes))}")
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._classes or name in self._load()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load())
+
+    def __len__(self) -> int:
+        return len(self._load())
+
+    def name_of(self, config: Any) -> str:
+        """The name that the class of `config` is registered under."""
+        return next(name for name, config_class in self._classes.items() if type(config) is config_class)
+
+
+def kind_field(registry: Registry, default: Callable[[], Any], *, many: bool = False) -> Any:
+    """A dataclass field whose value is of a registered kind; with `many`, a tuple of configs of different kinds.
+
+    Args:
+      registry: of the role.
+      default: makes the value that the field has when nothing is said.
+      many: the field holds a tuple. In gin its members are those of the default, and every kind that a gin file or
+        parameter binds a field of.
+    """
+    return dataclasses.field(default_factory=default, metadata={"registry": registry, "many": many})
