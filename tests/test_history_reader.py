@@ -130,6 +130,23 @@ def test_the_shipped_files_read_bytes(name):
     assert (inputs == 10).sum() == 5 * 8
 
 
+def test_every_document_is_copied_from_the_store_once():
+    lengths, read = [400, 300, 500, 350], []
+
+    class Counting(FakeSplit):
+        def tokens(self, document, start, stop):
+            read.append((document, stop - start))
+            return super().tokens(document, start, stop)
+
+    split = Counting(lengths)
+    reader = HistoryReader(
+        split, 2, 24, 4, vocabulary_size=split.vocabulary_size, shuffle=False, epochs=1, config=CONFIG, separator=None,
+        selection=first_spans,
+    )  # fmt: skip
+    assert len(windows(reader)) > 400
+    assert sorted(read) == list(enumerate(lengths))
+
+
 def test_padding_share():
     # 11 targets, and six windows of three but for the last of two.
     assert make([29]).padding_share == pytest.approx(1 - 28 / (7 * 12))

@@ -46,9 +46,9 @@ def test_what_is_read_at_a_place():
     assert read("context", context_tokens=40) == ([*tokens[:32], *[0] * 8], [32])
     leaking = dataclasses.replace(HISTORY, selector_context="released_code")
     assert read("pair", leaking) == ([*span, *tokens[24:40]], [20])
-    # The last stride predicts the tokens from 72 to 75 in a window that begins at 56.
+    # The last stride predicts the tokens from 72 to 75, and the authors' code reads 16 tokens up to its end as well.
     assert read("context", HISTORY, last) == (tokens[64:72].tolist(), [8])
-    assert read("context", leaking, last) == ([*tokens[64:75], *[0] * 5], [11])
+    assert read("context", leaking, last) == (tokens[59:75].tolist(), [16])
 
 
 def test_nothing_to_read_is_named():

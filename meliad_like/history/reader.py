@@ -5,6 +5,7 @@ are all its tokens but the first; of later windows the targets are the last s to
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -97,6 +98,9 @@ class HistoryReader:
         later = -(-lengths // config.stride) - self._first_strides
         self._windows = np.where(self._targets > 0, 1 + np.maximum(later, 0), 0)
         self._schedule = Schedule(self._windows, num_lanes, seed, shuffle=shuffle, epochs=epochs)
+        # A lane reads all windows of a document one after the other; batches that are prepared ahead may already be in
+        # the lane's next document.
+        self._document = lru_cache(maxsize=2 * num_lanes)(self._read_document)
 
     @property
     def _first_strides(self) -> int:
@@ -145,7 +149,7 @@ class HistoryReader:
         length = int(self._split.lengths[document])
         number = min(self._first_strides + index, num_strides(length, self._config)) - 1
         stride = stride_of(number, length, self._config, index_in_split(self._split, document))
-        tokens = self._split.tokens(document, 0, stride.end)
+        tokens = self._document(document)[: stride.end]
         ends = np.zeros(0, np.int64)
         if stride.selects:
             ends = self._selection(self._split.names[document], tokens, stride)
@@ -153,6 +157,9 @@ class HistoryReader:
         if index == 0:
             window = window._replace(scored=window.positions > 0)
         return stride, window
+
+    def _read_document(self, document: int) -> Int[np.ndarray, " tokens"]:
+        return self._split.tokens(document, 0, int(self._split.lengths[document]))
 
 
 def make_selection(data: ReaderConfig, config: HistoryConfig, store: TokenStore, split: str) -> Selection:

@@ -59,12 +59,11 @@ class SelectorInputs:
     def context(self, document: Int[np.ndarray, " tokens"], stride: Stride) -> Int[np.ndarray, " c"]:
         """What a selector reads beside a span, at most `context_length` tokens.
 
-        `prefix_only`: those before the targets. `released_code`: all of the window that spans never replace, which in a
-        document's last stride is less than in others.
+        `prefix_only`: those before the targets. `released_code`: those before the end of the targets, as the authors'
+        code reads them in training and in inference, also where a document's last stride has fewer targets.
         """
-        if self.leaks_the_future:
-            return document[max(stride.end - self.context_length, stride.recent_start) : stride.end]
-        return document[max(stride.first - self.context_length, 0) : stride.first]
+        stop = stride.end if self.leaks_the_future else stride.first
+        return document[max(stop - self.context_length, 0) : stop]
 
     def texts(
         self, part: Part, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
