@@ -7,12 +7,12 @@ import jax
 import numpy as np
 
 from meliad_like.data.vocabulary import ByteVocabulary
-from meliad_like.history.selectors.config import SelectorTrainingConfig
+from meliad_like.history.selectors.config import SelectorConfig, SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import Places, make_inputs
+from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.pairs import Pairs
 from meliad_like.history.selectors.training import train_selector
 from meliad_like.history.spans import HistoryConfig, candidates, scored_strides, span_tokens
-from meliad_like.models.history_selector import Selector, SelectorConfig, encoder_config, encoder_params
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 

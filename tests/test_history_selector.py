@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.models.history_selector import Selector, SelectorConfig, encoder_config, encoder_params
+from meliad_like.history.selectors.config import SelectorConfig
+from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 

@@ -15,10 +15,10 @@ from tiny_run import assert_same_bits, read_metrics
 from meliad_like.errors import UserError
 from meliad_like.history.selectors import training
 from meliad_like.history.selectors.checkpoint import open_selector
+from meliad_like.history.selectors.config import SelectorConfig
 from meliad_like.history.selectors.inputs import DocumentTexts, Places, make_inputs
 from meliad_like.history.selectors.pairs import Order, Pairs, encode_places, held_out, some_strides
 from meliad_like.history.selectors.training import agreement, train_selector
-from meliad_like.models.history_selector import SelectorConfig
 from meliad_like.training.preemption import EXIT_STATUS
 
 WAYS = [("joint", True), ("light", False)]

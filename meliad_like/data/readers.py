@@ -112,6 +112,11 @@ def leaks_the_future(reader: Reader) -> bool:
     return getattr(reader, "leaks_the_future", False)
 
 
+def label(name: str, leaks_the_future: bool) -> str:
+    """A name for tables, files and lines; it says so where what it names was made by reading the targets."""
+    return f"{name} (leaks the future)" if leaks_the_future else name
+
+
 class LanesReader:
     """Each lane reads documents one after the other, one segment a step.
 

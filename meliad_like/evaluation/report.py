@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as RichTable
 
+from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.protocols import ProtocolScore
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
-from meliad_like.history.spans import label
 
 Result = TypeVar("Result")
 

@@ -10,11 +10,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.experiments.pictures import COLOURS
 from meliad_like.experiments.tables.ancient_history import NAME, PAPER, HistoryRow
 from meliad_like.history.report import among
-from meliad_like.history.spans import label
 
 FIGURES = {
     "perplexity": ("perplexity", "{:.4g}"),

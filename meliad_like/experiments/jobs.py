@@ -19,11 +19,11 @@ import numpy as np
 
 from meliad_like import config
 from meliad_like.config import RunConfig
+from meliad_like.data.readers import label
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.experiments.evaluations import Beginnings, by_document, by_protocol
 from meliad_like.experiments.tables import Row
-from meliad_like.history.spans import label
 from meliad_like.models.model import Model
 from meliad_like.remote import write_whole
 from meliad_like.training import preemption

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import Table, with_progress
 from meliad_like.history import report
@@ -25,7 +26,6 @@ from meliad_like.history.spans import (
     Stride,
     candidates,
     index_in_split,
-    label,
     rank,
     select,
 )

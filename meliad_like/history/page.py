@@ -8,9 +8,10 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
+from meliad_like.data.readers import label
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.history.page_readings import BITS, ReadHistory, Selection, Term, find_spans, find_terms
-from meliad_like.history.spans import HistoryConfig, SpanScorer, label
+from meliad_like.history.spans import HistoryConfig, SpanScorer
 from meliad_like.studies.page import (
     Chart,
     Series,

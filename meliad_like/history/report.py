@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from meliad_like.data.readers import label
 from meliad_like.evaluation.report import Table
 from meliad_like.history.evaluation import BASELINE, Evaluation, Sums
-from meliad_like.history.spans import label
 
 NUM_RESAMPLES = 10_000
 LEVEL = 0.95

@@ -179,11 +179,6 @@ def index_in_split(documents: Any, document: int) -> int:
     return int(documents.indices[document]) if hasattr(documents, "indices") else document
 
 
-def label(name: str, leaks_the_future: bool) -> str:
-    """A name for tables, files and lines, which says so where what it names comes of reading the targets."""
-    return f"{name} (leaks the future)" if leaks_the_future else name
-
-
 def strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[Stride]:
     """The strides of a document, first to last. Every token is in exactly one; the first one's first is no target.
 

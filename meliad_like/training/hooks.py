@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
+from meliad_like.data.readers import label
 from meliad_like.evaluation import report
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
 from meliad_like.history.reader import evaluation_reader
-from meliad_like.history.spans import label
 from meliad_like.training.checkpoints import keep_best
 from meliad_like.training.mesh import replicated
 from meliad_like.training.metrics import MetricsWriter

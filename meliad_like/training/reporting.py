@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import jax
 
 from meliad_like.data.loading import BatchIterator
-from meliad_like.data.readers import ReaderKind, leaks_the_future
+from meliad_like.data.readers import ReaderKind, label, leaks_the_future
 from meliad_like.data.token_store import Totals
-from meliad_like.history.spans import label
 from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.optimizers import applied_rate

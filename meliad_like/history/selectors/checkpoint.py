@@ -20,9 +20,10 @@ from meliad_like.config.fields import field_types, fit
 from meliad_like.config.saved import ADDED
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
+from meliad_like.history.selectors.config import SelectorConfig
 from meliad_like.history.selectors.inputs import SelectorInputs, make_inputs
+from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.spans import HistoryConfig
-from meliad_like.models.history_selector import Params, Selector, SelectorConfig
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.saved_json import check_fields, read_json
 from meliad_like.training.checkpoints import Checkpoints

@@ -17,11 +17,11 @@ from meliad_like.history.opening import Request, open_request
 from meliad_like.history.page import write_history_page
 from meliad_like.history.page_readings import read_histories
 from meliad_like.history.selectors.inputs import Places, make_inputs
+from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.pairs import Pairs
 from meliad_like.history.selectors.training import train_selector
 from meliad_like.history.spans import HistoryConfig
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint
-from meliad_like.models.history_selector import Selector, encoder_config, encoder_params
 from meliad_like.models.pretrained.config import PretrainedConfig
 
 

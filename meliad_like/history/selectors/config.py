@@ -1,9 +1,41 @@
-"""How a selector is trained."""
+"""What a selector is, and how it is trained."""
 
 import dataclasses
+from typing import Literal
 
 from meliad_like.errors import UserError
-from meliad_like.validation import check_not_negative, check_positive, check_seed, check_shares
+from meliad_like.models.decoder_config import ActivationDtype
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seed, check_shares
+
+Kind = Literal["joint", "light"]
+Part = Literal["pair", "span", "context"]
+"""What the encoder reads at once: span and context together (`joint`), or either of them alone (`light`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectorConfig:
+    """A selector, by default the paper's."""
+
+    kind: Kind = "joint"
+    """`joint`: the paper's, which reads every candidate together with the context. `light`: reads them apart."""
+    context_tokens: int | None = None
+    """Tokens before the targets that are read beside the span; None: the necessary prefix of the window, which is
+    k - j - s of them. Where the targets are read too (`HistoryConfig.selector_context`), these decide."""
+    encoder_layers: int = 0
+    """Layers of the pretrained decoder that are used, counted from the first; 0: all."""
+    head_width: int = 256
+    """Of the hidden layer of the joint selector's head, and of the vectors that the light selector multiplies."""
+    train_encoder: bool = True
+    """Whether the decoder is trained with the head. If not, its vectors are computed once and kept."""
+    dropout_rate: float = 0.1
+    """In the decoder, while it is trained."""
+    activation_dtype: ActivationDtype = "float32"
+
+    def __post_init__(self):
+        check_choices(self)
+        check_positive(self, ("head_width",) if self.context_tokens is None else ("head_width", "context_tokens"))
+        check_not_negative(self, ("encoder_layers",))
+        check_shares(self, ("dropout_rate",))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from jaxtyping import Int
 
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
+from meliad_like.history.selectors.config import Kind, Part, SelectorConfig
 from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, stride_of
-from meliad_like.models.history_selector import Kind, Part, SelectorConfig
 
 
 class Documents(Protocol):

@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
+from meliad_like.history.selectors.config import Part
 from meliad_like.history.selectors.inputs import DocumentTexts, Places, Texts
-from meliad_like.models.history_selector import Params, Part, Selector
+from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.remote import write_whole
 
 

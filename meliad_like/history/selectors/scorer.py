@@ -14,10 +14,11 @@ from jaxtyping import Float, Int
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.checkpoint import OpenedSelector, open_selector
+from meliad_like.history.selectors.config import Part
 from meliad_like.history.selectors.inputs import Texts
+from meliad_like.history.selectors.model import Params
 from meliad_like.history.selectors.pairs import encode_batch
 from meliad_like.history.spans import HistoryConfig, Stride
-from meliad_like.models.history_selector import Params, Part
 
 NAMES = {"joint": "learned_selector", "light": "light_selector"}
 

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from meliad_like.data.readers import label
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
@@ -23,8 +24,9 @@ from meliad_like.history.selectors.checkpoint import (
     save_encoder,
     selector_metadata,
 )
-from meliad_like.history.selectors.config import SelectorTrainingConfig
+from meliad_like.history.selectors.config import Part, SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import Documents, DocumentTexts, SelectorInputs
+from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.selectors.pairs import (
     Order,
     Pairs,
@@ -35,8 +37,6 @@ from meliad_like.history.selectors.pairs import (
     some_strides,
     stride_index,
 )
-from meliad_like.history.spans import label
-from meliad_like.models.history_selector import Params, Part, Selector
 from meliad_like.remote import write_whole
 from meliad_like.training import preemption
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata, keep_best

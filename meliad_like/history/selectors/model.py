@@ -14,51 +14,21 @@ vectors and of the scores, which training leaves alone) and `head`.
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
+from meliad_like.history.selectors.config import Part, SelectorConfig
 from meliad_like.layers.basic import fan_in
-from meliad_like.models.decoder_config import ActivationDtype
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.flops import forward_flops_per_token
-from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
-Kind = Literal["joint", "light"]
-Part = Literal["pair", "span", "context"]
-"""What is encoded: span and context together (`joint`), or either of them alone (`light`)."""
 Params = dict[str, Any]
-NUM_POOLED = 2  # the light selector's vectors: the mean over the tokens, and the last one's
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectorConfig:
-    """A selector, by default the paper's."""
-
-    kind: Kind = "joint"
-    """`joint`: the paper's, which reads every candidate together with the context. `light`: reads them apart."""
-    context_tokens: int | None = None
-    """Tokens before the targets that are read beside the span; None: the necessary prefix of the window, which is
-    k - j - s of them. Where the targets are read too (`HistoryConfig.selector_context`), these decide."""
-    encoder_layers: int = 0
-    """Layers of the pretrained decoder that are used, counted from the first; 0: all."""
-    head_width: int = 256
-    """Of the hidden layer of the joint selector's head, and of the vectors that the light selector multiplies."""
-    train_encoder: bool = True
-    """Whether the decoder is trained with the head. If not, its vectors are computed once and kept."""
-    dropout_rate: float = 0.1
-    """In the decoder, while it is trained."""
-    activation_dtype: ActivationDtype = "float32"
-
-    def __post_init__(self):
-        check_choices(self)
-        check_positive(self, ("head_width",) if self.context_tokens is None else ("head_width", "context_tokens"))
-        check_not_negative(self, ("encoder_layers",))
-        check_shares(self, ("dropout_rate",))
+NUM_POOLED = 2  # the light selector's vectors: the mean over the tokens, and the last token's vector
 
 
 def encoder_config(config: SelectorConfig, pretrained: PretrainedConfig, num_tokens: int) -> PretrainedConfig:
