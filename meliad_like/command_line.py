@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -23,6 +24,9 @@ GIN_PARAM = flags.DEFINE_multi_string(
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 """What a system says of a path that somebody has named. Commands look for missing files themselves, and say more."""
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status of a program that SIGINT (Ctrl-C) has ended, as a shell counts it."""
 
 
 def read_config() -> "RunConfig":
@@ -59,6 +63,9 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
         except bucket_errors() as error:
             said = " ".join(str(error).split())
             return _fail(f"the object store does not do what it is asked: {said}; the same command tries it again")
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
 
     app.run(report, flags_parser=_parse_flags)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A shell that Ctrl-C reaches also where the tests run in the background, which ignores it, and hands that down.
-BASH = ["env", "--default-signal=INT", "bash"]
+# A program that Ctrl-C reaches also where the tests run in the background, which ignores it, and hands that down.
+INTERRUPTIBLE = ["env", "--default-signal=INT"]
+BASH = [*INTERRUPTIBLE, "bash"]
 
 # In the place of .venv/bin/python: the interpreter of the tests.
 REAL_PYTHON = f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} "$@"\n'

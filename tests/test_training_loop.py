@@ -4,12 +4,15 @@ import itertools
 import json
 import shutil
 import signal
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 import tiny_run
+from checkouts import INTERRUPTIBLE
 from tiny_run import assert_same_bits, command, mesh_of_the_first_devices, parse, read_metrics, run_and_act, run_command
 
 from meliad_like import config
@@ -82,7 +85,7 @@ def test_killed_then_terminated_and_nothing_is_lost(bindings, setup, straight, t
     assert terminated.returncode == 75, terminated.stderr
     assert "step 11/40" in terminated.stdout and "step 10/40" not in terminated.stdout
     folder = tmp_path / "checkpoints"
-    assert f"SIGTERM: saved step 25 in {folder}; the same command goes on from there" in terminated.stdout
+    assert f"SIGTERM: saved step 25 in {folder}; the same command resumes it" in terminated.stdout
     assert (folder / "25" / "manifest.json").exists()
 
     assert train(parse(bindings), tmp_path) == 0
@@ -120,18 +123,44 @@ def test_a_clock_that_jumps_changes_nothing(bindings, straight, tmp_path, monkey
     assert all(m["tokens_per_second"] > 0 for m in read_metrics(tmp_path))
 
 
-def test_sigterm_at_a_step_that_has_a_checkpoint_anyway(bindings, tmp_path, monkeypatch, capsys):
-    write = MetricsWriter.write
+def test_ctrl_c_saves_and_ends_as_sigterm_does(bindings, tmp_path):
+    stopped = run_and_act(bindings, tmp_path, 3, "signal.raise_signal(signal.SIGINT)")
+    assert stopped.returncode == 75, stopped.stderr
+    assert f"SIGINT: saved step 4 in {tmp_path / 'checkpoints'}; the same command resumes it" in stopped.stdout
+    assert "Traceback" not in stopped.stderr and "press it again to stop at once" in stopped.stderr
+
+    twice = "signal.raise_signal(signal.SIGINT); signal.raise_signal(signal.SIGINT)"
+    ended = run_and_act(bindings, tmp_path, 6, twice)
+    assert ended.returncode == -signal.SIGINT and "Traceback" not in ended.stderr
+    assert [int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]*")] == [4]
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(bindings, tmp_path):
+    program = "import signal; from meliad_like import command_line; command_line.run(lambda: signal.raise_signal(2))"
+    ended = run_command([*INTERRUPTIBLE, sys.executable, "-c", program])
+    assert ended.returncode == 130 and ended.stderr == "interrupted\n"
+
+
+def test_training_in_a_thread(bindings, tmp_path):
+    """Python lets the main thread alone handle signals."""
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(train, parse(bindings, "TrainingConfig.num_steps = 1"), tmp_path).result() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_a_step_that_has_a_checkpoint_anyway(bindings, tmp_path, monkeypatch, capsys, number):
+    write, handler = MetricsWriter.write, signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def write_and_signal(self, step, metrics, kind="train"):
         write(self, step, metrics, kind)
         if step == 1:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(MetricsWriter, "write", write_and_signal)
     assert train(parse(bindings, "TrainingConfig.checkpoint_every = 2"), tmp_path) == 75
-    assert "SIGTERM: saved step 2 in" in capsys.readouterr().out
+    assert f"{number.name}: saved step 2 in" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.signal(signal.SIGINT, handler) is signal.default_int_handler
 
 
 def test_sigterm_at_a_step_with_an_evaluation_saves_first(bindings, tmp_path, monkeypatch):

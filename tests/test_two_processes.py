@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from checkouts import INTERRUPTIBLE
 from tiny_run import ROOT, command, parse, read_metrics
 
 from meliad_like.training.checkpoints import Checkpoints
@@ -47,7 +48,7 @@ def start_two(arguments):
     place = [f"--coordinator_address=localhost:{port}", "--num_processes=2"]
     return [
         subprocess.Popen(
-            [*arguments, *place, f"--process_id={process}"],
+            [*INTERRUPTIBLE, *arguments, *place, f"--process_id={process}"],
             cwd=ROOT,
             env=tiny_run.environment(num_devices=4),
             stdout=subprocess.PIPE,
@@ -94,7 +95,8 @@ def test_two_processes_equal_one(bindings, one, tmp_path):
     assert (tmp_path / "samples" / "step_6.txt").exists()
 
 
-def test_sigterm_to_one_stops_both_after_the_same_step(bindings, one, tmp_path):
+def test_ctrl_c_to_one_stops_both_after_the_same_step(bindings, one, tmp_path):
+    """It becomes SIGTERM, which jax tells the others of."""
     # What one process saved, two go on with.
     shutil.copytree(one / "checkpoints" / "2", tmp_path / "checkpoints" / "2")
     metrics = tmp_path / "metrics.jsonl"
@@ -103,7 +105,7 @@ def test_sigterm_to_one_stops_both_after_the_same_step(bindings, one, tmp_path):
     deadline = time.monotonic() + 100
     while metrics.read_text().count("\n") < 5 and time.monotonic() < deadline:
         time.sleep(0.05)
-    processes[1].send_signal(signal.SIGTERM)
+    processes[1].send_signal(signal.SIGINT)
     statuses, results = finish(processes)
     assert statuses == [75, 75], results
     assert "from step 2 to 10,000" in results[0][0]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from checkouts import INTERRUPTIBLE
 from jax.sharding import Mesh
 
 from meliad_like import config
@@ -91,7 +92,7 @@ def run_and_act(bindings: list[str], workdir: Path, step: int, deed: str) -> sub
     """The training command in a process of its own, which does the deed, Python's, when it has logged a step."""
     flags = command(bindings, f"--workdir={workdir}")[3:]
     program = ON_STEP.format(step=step, deed=deed)
-    return run_command([sys.executable, "-c", program, *flags])
+    return run_command([*INTERRUPTIBLE, sys.executable, "-c", program, *flags])
 
 
 def mesh_of_the_first_devices(mesh: MeshConfig) -> Mesh:

@@ -52,7 +52,7 @@ def train(
       profile_steps: the first and the last step of those to trace.
 
     Returns:
-      The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM with everything saved.
+      The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
 
     Raises:
       UserError: the config does not fit the documents, the devices or the folder, or the loss is not finite.
@@ -135,7 +135,7 @@ def _check_parameters(setups: Sequence[Setup]) -> None:
 def _train_stage(
     setup: Setup, state: TrainState, outputs: Outputs, preempted: preemption.Preemption
 ) -> tuple[TrainState, bool]:
-    """Trains until the stage's last step; returns the state, and whether SIGTERM came before."""
+    """Trains until the stage's last step; returns the state, and whether SIGTERM or Ctrl-C came before."""
     run, stage, step = setup.run, setup.stage, int(state.step)
     folder, ownership, checkpoints, writer, profiler = outputs
     train_step = setup.program.compile_step()
@@ -186,14 +186,16 @@ def _train_stage(
                 report(pending, state)
                 pending = None
                 if stop:
-                    # Whoever sent SIGTERM may not wait for an evaluation.
+                    # Whoever sent the signal may not wait for an evaluation.
                     save(step, state)
                     checkpoints.wait()
                 with reporter.time_out():
                     for hook in due:
                         hook.call(step, state)
             if stop:
-                writer.say(f"SIGTERM: saved step {step} in {checkpoints.folder}; the same command goes on from there")
+                writer.say(
+                    f"{preempted.signal_name}: saved step {step} in {checkpoints.folder}; the same command resumes it"
+                )
                 return state, True
         if pending is not None:
             report(pending, state)

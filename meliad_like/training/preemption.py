@@ -1,36 +1,61 @@
-"""SIGTERM: finish the step, save, and end with an exit status that says `start me again`."""
+"""SIGTERM and Ctrl-C: finish the step, save, and end with an exit status that means `start me again`."""
 
+import os
 import signal
+import sys
+import threading
 from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
 
-# sysexits.h: temporary failure, the same command will go on.
+# sysexits.h: a temporary failure; the same command resumes the run.
 EXIT_STATUS = 75
 
 
 class Preemption:
-    """Notices SIGTERM while in a `with`; all processes of a run agree on the step after which they stop."""
+    """Notices SIGTERM and SIGINT while in a `with`; all processes of a run agree on the step after which they stop.
+
+    A second SIGINT ends the process at once. Outside of the main thread, where Python allows no signal handlers, only
+    several processes notice SIGTERM.
+    """
 
     def __init__(self):
+        self.signal_name = "SIGTERM"
+        """The signal that was received, for a message."""
         self._received = False
+        self._previous = {}
 
     def reached(self, step: int) -> bool:
-        """Whether to save and stop after this step. To be asked after every step, by all processes."""
+        """Whether to save and stop after this step. To be called after every step, by all processes."""
         if jax.process_count() > 1:
             # jax's coordination service has its own handler for SIGTERM and picks a step that none has passed.
             return multihost_utils.reached_preemption_sync_point(step)
         return self._received
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
         if jax.process_count() == 1:
-            self._previous = signal.signal(signal.SIGTERM, self._note)
+            self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
+        # A shell lets the programs that it starts in the background ignore SIGINT.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *_) -> None:
-        if jax.process_count() == 1:
-            signal.signal(signal.SIGTERM, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
-    def _note(self, *_) -> None:
-        self._received = True
+    def _note(self, number: int, _) -> None:
+        self._received, self.signal_name = True, signal.Signals(number).name
+
+    def _interrupt(self, number: int, frame) -> None:
+        # Python's own handler waits until a computation of jax returns. An interactive session must survive, though.
+        signal.signal(number, self._previous[number] if hasattr(sys, "ps1") else signal.SIG_DFL)
+        if jax.process_count() == 1:
+            self._note(number, frame)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+        # `print` may have been interrupted itself.
+        os.write(2, b"\nCtrl-C: stopping after this step; press it again to stop at once\n")

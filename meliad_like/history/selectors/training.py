@@ -169,7 +169,7 @@ def train_selector(
       trained_on: what is kept of where the pairs come from; a run goes on with the same alone.
 
     Returns:
-      The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM with everything saved.
+      The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
 
     Raises:
       UserError: the folder holds another selector's training, there are too few documents, or the loss is not finite.
@@ -221,7 +221,7 @@ def train_selector(
                     checkpoints.save(step, state, metadata | {"step": step})
                 if stop and not last:
                     checkpoints.wait()
-                    writer.say(f"SIGTERM: saved step {step} in {workdir}; the same command goes on from there")
+                    writer.say(f"{preempted.signal_name}: saved step {step} in {workdir}; the same command resumes it")
                     return preemption.EXIT_STATUS
     return 0
 
