@@ -16,7 +16,10 @@ TOPOLOGY = flags.DEFINE_string(
     "topology", None, "TPU slice by chips (v4:2x2x4, v5e:4x4, v6e:4x4) or cpu:8.", required=True
 )
 VOCABULARY_SIZE = flags.DEFINE_integer(
-    "vocabulary_size", None, "Tokens. Default: as the token store has, if it is there, or as VocabularyConfig says."
+    "vocabulary_size",
+    None,
+    "Number of tokens. Default: that of the token store, if there is one, or as VocabularyConfig says.",
+    lower_bound=1,
 )
 SEARCH = flags.DEFINE_bool("search", True, "Whether to look for settings that fit, where these don't.")
 PROGRAMS = flags.DEFINE_multi_enum(

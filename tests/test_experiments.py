@@ -301,3 +301,19 @@ def test_columns_of_table_5(tmp_path):
     cells = dict(zip(header.split(" | "), row.split(" | ")))
     assert (cells["token count"], cells["scale factor"], cells["word perplexity"]) == ("2,500", "1.5000", "40.00")
     assert cells["paper: token count"] == "15,865,499"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["experiments", "table1", "--jobs=-3"], "flag --jobs=-3: -3 is not a non-negative integer"),
+        (
+            ["plan", "--topology=cpu:1", "--vocabulary_size=-5"],
+            "flag --vocabulary_size=-5: -5 is not a positive integer",
+        ),
+    ],
+)
+def test_a_number_out_of_range_is_one_line(arguments, message):
+    command = [sys.executable, "-m", f"meliad_like.{arguments[0]}", *arguments[1:]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")

@@ -45,6 +45,12 @@ def test_a_picture_of_a_single_point(tmp_path):
     assert (tmp_path / "new" / "loss.png").exists()
 
 
+@pytest.mark.parametrize("name", ["loss.txt", "loss"])
+def test_a_format_that_cannot_be_drawn_is_named(tmp_path, name):
+    with pytest.raises(UserError, match=rf"--output=.*{name} must end with one of \..*\.png, "):
+        pictures.draw({"train": (np.array([10]), np.array([9.0]))}, {}, "loss", tmp_path / name)
+
+
 def test_levels_are_the_compressors(tmp_path):
     path = tmp_path / "evaluation.json"
     path.write_text(json.dumps({"split": "test", "other_bits_per_byte": {"untrained": 9.5, "xz -9": 1.8}}))

@@ -65,9 +65,15 @@ def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, o
       levels: horizontal lines, for comparison.
       label: of the vertical axis.
       output: a file whose ending says the format; its folder is made if need be.
+
+    Raises:
+      UserError: matplotlib writes no such format.
     """
     # Not pyplot, which looks for a display.
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    formats = figure.canvas.get_supported_filetypes()
+    if output.suffix.lower().removeprefix(".") not in formats:
+        raise UserError(f"--output={output} must end with one of .{', .'.join(sorted(formats))}")
     axes = figure.subplots()
     for colour, (kind, (steps, values)) in zip(COLOURS, curves.items()):
         width = len(values) // SMOOTHED_PARTS

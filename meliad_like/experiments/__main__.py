@@ -30,7 +30,9 @@ STORE = flags.DEFINE_string("store", None, "Token store, made if it is not there
 FOLDER = flags.DEFINE_string("folder", None, "Of runs and results. Default: runs/experiments/TABLE_SCALE.")
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of parameters and of the order of documents: a run each.")
 ROW = flags.DEFINE_multi_string("row", [], "Only this row, by its name. Repeatable. Default: all of the scale.")
-JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side; 0: at tiny as many as there are cores, otherwise one.")
+JOBS = flags.DEFINE_integer(
+    "jobs", 0, "Number of runs at the same time; 0: at tiny one for each core, otherwise one.", lower_bound=0
+)
 SPLIT = flags.DEFINE_enum("split", "test", ["validation", "test"], "Evaluated on all documents of it.")
 MAX_TOKENS = flags.DEFINE_integer(
     "max_tokens",

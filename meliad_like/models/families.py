@@ -125,6 +125,7 @@ FAMILIES = {
         PretrainedConfig,
         PretrainedDecoder,
         pretrained_flops.forward_flops_per_token,
+        pretrained_flops.training_flops_per_token,
         flops_by_the_paper=pretrained_flops.paper_flops_per_token,
         overlap=lambda config: config.overlap,
         rate_factor=lambda config, name: (

@@ -12,13 +12,50 @@ def forward_flops_per_token(config: PretrainedConfig, vocabulary_size: int) -> f
     computed, although a query sees half of them. Tokens that a window repeats are computed like any others: what a
     *predicted* token costs is this times `repetition`.
     """
-    d, w = config.model_width, config.window_length
-    queries, keys = config.num_heads * config.head_size, config.num_key_value_heads * config.head_size
-    projections = 2 * d * (2 * queries + 2 * keys)
-    attention = 2 * 2 * w * queries
+    layers = config.num_layers * (linear_flops(config) + attention_flops(config))
+    return layers + 2 * config.model_width * vocabulary_size + recurrence_flops_per_token(config)
+
+
+def training_flops_per_token(config: PretrainedConfig, vocabulary_size: int) -> float:
+    """Forward and backward pass: a product has two more in the backward pass, one for the gradient of each factor.
+
+    A decoder that is not trained (`train_decoder=False`) has no gradients of kernels, and none at all below the first
+    layer with inserted vectors, because nothing there depends on a trained parameter. In that layer the tokens' own
+    queries, keys and values need none either; the gradients of attention's keys and values are computed for all.
+    """
+    forward = forward_flops_per_token(config, vocabulary_size)
+    if config.train_decoder:
+        return 3 * forward
+    d, queries, attention = config.model_width, config.num_heads * config.head_size, attention_flops(config)
+    first = min(config.insertion_indices)
+    # The attention's output, the feed-forward network, and the gradients of attention weights, keys and values.
+    in_first = 2 * d * queries + feedforward_flops(config) + 1.5 * attention
+    above = (config.num_layers - 1 - first) * (linear_flops(config) + 2 * attention)
+    kernels = len(config.insertion_indices) * inserted_kernel_flops(config) / config.window_length
+    recurrence = 2 * recurrence_flops_per_token(config) - kernels
+    return forward + in_first + above + 2 * d * vocabulary_size + recurrence
+
+
+def feedforward_flops(config: PretrainedConfig) -> float:
+    """One token in the feed-forward network of a layer."""
     num_products = 3 if config.architecture == "llama" else 2
-    flops = config.num_layers * (projections + attention + num_products * 2 * d * config.feedforward_width)
-    return flops + 2 * d * vocabulary_size + recurrence_flops_per_token(config)
+    return num_products * 2 * config.model_width * config.feedforward_width
+
+
+def linear_flops(config: PretrainedConfig) -> float:
+    """One token in the linear maps of a layer."""
+    queries, keys = config.num_heads * config.head_size, config.num_key_value_heads * config.head_size
+    return 2 * config.model_width * (2 * queries + 2 * keys) + feedforward_flops(config)
+
+
+def attention_flops(config: PretrainedConfig) -> float:
+    """One token's attention to its window."""
+    return 2 * 2 * config.window_length * config.num_heads * config.head_size
+
+
+def inserted_kernel_flops(config: PretrainedConfig) -> float:
+    """The keys and values of the vectors that a layer inserts into a window."""
+    return 2 * config.model_width * 2 * config.num_key_value_heads * config.head_size * config.num_inserted
 
 
 def recurrence_flops_per_token(config: PretrainedConfig) -> float:
@@ -30,12 +67,12 @@ def recurrence_flops_per_token(config: PretrainedConfig) -> float:
     if not config.recurrent:
         return 0.0
     d, w, e = config.model_width, config.window_length, config.num_inserted
-    queries, keys = config.num_heads * config.head_size, config.num_key_value_heads * config.head_size
+    queries = config.num_heads * config.head_size
     sizes = [d, *[config.recurrence_width] * config.recurrence_depth, e * d]
     network = sum(2 * size_in * size_out for size_in, size_out in itertools.pairwise(sizes))
     weighing = 2 * config.num_layers * d * w
     pooling = 2 * 2 * w * d if config.pooling == "attention" else 0
-    insertion = 2 * d * 2 * keys * e + 2 * 2 * w * e * queries
+    insertion = inserted_kernel_flops(config) + 2 * 2 * w * e * queries
     return (network + weighing + pooling + len(config.insertion_indices) * insertion) / w
 
 
