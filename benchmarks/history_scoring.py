@@ -14,9 +14,9 @@ import numpy as np
 
 from meliad_like.history.scoring import Request, SpanGains
 from meliad_like.history.spans import HistoryConfig, candidates, scored_strides
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.training.mesh import MeshConfig, make_mesh
 
 VOCABULARY_SIZE = 512
 

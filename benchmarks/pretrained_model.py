@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meliad_like.conversion.gguf_file import read_gguf
+from meliad_like.conversion.gguf_model import read_gguf
 from meliad_like.conversion.huggingface import read_huggingface
 from meliad_like.data.vocabulary import VocabularyConfig, make_vocabulary
 from meliad_like.layers.losses import token_losses

@@ -17,7 +17,7 @@ import numpy as np
 
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.training.opening import open_checkpoint
+from meliad_like.run.opening import open_checkpoint
 
 WINDOWS = 5
 

@@ -23,7 +23,7 @@ from absl import app, flags
 from meliad_like import config
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import STORE_NAME
-from meliad_like.training.opening import open_checkpoint
+from meliad_like.run.opening import open_checkpoint
 
 FILES = ("size/tiny.gin", "task/standard_library.gin", "block_recurrent/fixed_skip.gin")
 

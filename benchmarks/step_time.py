@@ -20,7 +20,7 @@ from rich.table import Table
 
 from meliad_like import config
 from meliad_like.experiments.step_time import make_step, relative_time, time_in_turn
-from meliad_like.training.mesh import make_mesh
+from meliad_like.mesh import make_mesh
 
 SCALES = {"laptop": (["size/laptop.gin"], 256), "paper": (["size/medium_150m.gin", "option/bfloat16.gin"], 32_000)}
 

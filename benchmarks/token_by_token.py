@@ -19,8 +19,8 @@ from rich.table import Table
 
 from meliad_like import config
 from meliad_like.evaluation import protocols
+from meliad_like.mesh import MeshConfig, make_mesh, replicated
 from meliad_like.models.model import Model
-from meliad_like.training.mesh import MeshConfig, make_mesh, replicated
 
 LAYERS = flags.DEFINE_integer("layers", 16, "Layers of both models.")
 WINDOWS = flags.DEFINE_integer("windows", 3, "Windows that the baseline reads, a token each.")

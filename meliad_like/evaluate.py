@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from meliad_like.data.token_store import Split
-    from meliad_like.training.opening import OpenedCheckpoint
+    from meliad_like.run.opening import OpenedCheckpoint
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True
@@ -51,10 +51,10 @@ def main() -> None:
 
     from meliad_like.evaluation import report
     from meliad_like.evaluation.baselines import compressed_bits_per_byte
-    from meliad_like.evaluation.opening import open_store, open_with
     from meliad_like.evaluation.perplexity import Evaluator
     from meliad_like.history.reader import evaluation_reader
-    from meliad_like.training.mesh import parameter_shardings
+    from meliad_like.mesh import parameter_shardings
+    from meliad_like.run.opening import open_store, open_with
 
     opened, mesh = open_with(CHECKPOINT.value, command_line.GIN_PARAM.value, STEP.value)
     store = open_store(opened, CHECKPOINT.value, STORE.value, PREPARE.value)

@@ -44,8 +44,8 @@ def main() -> None:
     _check_place()
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.generation.sampling import SamplingConfig
-    from meliad_like.generation.text import TextRequest, read_document, write_text
-    from meliad_like.training.opening import open_checkpoint
+    from meliad_like.run.opening import open_checkpoint
+    from meliad_like.run.text import TextRequest, read_document, write_text
 
     sampling = SamplingConfig(TEMPERATURE.value, TOP_K.value, TOP_P.value)
     opened = open_checkpoint(CHECKPOINT.value)

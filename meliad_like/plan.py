@@ -39,7 +39,7 @@ def main() -> int:
     from meliad_like.planning.programs import needs
     from meliad_like.planning.search import nearest_that_fits
     from meliad_like.planning.topology import GIB, describe
-    from meliad_like.training.setup import vocabulary_size
+    from meliad_like.run.setup import vocabulary_size
 
     topology = describe(TOPOLOGY.value)
     size = VOCABULARY_SIZE.value or vocabulary_size(run)

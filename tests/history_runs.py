@@ -7,7 +7,7 @@ from meliad_like import config
 from meliad_like.data.preparation import prepare
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.model import Model
-from meliad_like.training.opening import write_checkpoint
+from meliad_like.run.opening import write_checkpoint
 
 EVIL = "<b>&" * 12
 HISTORY = {

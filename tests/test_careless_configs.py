@@ -17,7 +17,7 @@ from meliad_like.config.fields import field_types
 from meliad_like.data.documents import open_source
 from meliad_like.errors import UserError
 from meliad_like.models.families import FAMILIES
-from meliad_like.training.setup import set_up
+from meliad_like.run.setup import set_up
 
 PARTS = {name: kind for name, kind in field_types(config.RunConfig).items() if name != "model"}
 # Numbers that are meant to be large cost nothing before the first step; layers and widths would take all memory.

@@ -19,9 +19,9 @@ from absl import logging as absl_logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meliad_like.errors import UserError
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.training import checkpoints as checkpoints_lib
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata, keep_best, read_metadata
-from meliad_like.training.mesh import MeshConfig, make_mesh
 
 
 class State(NamedTuple):
@@ -300,7 +300,7 @@ TWO_PROCESSES = """
     from jax.experimental import multihost_utils
     from jax.sharding import NamedSharding, PartitionSpec
     from meliad_like.training.checkpoints import Checkpoints
-    from meliad_like.training.mesh import MeshConfig, make_mesh
+    from meliad_like.mesh import MeshConfig, make_mesh
 
     def make(mesh, step):
         content = np.random.default_rng(step).normal(size=(16, 16))

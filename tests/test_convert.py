@@ -20,7 +20,7 @@ from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.training.opening import open_checkpoint
+from meliad_like.run.opening import open_checkpoint
 
 STATISTICS = json.loads((Path(__file__).parent / "golden" / "i_init_statistics.json").read_text())
 V = 257

@@ -16,7 +16,7 @@ from meliad_like.conversion.fairseq import from_fairseq
 from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
-from meliad_like.training.opening import open_checkpoint
+from meliad_like.run.opening import open_checkpoint
 
 # Learned parameters, and what else a state dict of fairseq has: the flags of its modules.
 BUFFERS = ("version", "embed_positions._float_tensor", "embed_tokens._float_tensor", "adaptive_softmax.version",

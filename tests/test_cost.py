@@ -10,11 +10,11 @@ from tiny_run import mesh_of_the_first_devices, parse
 
 from meliad_like import config
 from meliad_like.models.model import Model
-from meliad_like.training.loop import train
+from meliad_like.run.training import train
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.optimizers import make_optimizer
+from meliad_like.training.program import abstract_batch
 from meliad_like.training.schedules import make_schedule
-from meliad_like.training.setup import abstract_batch
 from meliad_like.training.state import init_state
 from meliad_like.training.step import make_train_step
 
@@ -68,7 +68,7 @@ def test_decoding_costs_the_same_at_every_position():
 
 
 def test_a_run_compiles_its_step_once_and_later_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
     bindings = [*tiny_run.make_bindings(tmp_path), "TrainingConfig.num_steps = 10", "MeshConfig.data = 1"]
     messages = {}
     write = MetricsWriter.write

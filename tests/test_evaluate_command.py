@@ -18,11 +18,10 @@ from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig, make_v
 from meliad_like.errors import UserError
 from meliad_like.evaluation import report
 from meliad_like.evaluation.baselines import compressed_bits_per_byte
-from meliad_like.evaluation.opening import open_store, open_with
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.models.model import Model
+from meliad_like.run.opening import checkpoint_metadata, open_store, open_with, save_vocabulary
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.opening import checkpoint_metadata, save_vocabulary
 
 TEXTS = {"one.txt": "the quick brown fox\n" * 20, "two.txt": "jumps over\n", "three.txt": "é" * 100}
 

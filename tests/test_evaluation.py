@@ -16,10 +16,10 @@ from fake_split import FakeSplit
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.training.mesh import MeshConfig, make_mesh, parameter_shardings
 
 LENGTHS = [3, 70, 1, 17, 18, 33, 9, 2, 21, 40]
 WINDOW = 8

@@ -73,7 +73,7 @@ def write_result(folder, row: str, seed: int, bits: float, split: str = "test") 
 
 
 def test_a_run_is_done_once_and_goes_on_from_where_it_was(bindings, tmp_path, monkeypatch, capsys):
-    for module in ("training.setup", "experiments.jobs"):
+    for module in ("run.setup", "experiments.jobs"):
         monkeypatch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
 
     def job(num_steps: int, *more: str):

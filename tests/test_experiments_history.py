@@ -14,13 +14,13 @@ from history_runs import BINDINGS, make_place
 from meliad_like import config
 from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
-from meliad_like.evaluation import opening
 from meliad_like.experiments import ancient_history, history_report
 from meliad_like.experiments.ancient_history import HistoryExperiment
 from meliad_like.experiments.tables.ancient_history import ALWAYS, PAPER, ROWS, SCALES, rows_of
 from meliad_like.history import commands
 from meliad_like.history.selectors import commands as selector_commands
-from meliad_like.training.mesh import make_mesh
+from meliad_like.mesh import make_mesh
+from meliad_like.run import opening
 
 
 @pytest.fixture(autouse=True)

@@ -163,7 +163,7 @@ def test_rows_begin_with_the_pretrained_model_and_its_vocabulary(place):
 
 def test_rows_are_trained_and_evaluated(place, monkeypatch):
     made = experiment(place)
-    for module in ("training.setup", "experiments.jobs"):
+    for module in ("run.setup", "experiments.jobs"):
         monkeypatch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
     run = made.job(TABLE.row("baseline_128_0"), 0).run
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)

@@ -11,8 +11,8 @@ from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
+from meliad_like.data.subset import beginnings
 from meliad_like.experiments import report
-from meliad_like.experiments.evaluations import Beginnings
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.results import gather
 from meliad_like.experiments.scales import Scale, configure
@@ -129,7 +129,7 @@ def trained(tmp_path_factory):
         repeats=2,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("training.setup", "experiments.jobs", "experiments.experiment"):
+        for module in ("run.setup", "experiments.jobs", "experiments.experiment"):
             patch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
         assert [made.work(f"{name},0") for name in made.chosen] == [0, 0]
         assert made.work("step_time") == 0
@@ -183,14 +183,14 @@ def test_a_part_of_the_documents_is_their_beginnings():
         def decode_bytes(self, tokens):
             return b"".join(b"%d " % (token % 1000) for token in tokens)
 
-    part = Beginnings(Split([10, 3000, 3000]), Numbers(), 30)
+    part = beginnings(Split([10, 3000, 3000]), Numbers(), 30)
     # Too little for more than one document, which is whole, and has its own bytes.
     assert (part.lengths.tolist(), part.num_bytes.tolist(), part.num_words.tolist()) == ([10], [70], [7])
-    part = Beginnings(Split([10, 500, 900]), Numbers(), 2400)
+    part = beginnings(Split([10, 500, 900]), Numbers(), 2400)
     assert (part.lengths.tolist(), part.names) == ([10, 500], ["document_0", "document_1"])
-    part = Beginnings(Split([10, 30, 9]), Numbers(), 3000)
+    part = beginnings(Split([10, 30, 9]), Numbers(), 3000)
     assert part.num_bytes.tolist() == [70, 80, 90]
-    part = Beginnings(Split([10, 3000, 9]), Numbers(), 3012)
+    part = beginnings(Split([10, 3000, 9]), Numbers(), 3012)
     assert (part.lengths.tolist(), part.num_words.tolist()) == ([10, 1004, 9], [7, 1004, 9])
     assert part.tokens(1, 0, 3).tolist() == [1000, 1001, 1002]
 

@@ -21,11 +21,11 @@ from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.saved_reading import identity, load_reading, save_reading
 from meliad_like.generation.streaming import Generator, Reading
-from meliad_like.generation.text import TextRequest, encode_prompt, read_document, write_text
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
+from meliad_like.run.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
+from meliad_like.run.text import TextRequest, encode_prompt, read_document, write_text
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
 
 W, N, V = 4, 16, 257
 CONFIG = DecoderConfig(

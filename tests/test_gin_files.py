@@ -8,8 +8,8 @@ import pytest
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
+from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
-from meliad_like.training.mesh import MeshConfig, make_mesh, parameter_shardings
 
 FILES = shipped_files()
 SIZES = [name for name in FILES if name.startswith("size/")]

@@ -15,9 +15,9 @@ from meliad_like.history.losses import Sequence, TargetLosses
 from meliad_like.history.scoring import SpanGains
 from meliad_like.history.selection import RandomSpans, RecentSpans, ScoreOracle
 from meliad_like.history.spans import HistoryConfig
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.training.mesh import MeshConfig, make_mesh
 
 CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="\n", first_selection=1)
 SEPARATOR = 3

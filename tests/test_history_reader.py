@@ -16,7 +16,6 @@ from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.evaluation.opening import open_with
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.history import commands
 from meliad_like.history.evaluation import evaluate
@@ -25,9 +24,10 @@ from meliad_like.history.opening import Request
 from meliad_like.history.reader import HistoryReader, evaluation_reader, make_history_reader, make_selection
 from meliad_like.history.selection import RandomSpans
 from meliad_like.history.spans import HistoryConfig, separator_token, stride_of
-from meliad_like.training import setup as training_setup
-from meliad_like.training.loop import train
-from meliad_like.training.mesh import MeshConfig, make_mesh
+from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.run import setup as training_setup
+from meliad_like.run.opening import open_with
+from meliad_like.run.training import train
 
 # A window of 12 is three blocks of 4: spans of 2 fill up to 4, 8 are recent, 3 of them targets.
 CONFIG = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, separator="")

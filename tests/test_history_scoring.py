@@ -11,10 +11,10 @@ from meliad_like.errors import UserError
 from meliad_like.history.losses import Sequence, TargetLosses
 from meliad_like.history.scoring import Request, SpanGains
 from meliad_like.history.spans import HistoryConfig, candidates, strides
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.training.mesh import MeshConfig, make_mesh
 
 CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="")
 PRETRAINED = PretrainedConfig(

@@ -12,14 +12,14 @@ from history_runs import BINDINGS, make_place
 from study_runs import Page, assert_safe
 
 from meliad_like.errors import UserError
-from meliad_like.evaluation import opening
 from meliad_like.history import commands
 from meliad_like.history.opening import Request
 from meliad_like.history.page_readings import Selection, find_spans
 from meliad_like.history.selectors import commands as selector_commands
 from meliad_like.history.spans import Stride
 from meliad_like.history.stride_store import StrideStore
-from meliad_like.training.mesh import make_mesh
+from meliad_like.mesh import make_mesh
+from meliad_like.run import opening
 
 LIGHT, LEAKING = "SelectorConfig.kind = 'light'", "HistoryConfig.selector_context = 'released_code'"
 

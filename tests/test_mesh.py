@@ -8,9 +8,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from meliad_like import mesh as mesh_lib
 from meliad_like.errors import UserError
-from meliad_like.training import mesh as mesh_lib
-from meliad_like.training.mesh import MeshConfig, make_mesh
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.training.optimizers import OptimizerConfig, make_optimizer
 
 AXES = {

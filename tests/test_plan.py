@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meliad_like import config, plan
 from meliad_like.errors import UserError
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.planning.collectives import Traffic, traffic
 from meliad_like.planning.programs import Need, needs, refused_bytes
 from meliad_like.planning.report import fits, limit, seconds, to_json
 from meliad_like.planning.search import alternatives, nearest_that_fits
 from meliad_like.planning.topology import GIB, Chip, Topology, describe
-from meliad_like.training.mesh import MeshConfig, make_mesh
 
 HLO = """HloModule step, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
 

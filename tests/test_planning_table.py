@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from meliad_like.config import parse
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.planning import table
 from meliad_like.planning.programs import state_parts
-from meliad_like.training.mesh import MeshConfig, make_mesh
-from meliad_like.training.setup import make_program
+from meliad_like.training.program import make_program
 
 PAGE = Path(__file__).parent.parent / "docs" / "planning.md"
 V = 32_000

@@ -14,7 +14,7 @@ import safetensors.numpy
 from numpy_pretrained import NumpyLlama, window
 from test_golden_gpt2 import FOLDER, read
 
-from meliad_like.conversion.gguf_file import read_gguf
+from meliad_like.conversion.gguf_model import read_gguf
 from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_names import LLAMA, to_tensors
 from meliad_like.errors import UserError

@@ -17,17 +17,16 @@ from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained
 from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import _byte_characters, read_tokenizer
 from meliad_like.errors import UserError
-from meliad_like.evaluation.opening import open_with
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.run import setup as training_setup
+from meliad_like.run.opening import checkpoint_metadata, open_checkpoint, open_with, save_vocabulary
+from meliad_like.run.training import train
 from meliad_like.studies import continuations
-from meliad_like.training import setup as training_setup
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.loop import train
-from meliad_like.training.opening import checkpoint_metadata, open_checkpoint, save_vocabulary
 
 DECODER = PretrainedConfig(
     num_layers=2,

@@ -6,12 +6,12 @@ from tiny_run import mesh_of_the_first_devices, parse
 
 from meliad_like import config
 from meliad_like.errors import UserError
-from meliad_like.training.loop import train
+from meliad_like.run.training import train
 from meliad_like.training.profiling import parse_steps
 
 
 def test_the_steps_that_are_asked_for_are_traced(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
     bindings = [
         *tiny_run.make_bindings(tmp_path),
         "DecoderConfig.num_layers = 1",

@@ -20,10 +20,10 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.remote import any_path
+from meliad_like.run.opening import open_checkpoint
+from meliad_like.run.training import train
 from meliad_like.training import metrics
 from meliad_like.training.checkpoints import Checkpoints, read_metadata
-from meliad_like.training.loop import train
-from meliad_like.training.opening import open_checkpoint
 from meliad_like.training.ownership import Ownership
 
 
@@ -101,7 +101,7 @@ def bindings(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _one_device(monkeypatch):
-    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import tiled_dropout
 from meliad_like.layers.sequence import over_sequence
+from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import check_sequence
 from meliad_like.models.losses import segment_losses
@@ -21,8 +22,7 @@ from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.shortformer_config import ShortformerConfig
 from meliad_like.planning.collectives import traffic
-from meliad_like.training.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
-from meliad_like.training.setup import make_program
+from meliad_like.training.program import make_program
 
 # Lanes, blocks and heads for eight devices along any axis.
 B, C, W, V = 8, 8, 4, 64

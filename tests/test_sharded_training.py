@@ -7,8 +7,8 @@ import tiny_run
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
-from meliad_like.training.mesh import MESH_AXES
-from meliad_like.training.setup import set_up
+from meliad_like.mesh import MESH_AXES
+from meliad_like.run.setup import set_up
 
 NUM_STEPS = 5
 SMALL = ("option/no_dropout.gin",)
@@ -36,7 +36,7 @@ def train(setup, state):
     ids=["with dropout", "in parts, along the sequence"],
 )
 def test_sharded_equals_unsharded(bindings, files, meshes, monkeypatch):
-    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
 
     def set_up_on(*shape):
         mesh = [f"MeshConfig.{axis} = {size}" for axis, size in zip(MESH_AXES, shape, strict=True)]

@@ -6,8 +6,8 @@ import pytest
 
 from meliad_like import config
 from meliad_like.data.batch import Batch
-from meliad_like.training.mesh import MeshConfig, make_mesh
-from meliad_like.training.setup import make_program
+from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.training.program import make_program
 
 V, B, N = 64, 4, 16
 RUN = config.parse(

@@ -12,10 +12,11 @@ from tiny_run import assert_same_bits, mesh_of_the_first_devices, parse, read_me
 
 from meliad_like import config
 from meliad_like.errors import UserError
+from meliad_like.run.setup import set_up
+from meliad_like.run.training import train
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.loop import train
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.setup import Program, set_up
+from meliad_like.training.program import Program
 from meliad_like.training.stages import stages_of
 from meliad_like.training.step import make_train_step
 
@@ -58,7 +59,7 @@ SHORTFORMER = (
 
 @pytest.fixture(autouse=True)
 def _one_device(monkeypatch):
-    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def straight(bindings, tmp_path_factory):
     """The working folder of a run of three stages, and how often a step was compiled."""
     workdir, compiled = tmp_path_factory.mktemp("straight"), []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+        monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
         compile_step = Program.compile_step
 
         def compile_and_count(self):
@@ -183,7 +184,7 @@ def test_a_first_step_of_a_stage_that_is_not_finite(bindings, tmp_path, monkeypa
 
         return poisoned
 
-    monkeypatch.setattr("meliad_like.training.setup.make_train_step", make)
+    monkeypatch.setattr("meliad_like.training.program.make_train_step", make)
     more = (*STAGES, "TrainingConfig.checkpoint_every = 3", "TrainingConfig.num_steps = 8")
     with pytest.raises(UserError, match="step 5 is not finite: .*; the state after step 4 is saved"):
         train(parse(bindings, *more), tmp_path)

@@ -12,9 +12,9 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.scales import SCALES, Scale, configure
 from meliad_like.experiments.step_time import random_batch
 from meliad_like.experiments.tables import TABLES
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.training.mesh import MeshConfig, make_mesh
-from meliad_like.training.setup import make_program
+from meliad_like.training.program import make_program
 
 ROWS = {row.file: row for table in TABLES.values() for row in table.rows}
 FIXED_SKIP = 193_230_968  # with a vocabulary of 32,000

@@ -14,11 +14,11 @@ from tiny_run import command, mesh_of_the_first_devices, parse, read_metrics, ru
 
 from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
+from meliad_like.run.setup import set_up
+from meliad_like.run.training import train
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.loop import train
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.ownership import Ownership
-from meliad_like.training.setup import set_up
 from meliad_like.training.step import make_train_step
 
 BAD_STEP, BAD_LANE = 4, 3
@@ -36,7 +36,7 @@ def bindings(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _one_device(monkeypatch):
-    monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def poisoned_step(monkeypatch):
 
         return poisoned
 
-    monkeypatch.setattr("meliad_like.training.setup.make_train_step", make)
+    monkeypatch.setattr("meliad_like.training.program.make_train_step", make)
 
 
 def saved_steps(workdir):

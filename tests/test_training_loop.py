@@ -17,10 +17,10 @@ from tiny_run import assert_same_bits, command, mesh_of_the_first_devices, parse
 
 from meliad_like import config
 from meliad_like.errors import UserError
+from meliad_like.run.setup import set_up, starting_state
+from meliad_like.run.training import train
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.loop import train
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.setup import set_up, starting_state
 
 NUM_STEPS = 40
 EXTRAS = ("TrainingConfig.evaluate_every = 20", "TrainingConfig.sample_every = 40", "TrainingConfig.sample_tokens = 8")
@@ -29,7 +29,7 @@ EXTRAS = ("TrainingConfig.evaluate_every = 20", "TrainingConfig.sample_every = 4
 @pytest.fixture(scope="module", autouse=True)
 def _two_devices():
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("meliad_like.training.setup.make_mesh", mesh_of_the_first_devices)
+        monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
         yield
 
 
@@ -175,7 +175,7 @@ def test_sigterm_at_a_step_with_an_evaluation_saves_first(bindings, tmp_path, mo
         return lambda step, state: saved.append((tmp_path / "checkpoints" / str(step) / "manifest.json").exists())
 
     monkeypatch.setattr(MetricsWriter, "write", write_and_signal)
-    monkeypatch.setattr("meliad_like.training.loop.evaluation_hook", evaluation_hook)
+    monkeypatch.setattr("meliad_like.run.training.evaluation_hook", evaluation_hook)
     assert train(parse(bindings, "TrainingConfig.evaluate_every = 2"), tmp_path) == 75
     assert saved == [True]
 

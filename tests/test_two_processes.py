@@ -14,9 +14,9 @@ import tiny_run
 from checkouts import INTERRUPTIBLE
 from tiny_run import ROOT, command, parse, read_metrics
 
+from meliad_like.run.setup import set_up
+from meliad_like.run.training import train
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.loop import train
-from meliad_like.training.setup import set_up
 
 NUM_STEPS = 6
 

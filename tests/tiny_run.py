@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from meliad_like import config
 from meliad_like.config import RunConfig
 from meliad_like.data.preparation import prepare
-from meliad_like.training.mesh import MeshConfig, make_mesh
+from meliad_like.mesh import MeshConfig, make_mesh
 
 ROOT = Path(__file__).parent.parent
 FILES = ["size/tiny.gin", "block_recurrent/fixed_skip.gin"]
@@ -71,7 +71,7 @@ def run_command(command: list[str], num_devices: int = 8) -> subprocess.Complete
 ON_STEP = """
 import os, pathlib, signal, time
 from meliad_like import command_line, train
-from meliad_like.training import setup
+from meliad_like.run import setup
 from meliad_like.training.metrics import MetricsWriter
 from tiny_run import mesh_of_the_first_devices
 

@@ -12,10 +12,10 @@ from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.config import SelectorConfig, SelectorTrainingConfig
 from meliad_like.history.spans import HistoryConfig
+from meliad_like.mesh import MeshConfig
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import FAMILIES, ModelConfig, family_name
 from meliad_like.training.config import TrainingConfig
-from meliad_like.training.mesh import MeshConfig
 from meliad_like.training.optimizers import OptimizerConfig
 from meliad_like.training.schedules import ScheduleConfig
 from meliad_like.training.stages import StagesConfig, stages_of

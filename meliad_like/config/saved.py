@@ -12,11 +12,11 @@ from meliad_like.config.fields import field_types, fit
 from meliad_like.config.run import FAMILY, RunConfig, part_classes
 from meliad_like.config.search import nearest
 from meliad_like.errors import UserError
+from meliad_like.mesh import MeshConfig
 from meliad_like.models.families import FAMILIES, family_name
 from meliad_like.remote import write_whole
 from meliad_like.saved_json import parse_json
 from meliad_like.training.config import TrainingConfig
-from meliad_like.training.mesh import MeshConfig
 
 JSON_NAME = "config.json"
 GIN_NAME = "config.gin"

@@ -17,7 +17,7 @@ from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import family_name
 from meliad_like.models.model import Model
 from meliad_like.remote import replacing
-from meliad_like.training.opening import open_checkpoint, write_checkpoint
+from meliad_like.run.opening import open_checkpoint, write_checkpoint
 
 # Where the parameters lie in what different versions of flax saved; the first that fits counts.
 ROOTS = ("", "params/", "target/", "target/params/", "optimizer/target/", "optimizer/target/params/")

@@ -14,7 +14,7 @@ from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.models.shortformer_config import ShortformerConfig
-from meliad_like.training.opening import write_checkpoint
+from meliad_like.run.opening import write_checkpoint
 
 
 def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:

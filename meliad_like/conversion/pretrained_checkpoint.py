@@ -12,7 +12,7 @@ from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import DECODER_FIELDS, RECURRENCE_FIELDS, PretrainedConfig
 from meliad_like.remote import write_whole
-from meliad_like.training.opening import open_checkpoint, write_checkpoint
+from meliad_like.run.opening import open_checkpoint, write_checkpoint
 
 
 def convert_from_pretrained(
@@ -32,7 +32,7 @@ def convert_from_pretrained(
     """
     bindings = collect(gin_files, gin_params)
     if kind == "gguf":
-        from meliad_like.conversion.gguf_file import read_gguf
+        from meliad_like.conversion.gguf_model import read_gguf
 
         pretrained = read_gguf(path)
     else:

@@ -69,7 +69,7 @@ def load_batches(
 
     Args:
       reader: what to read.
-      sharding: of the batch's arrays over the lane axis, which is their first (`training.mesh.lane_sharding`).
+      sharding: of the batch's arrays over the lane axis, which is their first (`mesh.lane_sharding`).
       start_step: the first step wanted.
       num_threads, batches_ahead, device_batches_ahead: as in `ReaderConfig`.
     """

@@ -110,7 +110,7 @@ def _from_merges(vocabulary: Path, merges: Path) -> str:
 
 def _from_gguf(path: Path) -> tuple[str, str]:
     # Reading the file's header takes a second: only where it is asked for.
-    from meliad_like.conversion.gguf_file import open_gguf
+    from meliad_like.data.gguf_file import open_gguf
 
     file = open_gguf(path)
     # Older files don't say how text is cut first, and are of models that cut it differently.

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from meliad_like.data.subset import Documents
 from meliad_like.data.vocabulary import Vocabulary
-from meliad_like.evaluation.perplexity import Documents
 
 
 def _gzip(text: bytes) -> bytes:

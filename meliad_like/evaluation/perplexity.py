@@ -12,8 +12,8 @@ on the number of lanes (with `whole_segments` on the segment length alone).
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,32 +23,14 @@ from jaxtyping import Bool, Float, Int
 from meliad_like.data.batch import AnyArray, Batch
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import LanesReader, Reader, leaks_the_future
+from meliad_like.data.subset import Documents, Subset, random_subset
 from meliad_like.data.windows import WindowsReader
-from meliad_like.errors import UserError
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.layers.sharding import MESH_AXES_OF
+from meliad_like.mesh import carry_shardings, lane_sharding, replicated
 from meliad_like.models.families import check_sequence
 from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
-from meliad_like.training.mesh import carry_shardings, lane_sharding, replicated
-
-
-class Documents(Protocol):
-    """A split of a token store, as far as an evaluation looks at it."""
-
-    @property
-    def lengths(self) -> np.ndarray: ...
-
-    @property
-    def num_bytes(self) -> np.ndarray: ...
-
-    @property
-    def num_words(self) -> np.ndarray: ...
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray: ...
 
 
 class _Losses(NamedTuple):
@@ -108,10 +90,12 @@ class Evaluator:
         """
         self.model = model
         self.name = name
-        self.documents = np.arange(len(split.lengths)) if max_tokens is None else _choose(split.lengths, max_tokens)
+        self.documents = (
+            np.arange(len(split.lengths)) if max_tokens is None else random_subset(split.lengths, max_tokens)
+        )
         """Indices in the split of the documents that are evaluated."""
         self._documents_in_split = len(split.lengths)
-        self._split = ChosenDocuments(split, self.documents)
+        self._split = Subset(split, self.documents)
         self._window = window = model.config.window_length
         check_sequence(model.config, segment_length, mesh.shape["sequence"])
         self._targets = np.maximum(self._split.lengths - 1, 0)
@@ -254,43 +238,6 @@ class _Sums:
 
     def row(self, index: int) -> dict[str, Any]:
         return {name: getattr(self, name)[index].item() for name in ("num_tokens", "nats", "num_correct")}
-
-
-class ChosenDocuments:
-    """Some documents of a split."""
-
-    def __init__(self, split: Documents, documents: np.ndarray):
-        """`documents`: their indices in the split."""
-        self.indices = documents
-        self.lengths, self.num_bytes, self.num_words = (
-            np.asarray(values)[documents] for values in (split.lengths, split.num_bytes, split.num_words)
-        )
-        self.names = [split.names[int(document)] for document in documents]
-        self._split = split
-
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        return self._split.tokens(int(self.indices[document]), start, stop)
-
-
-def order_of_chance(num_documents: int) -> Int[np.ndarray, " documents"]:
-    """An order of a split's documents that is random, and the same each time."""
-    return np.argsort(np.random.PCG64(0).random_raw(num_documents))
-
-
-def _choose(lengths: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Whole documents, drawn once and for all in an order of chance; those that no longer fit are passed over.
-
-    Raises:
-      UserError: not even the shortest fits.
-    """
-    chosen, total = [], 0
-    for document in order_of_chance(len(lengths)).tolist():
-        if total + lengths[document] <= max_tokens:
-            chosen.append(document)
-            total += lengths[document]
-    if not chosen:
-        raise UserError(f"max_tokens={max_tokens} is less than the shortest document, which has {lengths.min()} tokens")
-    return np.sort(np.asarray(chosen))
 
 
 def _position_bin(block: np.ndarray) -> Any:

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float
 from meliad_like.data.batch import Batch
 from meliad_like.data.readers import Split
 from meliad_like.errors import UserError
+from meliad_like.mesh import replicated
 from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
-from meliad_like.training.mesh import replicated
 
 ProtocolName = Literal["segments", "sliding", "token_by_token"]
 

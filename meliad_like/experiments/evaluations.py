@@ -1,7 +1,6 @@
 """What is measured of a trained row: by document, or by the protocols of the Shortformer paper."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,45 +9,13 @@ from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.data.stream import Concatenated
-from meliad_like.data.token_store import count_words
-from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.data.subset import Documents
 from meliad_like.evaluation import protocols, report
-from meliad_like.evaluation.perplexity import Documents, Evaluator
+from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.models.model import Model
 
 STRIDES_IN_WINDOW = 6
 """Of sliding windows; the paper's are of 512 new tokens in 3,072 (section 4.2)."""
-TOKENS_OF_A_BEGINNING = 1000
-"""The default of `Beginnings`."""
-
-
-class Beginnings:
-    """The beginnings of a split's first documents: what is evaluated where all of it would take too long."""
-
-    def __init__(
-        self, split: Documents, vocabulary: Vocabulary, max_tokens: int, at_least: int = TOKENS_OF_A_BEGINNING
-    ):
-        """
-        Args:
-          split: the documents.
-          vocabulary: says how many bytes and words a beginning has.
-          max_tokens: in all; every document has the same share, if it is so long.
-          at_least: more documents are taken only if the share is so large.
-        """
-        num_documents = min(max(max_tokens // at_least, 1), len(split.lengths))
-        self._split = split
-        self.indices = getattr(split, "indices", np.arange(num_documents))[:num_documents]
-        """In the split of which `split` may be a part."""
-        self.names: Sequence[str] = split.names[:num_documents]
-        self.lengths = np.minimum(split.lengths[:num_documents], max(max_tokens // num_documents, 2))
-        texts = [vocabulary.decode_bytes(split.tokens(i, 0, int(n))) for i, n in enumerate(self.lengths)]
-        cut = self.lengths < split.lengths[:num_documents]
-        counts = ([len(text) for text in texts], [count_words(text.decode(errors="replace")) for text in texts])
-        whole = (split.num_bytes, split.num_words)
-        self.num_bytes, self.num_words = (np.where(cut, c, w[:num_documents]) for c, w in zip(counts, whole))
-
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        return self._split.tokens(document, start, stop)
 
 
 def by_document(

@@ -24,8 +24,8 @@ from meliad_like.experiments.results import STEP_TIME_NAME, gather, read_timing,
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import TimedStep, in_shares, make_step, time_in_turn
 from meliad_like.experiments.tables import Row, Table
-from meliad_like.training.mesh import make_mesh
-from meliad_like.training.setup import vocabulary_size
+from meliad_like.mesh import make_mesh
+from meliad_like.run.setup import vocabulary_size
 from meliad_like.training.stages import stages_of
 
 STEP_TIME = "step_time"

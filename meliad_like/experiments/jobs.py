@@ -20,17 +20,18 @@ import numpy as np
 from meliad_like import config
 from meliad_like.config import RunConfig
 from meliad_like.data.readers import label
+from meliad_like.data.subset import beginnings
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
-from meliad_like.experiments.evaluations import Beginnings, by_document, by_protocol
+from meliad_like.experiments.evaluations import by_document, by_protocol
 from meliad_like.experiments.tables import Row
+from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
 from meliad_like.remote import write_whole
+from meliad_like.run.opening import open_checkpoint
+from meliad_like.run.training import train
 from meliad_like.training import preemption
-from meliad_like.training.loop import train
-from meliad_like.training.mesh import make_mesh
 from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
-from meliad_like.training.opening import open_checkpoint
 from meliad_like.training.stages import stages_of
 
 RESULT_NAME = "result.json"
@@ -123,9 +124,9 @@ def train_and_evaluate(job: Job, split: str) -> int:
         best = job.workdir / "best"
         opened = open_checkpoint(best if job.run.training.keep_best else job.workdir, mesh=mesh)
         model, vocabulary = Model(job.evaluated.model, opened.vocabulary.size), opened.vocabulary
-        documents = whole if job.max_tokens is None else Beginnings(whole, vocabulary, job.max_tokens)
+        documents = whole if job.max_tokens is None else beginnings(whole, vocabulary, job.max_tokens)
         if job.by_protocol:
-            few = Beginnings(whole, vocabulary, job.evaluated.data.segment_length + job.timed_tokens)
+            few = beginnings(whole, vocabulary, job.evaluated.data.segment_length + job.timed_tokens)
             end = vocabulary.end_of_document
             figures = by_protocol(model, opened.params, documents, few, mesh, job.evaluated, end)
         else:

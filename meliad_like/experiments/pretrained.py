@@ -8,8 +8,8 @@ from meliad_like.data.table_vocabulary import SETTINGS_NAME
 from meliad_like.data.vocabulary import TOKENIZER_NAME
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
+from meliad_like.run.opening import VOCABULARY_FOLDER
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.opening import VOCABULARY_FOLDER
 
 HOW_TO_GET_ONE = (
     "python -m meliad_like.convert huggingface --input=FOLDER --output=DIR/checkpoints makes it from a folder of "

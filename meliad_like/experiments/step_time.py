@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch
+from meliad_like.mesh import lane_sharding
 from meliad_like.models.model import Model
 from meliad_like.training.hardware import DATASHEET_FLOPS
-from meliad_like.training.mesh import lane_sharding
-from meliad_like.training.setup import make_program
+from meliad_like.training.program import make_program
 from meliad_like.training.state import TrainState
 
 WARM_UP = 2  # rounds that are not counted

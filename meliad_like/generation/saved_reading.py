@@ -12,7 +12,7 @@ import numpy as np
 from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.generation.streaming import Reading
 from meliad_like.remote import replacing
-from meliad_like.training.opening import OpenedCheckpoint
+from meliad_like.run.opening import OpenedCheckpoint
 
 SAMPLED = 1000
 

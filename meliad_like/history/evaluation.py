@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from meliad_like.data.subset import Documents
 from meliad_like.errors import UserError
-from meliad_like.evaluation.perplexity import Documents
 from meliad_like.history import losses
 from meliad_like.history.assembly import assemble
 from meliad_like.history.losses import TargetLosses

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.sharding import MESH_AXES_OF
+from meliad_like.mesh import lane_sharding, replicated
 from meliad_like.models.model import Model
-from meliad_like.training.mesh import lane_sharding, replicated
 
 
 class Sequence(NamedTuple):

@@ -5,15 +5,13 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from meliad_like.data.subset import Documents, Subset, beginnings, random_order
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
-from meliad_like.evaluation.opening import open_store, open_with
-from meliad_like.evaluation.perplexity import ChosenDocuments, Documents, order_of_chance
-from meliad_like.experiments.evaluations import Beginnings
 from meliad_like.history.losses import TargetLosses
 from meliad_like.history.scoring import SpanGains
 from meliad_like.history.spans import HistoryConfig, separator_token
-from meliad_like.training.opening import OpenedCheckpoint
+from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
 
 
 class Request(NamedTuple):
@@ -100,7 +98,7 @@ def choose(store: TokenStore, request: Request) -> Documents:
     split = store.split(request.split)
     if unknown := set(request.documents) - set(split.names):
         raise UserError(f"there is no document {min(unknown)!r} in the split {request.split} of {store.folder}")
-    chosen = order_of_chance(len(split))
+    chosen = random_order(len(split))
     if request.documents:
         chosen = np.asarray([index for index in chosen if split.names[index] in request.documents])
     used = np.minimum(split.lengths[chosen], request.document_tokens or split.lengths.max())
@@ -108,8 +106,8 @@ def choose(store: TokenStore, request: Request) -> Documents:
         chosen = chosen[np.cumsum(used) <= request.max_tokens]
         if not len(chosen):
             raise UserError(f"max_tokens={request.max_tokens} is less than the first document's {used[0]} tokens")
-    documents = ChosenDocuments(split, np.sort(chosen))
+    documents = Subset(split, np.sort(chosen))
     if request.document_tokens is None:
         return documents
     limit = request.document_tokens
-    return Beginnings(documents, store.vocabulary, limit * len(chosen), at_least=limit)
+    return beginnings(documents, store.vocabulary, limit * len(chosen), shortest=limit)

@@ -30,7 +30,7 @@ fan_in = fan_in_scaled(1.0)
 
 
 def parameter(key: PRNGKeyArray, initializer, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-    """A float32 parameter that knows its logical axes; `training.mesh` maps those to axes of the device mesh."""
+    """A float32 parameter that knows its logical axes; `mesh` maps those to axes of the device mesh."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
     return nnx.Param(initializer(key, shape, jnp.float32), axes=axes)

@@ -12,11 +12,11 @@ import numpy as np
 
 from meliad_like.config import RunConfig
 from meliad_like.evaluation.perplexity import evaluation_step
+from meliad_like.mesh import carry_shardings, lane_sharding, make_mesh, replicated
 from meliad_like.models.model import Model
 from meliad_like.planning.collectives import Traffic, traffic
 from meliad_like.planning.topology import Topology
-from meliad_like.training.mesh import carry_shardings, lane_sharding, make_mesh, replicated
-from meliad_like.training.setup import Program, make_program
+from meliad_like.training.program import Program, make_program
 
 PROGRAMS = ("training", "evaluation", "decoding")
 

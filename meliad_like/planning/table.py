@@ -100,7 +100,7 @@ def _not_default(config: Any) -> dict[str, Any]:
 
 def entries(settings: Sequence[Setting] = SETTINGS) -> Iterator[Entry]:
     """All of the table, folder by folder and, in a folder, topology by topology."""
-    from meliad_like.training.setup import vocabulary_size
+    from meliad_like.run.setup import vocabulary_size
 
     for setting in settings:
         files = [path for path in map(Path, shipped_files()) if path.parent == Path(setting.folder)]

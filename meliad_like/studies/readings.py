@@ -13,12 +13,12 @@ from jaxtyping import Float
 
 from meliad_like.config.run import RunConfig
 from meliad_like.config.saved import to_bindings
+from meliad_like.data.subset import Subset, random_order
 from meliad_like.data.token_store import Split, TokenStore, short
 from meliad_like.errors import UserError
-from meliad_like.evaluation.opening import open_store, open_with
-from meliad_like.evaluation.perplexity import ChosenDocuments, Evaluator, order_of_chance
+from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.evaluation.report import with_progress
-from meliad_like.training.opening import OpenedCheckpoint
+from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
 
 
 class Request(NamedTuple):
@@ -82,7 +82,7 @@ class Chosen(NamedTuple):
 
     store: TokenStore
     split_name: str
-    documents: ChosenDocuments
+    documents: Subset
     num_in_split: int
 
     @property
@@ -156,10 +156,10 @@ def choose(subjects: Sequence[Subject], request: Request) -> Chosen:
     if request.documents:
         chosen = [_index(split, name, request.split) for name in request.documents]
     else:
-        order = order_of_chance(len(split))
+        order = random_order(len(split))
         # A document of one token has nothing to predict.
         chosen = np.sort(order[split.lengths[order] > 1][: request.num_documents]).tolist()
-    return Chosen(store, request.split, ChosenDocuments(split, np.asarray(chosen, np.int64)), len(split))
+    return Chosen(store, request.split, Subset(split, np.asarray(chosen, np.int64)), len(split))
 
 
 def _index(documents: Split, name: str, split: str) -> int:

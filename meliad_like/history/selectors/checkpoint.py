@@ -25,9 +25,9 @@ from meliad_like.history.selectors.inputs import SelectorInputs, make_inputs
 from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.spans import HistoryConfig
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.run.opening import VOCABULARY_FOLDER
 from meliad_like.saved_json import check_fields, read_json
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.opening import VOCABULARY_FOLDER
 
 FILE_NAME = "selector.json"
 CONFIGS: dict[str, type] = {"selector": SelectorConfig, "history": HistoryConfig, "encoder": PretrainedConfig}

@@ -10,7 +10,6 @@ import numpy as np
 
 from meliad_like.config.bindings import collect
 from meliad_like.errors import UserError
-from meliad_like.evaluation.opening import open_store, open_with
 from meliad_like.evaluation.report import with_progress
 from meliad_like.history.commands import selections
 from meliad_like.history.opening import Request, open_request
@@ -23,6 +22,7 @@ from meliad_like.history.selectors.training import train_selector
 from meliad_like.history.spans import HistoryConfig
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.run.opening import open_store, open_with
 
 
 def train(request: Request, folder: Path, scores: str) -> int:

@@ -38,10 +38,10 @@ from meliad_like.history.selectors.pairs import (
     stride_index,
 )
 from meliad_like.remote import write_whole
+from meliad_like.run.opening import save_vocabulary
 from meliad_like.training import preemption
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata, keep_best
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.opening import save_vocabulary
 from meliad_like.training.optimizers import leave_fixed
 
 MAY_CHANGE = tuple(

@@ -13,11 +13,11 @@ from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
 from meliad_like.history.reader import evaluation_reader
+from meliad_like.mesh import replicated
+from meliad_like.run.opening import save_vocabulary
+from meliad_like.run.setup import Setup, metadata
 from meliad_like.training.checkpoints import keep_best
-from meliad_like.training.mesh import replicated
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.opening import save_vocabulary
-from meliad_like.training.setup import Setup, metadata
 from meliad_like.training.state import TrainState
 
 

@@ -14,7 +14,7 @@ from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.saved_reading import identity, load_reading, save_reading
 from meliad_like.generation.streaming import Generator
-from meliad_like.training.opening import OpenedCheckpoint
+from meliad_like.run.opening import OpenedCheckpoint
 
 UNKNOWN = "\u2047"
 

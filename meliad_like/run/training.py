@@ -15,17 +15,17 @@ from meliad_like.config import RunConfig
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import leaks_the_future
 from meliad_like.errors import UserError
+from meliad_like.mesh import lane_sharding
 from meliad_like.remote import any_path
+from meliad_like.run.hooks import Hook, check_hooks, evaluation_hook, sampling_hook
+from meliad_like.run.opening import save_vocabulary
+from meliad_like.run.setup import Setup, metadata, set_up, starting_state
 from meliad_like.training import preemption
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.hooks import Hook, check_hooks, evaluation_hook, sampling_hook
-from meliad_like.training.mesh import lane_sharding
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.opening import save_vocabulary
 from meliad_like.training.ownership import Ownership
 from meliad_like.training.profiling import Profiler
 from meliad_like.training.reporting import Reporter
-from meliad_like.training.setup import Setup, metadata, set_up, starting_state
 from meliad_like.training.stages import stages_of
 from meliad_like.training.state import TrainState
 from meliad_like.training.step import StepMetrics

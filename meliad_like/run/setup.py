@@ -1,16 +1,12 @@
 """A run before its first step: documents, mesh, shardings, and the compiled step."""
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
-from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.readers import LanesReader, Reader
 from meliad_like.data.stream import ShuffledReader, StreamReader
 from meliad_like.data.token_store import STORE_NAME, TokenStore
@@ -18,47 +14,18 @@ from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
 from meliad_like.history.reader import make_history_reader
+from meliad_like.mesh import (
+    make_mesh,
+    replicated,
+)
 from meliad_like.models.families import check_sequence, extends
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
+from meliad_like.run.opening import checkpoint_metadata, open_checkpoint
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata
-from meliad_like.training.mesh import (
-    carry_shardings,
-    lane_sharding,
-    make_mesh,
-    optimizer_state_shardings,
-    parameter_shardings,
-    replicated,
-)
-from meliad_like.training.opening import checkpoint_metadata, open_checkpoint
-from meliad_like.training.optimizers import at_rates, make_optimizer
-from meliad_like.training.schedules import make_schedule
+from meliad_like.training.program import Program, make_program
 from meliad_like.training.stages import Stage, stages_of
-from meliad_like.training.state import TrainState, init_state
-from meliad_like.training.step import make_train_step
-
-
-class Program(NamedTuple):
-    """The model and its training step on a mesh: what is a function of the config and the devices."""
-
-    model: Model
-    mesh: Mesh
-    abstract_state: TrainState
-    """Shapes, with the shardings of this mesh."""
-    initialise: Callable[[], TrainState]
-    train_step: jax.stages.Wrapped
-    """(state, batch) -> (state, metrics), jitted; the state's buffers are donated."""
-    abstract_batch: Batch
-    """Shapes of the batch of a step, over all hosts."""
-
-    def compile_step(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-        """The step for these shapes and shardings. It refuses all others, so a run compiles it once.
-
-        Args:
-          options: for XLA.
-        """
-        with jax.set_mesh(self.mesh):
-            return self.train_step.lower(self.abstract_state, self.abstract_batch).compile(options)
+from meliad_like.training.state import TrainState
 
 
 class Setup(NamedTuple):
@@ -114,62 +81,6 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
     return Setup(run, whole_run, stage, store, reader, make_program(run, store.vocabulary.size, make_mesh(run.mesh)))
 
 
-def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
-    """Lays out the model, its optimizer and its lanes on a mesh, without any documents and without compiling.
-
-    Args:
-      run: of one stage.
-
-    Raises:
-      UserError: the mesh does not fit the lanes or the model.
-    """
-    num_lanes = run.data.num_lanes
-    check_sequence(run.model, run.data.segment_length, mesh.shape["sequence"])
-    model = Model(run.model, vocabulary_size)
-    lanes = lane_sharding(mesh, num_lanes)
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    if num_lanes % (run.training.gradient_accumulation * shards):
-        raise UserError(
-            f"{num_lanes} lanes (tokens_per_step / segment_length) do not divide into "
-            f"gradient_accumulation={run.training.gradient_accumulation} parts on {shards} device(s)"
-        )
-    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
-    optimizer = at_rates(optimizer, model.rate_factors)
-
-    # The seed comes in as data: its program is then that of all seeds, and is found in a compilation cache.
-    def initialise(key_data) -> TrainState:
-        return init_state(model, optimizer, num_lanes, jax.random.wrap_key_data(key_data))
-
-    key_data = np.asarray(jax.random.key_data(jax.random.key(run.training.seed)))
-    shapes = jax.eval_shape(initialise, key_data)
-    params = parameter_shardings(mesh, model.axes, shapes.params)
-    shardings = TrainState(
-        step=replicated(mesh),
-        params=params,
-        optimizer_state=optimizer_state_shardings(mesh, shapes.optimizer_state, shapes.params, params),
-        carry=carry_shardings(mesh, num_lanes, shapes.carry),
-        num_skipped=replicated(mesh),
-        halted=replicated(mesh),
-    )
-    abstract_state = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
-    )
-    train_step = jax.jit(
-        make_train_step(model, optimizer, run.training),
-        donate_argnums=0,
-        in_shardings=(shardings, lanes),
-        out_shardings=(shardings, replicated(mesh)),
-    )
-    return Program(
-        model=model,
-        mesh=mesh,
-        abstract_state=abstract_state,
-        initialise=functools.partial(jax.jit(initialise, out_shardings=shardings), key_data),
-        train_step=train_step,
-        abstract_batch=abstract_batch(run),
-    )
-
-
 def vocabulary_size(run: RunConfig) -> int:
     """Tokens of the vocabulary: the token store's; where there is no store yet, as many as the settings say."""
     if (any_path(run.data.store) / STORE_NAME).exists():
@@ -208,12 +119,6 @@ def make_reader(stage: Stage, store: TokenStore) -> Reader:
         return LanesReader(*arguments, vocabulary_size=size)
     kind = {"stream": StreamReader, "shuffled": ShuffledReader}[run.data.kind]
     return kind(*arguments, vocabulary_size=size, end_of_document=end)
-
-
-def abstract_batch(run: RunConfig) -> Batch:
-    """Shapes of the batch of a step, over all hosts."""
-    batch = empty_batch(run.data.num_lanes, run.data.segment_length, run.model.window_length)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
 def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None) -> TrainState:

@@ -1,0 +1,104 @@
+"""A subset of the documents of a split, whole ones or their beginnings, that is read like a split."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+from meliad_like.data.token_store import count_words
+from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.errors import UserError
+
+SHORTEST_BEGINNING = 1000
+"""Tokens; the default of `beginnings`."""
+
+
+class Documents(Protocol):
+    """A split of a token store, or a subset of one, with what an evaluation reads of it."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[documents]: tokens of each document, its end included."""
+        ...
+
+    @property
+    def num_bytes(self) -> np.ndarray: ...
+
+    @property
+    def num_words(self) -> np.ndarray: ...
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
+        """int32[stop - start]: these tokens of a document."""
+        ...
+
+
+class Subset:
+    """Some documents of a split."""
+
+    def __init__(self, split: Documents, members: Int[np.ndarray, " documents"]):
+        """
+        Args:
+          split: the documents; may itself be a subset.
+          members: indices in `split` of the documents of this subset.
+        """
+        self._split, self._members = split, members
+        self.indices: Int[np.ndarray, " documents"] = np.asarray(getattr(split, "indices", np.arange(len(split.names))))
+        """Indices of the documents in the split of the token store, whatever subsets are between."""
+        self.indices = self.indices[members]
+        self.lengths, self.num_bytes, self.num_words = (
+            np.asarray(values)[members] for values in (split.lengths, split.num_bytes, split.num_words)
+        )
+        self.names = [split.names[int(document)] for document in members]
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
+        """int32[stop - start]: these tokens of a document of the subset."""
+        return self._split.tokens(int(self._members[document]), start, stop)
+
+
+def beginnings(split: Documents, vocabulary: Vocabulary, max_tokens: int, shortest: int = SHORTEST_BEGINNING) -> Subset:
+    """The beginnings of the first documents of a split, for an evaluation of the whole split would take too long.
+
+    Args:
+      split: the documents.
+      vocabulary: gives the number of bytes and words of a beginning.
+      max_tokens: of all beginnings together; each document has the same share, if it is that long.
+      shortest: a further document is taken only if the share of each is at least this number of tokens.
+    """
+    num_documents = min(max(max_tokens // shortest, 1), len(split.lengths))
+    subset = Subset(split, np.arange(num_documents))
+    whole = subset.lengths
+    subset.lengths = np.minimum(whole, max(max_tokens // num_documents, 2))
+    for document in np.flatnonzero(subset.lengths < whole).tolist():
+        text = vocabulary.decode_bytes(subset.tokens(document, 0, int(subset.lengths[document])))
+        subset.num_bytes[document] = len(text)
+        subset.num_words[document] = count_words(text.decode(errors="replace"))
+    return subset
+
+
+def random_order(num_documents: int) -> Int[np.ndarray, " documents"]:
+    """A random order of the documents of a split, the same one each time."""
+    return np.argsort(np.random.PCG64(0).random_raw(num_documents))
+
+
+def random_subset(lengths: np.ndarray, max_tokens: int) -> Int[np.ndarray, " documents"]:
+    """Indices of random whole documents, the same ones each time; one that no longer fits is passed over.
+
+    Args:
+      lengths: tokens of each document.
+      max_tokens: of the chosen documents together.
+
+    Raises:
+      UserError: not even the shortest document fits.
+    """
+    chosen, total = [], 0
+    for document in random_order(len(lengths)).tolist():
+        if total + lengths[document] <= max_tokens:
+            chosen.append(document)
+            total += lengths[document]
+    if not chosen:
+        raise UserError(f"max_tokens={max_tokens} is less than the shortest document, which has {lengths.min()} tokens")
+    return np.sort(np.asarray(chosen))

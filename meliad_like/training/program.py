@@ -1,0 +1,111 @@
+"""The model and its training step, laid out on a mesh: what is a function of the config and the devices alone."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from meliad_like.config import RunConfig
+from meliad_like.data.batch import Batch, empty_batch
+from meliad_like.errors import UserError
+from meliad_like.mesh import (
+    carry_shardings,
+    lane_sharding,
+    optimizer_state_shardings,
+    parameter_shardings,
+    replicated,
+)
+from meliad_like.models.families import check_sequence
+from meliad_like.models.model import Model
+from meliad_like.training.optimizers import at_rates, make_optimizer
+from meliad_like.training.schedules import make_schedule
+from meliad_like.training.state import TrainState, init_state
+from meliad_like.training.step import make_train_step
+
+
+class Program(NamedTuple):
+    """The model and its training step on a mesh: what is a function of the config and the devices."""
+
+    model: Model
+    mesh: Mesh
+    abstract_state: TrainState
+    """Shapes, with the shardings of this mesh."""
+    initialise: Callable[[], TrainState]
+    train_step: jax.stages.Wrapped
+    """(state, batch) -> (state, metrics), jitted; the state's buffers are donated."""
+    abstract_batch: Batch
+    """Shapes of the batch of a step, over all hosts."""
+
+    def compile_step(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+        """The step for these shapes and shardings. It refuses all others, so a run compiles it once.
+
+        Args:
+          options: for XLA.
+        """
+        with jax.set_mesh(self.mesh):
+            return self.train_step.lower(self.abstract_state, self.abstract_batch).compile(options)
+
+
+def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
+    """Lays out the model, its optimizer and its lanes on a mesh, without any documents and without compiling.
+
+    Args:
+      run: of one stage.
+
+    Raises:
+      UserError: the mesh does not fit the lanes or the model.
+    """
+    num_lanes = run.data.num_lanes
+    check_sequence(run.model, run.data.segment_length, mesh.shape["sequence"])
+    model = Model(run.model, vocabulary_size)
+    lanes = lane_sharding(mesh, num_lanes)
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if num_lanes % (run.training.gradient_accumulation * shards):
+        raise UserError(
+            f"{num_lanes} lanes (tokens_per_step / segment_length) do not divide into "
+            f"gradient_accumulation={run.training.gradient_accumulation} parts on {shards} device(s)"
+        )
+    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+    optimizer = at_rates(optimizer, model.rate_factors)
+
+    # The seed comes in as data: its program is then that of all seeds, and is found in a compilation cache.
+    def initialise(key_data) -> TrainState:
+        return init_state(model, optimizer, num_lanes, jax.random.wrap_key_data(key_data))
+
+    key_data = np.asarray(jax.random.key_data(jax.random.key(run.training.seed)))
+    shapes = jax.eval_shape(initialise, key_data)
+    params = parameter_shardings(mesh, model.axes, shapes.params)
+    shardings = TrainState(
+        step=replicated(mesh),
+        params=params,
+        optimizer_state=optimizer_state_shardings(mesh, shapes.optimizer_state, shapes.params, params),
+        carry=carry_shardings(mesh, num_lanes, shapes.carry),
+        num_skipped=replicated(mesh),
+        halted=replicated(mesh),
+    )
+    abstract_state = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+    )
+    train_step = jax.jit(
+        make_train_step(model, optimizer, run.training),
+        donate_argnums=0,
+        in_shardings=(shardings, lanes),
+        out_shardings=(shardings, replicated(mesh)),
+    )
+    return Program(
+        model=model,
+        mesh=mesh,
+        abstract_state=abstract_state,
+        initialise=functools.partial(jax.jit(initialise, out_shardings=shardings), key_data),
+        train_step=train_step,
+        abstract_batch=abstract_batch(run),
+    )
+
+
+def abstract_batch(run: RunConfig) -> Batch:
+    """Shapes of the batch of a step, over all hosts."""
+    batch = empty_batch(run.data.num_lanes, run.data.segment_length, run.model.window_length)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
