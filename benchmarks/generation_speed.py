@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from absl import app, flags
 from rich.console import Console
-from rich.table import Table
 
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, Reading
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
+from meliad_like.tables import Table
 
 TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens per measurement, whole blocks, so that each has the same work.")
 REPEATS = flags.DEFINE_integer("repeats", 5, "Measurements of each place, in turn; the median counts.")
@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 def main(_):
-    table = Table("model", "position", "how", "ms per token", "tokens per second", title=str(jax.devices()[0]))
+    rows = []
     for name, config in CONFIGS.items():
         model = Model(config, V)
         params = jax.jit(model.init)(jax.random.key(0))
@@ -61,8 +61,9 @@ def main(_):
         samples = [measure(generator, places) for _ in range(REPEATS.value)]
         for place in places:
             seconds = float(np.median([sample[place] for sample in samples]))
-            table.add_row(name, f"{place[0]:,}", place[1], f"{1e3 * seconds:.3f}", f"{1 / seconds:,.0f}")
-    Console().print(table)
+            rows.append((name, f"{place[0]:,}", place[1], f"{1e3 * seconds:.3f}", f"{1 / seconds:,.0f}"))
+    header = ("model", "position", "how", "ms per token", "tokens per second")
+    Console().print(Table(str(jax.devices()[0]), header, rows).to_rich())
 
 
 def read(generator: Generator, num_tokens: int) -> Reading:

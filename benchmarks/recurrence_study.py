@@ -18,9 +18,11 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from absl import app, flags
 
 from meliad_like.experiments.jobs import LOG_NAME, RESULT_NAME, environment, run_processes, write_json
+from meliad_like.tables import Table, with_error
 
 ROWS = ("slide_13l", "fixed_skip")
 SPLITS = ("validation", "test")
@@ -110,21 +112,18 @@ def read_results() -> dict[str, dict]:
 
 def summary(results: dict[str, dict]) -> str:
     """A Markdown table: mean and standard error over seeds, and the paired difference to Slide:13L."""
-    lines = ["| documents | split | model | bits per byte | difference to slide_13l, paired |", "|---|---|---|---|---|"]
+    rows = []
     for task, split in product(TASKS.value, SPLITS):
         baseline = None
         for row, variant in VARIANTS:
-            values = np.array([results[name_of(task, row, s)][variant][split]["bits_per_byte"] for s in SEEDS.value])
+            runs = (results[name_of(task, row, seed)][variant][split] for seed in SEEDS.value)
+            values = pd.Series([run["bits_per_byte"] for run in runs])
             baseline = values if baseline is None else baseline
             label = row if variant == "trained" else f"{row}, {variant}"
-            difference = "" if baseline is values else with_error(values - baseline, sign="+")
-            lines.append(f"| {task} | {split} | {label} | {with_error(values)} | {difference} |")
-    return "\n".join(lines)
-
-
-def with_error(values: np.ndarray, sign: str = "") -> str:
-    error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return f"{values.mean():{sign}.4f} ± {error:.4f}"
+            difference = values - baseline
+            paired = "" if baseline is values else with_error(difference.mean(), difference.sem(), "+.4f")
+            rows.append((f"{task}, {split}: {label}", with_error(values.mean(), values.sem(), ".4f"), paired))
+    return Table("", ("documents, split: model", "bits per byte", "paired difference to slide_13l"), rows).to_markdown()
 
 
 def plot(results: dict[str, dict]) -> None:

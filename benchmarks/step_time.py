@@ -14,13 +14,14 @@ import os
 import sys
 
 import numpy as np
+import pandas as pd
 from absl import app, flags
 from rich.console import Console
-from rich.table import Table
 
 from meliad_like import config
 from meliad_like.experiments.step_time import make_step, relative_time, time_in_turn
 from meliad_like.mesh import make_mesh
+from meliad_like.tables import Table
 
 SCALES = {"laptop": (["size/laptop.gin"], 256), "paper": (["size/medium_150m.gin", "option/bfloat16.gin"], 32_000)}
 
@@ -30,6 +31,16 @@ LANES = flags.DEFINE_integer("lanes", 1, "Lanes of a step, of the size's segment
 REPEATS = flags.DEFINE_integer("repeats", 15, "Timed steps of each row.", lower_bound=1)
 GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Bindings for all rows.")
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
+
+FORMATS = {
+    "parameters": ",.0f",
+    "milliseconds": ".1f",
+    "minimum_milliseconds": ".1f",
+    "relative": ".3f",
+    "share_of_peak": ".1%",
+    "memory_gigabytes": ".2f",
+    "compile_seconds": ".1f",
+}
 
 
 def main(_) -> None:
@@ -41,12 +52,8 @@ def main(_) -> None:
     timing = time_in_turn(steps, REPEATS.value)
     reference = "slide_13l" if "slide_13l" in steps else ROWS.value[0]
 
-    table = Table(title=f"{timing['device']}, {tokens:,} tokens a step, peak {timing['peak'] / 1e9:,.0f} GFLOP/s")
-    for column in ("row", "parameters", "ms a step", "min", "relative", "share of peak", "memory GB", "compile s"):
-        table.add_column(column, justify="left" if column == "row" else "right")
-    figures = {}
-    for name, row in timing["rows"].items():
-        figures[name] = {
+    figures = {
+        name: {
             "parameters": steps[name].model.num_parameters,
             "milliseconds": 1e3 * float(np.median(row["seconds"])),
             "minimum_milliseconds": 1e3 * min(row["seconds"]),
@@ -55,9 +62,11 @@ def main(_) -> None:
             "memory_gigabytes": row["memory_bytes"] / 1e9,
             "compile_seconds": row["compile_seconds"],
         }
-        formats = ("{:,}", "{:.1f}", "{:.1f}", "{:.3f}", "{:.1%}", "{:.2f}", "{:.1f}")
-        table.add_row(name, *(f.format(value) for f, value in zip(formats, figures[name].values(), strict=True)))
-    Console(width=120).print(table)
+        for name, row in timing["rows"].items()
+    }
+    frame = pd.DataFrame(figures).T.rename_axis("row").reset_index()
+    title = f"{timing['device']}, {tokens:,} tokens a step, peak {timing['peak'] / 1e9:,.0f} GFLOP/s"
+    Console(width=140).print(Table.of(frame, title, FORMATS).to_rich())
     if OUTPUT.value:
         with open(OUTPUT.value, "w") as file:
             json.dump({**timing, "tokens_per_step": tokens, "rows": figures}, file, indent=2)

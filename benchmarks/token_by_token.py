@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from absl import app, flags
 from rich.console import Console
-from rich.table import Table
 
 from meliad_like import config
 from meliad_like.evaluation import protocols
 from meliad_like.mesh import MeshConfig, make_mesh, replicated
 from meliad_like.models.model import Model
+from meliad_like.tables import Table
 
 LAYERS = flags.DEFINE_integer("layers", 16, "Layers of both models.")
 WINDOWS = flags.DEFINE_integer("windows", 3, "Windows that the baseline reads, a token each.")
@@ -60,12 +60,10 @@ def main(_):
         "Baseline, L 3072": WINDOWS.value / windows.seconds,
         "Shortformer, L 512": single.num_tokens / single.seconds,
     }
-    table = Table(
-        "model", "seconds a token", "tokens per second", "times", title=f"{jax.devices()[0]}, {LAYERS.value} layers"
-    )
-    for name, speed in speeds.items():
-        table.add_row(name, f"{1 / speed:.3f}", f"{speed:.2f}", f"{speed / min(speeds.values()):.1f}")
-    Console(width=100).print(table)
+    slowest = min(speeds.values())
+    rows = [(name, f"{1 / speed:.3f}", f"{speed:.2f}", f"{speed / slowest:.1f}") for name, speed in speeds.items()]
+    header = ("model", "seconds a token", "tokens per second", "times")
+    Console(width=100).print(Table(f"{jax.devices()[0]}, {LAYERS.value} layers", header, rows).to_rich())
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from meliad_like.data.documents import (
     SPLITS,
@@ -35,6 +33,7 @@ from meliad_like.data.token_store import (
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.remote import is_remote
+from meliad_like.tables import Table
 
 SHOWN = 10  # of the reasons why documents were left out
 
@@ -93,7 +92,7 @@ def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Pa
         console.print(f"left out: {reason}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if len(store.info.skipped) > SHOWN:
         console.print(f"... and {len(store.info.skipped) - SHOWN} more, in {folder / STORE_NAME}", style="yellow")
-    console.print(_table(store))
+    console.print(_table(store).to_rich())
     return store
 
 
@@ -193,12 +192,10 @@ def _complete_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 def _table(store: TokenStore) -> Table:
-    table = Table(title=f"{escape(store.folder.name)}, vocabulary of {store.vocabulary.size}", title_justify="left")
-    table.add_column("split")
-    for column in ("documents", "tokens", "bytes", "words", "longest (tokens)"):
-        table.add_column(column, justify="right")
+    rows = []
     for name, totals in store.info.splits.items():
         longest = int(store.split(name).lengths.max()) if totals.documents else 0
         counts = (totals.documents, totals.tokens, totals.bytes, totals.words, longest)
-        table.add_row(name, *(f"{count:,}" for count in counts))
-    return table
+        rows.append((name, *(f"{count:,}" for count in counts)))
+    header = ("split", "documents", "tokens", "bytes", "words", "longest (tokens)")
+    return Table(f"{store.folder.name}, vocabulary of {store.vocabulary.size}", header, rows)

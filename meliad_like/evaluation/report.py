@@ -4,17 +4,17 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from etils import epath
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table as RichTable
 
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.protocols import ProtocolScore
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
+from meliad_like.tables import Table
 
 Result = TypeVar("Result")
 
@@ -32,29 +32,6 @@ FIGURES = (
     "tokens_per_second",
 )
 """The properties of an evaluation that are written and shown."""
-
-
-class Table(NamedTuple):
-    """Rows of text under a header."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-    def to_rich(self) -> RichTable:
-        """For a rich console."""
-        table = RichTable(title=self.title, title_justify="left")
-        for index, name in enumerate(self.header):
-            table.add_column(name, justify="right" if index else "left")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def to_markdown(self) -> str:
-        """With the title as a paragraph above it."""
-        alignment = ("---", *["---:"] * (len(self.header) - 1))
-        lines = "\n".join(f"| {' | '.join(row)} |" for row in (self.header, alignment, *self.rows))
-        return f"{self.title}\n\n{lines}\n"
 
 
 def table(evaluation: Evaluation) -> Table:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
-from meliad_like.evaluation.report import Table, with_progress
+from meliad_like.evaluation.report import with_progress
 from meliad_like.history import report
 from meliad_like.history.evaluation import BASELINE, VERSION, Evaluation, evaluate
 from meliad_like.history.journal import Journal
@@ -30,6 +30,7 @@ from meliad_like.history.spans import (
     select,
 )
 from meliad_like.history.stride_store import StoreInfo, StrideStore, fingerprint, whole_documents
+from meliad_like.tables import Table
 
 CONTROLS = ("random", "overlap_oracle")
 """Always evaluated."""

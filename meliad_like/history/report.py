@@ -9,8 +9,8 @@ import numpy as np
 from etils import epath
 
 from meliad_like.data.readers import label
-from meliad_like.evaluation.report import Table
 from meliad_like.history.evaluation import BASELINE, Evaluation, Sums
+from meliad_like.tables import Table
 
 NUM_RESAMPLES = 10_000
 LEVEL = 0.95

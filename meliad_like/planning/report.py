@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
 from meliad_like.planning.programs import Need
 from meliad_like.planning.topology import GIB, Topology
+from meliad_like.tables import Table
 
 PARTS = ("parameters", "optimizer state", "carry", "batch")
 
@@ -39,31 +38,23 @@ def seconds(need: Need, topology: Topology) -> dict[str, float]:
 
 
 def table(needs: Sequence[Need], topology: Topology) -> Table:
-    """Rows of figures, a column for each program."""
-    result = Table(title=f"On each of {len(topology.devices)} devices ({topology.kind}, {topology.name})")
-    result.add_column("")
-    for need in needs:
-        result.add_column(need.name, justify="right")
-    rows: list[list[str]] = [[part, *(_gib(need.parts.get(part)) for need in needs)] for part in PARTS]
-    rows.append(["activations", *(_gib(need.activations) for need in needs)])
-    rows.append(["results", *(_gib(need.results) for need in needs)])
-    rows.append(["code", *(_gib(need.code) for need in needs)])
-    rows.append(["in all", *(_gib(need.total) for need in needs)])
+    """A row for each figure, and a column for each program."""
+    rows: dict[str, list[str]] = {part: [_gib(need.parts.get(part)) for need in needs] for part in PARTS}
+    rows |= {name: [_gib(getattr(need, name)) for need in needs] for name in ("activations", "results", "code")}
+    rows["total"] = [_gib(need.total) for need in needs]
     if topology.chip is not None:
-        rows.append(["left", *(_gib(topology.chip.memory - need.total) for need in needs)])
+        rows["left"] = [_gib(topology.chip.memory - need.total) for need in needs]
     for kind in sorted({kind for need in needs for kind in need.collectives}):
         found = [need.collectives.get(kind) for need in needs]
-        rows.append([kind, *("" if t is None else f"{t.count:,} of {t.num_bytes / 1e6:,.1f} MB" for t in found)])
-    rows.append(["TFLOP", *(f"{need.flops / 1e12:,.4f}" for need in needs)])
+        rows[kind] = ["" if t is None else f"{t.count:,} of {t.num_bytes / 1e6:,.1f} MB" for t in found]
+    rows["TFLOP"] = [f"{need.flops / 1e12:,.4f}" for need in needs]
     times = [seconds(need, topology) for need in needs]
-    for name in times[0]:
-        rows.append([f"ms of {name}, at least", *(f"{1e3 * t[name]:,.3f}" for t in times)])
+    rows |= {f"ms of {name}, at least": [f"{1e3 * t[name]:,.3f}" for t in times] for name in times[0]}
     if times[0]:
-        rows.append(["limited by", *(limit(need, topology) for need in needs)])
-    rows.append(["compiled in", *(f"{need.compile_seconds:.0f} s" for need in needs)])
-    for row in rows:
-        result.add_row(*row, end_section=row[0] in ("batch", "code", "left"))
-    return result
+        rows["limited by"] = [limit(need, topology) for need in needs]
+    rows["compiled in"] = [f"{need.compile_seconds:.0f} s" for need in needs]
+    title = f"On each of {len(topology.devices)} devices ({topology.kind}, {topology.name})"
+    return Table(title, ("", *(need.name for need in needs)), [(name, *cells) for name, cells in rows.items()])
 
 
 def to_json(needs: Sequence[Need], topology: Topology) -> dict[str, Any]:

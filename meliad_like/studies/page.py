@@ -18,6 +18,8 @@ from xml.etree.ElementTree import Element, tostring
 
 import numpy as np
 
+from meliad_like.tables import Table
+
 PROGRAMS = ("chart.js", "reader.js")
 
 
@@ -83,12 +85,10 @@ def figure(chart: Chart) -> Element:
     )
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str | Element]], note: str = "") -> Element:
-    """A table whose first column is text and whose others are numbers."""
-    head = tag("thead", tag("tr", *(tag("th", name, scope="col") for name in header)))
-    body = tag("tbody", *(tag("tr", *(tag("td", cell) for cell in row)) for row in rows))
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> Element:
+    """A table that scrolls where the page is narrow, with a note below it."""
     notes = [tag("p", note, class_="note")] if note else []
-    return tag("div", tag("div", tag("table", head, body), class_="scroll"), *notes)
+    return tag("div", tag("div", Table("", header, list(rows)).to_html(), class_="scroll"), *notes)
 
 
 def facts_table(details: Sequence[dict[str, Any]], header: Sequence[str]) -> Element:

@@ -1,0 +1,73 @@
+"""Tables for the terminal, for Markdown and for HTML, from text or from a pandas DataFrame."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from xml.etree.ElementTree import Element, SubElement
+
+import pandas as pd
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+
+class Table(NamedTuple):
+    """Rows of text under a header. The first column is text and aligned to the left, the others are numbers."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    @classmethod
+    def of(cls, frame: pd.DataFrame, title: str = "", formats: Mapping[str, str] | None = None) -> "Table":
+        """The columns of a frame, the first of which names the rows.
+
+        Args:
+          frame: of numbers, and of text, which is taken as it is. Its index is left out.
+          title: stands above the table.
+          formats: how the numbers of a column are written, as format specifications such as `,.4f`.
+        """
+        columns = [
+            [number(value, (formats or {}).get(str(name), "")) for value in frame.iloc[:, i]]
+            for i, name in enumerate(frame.columns)
+        ]
+        return cls(title, tuple(map(str, frame.columns)), list(zip(*columns, strict=True)))
+
+    def to_rich(self) -> RichTable:
+        """For a rich console."""
+        table = RichTable(title=escape(self.title) or None, title_justify="left")
+        for i, name in enumerate(self.header):
+            table.add_column(escape(name), justify="right" if i else "left")
+        for row in self.rows:
+            table.add_row(*map(escape, row))
+        return table
+
+    def to_markdown(self) -> str:
+        """Markdown, the title being a paragraph above the table."""
+        alignment = ("---", *["---:"] * (len(self.header) - 1))
+        lines = [f"| {' | '.join(row)} |" for row in (self.header, alignment, *self.rows)]
+        return "\n".join([*([self.title, ""] if self.title else []), *lines, ""])
+
+    def to_html(self) -> Element:
+        """A `table` element, without the title."""
+        table = Element("table")
+        head = SubElement(SubElement(table, "thead"), "tr")
+        for name in self.header:
+            SubElement(head, "th", scope="col").text = name
+        body = SubElement(table, "tbody")
+        for row in self.rows:
+            line = SubElement(body, "tr")
+            for cell in row:
+                SubElement(line, "td").text = cell
+        return table
+
+
+def number(value: Any, form: str = "") -> str:
+    """A number by a format specification, text as it is, and `-` for what is missing or not finite."""
+    if isinstance(value, str):
+        return value
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def with_error(mean: float, error: float, form: str) -> str:
+    """A mean and its standard error, which is left out where there is none."""
+    return number(mean, form) + (f" ± {error:.4f}" if math.isfinite(error) else "")

@@ -1,0 +1,38 @@
+"""Tables of text and numbers, for the terminal, for Markdown and for HTML."""
+
+import io
+import math
+from xml.etree.ElementTree import tostring
+
+import pandas as pd
+from rich.console import Console
+
+from meliad_like.tables import Table, number, with_error
+
+FRAME = pd.DataFrame({"model": ["Slide", "[b]XL & co"], "bits": [1.25, math.nan], "steps": [12_000, 3]})
+
+
+def test_markdown_of_a_frame():
+    table = Table.of(FRAME, "Two models", {"bits": ".3f", "steps": ","})
+    assert table.to_markdown() == (
+        "Two models\n\n| model | bits | steps |\n| --- | ---: | ---: |\n"
+        "| Slide | 1.250 | 12,000 |\n| [b]XL & co | - | 3 |\n"
+    )
+    assert Table("", ("a",), [("b",)]).to_markdown() == "| a |\n| --- |\n| b |\n"
+
+
+def test_a_console_shows_text_as_it_is():
+    console = Console(width=60, file=io.StringIO())
+    console.print(Table.of(FRAME, "[i]title").to_rich())
+    shown = console.file.getvalue()
+    assert "[i]title" in shown and "[b]XL & co" in shown and "1.25" in shown
+
+
+def test_html_is_escaped():
+    html = tostring(Table.of(FRAME).to_html(), encoding="unicode", method="html")
+    assert html.startswith('<table><thead><tr><th scope="col">model</th>') and "<td>[b]XL &amp; co</td>" in html
+
+
+def test_numbers_that_are_missing():
+    assert [number(value, ".1f") for value in (None, math.inf, math.nan, "text", 2)] == ["-", "-", "-", "text", "2.0"]
+    assert with_error(1.5, 0.25, ".2f") == "1.50 ± 0.2500" and with_error(1.5, math.nan, ".2f") == "1.50"
