@@ -199,6 +199,23 @@ def test_a_full_disk_is_one_line_wherever_it_is_met():
     assert result.stderr == "error: the disk is full: a file could not be written; free some space\n"
 
 
+def test_a_full_disk_under_a_run_prints_nothing_of_its_own(tmp_path):
+    """A limit on the size of files stands in for the disk."""
+    program = f"""
+        import resource
+        from meliad_like.training.metrics import MetricsWriter
+        try:
+            with MetricsWriter({str(tmp_path)!r}, 0, 10) as writer:
+                writer.write(1, {{"loss": 1.0}})
+                resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
+                writer.write(2, {{"loss": 1.0}})
+        except OSError as error:
+            print(error.strerror)
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert (result.stdout.strip(), result.stderr) == ("File too large", "")
+
+
 @pytest.mark.parametrize(
     ("folder", "said"),
     [("file", "File exists"), ("file/below", "Not a directory"), (".", None), ("n" * 300, "File name")],

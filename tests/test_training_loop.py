@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_run
 from checkouts import INTERRUPTIBLE
+from tensorboardX.proto.event_pb2 import Event
 from tiny_run import assert_same_bits, command, mesh_of_the_first_devices, parse, read_metrics, run_and_act, run_command
 
 from meliad_like import config
@@ -223,7 +224,15 @@ def test_what_a_run_leaves_behind(bindings, straight):
     assert config.parse([str(straight / "config.gin")]) == run
     assert config.from_json((straight / "config.json").read_text()) == run
     assert (straight / "checkpoints" / "vocabulary" / "vocabulary.json").exists()
-    assert [path for path in straight.iterdir() if path.name.startswith("events.out.tfevents")]
+    (events,) = (path.read_bytes() for path in straight.iterdir() if path.name.startswith("events.out.tfevents"))
+    logged = []
+    while events:
+        # The length of a record, its checksum, the record, its checksum.
+        end = 12 + int.from_bytes(events[:8], "little")
+        logged.append(Event.FromString(events[12:end]))
+        events = events[end + 4 :]
+    losses = [(event.step, v.simple_value) for event in logged for v in event.summary.value if v.tag == "train/loss"]
+    assert losses == [(m["step"], np.float32(m["loss"])) for m in read_metrics(straight)]
 
 
 def test_metrics(bindings, setup, straight, stopped):

@@ -2,9 +2,10 @@
 
 import json
 import math
+import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -13,7 +14,9 @@ import jax
 from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore  # classes made when it is imported
+from tensorboardX.proto.summary_pb2 import Summary  # type: ignore
+from tensorboardX.record_writer import RecordWriter
 
 from meliad_like.errors import UserError, refusals
 from meliad_like.remote import copy_folder, is_remote, one_line, size_of, write_whole
@@ -49,9 +52,12 @@ class MetricsWriter:
         if self._remote or len(kept.encode()) < size_of(path):
             write_whole(local / FILE_NAME, kept)
         self._file = (local / FILE_NAME).open("a")
-        # With a bound on its queue the training would wait for tensorboardX's thread, which ends when the clock is set
-        # back by more than 24 days.
-        self._tensorboard = SummaryWriter(str(local), purge_step=start_step + 1, max_queue=0)
+        # Not a `SummaryWriter`: its thread prints tracebacks of its own when the disk is full.
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        self._events = RecordWriter(str(local / name))
+        self._write_event(0, file_version="brain.Event:2")
+        # TensorBoard drops what an earlier attempt logged from this step on.
+        self._write_event(start_step + 1, session_log=SessionLog(status=SessionLog.START))
         self.console = Console()
         self._progress = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console, transient=True
@@ -73,10 +79,14 @@ class MetricsWriter:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._file.write(json.dumps({"step": step, "kind": kind, **dict.fromkeys(metrics), **finite}) + "\n")
         self._file.flush()
-        for name, value in finite.items():
-            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        values = [Summary.Value(tag=f"{kind}/{name}", simple_value=value) for name, value in finite.items()]
+        self._write_event(step, summary=Summary(value=values))
         if time.monotonic() - self._uploaded > UPLOAD_SECONDS:
+            self._events.flush()
             self._try_to_upload("this is tried again")
+
+    def _write_event(self, step: int, **content: Any) -> None:
+        self._events.write(Event(step=step, wall_time=time.time(), **content).SerializeToString())
 
     def upload(self) -> None:
         """To be called before a checkpoint is written: what is logged up to it must not be lost with this machine.
@@ -99,7 +109,7 @@ class MetricsWriter:
     def _copy(self) -> None:
         try:
             if self._active and self._remote:
-                self._tensorboard.flush()
+                self._events.flush()
                 copy_folder(self._local, self._workdir)
         finally:
             # After a minute of trying, too.
@@ -139,10 +149,8 @@ class MetricsWriter:
     def __exit__(self, kind, *_) -> None:
         if not self._active:
             return
-        with self._closing:
+        with self._closing, closing(self._events), self._file:
             self._progress.stop()
-            self._file.close()
-            self._tensorboard.close()
             if kind is None:
                 self.upload()
             else:
