@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meliad_like.errors import UserError
 from meliad_like.layers.sharding import MESH_AXES_OF
+from meliad_like.registry import resumable
 from meliad_like.validation import check_positive
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
@@ -26,13 +27,13 @@ MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 class MeshConfig:
     """Number of devices along each axis of the mesh; their product is the number of devices."""
 
-    data: int = -1
+    data: int = resumable(-1)
     """Copies of the parameters, each with its own lanes; -1: all devices that the others leave."""
-    fsdp: int = 1
+    fsdp: int = resumable(1)
     """Parts that parameters and optimizer state are cut into along the model width; each has its own lanes too."""
-    tensor: int = 1
+    tensor: int = resumable(1)
     """Parts that heads, feed-forward width and vocabulary are cut into; these devices share their lanes."""
-    sequence: int = 1
+    sequence: int = resumable(1)
     """Parts that the blocks of a segment are cut into, for segments that are too long for one device; only for decoders
     without feedback and external memory."""
 

@@ -18,6 +18,8 @@ Packages that register kinds when they are imported name their module in the ent
 """
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any
@@ -87,3 +89,47 @@ def kind_field(registry: Registry, default: Callable[[], Any], *, many: bool = F
         parameter binds a field of.
     """
     return dataclasses.field(default_factory=default, metadata={"registry": registry, "many": many})
+
+
+def resumable(default: Any, when: Callable[[Any, Any], bool] = lambda old, new: True) -> Any:
+    """A dataclass field that may have another value when a run resumes: earlier steps learned nothing from it.
+
+    Args:
+      default: the field's default.
+      when: (the run's config so far, the new one) -> whether that is so between the two.
+    """
+    return dataclasses.field(default=default, metadata={"resumable": when})
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default of a dataclass field."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def to_plain(config: Any, registry: Registry | None = None, *, changed_only: bool = False) -> dict[str, Any]:
+    """A config as nested dictionaries of plain values, in which a kind has its name as `kind`.
+
+    Args:
+      config: a dataclass, whose fields may be dataclasses and kinds again.
+      registry: of the config, where it is itself a kind.
+      changed_only: leave out the fields that have their defaults.
+    """
+
+    def plain(value: Any, registry: Registry | None) -> Any:
+        if dataclasses.is_dataclass(value):
+            return to_plain(value, registry, changed_only=changed_only)
+        if registry is not None:
+            return [plain(member, registry) for member in value]
+        return value
+
+    kind = {} if registry is None else {"kind": registry.name_of(config)}
+    return kind | {
+        field.name: plain(getattr(config, field.name), field.metadata.get("registry"))
+        for field in dataclasses.fields(config)
+        if not changed_only or getattr(config, field.name) != default_of(field)
+    }
+
+
+def fingerprint(plain: Any) -> str:
+    """SHA-256 of plain values. A new field with a default changes none of `to_plain(..., changed_only=True)`."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from meliad_like import config
-from meliad_like.config import saved
+from meliad_like.config.run import MODELS
 from meliad_like.errors import UserError
 from meliad_like.models.families import FAMILIES, Family, extends
 from meliad_like.models.model import Model
@@ -27,6 +27,7 @@ TOY = ["RunConfig.model = 'toy'"]
 @pytest.fixture(autouse=True)
 def _toy(monkeypatch):
     monkeypatch.setitem(FAMILIES, "toy", Family(ToyConfig, None, lambda config, v: config.depth * v))
+    monkeypatch.setitem(MODELS._classes, "toy", ToyConfig)
 
 
 def message(gin_files=(), gin_params=()):
@@ -55,8 +56,8 @@ def test_bindings_of_another_family_are_an_error_that_says_which_one_the_run_has
     assert message(["size/tiny.gin"], TOY).startswith(expected)
 
 
-def test_nothing_but_the_model_is_bound_on_the_run():
-    assert "nothing is bound on RunConfig itself but RunConfig.model, not data" in message(
+def test_a_part_of_the_run_is_bound_by_its_class():
+    assert "RunConfig.data has fields of its own: bind ReaderConfig.FIELD = ..." in message(
         gin_params=["RunConfig.data = 3"]
     )
 
@@ -66,24 +67,20 @@ def test_a_run_of_another_family_is_saved_and_read_back(tmp_path):
     assert config.from_json(config.to_json(run)) == run
     config.save(run, tmp_path)
     assert config.parse([str(tmp_path / "config.gin")]) == run
-    with pytest.raises(UserError, match="model.family is 'toy' there, 'decoder' here; choose another --workdir"):
+    with pytest.raises(UserError, match="model.kind is 'toy' there, 'decoder' here; choose another --workdir"):
         config.save(config.parse(), tmp_path)
 
 
 def test_a_config_from_before_there_were_families_is_a_decoders():
     run = config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin"])
     old = json.loads(config.to_json(run))
-    assert old["model"].pop("family") == "decoder"
-    parts = {"DecoderConfig": "model", "ReaderConfig": "data", "ScheduleConfig": "schedule"}
-    for class_name, _, name in (added.partition(".") for added in saved.ADDED):
-        if class_name in parts:
-            del old[parts[class_name]][name]
+    assert old["model"].pop("kind") == "decoder"
     assert config.from_json(json.dumps(old)) == run
 
 
 def test_a_saved_config_of_an_unknown_family_is_an_error():
     text = config.to_json(config.parse()).replace('"decoder"', '"decodr"')
-    with pytest.raises(UserError, match="has model.family='decodr', which is none of decoder"):
+    with pytest.raises(UserError, match="has model.kind='decodr', which is none of decoder"):
         config.from_json(text)
 
 

@@ -29,6 +29,11 @@ class Binding:
         """Whether it is a default, from the file that is always read."""
         return self.origin.startswith(f"{search.BASE}:")
 
+    @property
+    def rank(self) -> int:
+        """Its place in the precedence: 0 for a `--gin_param`, 1 for a file, 2 for `base.gin`."""
+        return 0 if self.origin.startswith("--") else 1 + self.of_base
+
 
 # From `Class.parameter`, or the bare name of a macro, to its binding.
 Bindings = dict[str, Binding]

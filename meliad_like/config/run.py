@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meliad_like.config.bindings import Binding, Bindings, collect
-from meliad_like.config.fields import field_types, fit
-from meliad_like.config.search import nearest
+from meliad_like.config import construction
+from meliad_like.config.bindings import Bindings, collect
 from meliad_like.data.documents import SourceConfig
 from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.vocabulary import VocabularyConfig
@@ -15,17 +14,22 @@ from meliad_like.history.spans import HistoryConfig
 from meliad_like.mesh import MeshConfig
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import FAMILIES, ModelConfig, family_name
+from meliad_like.registry import Registry, kind_field
 from meliad_like.training.config import TrainingConfig
 from meliad_like.training.optimizers import OptimizerConfig
 from meliad_like.training.schedules import ScheduleConfig
 from meliad_like.training.stages import StagesConfig, stages_of
+
+MODELS = Registry("model")
+for _name, _family in FAMILIES.items():
+    MODELS.register(_name)(_family.config)
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that decides a run, except the machine and the working folder."""
 
-    model: ModelConfig = field(default_factory=DecoderConfig)
+    model: ModelConfig = kind_field(MODELS, DecoderConfig)
     """The network: the config of one of the families in `models/families.py`, which `RunConfig.model` names in gin."""
     source: SourceConfig = field(default_factory=SourceConfig)
     """Where the documents come from."""
@@ -83,14 +87,6 @@ class RunConfig:
             )
 
 
-FAMILY = "RunConfig.model"
-
-
-def part_classes(family: str) -> dict[str, type]:
-    """Fields of RunConfig to their classes, of a run whose model is of this family."""
-    return field_types(RunConfig) | {"model": FAMILIES[family].config}
-
-
 def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunConfig:
     """The run that `base.gin`, these `--gin_file`s and these `--gin_param`s describe.
 
@@ -105,38 +101,5 @@ def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunC
 
 
 def build(bindings: Bindings) -> RunConfig:
-    """A RunConfig from bindings: `RunConfig.model`, and fields of its parts, each of which must be used."""
-    chosen = bindings.get(FAMILY, Binding("decoder", "the default"))
-    if chosen.value not in list(FAMILIES):  # which compares, and takes what can't be hashed
-        raise UserError(f"{chosen.origin}: {FAMILY} = {chosen.value!r} is none of {', '.join(FAMILIES)}")
-    parts = part_classes(chosen.value)
-    unused = {family.config.__name__: name for name, family in FAMILIES.items() if name != chosen.value}
-    field_names = {part.__name__: name for name, part in parts.items()}
-    arguments: dict[str, dict] = {name: {} for name in parts}
-    for key, binding in bindings.items():
-        class_name, _, parameter = key.rpartition(".")
-        if key == FAMILY:
-            continue
-        if class_name in unused:
-            # What base.gin says of its own family is a default, and nobody's mistake.
-            if binding.of_base:
-                continue
-            raise UserError(
-                f"{binding.origin}: nothing reads {key}: {FAMILY} is {chosen.value!r} ({chosen.origin}), "
-                f"not {unused[class_name]!r}"
-            )
-        if class_name == "RunConfig":
-            raise UserError(f"{binding.origin}: nothing is bound on RunConfig itself but {FAMILY}, not {parameter}")
-        if class_name not in field_names:
-            known = [*field_names, *unused]
-            raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}")
-        part = field_names[class_name]
-        parameters = field_types(parts[part])
-        if parameter not in parameters:
-            hint = nearest(parameter, list(parameters))
-            raise UserError(f"{binding.origin}: {class_name} has no parameter {parameter}{hint}")
-        try:
-            arguments[part][parameter] = fit(binding.value, parameters[parameter], key)
-        except UserError as error:
-            raise UserError(f"{binding.origin}: {error}") from None
-    return RunConfig(**{name: part(**arguments[name]) for name, part in parts.items()})
+    """A RunConfig from bindings, each of which must be read."""
+    return construction.build(bindings, RunConfig)[0]

@@ -1,75 +1,29 @@
 """What is saved with a run, and how it is read back without gin."""
 
+import collections
+import dataclasses
 import json
-from collections.abc import Set
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from etils import epath
 
-from meliad_like.config.bindings import Binding, Bindings
+from meliad_like.config.construction import to_bindings
 from meliad_like.config.fields import field_types, fit
-from meliad_like.config.run import FAMILY, RunConfig, part_classes
+from meliad_like.config.run import RunConfig
 from meliad_like.config.search import nearest
 from meliad_like.errors import UserError
-from meliad_like.mesh import MeshConfig
-from meliad_like.models.families import FAMILIES, family_name
+from meliad_like.registry import Registry, default_of, to_plain
 from meliad_like.remote import write_whole
 from meliad_like.saved_json import parse_json
-from meliad_like.training.config import TrainingConfig
 
 JSON_NAME = "config.json"
 GIN_NAME = "config.gin"
 
 
-# Fields that files of earlier versions lack, and whose defaults mean what those versions did.
-ADDED = frozenset(
-    {
-        "RunConfig.history",
-        "RunConfig.selector",
-        "RunConfig.selector_training",
-        "RunConfig.stages",
-        "DecoderConfig.feedback",
-        "DecoderConfig.memory_layers",
-        "DecoderConfig.memory_size",
-        "DecoderConfig.memory_neighbors",
-        "DecoderConfig.memory_search",
-        "DecoderConfig.memory_update",
-        "MeshConfig.sequence",
-        "PretrainedConfig.matmul_dtype",
-        "PretrainedConfig.normalise_pooled",
-        "PretrainedConfig.recurrence_rate",
-        "PretrainedConfig.recurrence_scale",
-        "ReaderConfig.kind",
-        "ReaderConfig.selection",
-        "ReaderConfig.selections",
-        "ReaderConfig.segments_follow",
-        "ReaderConfig.train_disjoint",
-        "ScheduleConfig.first_rate",
-        "TrainingConfig.keep_best",
-        "VocabularyConfig.end_token",
-    }
-)
-
-# What a run may go on with another value of: nothing of it decides what the steps before have learned. A token store
-# that was moved is known by its fingerprint.
-MAY_CHANGE = frozenset(
-    {
-        "data.batches_ahead",
-        "data.device_batches_ahead",
-        "data.num_threads",
-        "data.store",
-        "model.remat",
-        *(f"mesh.{name}" for name in field_types(MeshConfig)),
-        *(f"training.{name}" for name in field_types(TrainingConfig) if name != "seed"),
-    }
-)
-
-
 def to_dict(run: RunConfig) -> dict[str, dict[str, Any]]:
-    """The config as nested dictionaries: one for each part. The model's says which family it is of."""
-    parts = asdict(run)
-    return parts | {"model": {"family": family_name(run.model), **parts["model"]}}
+    """The config as nested dictionaries: one for each part, those of kinds with the kind's name."""
+    return to_plain(run)
 
 
 def to_json(run: RunConfig) -> str:
@@ -78,84 +32,112 @@ def to_json(run: RunConfig) -> str:
 
 
 def from_json(text: str | bytes) -> RunConfig:
-    """Rebuilds what `to_json` wrote.
+    """Rebuilds what `to_json` wrote. A field that is missing was added later, and has its default.
 
     Raises:
-      UserError: not JSON, or unknown, missing or ill-typed fields (a file of another version), by name.
+      UserError: not JSON, or unknown or ill-typed fields or kinds (a file of another version), by name.
     """
-    saved = parse_json(text, "the saved config")
-    _check_names("", saved, set(field_types(RunConfig)), _added(RunConfig))
-    family = "decoder"
-    if isinstance(saved["model"], dict):
-        # Before there were families, every model was a decoder.
-        family = saved["model"].pop("family", family)
-    if family not in list(FAMILIES):  # which compares, and takes what can't be hashed
-        raise UserError(f"the saved config has model.family={family!r}, which is none of {', '.join(FAMILIES)}")
-    parts = {}
-    for name, part in part_classes(family).items():
-        if name not in saved:
-            continue
-        types = field_types(part)
-        _check_names(f"{name}.", saved[name], set(types), _added(part))
-        parts[name] = part(**{key: fit(value, types[key], f"{name}.{key}") for key, value in saved[name].items()})
-    return RunConfig(**parts)
+    return from_plain(RunConfig, parse_json(text, "the saved config"))
 
 
-def _added(config_class: type) -> set[str]:
-    return {key for key in field_types(config_class) if f"{config_class.__name__}.{key}" in ADDED}
+def from_plain(config_class: type, saved: Any, path: str = "") -> Any:
+    """Rebuilds a config of this class from what `to_plain` made of it.
 
+    Args:
+      path: of the config in what was saved, for messages.
 
-def _check_names(prefix: str, saved: Any, names: set[str], optional: Set[str] = frozenset()) -> None:
-    # Other missing fields are not given their defaults: only their authors know whether these mean "as before".
+    Raises:
+      UserError: an unknown or ill-typed field or kind.
+    """
     if not isinstance(saved, dict):
-        raise UserError(f"the saved config has {saved!r} where {prefix.rstrip('.') or 'the run'} should be an object")
-    for name in sorted(saved.keys() - names):
-        raise UserError(f"the saved config has an unknown field {prefix}{name}{nearest(name, sorted(names))}")
-    if missing := sorted(names - optional - saved.keys()):
-        raise UserError(f"the saved config lacks {', '.join(prefix + name for name in missing)}")
+        raise UserError(f"the saved config has {saved!r} where {path or 'the run'} should be an object")
+    types, arguments = field_types(config_class), {}
+    for name in sorted(saved.keys() - types.keys()):
+        key = f"{path}.{name}".lstrip(".")
+        raise UserError(f"the saved config has an unknown field {key}{nearest(name, sorted(types))}")
+    for field in dataclasses.fields(config_class):
+        if field.name not in saved:
+            continue
+        value, key = saved[field.name], f"{path}.{field.name}".lstrip(".")
+        if (registry := field.metadata.get("registry")) is not None:
+            default = default_of(field)
+            if not field.metadata["many"]:
+                arguments[field.name] = _kind(registry, value, key, type(default))
+            elif isinstance(value, list):
+                arguments[field.name] = tuple(_kind(registry, member, key, None) for member in value)
+            else:
+                raise UserError(f"the saved config has {value!r} where {key} should be a list")
+        elif dataclasses.is_dataclass(types[field.name]):
+            arguments[field.name] = from_plain(types[field.name], value, key)
+        else:
+            arguments[field.name] = fit(value, types[field.name], key)
+    return config_class(**arguments)
 
 
-def to_bindings(run: RunConfig, origin: str) -> Bindings:
-    """The config as gin would bind all of it, for `config.run.build`."""
-    bindings = {FAMILY: Binding(family_name(run.model), origin)}
-    for name, values in asdict(run).items():
-        class_name = type(getattr(run, name)).__name__
-        bindings |= {f"{class_name}.{key}": Binding(value, origin) for key, value in values.items()}
-    return bindings
+def _kind(registry: Registry, saved: Any, path: str, default: type | None) -> Any:
+    config_class = default
+    if isinstance(saved, dict) and ("kind" in saved or default is None):
+        name = saved.get("kind")
+        if not isinstance(name, str) or name not in registry:
+            raise UserError(
+                f"the saved config has {path}.kind={name!r}, which is none of {', '.join(sorted(registry))}"
+            )
+        config_class = registry[name]
+        saved = {key: value for key, value in saved.items() if key != "kind"}
+    return from_plain(config_class, saved, path)
 
 
 def to_gin(run: RunConfig) -> str:
     """The config as a gin file that binds every parameter: read again, it gives the same run."""
-    lines, section = [], "RunConfig"
-    for key, binding in to_bindings(run, "").items():
-        if not key.startswith(f"{section}."):
-            section = key.partition(".")[0]
-            lines.append("\n")
-        lines.append(f"{key} = {binding.value!r}\n")
-    return "".join(lines)
+    sections = collections.defaultdict(list)
+    for key, binding in to_bindings(run).items():
+        sections[key.partition(".")[0]].append(f"{key} = {binding.value!r}\n")
+    return "\n".join(map("".join, sections.values()))
+
+
+class Difference(NamedTuple):
+    """A field of two configs that have other values in it."""
+
+    path: str
+    """Such as `model.num_layers`; `model.kind` where the kinds are others, whose fields are not compared."""
+    old: Any
+    new: Any
+    resumable: Callable[[Any, Any], bool]
+    """(config of the run so far, new config) -> whether the run may resume with the new value."""
+
+
+def compare(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
+    """The fields in which two configs of one class differ."""
+    for field in dataclasses.fields(old):
+        key, resumable = f"{path}.{field.name}".lstrip("."), field.metadata.get("resumable", lambda old, new: False)
+        registry = field.metadata.get("registry")
+        pair = getattr(old, field.name), getattr(new, field.name)
+        if registry is not None and field.metadata["many"]:
+            members = [{registry.name_of(member): member for member in value} for value in pair]
+            if list(members[0]) != list(members[1]):
+                yield Difference(key, tuple(members[0]), tuple(members[1]), resumable)
+            else:
+                for name in members[0]:
+                    yield from compare(members[0][name], members[1][name], f"{key}.{name}")
+        elif type(pair[0]) is not type(pair[1]) and registry is not None:
+            yield Difference(f"{key}.kind", registry.name_of(pair[0]), registry.name_of(pair[1]), resumable)
+        elif dataclasses.is_dataclass(pair[0]) and type(pair[0]) is type(pair[1]):
+            yield from compare(*pair, key)
+        elif pair[0] != pair[1]:
+            yield Difference(key, *pair, resumable)
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two configs differ: `model.num_layers` to (old value, new value).
-
-    Models of different families differ in `model.family`, and their other fields are not compared.
-    """
-    old_parts, new_parts = to_dict(old), to_dict(new)
-    if (families := (old_parts["model"]["family"], new_parts["model"]["family"]))[0] != families[1]:
-        old_parts["model"], new_parts["model"] = ({"family": family} for family in families)
-    return {
-        f"{part}.{key}": (value, new_parts[part][key])
-        for part, values in old_parts.items()
-        for key, value in values.items()
-        if value != new_parts[part][key]
-    }
+    """Fields in which two configs differ: `model.num_layers` to (old value, new value)."""
+    return {found.path: (found.old, found.new) for found in compare(old, new)}
 
 
 def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
     """Nothing is written.
 
     Raises:
-      UserError: the folder holds another run, which differs in more than MAY_CHANGE, or its `config.json` is damaged.
+      UserError: the folder holds another run, which differs in a field that is not `resumable`, or its `config.json` is
+        damaged.
     """
     folder = epath.Path(workdir)
     path = folder / JSON_NAME
@@ -165,16 +147,13 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
         saved = from_json(path.read_bytes())
     except UserError as error:
         raise UserError(
-            f"{path}: {error}; if it is damaged, delete it: the same command then goes on, and writes it anew"
+            f"{path}: {error}; if it is damaged, delete it: the same command then resumes, and writes it anew"
         ) from None
-    changed = differences(saved, run)
-    fixed = [key for key in changed if key not in MAY_CHANGE]
-    if fixed:
-        old, new = changed[fixed[0]]
+    if fixed := [found for found in compare(saved, run) if not found.resumable(saved, run)]:
         more = f" and {len(fixed) - 1} more" if len(fixed) > 1 else ""
         raise UserError(
-            f"{folder} belongs to another config: {fixed[0]} is {old!r} there, {new!r} here{more}; "
-            "choose another --workdir"
+            f"{folder} belongs to another config: {fixed[0].path} is {fixed[0].old!r} there, {fixed[0].new!r} "
+            f"here{more}; choose another --workdir"
         )
 
 

@@ -10,6 +10,7 @@ from absl import logging
 from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.schedule import Run, Schedule
 from meliad_like.errors import UserError
+from meliad_like.registry import resumable
 from meliad_like.validation import check_choices, check_positive
 
 ReaderKind = Literal["lanes", "stream", "shuffled", "windows", "ancient_history"]
@@ -35,17 +36,17 @@ class ReaderConfig:
     """`windows`: whether a lane goes on remembering where its next segment goes on with the same document."""
     train_disjoint: bool = False
     """`windows`: training windows repeat nothing, whatever overlap the model is evaluated with."""
-    store: str = ""
+    store: str = resumable("")
     """Folder of the token store that `python -m meliad_like.prepare` wrote."""
     segment_length: int = 4096
     """Tokens that each lane reads in a step; a multiple of the model's window_length."""
     tokens_per_step: int = 131072
     """Tokens of a step over all lanes and hosts, padding included; a multiple of segment_length."""
-    num_threads: int = 2
+    num_threads: int = resumable(2)
     """Threads of each host that make batches in the background."""
-    batches_ahead: int = 4
+    batches_ahead: int = resumable(4)
     """Batches that wait in the host's memory, at most."""
-    device_batches_ahead: int = 2
+    device_batches_ahead: int = resumable(2)
     """Batches that wait in the devices' memory, at most."""
 
     def __post_init__(self):

@@ -7,6 +7,7 @@ from meliad_like.errors import UserError
 from meliad_like.layers.memory import MemorySearch
 from meliad_like.layers.recurrence import CellKind, GateKind
 from meliad_like.models.named_layers import check_layers, layer_indices
+from meliad_like.registry import resumable
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
 Position = Literal["t5", "rotary", "infused", "none"]
@@ -61,7 +62,7 @@ class DecoderConfig:
     mask_empty_cache: bool = True
     """Whether a document's first tokens ignore the empty cache. The reference lets them see zeros instead."""
     activation_dtype: ActivationDtype = "float32"
-    remat: Remat = "none"
+    remat: Remat = resumable("none")
     """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
 
     def __post_init__(self):

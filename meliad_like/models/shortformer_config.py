@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import ActivationDtype, Remat
+from meliad_like.registry import resumable
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
 Position = Literal["infused", "input"]
@@ -41,7 +42,7 @@ class ShortformerConfig:
     softmax_dropout_rate: float = 0.2
     """Of what goes into the softmax, and into each narrower band's part of it."""
     activation_dtype: ActivationDtype = "float32"
-    remat: Remat = "none"
+    remat: Remat = resumable("none")
     """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
 
     needs_segments: ClassVar[bool] = False

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from meliad_like.config import construction
 from meliad_like.config.bindings import Bindings, collect
 from meliad_like.config.run import RunConfig, build
-from meliad_like.config.saved import from_json, to_bindings, to_dict
+from meliad_like.config.saved import from_json, to_dict
 from meliad_like.data.dictionary_vocabulary import DICTIONARY_NAME
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import (
@@ -138,7 +139,7 @@ def open_with(
     bindings = _bindings(gin_params, gin_files)
     mesh = make_mesh(build({key: value for key, value in bindings.items() if key.startswith("MeshConfig.")}).mesh)
     opened = open_checkpoint(folder, step=step, mesh=mesh)
-    run = _changed(opened.run, bindings)
+    (run,) = construction.build(bindings, opened.run)
     model = Model(run.model, opened.vocabulary.size)
     if model.axes != opened.model.axes or model.abstract_params != opened.model.abstract_params:
         given = " ".join(key for key in bindings if key.startswith(f"{type(run.model).__name__}."))
@@ -195,7 +196,3 @@ def _bindings(gin_params: Sequence[str], gin_files: Sequence[str]) -> Bindings:
         if "." not in text.partition("=")[0]:
             raise UserError(f"--gin_param={text}: the checkpoint has no macros; bind Class.parameter = value")
     return {key: value for key, value in collect(gin_files, gin_params).items() if not value.of_base}
-
-
-def _changed(run: RunConfig, bindings: Bindings) -> RunConfig:
-    return build(to_bindings(run, "the checkpoint's config") | bindings)

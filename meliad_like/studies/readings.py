@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
+from meliad_like.config.construction import to_bindings
 from meliad_like.config.run import RunConfig
-from meliad_like.config.saved import to_bindings
 from meliad_like.data.subset import Subset, random_order
 from meliad_like.data.token_store import Split, TokenStore, short
 from meliad_like.errors import UserError

@@ -61,6 +61,11 @@ class ScheduleConfig:
             raise UserError(f"spike_steps={self.spike_steps} needs the cosine schedule, not {self.name}")
 
     @property
+    def reads_num_steps(self) -> bool:
+        """Whether the rates depend on the number of steps of the run."""
+        return self.max_scheduled_steps is None and self.name not in ("inverse_square_root", "constant")
+
+    @property
     def highest_rate(self) -> float:
         if self.max_rate is not None:
             return self.max_rate

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from meliad_like.config.fields import field_types, fit
-from meliad_like.config.saved import ADDED
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.config import SelectorConfig
@@ -123,8 +122,7 @@ def on_one_device(abstract: Any) -> Any:
 
 def _restore_config(kind: type, saved: dict[str, Any], folder: Path) -> Any:
     types = field_types(kind)
-    lacking = {key for key in types.keys() - saved.keys() if f"{kind.__name__}.{key}" not in ADDED}
-    if strange := lacking | (saved.keys() - types.keys()):
+    if strange := saved.keys() - types.keys():
         name = f"{kind.__name__}.{min(strange)}"
         raise UserError(f"{folder / FILE_NAME} is of another version, which differs in {name}: train the selector anew")
     return kind(**{key: fit(value, types[key], f"{kind.__name__}.{key}") for key, value in saved.items()})

@@ -6,6 +6,7 @@ from typing import Literal
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import ActivationDtype
 from meliad_like.models.named_layers import check_layers, layer_indices
+from meliad_like.registry import resumable
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
 Architecture = Literal["gpt2", "llama"]
@@ -93,7 +94,7 @@ class PretrainedConfig:
     matmul_dtype: ActivationDtype | None = None
     """What the two sides of a linear map or of the logits are rounded to; sums, and gradients of parameters, are of
     `activation_dtype`. None: that as well. With float32 activations, `bfloat16` is for CPUs that multiply it faster."""
-    remat: Remat = "none"
+    remat: Remat = resumable("none")
     """What the backward pass computes again: nothing (`none`), all but the linear maps (`dots`), or the inside of all
     layers (`layers`). With a recurrence `none` and `layers` keep nothing of a window, whose gradient then takes one
     more pass over it (section 3.2); `dots` keeps the outputs of linear maps for all windows of a sequence."""

@@ -1,0 +1,196 @@
+"""Builds a tree of config dataclasses from bindings, whatever the kinds in it.
+
+A field is bound by the name of its class (`TrainingConfig.num_steps = 3`), or by that of a base class which has the
+field too, so that one binding serves all kinds of a role. Dataclasses inside a config are bound in the same way. A
+field made by `kind_field` is bound to the name of a kind (`RunConfig.model = "decoder"`); one with `many` to the names
+of all its kinds, and a kind of which anything is bound outside `base.gin` is added to them.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from meliad_like.config.bindings import Binding, Bindings
+from meliad_like.config.fields import field_types, fit
+from meliad_like.config.search import nearest
+from meliad_like.errors import UserError
+from meliad_like.registry import Registry, default_of
+
+
+def build(bindings: Bindings, *roots: Any) -> tuple[Any, ...]:
+    """Configs from bindings, each of which must be read by one of them.
+
+    Bindings of base.gin are defaults: they may belong to a kind that is not chosen, or to a root that is not asked for.
+
+    Args:
+      roots: dataclasses, whose defaults hold where nothing is bound; or configs, whose values do.
+
+    Raises:
+      UserError: a binding is wrong or nothing reads it, or the values don't go together.
+    """
+    builder = _Builder(bindings)
+    nodes = [builder.node(root) for root in roots]
+    builder.check_all_read(roots)
+    return tuple(node.make() for node in nodes)
+
+
+class _Node(NamedTuple):
+    """A config before it is made: nothing is validated until every binding is known to be read."""
+
+    config_class: type
+    arguments: dict[str, Any]
+
+    def make(self) -> Any:
+        return self.config_class(**{name: _make(value) for name, value in self.arguments.items()})
+
+
+def _make(value: Any) -> Any:
+    if isinstance(value, _Node):
+        return value.make()
+    if isinstance(value, tuple) and value and isinstance(value[0], _Node):
+        return tuple(map(_make, value))
+    return value
+
+
+class _Choice(NamedTuple):
+    """Which kinds a field has."""
+
+    names: tuple[str, ...]
+    origin: str
+
+
+class _Builder:
+    def __init__(self, bindings: Bindings):
+        self._bindings = bindings
+        self._read: set[str] = set()
+        self._built: dict[str, type] = {}
+        self._choices: dict[str, _Choice] = {}
+
+    def node(self, start: Any) -> _Node:
+        """What becomes of a class, or of a config, with all that is bound of it and of what is inside it."""
+        config_class = start if isinstance(start, type) else type(start)
+        self._built |= {base.__name__: base for base in _classes(config_class)}
+        types, arguments = field_types(config_class), {}
+        for field in dataclasses.fields(config_class):
+            key, binding = self._find(config_class, field.name)
+            value = default_of(field) if isinstance(start, type) else getattr(start, field.name)
+            if (registry := field.metadata.get("registry")) is not None:
+                make = self._members if field.metadata["many"] else self._kind
+                arguments[field.name] = make(registry, key, binding, value)
+            elif dataclasses.is_dataclass(types[field.name]):
+                if binding is not None:
+                    name = types[field.name].__name__
+                    raise UserError(f"{binding.origin}: {key} has fields of its own: bind {name}.FIELD = ...")
+                arguments[field.name] = self.node(value)
+            elif binding is not None:
+                try:
+                    value = fit(binding.value, types[field.name], key)
+                except UserError as error:
+                    raise UserError(f"{binding.origin}: {error}") from None
+                arguments[field.name] = value
+            elif value is not dataclasses.MISSING:
+                arguments[field.name] = value
+        return _Node(config_class, arguments)
+
+    def _find(self, config_class: type, name: str) -> tuple[str, Binding | None]:
+        """The binding of a field: of --gin_param before files before base.gin, then of the class before its bases."""
+        keys = [f"{base.__name__}.{name}" for base in _classes(config_class) if name in base.__dataclass_fields__]
+        bound = [key for key in keys if key in self._bindings]
+        self._read.update(bound)
+        key = min(bound, key=lambda key: self._bindings[key].rank, default=keys[0])
+        return key, self._bindings.get(key)
+
+    def _kind(self, registry: Registry, key: str, binding: Binding | None, default: Any) -> _Node:
+        if binding is None:
+            self._choices[key] = _Choice((registry.name_of(default),), "the default")
+            return self.node(default)
+        chosen = self._chosen(registry, key, binding, binding.value)
+        self._choices[key] = _Choice((binding.value,), binding.origin)
+        return self.node(default if type(default) is chosen else chosen)
+
+    def _members(self, registry: Registry, key: str, binding: Binding | None, default: tuple[Any, ...]) -> tuple:
+        members = {registry.name_of(member): member for member in default}
+        if binding is not None:
+            names = binding.value if isinstance(binding.value, (list, tuple)) else [binding.value]
+            classes = {name: self._chosen(registry, key, binding, name) for name in names}
+            members = {name: members.get(name, config_class) for name, config_class in classes.items()}
+        bound = {key.rpartition(".")[0] for key, binding in self._bindings.items() if not binding.of_base}
+        for name in sorted(registry):
+            if registry[name].__name__ in bound:
+                members.setdefault(name, registry[name])
+        self._choices[key] = _Choice(tuple(members), "the default" if binding is None else binding.origin)
+        return tuple(map(self.node, members.values()))
+
+    def _chosen(self, registry: Registry, key: str, binding: Binding, name: Any) -> type:
+        if not isinstance(name, str) or name not in registry:
+            raise UserError(f"{binding.origin}: {key} = {name!r} is none of {', '.join(sorted(registry))}")
+        return registry[name]
+
+    def check_all_read(self, roots: Sequence[Any]) -> None:
+        """
+        Raises:
+          UserError: nothing has read a binding that is not one of base.gin.
+        """
+        for key, binding in self._bindings.items():
+            if key in self._read or binding.of_base:
+                continue
+            class_name, _, parameter = key.rpartition(".")
+            if class_name in self._built:
+                parameters = list(self._built[class_name].__dataclass_fields__)
+                raise UserError(
+                    f"{binding.origin}: {class_name} has no parameter {parameter}{nearest(parameter, parameters)}"
+                )
+            others = dict(self._others(roots))
+            if class_name not in others:
+                known = [*self._built, *others]
+                raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}")
+            choice_key, name = others[class_name]
+            names, origin = self._choices[choice_key]
+            chosen = repr(names[0]) if len(names) == 1 else names
+            raise UserError(f"{binding.origin}: nothing reads {key}: {choice_key} is {chosen} ({origin}), not {name!r}")
+
+    def _others(self, roots: Sequence[Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Names of the classes that were not built, each with the field and the kind that would have built it."""
+        seen: set[type] = set()
+
+        def walk(config_class: type, choice: tuple[str, str] | None) -> Iterator[tuple[str, tuple[str, str]]]:
+            if config_class in seen:
+                return
+            seen.add(config_class)
+            if choice is not None:
+                yield from ((base.__name__, choice) for base in _classes(config_class))
+            types = field_types(config_class)
+            for field in dataclasses.fields(config_class):
+                if (registry := field.metadata.get("registry")) is not None:
+                    key, _ = self._find(config_class, field.name)
+                    for name in registry:
+                        here = key in self._choices and name in self._choices[key].names
+                        yield from walk(registry[name], choice if choice or here else (key, name))
+                elif dataclasses.is_dataclass(types[field.name]):
+                    yield from walk(types[field.name], choice)
+
+        for root in roots:
+            yield from walk(root if isinstance(root, type) else type(root), None)
+
+
+def _classes(config_class: type) -> list[type]:
+    """A dataclass and its bases that are dataclasses, the class itself first."""
+    return [base for base in config_class.__mro__ if "__dataclass_fields__" in vars(base)]
+
+
+def to_bindings(config: Any, origin: str = "") -> Bindings:
+    """A config as gin would bind all of it: `build` makes the same config of it."""
+    bindings: Bindings = {}
+    for field in dataclasses.fields(config):
+        key, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
+        inside: Any = [value] if dataclasses.is_dataclass(value) else []
+        if (registry := field.metadata.get("registry")) is not None:
+            inside = value if field.metadata["many"] else [value]
+            names = tuple(map(registry.name_of, inside))
+            value = names if field.metadata["many"] else names[0]
+            bindings[key] = Binding(value, origin)
+        elif not inside:
+            bindings[key] = Binding(value, origin)
+        for member in inside:
+            bindings |= to_bindings(member, origin)
+    return bindings

@@ -1,0 +1,199 @@
+"""Configs made of registered kinds at any depth: bindings, JSON, gin files, differences and fingerprints."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from meliad_like.config import construction, saved, search
+from meliad_like.config.bindings import Binding
+from meliad_like.errors import UserError
+from meliad_like.registry import Registry, fingerprint, kind_field, resumable, to_plain
+
+MEMORIES, NETWORKS = Registry("memory"), Registry("network")
+
+
+@MEMORIES.register("window")
+@dataclass(frozen=True)
+class Window:
+    length: int = 8
+
+
+@dataclass(frozen=True)
+class Gate:
+    bias: float = 1.0
+
+
+@dataclass(frozen=True)
+class Layered:
+    layers: tuple[int, ...] = ()
+
+
+@MEMORIES.register("states")
+@dataclass(frozen=True)
+class States(Layered):
+    number: int = 4
+    gate: Gate = field(default_factory=Gate)
+
+
+@MEMORIES.register("lookup")
+@dataclass(frozen=True)
+class Lookup(Layered):
+    size: int = 64
+
+
+@NETWORKS.register("stack")
+@dataclass(frozen=True)
+class Stack:
+    width: int = 16
+    memories: tuple[Any, ...] = kind_field(MEMORIES, lambda: (Window(),), many=True)
+
+
+@NETWORKS.register("table")
+@dataclass(frozen=True)
+class Table:
+    width: int = 16
+    rows: int = 3
+
+
+@dataclass(frozen=True)
+class Root:
+    network: Any = kind_field(NETWORKS, Stack)
+    steps: int = resumable(1)
+
+
+def build(base=(), file=(), start=Root):
+    """Bindings as text, those of base.gin and those of another file, to a config."""
+    bindings = {}
+    for name, lines in ((search.BASE, base), ("mine.gin", file)):
+        for number, line in enumerate(lines, 1):
+            key, _, value = line.partition(" = ")
+            bindings[key] = Binding(eval(value), f"{name}:{number}")
+    return construction.build(bindings, start)[0]
+
+
+def message(*arguments, **more):
+    with pytest.raises(UserError) as caught:
+        build(*arguments, **more)
+    return str(caught.value)
+
+
+def test_a_kind_is_chosen_by_its_name_and_bound_by_its_class():
+    assert build() == Root()
+    assert build(file=["Root.network = 'table'", "Table.rows = 5"]) == Root(Table(rows=5))
+    assert build(file=["Window.length = 2"]).network.memories == (Window(2),)
+
+
+def test_kinds_are_added_by_binding_one_of_their_fields():
+    config = build(base=["Lookup.size = 128"], file=["States.layers = [1]", "Gate.bias = 0"])
+    assert config.network.memories == (Window(), States((1,), gate=Gate(0.0)))
+    # The default's first, then by name; what base.gin says is a default and adds nothing.
+    config = build(base=["Lookup.size = 128"], file=["States.number = 1", "Lookup.layers = (2,)"])
+    assert config.network.memories == (Window(), Lookup((2,), 128), States(number=1))
+
+
+def test_kinds_are_chosen_by_a_list_of_names():
+    config = build(file=["Stack.memories = ['states']", "Lookup.size = 1"])
+    assert config.network.memories == (States(), Lookup(size=1))
+
+
+def test_a_field_is_bound_by_a_base_class_for_all_kinds_that_have_it():
+    file = ["Layered.layers = (3,)", "States.number = 1", "Lookup.layers = (2,)"]
+    assert build(file=file).network.memories == (Window(), Lookup((2,)), States((3,), 1))
+    # base.gin gives way to a file, even where it names the kind itself.
+    assert build(base=["States.layers = (1,)"], file=[*file[:2]]).network.memories[1].layers == (3,)
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (
+            ["Table.rows = 5"],
+            "mine.gin:1: nothing reads Table.rows: Root.network is 'stack' (the default), not 'table'",
+        ),
+        (
+            ["Root.network = 'table'", "Gate.bias = 0.0"],
+            "mine.gin:2: nothing reads Gate.bias: Root.network is 'table' (mine.gin:1), not 'stack'",
+        ),
+        (
+            ["Gate.bias = 0.0"],
+            "mine.gin:1: nothing reads Gate.bias: Stack.memories is 'window' (the default), not 'states'",
+        ),
+        (
+            ["Layered.layers = ()"],
+            "nothing reads Layered.layers: Stack.memories is 'window' (the default), not 'lookup'",
+        ),
+        (["Window.lenght = 5"], "mine.gin:1: Window has no parameter lenght (nearest: length)"),
+        (["Windw.length = 5"], "mine.gin:1: unknown class Windw (nearest: Window)"),
+        (["Root.network = 'tabel'"], "mine.gin:1: Root.network = 'tabel' is none of stack, table"),
+        (["Stack.memories = [3]"], "mine.gin:1: Stack.memories = 3 is none of lookup, states, window"),
+        (["States.gate = 3"], "mine.gin:1: States.gate has fields of its own: bind Gate.FIELD = ..."),
+        (["States.number = 'a'"], "mine.gin:1: States.number='a' must be int"),
+    ],
+)
+def test_a_binding_that_nothing_reads_is_an_error(file, expected):
+    assert expected in message(file=file)
+
+
+def test_bindings_of_base_for_other_kinds_are_defaults():
+    assert build(base=["Table.rows = 5", "Gate.bias = 0.0"]) == Root()
+    assert build(base=["Table.rows = 5"], file=["Root.network = 'table'"]) == Root(Table(rows=5))
+
+
+def test_a_config_is_changed_by_bindings():
+    start = Root(Stack(5, (Window(3), States((1,)))), 7)
+    assert build(file=["States.number = 9", "Lookup.size = 2"], start=start) == Root(
+        Stack(5, (Window(3), States((1,), 9), Lookup(size=2))), 7
+    )
+    assert build(file=["Root.network = 'table'"], start=start) == Root(Table(), 7)
+
+
+def test_what_is_saved_is_read_back():
+    config = Root(Stack(5, (States((1,), gate=Gate(2.0)), Window(3))), 7)
+    plain = to_plain(config)
+    assert plain["network"]["memories"][0] == {"kind": "states", "layers": (1,), "number": 4, "gate": {"bias": 2.0}}
+    assert saved.from_plain(Root, plain) == config
+    assert construction.build(construction.to_bindings(config), Root) == (config,)
+    del plain["network"]["memories"][0]["gate"]
+    assert saved.from_plain(Root, plain).network.memories[0].gate == Gate()
+
+
+@pytest.mark.parametrize(
+    ("plain", "expected"),
+    [
+        ({"network": {"kind": "tabel"}}, "has network.kind='tabel', which is none of stack, table"),
+        ({"network": {"memories": [{"size": 3}]}}, "has network.memories.kind=None, which is none of lookup, "),
+        ({"network": {"memories": 3}}, "has 3 where network.memories should be a list"),
+        ({"network": {"rows": 3}}, "has an unknown field network.rows"),
+    ],
+)
+def test_what_is_saved_of_another_version_is_an_error(plain, expected):
+    with pytest.raises(UserError, match=expected):
+        saved.from_plain(Root, plain)
+
+
+def test_differences_are_named_by_their_place():
+    old, new = Root(Stack(5, (Window(3), States()))), Root(Stack(6, (Window(3), States(gate=Gate(2.0)))), 2)
+    found = {each.path: (each.old, each.new, each.resumable(old, new)) for each in saved.compare(old, new)}
+    assert found == {
+        "network.width": (5, 6, False),
+        "network.memories.states.gate.bias": (1.0, 2.0, False),
+        "steps": (1, 2, True),
+    }
+    assert [each[:3] for each in saved.compare(old, Root(Table()))] == [("network.kind", "stack", "table")]
+    assert [each[:3] for each in saved.compare(old, Root(Stack(5)))] == [
+        ("network.memories", ("window", "states"), ("window",))
+    ]
+
+
+def test_a_new_field_with_a_default_changes_no_fingerprint():
+    later = dataclasses.make_dataclass("Table", [("width", int, 16), ("rows", int, 3), ("depth", int, 2)], frozen=True)
+    networks = Registry("network")
+    networks.register("table")(later)
+    before = fingerprint(to_plain(Table(rows=5), NETWORKS, changed_only=True))
+    assert fingerprint(to_plain(later(rows=5), networks, changed_only=True)) == before
+    assert fingerprint(to_plain(later(rows=5, depth=3), networks, changed_only=True)) != before
+    assert fingerprint(to_plain(Stack(), NETWORKS, changed_only=True)) != fingerprint(
+        to_plain(Table(), NETWORKS, changed_only=True)
+    )
