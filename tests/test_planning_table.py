@@ -1,7 +1,5 @@
-"""The table of docs/planning.md, and what runs of the papers' sizes hold, against a count by hand."""
+"""The tables of docs/planning.md, and what runs of the papers' sizes hold, against a count by hand."""
 
-import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from meliad_like.planning import table
 from meliad_like.planning.programs import state_parts
 from meliad_like.training.program import make_program
 
-PAGE = Path(__file__).parent.parent / "docs" / "planning.md"
 V = 32_000
 
 
@@ -75,56 +72,33 @@ def few(monkeypatch):
     return compiled
 
 
-def test_the_table_goes_on_where_it_was_stopped(few, tmp_path):
-    results, page = tmp_path / "results.json", tmp_path / "page.md"
-    page.write_text(f"Before.\n{table.BEGIN}\nold\n{table.END}\nAfter.\n")
-    table.make(results, page, ["v4", "slide"])
+def test_the_command_resumes_from_its_folder(few, tmp_path):
+    table.make(tmp_path / "new", ["v4", "slide"])
     assert len(few) == 1
+    page = tmp_path / "new" / "table.md"
     assert "| `slide_12l` | 3.0; 250 ms, arithmetic | not compiled yet |" in page.read_text()
-    assert (
-        "1 of 4 different programs have been compiled; rows of which nothing is known are left out." in page.read_text()
-    )
-    table.make(results, page, [])
+    assert "xl_512" not in page.read_text()
+    table.make(tmp_path / "new", [])
     assert len(few) == len(set(few)) == 4
-    text = page.read_text()
-    assert "| `block_recurrent` | v4:2x2x4 | v5e:4x4 |" in text
-    assert "| `xl_512` | **3.0**, does not fit | lanes don't divide |" in text
-    assert "4 of 4 different programs have been compiled." in text
-    assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
-
-
-def test_the_page_is_what_the_results_say():
-    results, entries = json.loads(PAGE.with_suffix(".json").read_text()), list(table.entries())
-    # Hours of compilation: none of it is lost because a key has changed.
-    assert results.keys() <= {entry.key for entry in entries}
-    assert table.write_table(entries, results) in PAGE.read_text()
-
-
-def test_a_new_field_with_a_default_leaves_the_keys_as_they_are():
-    entry = next(table.entries(table.SETTINGS[:1]))
-    model = entry.run.model
-    grown = dataclasses.make_dataclass(type(model).__name__, [("added", int, 7)], bases=(type(model),), frozen=True)
-    runs = [dataclasses.replace(entry.run, model=grown(**vars(model), added=added)) for added in (7, 8)]
-    same, other = (entry._replace(run=run).key for run in runs)
-    assert same == entry.key != other
+    assert page.read_text().startswith("| `block_recurrent` | v4:2x2x4 | v5e:4x4 |\n")
+    assert "| `xl_512` | **3.0**, does not fit | lanes don't divide |" in page.read_text()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "name",
+    ("name", "gib"),
     [
-        "block_recurrent/fixed_skip.gin@v4:2x2x4",
-        "block_recurrent/fixed_skip.gin@v5e:4x4",
-        "block_recurrent/table4/recurrent_1300m.gin@v4:2x2x4",
+        ("block_recurrent/fixed_skip.gin@v4:2x2x4", 9.4),
+        ("block_recurrent/fixed_skip.gin@v5e:4x4", 9.3),
+        ("block_recurrent/table4/recurrent_1300m.gin@v4:2x2x4", 42.7),
     ],
 )
-def test_three_rows_compiled_again(name):
+def test_three_figures_of_the_page_compiled_again(name, gib):
     """Minutes each, and needs the TPU's compiler."""
     pytest.importorskip("libtpu")
     (entry,) = (entry for entry in table.entries() if f"{entry.file}@{entry.topology}" == name)
-    expected = json.loads(PAGE.with_suffix(".json").read_text())[entry.key]["programs"][0]
     (actual,) = table.compile_entry(entry)["programs"]
-    assert actual["total"] == pytest.approx(expected["total"], rel=0.1)
+    assert actual["total"] / 2**30 == pytest.approx(gib, rel=0.1)
 
 
 def test_runs_that_differ_in_their_overlap_alone_are_compiled_once():
