@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from meliad_like.layers.sequence import num_parts, own_blocks
+from meliad_like.layers.sharding import platform
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -46,10 +47,11 @@ def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
 
 
 def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None) -> Float[Array, "n o"]:
-    """`x @ kernel`, whose gradient for a kernel with more rows than columns is computed as its transpose.
+    """`x @ kernel`; on a CPU the gradient for a kernel with more rows than columns is computed as its transpose.
 
     A product that sums over the first axis of both sides is what XLA does worst on a CPU, by a third when the left side
-    is the wider one. The barrier keeps XLA from turning it round again.
+    is the wider one. The barrier keeps XLA from turning it round again. A function with its own backward pass has no
+    forward-mode derivative (`jax.jvp`) in JAX; so on other platforms, only a product that is rounded is one.
 
     Args:
         x: of any float dtype, which is the result's as well.
@@ -57,6 +59,8 @@ def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = No
         dtype: what both are rounded to, here and for the gradient of `x`; sums and the kernel's gradient are not. None:
             nothing is rounded.
     """
+    if dtype is None and platform() != "cpu":
+        return x @ kernel
     return _product(x, kernel, dtype)
 
 
@@ -71,7 +75,7 @@ def _product_forward(x, kernel, dtype):
 
 def _product_backward(dtype, saved, cotangent):
     x, kernel = saved
-    if kernel.shape[0] > kernel.shape[1]:
+    if kernel.shape[0] > kernel.shape[1] and platform() == "cpu":
         kernel_cotangent = jax.lax.optimization_barrier(cotangent.T @ x).T
     else:
         kernel_cotangent = x.T @ cotangent

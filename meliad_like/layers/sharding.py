@@ -24,3 +24,12 @@ def constrain(x: Array, *names: str | None) -> Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*(MESH_AXES_OF[name] for name in names)))
+
+
+def platform() -> str:
+    """`cpu`, `gpu` or `tpu`: what the program under trace is compiled for.
+
+    That is JAX's default platform, or the platform of the mesh, whose devices may not be there but only planned for.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
