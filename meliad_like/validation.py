@@ -1,7 +1,8 @@
 """Checks that many configs make. Their messages name a field as a gin file binds it."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from meliad_like.errors import UserError
 
@@ -9,11 +10,16 @@ from meliad_like.errors import UserError
 def check_choices(config: Any) -> None:
     """
     Raises:
-      UserError: a field whose type is a Literal has a value that is none of it.
+      UserError: a field whose type is a Literal, or a union of Literals and None, has a value that is none of it.
     """
-    for field, choices in get_type_hints(type(config)).items():
-        if get_origin(choices) is Literal and getattr(config, field) not in get_args(choices):
-            raise UserError(f"{_binding(config, field)} is not one of {', '.join(get_args(choices))}")
+    for field, annotation in get_type_hints(type(config)).items():
+        # A union lists its members; any other annotation is its own only member.
+        members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        if not all(get_origin(member) is Literal or member is NoneType for member in members):
+            continue
+        choices = [choice for member in members for choice in get_args(member) or (None,)]
+        if getattr(config, field) not in choices:
+            raise UserError(f"{_binding(config, field)} is not one of {', '.join(map(str, choices))}")
 
 
 def check_positive(config: Any, fields: Sequence[str]) -> None:
