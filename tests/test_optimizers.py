@@ -52,8 +52,8 @@ def test_nag_is_fairseqs():
     rates, m, decay = [0.5, 1.0, 0.2, 0.4], 0.9, 0.01
     config = OptimizerConfig(name="nag", momentum=m, weight_decay=decay)
     optimizer = make_optimizer(config, lambda step: jnp.asarray(rates)[step])
-    gradients = np.random.default_rng(0).normal(size=(4, 3))
-    ours, theirs, buffer = {"a": jnp.ones(3)}, np.ones(3), np.zeros(3)
+    gradients = np.random.default_rng(0).normal(size=(4, 1, 3))
+    ours, theirs, buffer = {"a": jnp.ones((1, 3))}, np.ones((1, 3)), np.zeros((1, 3))
     state = optimizer.init(ours)
     for step, (rate, gradient) in enumerate(zip(rates, gradients)):
         correction = rate / rates[max(step - 1, 0)]
@@ -102,10 +102,11 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient():
 
 
 @pytest.mark.parametrize("name, removed", [("adam", 0.02 * 0.1 * 0.05), ("adafactor", 0.02), ("nag", 0.02 * 0.1)])
-def test_weight_decay(name, removed):
-    params, gradients = {"a": jnp.full(3, 2.0)}, {"a": jnp.zeros(3)}
-    updates = one_update(OptimizerConfig(name=name, weight_decay=0.02), params, gradients)
-    np.testing.assert_allclose(updates["a"], -2 * removed, rtol=1e-5)
+def test_weight_decay_spares_norms_and_biases(name, removed):
+    params = {"kernel": jnp.full((2, 3), 2.0), "bias": jnp.full(3, 2.0)}
+    updates = one_update(OptimizerConfig(name=name, weight_decay=0.02), params, jax.tree.map(jnp.zeros_like, params))
+    np.testing.assert_allclose(updates["kernel"], np.full((2, 3), -2 * removed), rtol=1e-5)
+    np.testing.assert_array_equal(updates["bias"], np.zeros(3))
 
 
 def test_a_factor_on_the_rate_of_some_parameters():

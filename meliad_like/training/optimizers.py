@@ -44,7 +44,8 @@ class OptimizerConfig:
     """Adam: decay of the second moment."""
     weight_decay: float | None = None
     """Share of a parameter removed by a step: for adam (AdamW) and nag times the learning rate, for adafactor as it is.
-    None: 0 for adafactor and nag, 1e-4 for adam."""
+    Parameters with fewer than two dimensions (norms and biases) keep all. None: 0 for adafactor and nag, 1e-4 for
+    adam."""
     clip_norm: float | None = None
     """Largest norm of the whole gradient (of the loss per position); None: no clipping."""
 
@@ -82,15 +83,23 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
             clipping_threshold=1.0,
             momentum=config.momentum or None,
             weight_decay_rate=weight_decay or None,
+            weight_decay_mask=decayed,
             eps=1e-30,
         )
     elif config.name == "nag":
         optimizer = nesterov(rate, config.momentum, weight_decay)
     else:
-        optimizer = optax.adamw(rate, b1=config.momentum, b2=config.adam_second_decay, weight_decay=weight_decay)
+        optimizer = optax.adamw(
+            rate, b1=config.momentum, b2=config.adam_second_decay, weight_decay=weight_decay, mask=decayed
+        )
     if config.clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+
+
+def decayed(params: Any) -> Any:
+    """Which parameters weight decay is for: all but norms and biases, which have fewer than two dimensions."""
+    return jax.tree.map(lambda param: param.ndim >= 2, params)
 
 
 def leave_fixed(optimizer: optax.GradientTransformation, fixed: Set[str]) -> optax.GradientTransformation:
@@ -142,9 +151,8 @@ def nesterov(rate: optax.Schedule, momentum: float, weight_decay: float) -> opta
         # After a rate of 0 the velocity is 0 as well.
         kept = momentum * jnp.where(before > 0, now / before, 0.0)
         velocity = jax.tree.map(lambda v, g: kept * v - now * g, state.velocity, gradient)
-        updates = jax.tree.map(
-            lambda v, g, p: momentum * v - now * g - now * weight_decay * p, velocity, gradient, params
-        )
+        decay = jax.tree.map(lambda p, has_decay: weight_decay * has_decay * p, params, decayed(params))
+        updates = jax.tree.map(lambda v, g, d: momentum * v - now * g - now * d, velocity, gradient, decay)
         return updates, NesterovState(state.count + 1, velocity)
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # its params are optional
