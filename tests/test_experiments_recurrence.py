@@ -169,18 +169,18 @@ def test_rows_are_trained_and_evaluated(place, monkeypatch):
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
     assert [made.work(f"{name},0") for name in ("baseline_128_0", "recurrent_128_30")] == [0, 0]
     assert all(made.job(row, 0).finished("test") for row in made.rows)
-    results = {r.row.name: r for r in gather(TABLE, made.folder, [0], "test")}
-    disjoint, overlapping, recurrent = (results[name] for name in made.chosen)
+    results = gather(TABLE, made.folder, [0], "test")
+    disjoint, overlapping, recurrent = (results.means.loc[name] for name in made.chosen)
     # 300 tokens, of which the first is not predicted.
-    assert disjoint.mean("num_tokens") == overlapping.mean("num_tokens") == 299
-    assert disjoint.mean("word_perplexity") != overlapping.mean("word_perplexity")
-    repeated = overlapping.mean("flops_by_the_paper") / disjoint.mean("flops_by_the_paper")
+    assert disjoint["num_tokens"] == overlapping["num_tokens"] == 299
+    assert disjoint["word_perplexity"] != overlapping["word_perplexity"]
+    repeated = overlapping["flops_by_the_paper"] / disjoint["flops_by_the_paper"]
     assert repeated == pytest.approx(128 / 98)
-    assert recurrent.mean("flops_as_counted") > overlapping.mean("flops_as_counted")
-    assert recurrent.mean("parameters") > disjoint.mean("parameters")
-    assert recurrent.mean("logged_tokens_per_second") > 0
+    assert recurrent["flops_as_counted"] > overlapping["flops_as_counted"]
+    assert recurrent["parameters"] > disjoint["parameters"]
+    assert recurrent["logged_tokens_per_second"] > 0
     # 4,000 targets are two steps of 2,560 tokens, or three where a window repeats 30 of 128.
-    assert (disjoint.mean("num_steps"), recurrent.mean("num_steps")) == (2, 3)
+    assert (disjoint["num_steps"], recurrent["num_steps"]) == (2, 3)
     assert {path.name for path in (made.folder / "baseline_128_0-0").glob("*.json")} == {
         "config.json", "result.json", "baseline_128_30.json", "test.json", "test_baseline_128_30.json",
     }  # fmt: skip

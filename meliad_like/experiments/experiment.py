@@ -151,8 +151,9 @@ class Experiment:
     def report(self) -> str:
         """Writes Markdown, CSV and picture of what is there for all rows of the table; returns the Markdown."""
         results = gather(self.table, self.folder, self.seeds, self.split)
-        # What nobody asked for is no gap.
-        results = [result for result in results if result.runs or result.row in self.rows or not result.row.extra]
+        # Extra rows that nobody asked for are not shown as missing.
+        rows = [row for row in self.table.rows if results.num_runs(row) or row in self.rows or not row.extra]
+        results = results._replace(rows=rows)
         markdown = report.to_markdown(self.table, results, report.notes(results, self.scale_name))
         (self.folder / f"{self.table.name}.md").write_text(markdown)
         report.write_csv(self.table, results, self.folder / f"{self.table.name}.csv")

@@ -1,7 +1,6 @@
 """Tables as pictures: ours, and the paper's, which are of other documents."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,18 +8,18 @@ from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from meliad_like.experiments.results import RowResult
-from meliad_like.experiments.tables import Panel, Table
+from meliad_like.experiments.results import Results
+from meliad_like.experiments.tables import Panel, Row, Table
 
 COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c", "#8a4fa3", "#b0892c", "#4aa3b5", "#c2477a")
 FRONT = "#222222"
 
 
-def draw(table: Table, results: Sequence[RowResult], path: Path) -> None:
-    """Ours and the paper's, each with its own axis where the documents decide: they are not the same."""
+def draw(table: Table, results: Results, path: Path) -> None:
+    """Draws our figures and the paper's, on axes of their own where they are of different documents."""
     panels = table.panels
     if not panels[0].x:
-        picture = Figure(figsize=(4.2 * len(panels) + 3, 0.32 * len(results) + 1.4), dpi=120, layout="constrained")
+        picture = Figure(figsize=(4.2 * len(panels) + 3, 0.32 * len(results.rows) + 1.4), dpi=120, layout="constrained")
         row_of_axes = np.atleast_1d(picture.subplots(1, len(panels), sharey=True))
         row_of_axes[0].invert_yaxis()
         for axes, panel in zip(row_of_axes, panels):
@@ -44,26 +43,29 @@ def on_front(points: Float[np.ndarray, "points 2"]) -> Bool[np.ndarray, " points
     return np.logical_not((at_most & smaller).any(axis=1))
 
 
-def _draw_by_figure(axes: Axes, results: Sequence[RowResult], panel: Panel, where: str) -> None:
+def _draw_by_figure(axes: Axes, results: Results, panel: Panel, where: str) -> None:
     """Lines over a figure of the rows, and single rows."""
     here = where == "here"
-    by_name = {result.row.name: result for result in results}
-    members = {name: [result for result in results if result.row.series == name] for name in panel.series}
+    by_name = {row.name: row for row in results.rows}
+    members = {name: [row for row in results.rows if row.series == name] for name in panel.series}
     members |= {name: [by_name[row] for row in rows if row in by_name] for name, rows in panel.lines.items()}
-    lines = {name: np.array([_point(r, panel, here) for r in rows]).reshape(-1, 3) for name, rows in members.items()}
+    lines = {
+        name: np.array([_point(results, row, panel, here) for row in rows]).reshape(-1, 3)
+        for name, rows in members.items()
+    }
     for i, (name, line) in enumerate(lines.items()):
-        # A series of which nobody asked for a row, or of which the paper has none, is not in the legend.
+        # The legend has no series without rows, and none that the paper gives no figures for.
         if len(line) and (panel.series or np.isfinite(line[:, :2]).all(axis=1).any()):
             x, y, error = line.T
             axes.errorbar(x, y, yerr=error, fmt="o-", color=COLOURS[i % len(COLOURS)], capsize=3, label=name)
-    for i, (row, name) in enumerate(panel.points.items()):
-        if row in by_name:
-            x, y, error = _point(by_name[row], panel, here)
-            axes.errorbar([x], [y], yerr=[error], fmt="o", color=COLOURS[i], capsize=3, label=name)
+    for i, (name, label) in enumerate(panel.points.items()):
+        if name in by_name:
+            x, y, error = _point(results, by_name[name], panel, here)
+            axes.errorbar([x], [y], yerr=[error], fmt="o", color=COLOURS[i], capsize=3, label=label)
     if panel.reference in by_name:
-        result = by_name[panel.reference]
-        height = result.mean(panel.measure) if here else result.row.paper[panel.paper]
-        axes.axhline(height, color="grey", linestyle="--", label=result.row.label)
+        row = by_name[panel.reference]
+        height = results.mean(row, panel.measure) if here else row.paper[panel.paper]
+        axes.axhline(height, color="grey", linestyle="--", label=row.label)
     if panel.front:
         points = np.concatenate([line[:, :2] for line in lines.values()] or [np.zeros((0, 2))])
         points = points[np.isfinite(points).all(axis=1)]
@@ -73,12 +75,12 @@ def _draw_by_figure(axes: Axes, results: Sequence[RowResult], panel: Panel, wher
     _label(axes, panel, where)
 
 
-def _point(result: RowResult, panel: Panel, here: bool) -> tuple[float, float, float]:
-    """Place, height and error; NaN for what is not known."""
+def _point(results: Results, row: Row, panel: Panel, here: bool) -> tuple[float, float, float]:
+    """x, y and the error of y; NaN for what is not known."""
     if not here:
-        name, paper = result.row.name, result.row.paper
-        return panel.paper_x.get(name, math.nan), paper.get(panel.paper, math.nan), 0.0
-    return result.mean(panel.x) / panel.unit, result.mean(panel.measure), _drawn_error(result, panel.measure)
+        return panel.paper_x.get(row.name, math.nan), row.paper.get(panel.paper, math.nan), 0.0
+    x = results.mean(row, panel.x) / panel.unit
+    return x, results.mean(row, panel.measure), _drawn_error(results, row, panel.measure)
 
 
 def _label(axes: Axes, panel: Panel, where: str) -> None:
@@ -98,15 +100,15 @@ def _label(axes: Axes, panel: Panel, where: str) -> None:
         axes.legend(frameon=False)
 
 
-def _draw_by_row(axes: Axes, results: Sequence[RowResult], panel: Panel) -> None:
+def _draw_by_row(axes: Axes, results: Results, panel: Panel) -> None:
     """One place for each row; the paper's points on an axis of their own at the top, if they can't be compared."""
-    places = range(len(results))
-    errors = [_drawn_error(result, panel.measure) for result in results]
-    values = [result.mean(panel.measure) for result in results]
+    places = range(len(results.rows))
+    errors = [_drawn_error(results, row, panel.measure) for row in results.rows]
+    values = [results.mean(row, panel.measure) for row in results.rows]
     axes.errorbar(values, places, xerr=errors, fmt="o", color=COLOURS[0], capsize=3)
-    axes.set_yticks(places, [result.row.label for result in results])
+    axes.set_yticks(places, [row.label for row in results.rows])
     axes.grid(alpha=0.25)
-    papers = [result.row.paper.get(panel.paper, math.nan) for result in results]
+    papers = [row.paper.get(panel.paper, math.nan) for row in results.rows]
     label = panel.measure.replace("_", " ")
     if panel.comparable:
         axes.plot(papers, places, "x", color=COLOURS[1])
@@ -118,8 +120,8 @@ def _draw_by_row(axes: Axes, results: Sequence[RowResult], panel: Panel) -> None
     above.set_xlabel(f"{panel.paper}, in the paper (crosses)", color=COLOURS[1])
 
 
-def _drawn_error(result: RowResult, measure: str) -> float:
-    error = result.error(measure)
+def _drawn_error(results: Results, row: Row, measure: str) -> float:
+    error = results.error(row, measure)
     return 0.0 if math.isnan(error) else error
 
 

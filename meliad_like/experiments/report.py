@@ -1,48 +1,51 @@
 """A table as Markdown, as CSV, and as a picture, with the paper's own figures beside ours."""
 
-import csv
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from meliad_like.experiments.pictures import draw
-from meliad_like.experiments.results import RowResult, difference, standard_error
-from meliad_like.experiments.tables import Grid, Table
+from meliad_like.experiments.results import Results
+from meliad_like.experiments.tables import Grid, Row, Table
+from meliad_like.tables import Table as TextTable
+from meliad_like.tables import number, with_error
 
 __all__ = ["draw", "notes", "to_markdown", "write_csv"]
 
-# Header of a measure, and how a number is written. What a run measures has a standard error beside it.
+# Header of a measure, and the format of its numbers. What a run measures has a standard error beside it.
 COLUMNS: dict[str, tuple[str, str]] = {
-    "segment_length": ("segment", "{:,.0f}"),
-    "window_length": ("window", "{:,.0f}"),
-    "cache_length": ("cache", "{:,.0f}"),
-    "overlap": ("overlap", "{:,.0f}"),
-    "share_of_first_stage": ("first stage", "{:.0%}"),
-    "num_states": ("states", "{:,.0f}"),
-    "vocabulary_size": ("vocabulary", "{:,.0f}"),
-    "parameters": ("parameters", "{:,.0f}"),
-    "num_tokens": ("token count", "{:,.0f}"),
-    "tokens_per_word": ("scale factor", "{:.4f}"),
-    "bits_per_token": ("bits per token", "{:.4f}"),
-    "word_perplexity": ("word perplexity", "{:,.2f}"),
-    "perplexity": ("perplexity", "{:,.4g}"),
-    "sliding_perplexity": ("perplexity, sliding", "{:,.4g}"),
-    "bits_per_byte": ("bits per byte", "{:.4f}"),
-    "sliding_bits_per_byte": ("bits per byte, sliding", "{:.4f}"),
-    "difference": ("difference", "{:+.4f}"),
-    "step_time": ("step time", "{:.3f}"),
-    "milliseconds": ("ms a step", "{:,.1f}"),
-    "share_of_peak": ("share of peak", "{:.1%}"),
-    "training_flops_per_token": ("MFLOP a token", "{:,.2f}"),
-    "memory_bytes": ("memory of a step, MB", "{:,.1f}"),
-    "training_tokens_per_second": ("training, tokens/s", "{:,.0f}"),
-    "logged_tokens_per_second": ("training, tokens/s", "{:,.0f}"),
-    "tokens_per_second": ("tokens/s", "{:,.0f}"),
-    "sliding_tokens_per_second": ("sliding, tokens/s", "{:,.0f}"),
-    "single_tokens_per_second": ("token by token, tokens/s", "{:,.0f}"),
-    "flops_by_the_paper": ("MFLOP a token by the paper's count", "{:,.4g}"),
-    "flops_as_counted": ("MFLOP a token as counted", "{:,.4g}"),
-    "seconds": ("run, s", "{:,.0f}"),
+    "segment_length": ("segment", ",.0f"),
+    "window_length": ("window", ",.0f"),
+    "cache_length": ("cache", ",.0f"),
+    "overlap": ("overlap", ",.0f"),
+    "share_of_first_stage": ("first stage", ".0%"),
+    "num_states": ("states", ",.0f"),
+    "vocabulary_size": ("vocabulary", ",.0f"),
+    "parameters": ("parameters", ",.0f"),
+    "num_tokens": ("token count", ",.0f"),
+    "tokens_per_word": ("scale factor", ".4f"),
+    "bits_per_token": ("bits per token", ".4f"),
+    "word_perplexity": ("word perplexity", ",.2f"),
+    "perplexity": ("perplexity", ",.4g"),
+    "sliding_perplexity": ("perplexity, sliding", ",.4g"),
+    "bits_per_byte": ("bits per byte", ".4f"),
+    "sliding_bits_per_byte": ("bits per byte, sliding", ".4f"),
+    "difference": ("difference", "+.4f"),
+    "step_time": ("step time", ".3f"),
+    "milliseconds": ("ms a step", ",.1f"),
+    "share_of_peak": ("share of peak", ".1%"),
+    "training_flops_per_token": ("MFLOP a token", ",.2f"),
+    "memory_bytes": ("memory of a step, MB", ",.1f"),
+    "training_tokens_per_second": ("training, tokens/s", ",.0f"),
+    "logged_tokens_per_second": ("training, tokens/s", ",.0f"),
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "sliding_tokens_per_second": ("sliding, tokens/s", ",.0f"),
+    "single_tokens_per_second": ("token by token, tokens/s", ",.0f"),
+    "flops_by_the_paper": ("MFLOP a token by the paper's count", ",.4g"),
+    "flops_as_counted": ("MFLOP a token as counted", ",.4g"),
+    "seconds": ("run, s", ",.0f"),
 }
 IN_MILLIONS = ("training_flops_per_token", "memory_bytes", "flops_by_the_paper", "flops_as_counted")
 WITH_ERROR = (
@@ -56,127 +59,107 @@ WITH_ERROR = (
 )
 
 
+def notes(results: Results, scale: str) -> list[str]:
+    """Documents, steps, seeds and machines: what all the runs that are there have in common."""
+    runs, lines = results.runs, []
+    if not runs.empty:
+        one, seeds = runs.iloc[0], sorted(set(runs.index.get_level_values("seed")))
+        whole = pd.isna(one["max_tokens"])
+        documents = f"{one['num_documents']:,} documents, " if whole else f"{one['num_tokens']:,} tokens, "
+        lines += [
+            f"Scale {scale}: {_span(runs['num_steps'])} steps of {_span(runs['tokens_per_step'])} tokens; seeds "
+            f"{', '.join(map(str, seeds))}. Evaluated on {'all' if whole else 'a part'} of {one['split']}: "
+            f"{documents}{one['num_bytes']:,} bytes.",
+            f"Trained on {', '.join(sorted(set(runs['device'])))}; a run took {runs['seconds'].min():,.0f} to "
+            f"{runs['seconds'].max():,.0f} s.",
+        ]
+    if results.timed_on:
+        lines.append(f"Steps were timed in turn on {', '.join(results.timed_on)}.")
+    return lines
+
+
+def frame(table: Table, results: Results) -> pd.DataFrame:
+    """One line for each row, with numbers: means of the measures, their standard errors, and the paper's figures."""
+    lines = []
+    for row in results.rows:
+        line: dict[str, object] = {"row": row.name, "model": row.label}
+        for measure in measures_of(table):
+            line[measure] = results.mean(row, measure) / (1e6 if measure in IN_MILLIONS else 1)
+            if measure in WITH_ERROR:
+                line[f"{measure}_error"] = results.error(row, measure)
+        line["runs"] = results.num_runs(row)
+        lines.append(line | {f"paper: {name}": row.paper.get(name, math.nan) for name in table.paper_columns})
+    return pd.DataFrame(lines)
+
+
 def measures_of(table: Table) -> list[str]:
     return [name for name in COLUMNS if name in table.measures]
 
 
-def figure(results: Sequence[RowResult], result: RowResult, measure: str) -> tuple[float, float]:
-    """Mean and standard error; NaN for what is not known."""
-    if measure == "difference":
-        if result.row.baseline == result.row.name:
-            return math.nan, math.nan
-        values = difference(results, result, "bits_per_byte")
-        return (float(values.mean()) if values.size else math.nan), standard_error(values)
-    mean = result.mean(measure) / (1e6 if measure in IN_MILLIONS else 1)
-    return mean, result.error(measure) if measure in WITH_ERROR else math.nan
+def write_csv(table: Table, results: Results, path: Path) -> None:
+    """Writes the numbers of `frame`; a field without a figure is empty."""
+    frame(table, results).to_csv(path, index=False)
 
 
-def notes(results: Sequence[RowResult], scale: str) -> list[str]:
-    """Which documents, how long, which seeds, and which machine: what is the same for all runs that are there."""
-    runs = [run for result in results for run in result.runs.values()]
-    lines = []
-    if runs:
-        one = runs[0]
-        seeds = sorted({int(run["seed"]) for run in runs})
-        whole = one.get("max_tokens") is None
-        documents = f"{one['num_documents']:,} documents, " if whole else f"{one['num_tokens']:,} tokens, "
-        lines += [
-            f"Scale {scale}: {_span(run['num_steps'] for run in runs)} steps of "
-            f"{_span(run['tokens_per_step'] for run in runs)} tokens; seeds {', '.join(map(str, seeds))}. Evaluated on "
-            f"{'all' if whole else 'a part'} of {one['split']}: {documents}{one['num_bytes']:,} bytes.",
-            f"Trained on {', '.join(sorted({str(run['device']) for run in runs}))}; a run took "
-            f"{min(run['seconds'] for run in runs):,.0f} to {max(run['seconds'] for run in runs):,.0f} s.",
-        ]
-    if devices := {result.timed["device"] for result in results if result.timed}:
-        lines.append(f"Steps were timed in turn on {', '.join(sorted(devices))}.")
-    return lines
-
-
-def to_markdown(table: Table, results: Sequence[RowResult], notes: Sequence[str]) -> str:
+def to_markdown(table: Table, results: Results, notes: Sequence[str]) -> str:
     """
     Args:
       table, results: as `gather` gave them.
-      notes: said under the title, a line each: which documents, which machine.
+      notes: lines below the title, about documents and machines.
     """
     measures = measures_of(table)
     header = ["model", *(COLUMNS[name][0] for name in measures), "runs"]
     header += [f"paper: {name}" for name in table.paper_columns]
-    lines = [f"| {' | '.join(header)} |", "|" + "|".join(["---"] + ["---:"] * (len(header) - 1)) + "|"]
-    for result in results:
-        cells = [result.row.label]
-        for measure in measures:
-            mean, error = figure(results, result, measure)
-            cells.append(_text(mean, COLUMNS[measure][1]) + (f" ± {error:.4f}" if math.isfinite(error) else ""))
-        cells.append(str(len(result.runs)))
-        paper = (result.row.paper.get(column) for column in table.paper_columns)
-        cells += ["" if value is None else f"{value:,.10g}" for value in paper]
-        lines.append(f"| {' | '.join(cells)} |")
-    pairs = {r.row.name: r.row.baseline for r in results if r.row.baseline != r.row.name}
-    labels = {r.row.name: r.row.label for r in results}
-    if table.against:
-        against = table.against
-    elif len(set(pairs.values())) == 1:
-        against = labels[next(iter(pairs.values()))]
-    else:
-        rows_of = {to: [labels[name] for name, other in pairs.items() if other == to] for to in pairs.values()}
-        against = "; ".join(f"{labels[to]} ({' / '.join(names)})" for to, names in rows_of.items())
+    rows = []
+    for line in frame(table, results).to_dict("records"):
+        errors = (line.get(f"{measure}_error", math.nan) for measure in measures)
+        figures = [with_error(line[m], error, COLUMNS[m][1]) for m, error in zip(measures, errors, strict=True)]
+        papers = [line[f"paper: {name}"] for name in table.paper_columns]
+        paper = ["" if math.isnan(value) else f"{value:,.10g}" for value in papers]
+        rows.append([line["model"], *figures, str(line["runs"]), *paper])
     times = " and step times" if "step_time" in measures else ""
-    explained = [
-        f"Differences in bits per byte (of runs with the same seed){times} are relative to: {against}.",
-        "± is the standard error of the mean over the runs. What isn't there, or was not finite in one of them, is -.",
-    ]
+    explained = (
+        f"Differences in bits per byte (of runs with the same seed){times} are relative to: "
+        f"{_baselines(table, results.rows)}. ± is the standard error of the mean over the runs. `-` is a figure that "
+        "is missing, or that was not finite in one of the runs."
+    )
     grids = [text for grid in table.grids if (text := _grid(grid, results))]
-    return "\n\n".join([f"# {table.title}", *notes, "\n".join(lines), " ".join(explained), *grids]) + "\n"
+    parts = [f"# {table.title}", *notes, TextTable("", header, rows).to_markdown().rstrip(), explained, *grids]
+    return "\n\n".join(parts) + "\n"
 
 
-def write_csv(table: Table, results: Sequence[RowResult], path: Path) -> None:
-    """One line for each row, numbers as they are; an empty field is a figure that isn't there."""
-    measures = measures_of(table)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        header = ["row", "model"]
-        for measure in measures:
-            header += [measure, f"{measure}_error"] if measure in WITH_ERROR else [measure]
-        writer.writerow([*header, "runs", *(f"paper: {name}" for name in table.paper_columns)])
-        for result in results:
-            fields: list[object] = [result.row.name, result.row.label]
-            for measure in measures:
-                mean, error = figure(results, result, measure)
-                numbers = (mean, error) if measure in WITH_ERROR else (mean,)
-                fields += [number if math.isfinite(number) else "" for number in numbers]
-            fields.append(len(result.runs))
-            writer.writerow([*fields, *(result.row.paper.get(column, "") for column in table.paper_columns)])
+def _baselines(table: Table, rows: Sequence[Row]) -> str:
+    """What rows are compared with, by the labels of both where there are several."""
+    labels = {row.name: row.label for row in rows}
+    compared: dict[str, list[str]] = {}
+    for row in rows:
+        if row.baseline != row.name:
+            compared.setdefault(labels[row.baseline], []).append(row.label)
+    if table.against or len(compared) == 1:
+        return table.against or next(iter(compared))
+    return "; ".join(f"{baseline} ({' / '.join(names)})" for baseline, names in compared.items())
 
 
-def _grid(grid: Grid, results: Sequence[RowResult]) -> str:
-    """As Markdown, without the lines and columns that have none of our figures; empty if none has any."""
-    by_name = {result.row.name: result for result in results}
-    form = COLUMNS[grid.measure][1]
-
-    def known(name: str) -> bool:
-        return name in by_name and math.isfinite(by_name[name].mean(grid.measure))
+def _grid(grid: Grid, results: Results) -> str:
+    """Markdown without the lines and columns that have none of our figures; empty if there are none at all."""
+    by_name = {row.name: row for row in results.rows}
+    names = pd.DataFrame(grid.rows).T
+    ours = names.map(lambda name: results.mean(by_name[name], grid.measure) if name in by_name else math.nan)
+    known = ours.map(math.isfinite)
+    names = names.loc[known.any(axis=1), known.any(axis=0)]
+    if names.empty:
+        return ""
 
     def cell(name: str) -> str:
         if name not in by_name:
             return ""
-        result = by_name[name]
-        return f"{_text(result.mean(grid.measure), form)} ({result.row.paper[grid.paper]:,.10g})"
+        mean = number(results.mean(by_name[name], grid.measure), COLUMNS[grid.measure][1])
+        return f"{mean} ({by_name[name].paper[grid.paper]:,.10g})"
 
-    lines = [line for line, cells in grid.rows.items() if any(map(known, cells.values()))]
-    heads = next(iter(grid.rows.values()))
-    columns = [head for head in heads if any(known(grid.rows[line][head]) for line in lines)]
-    if not lines:
-        return ""
-    table = [["", *columns], ["---", *["---:"] * len(columns)]]
-    table += [[line, *(cell(grid.rows[line][head]) for head in columns)] for line in lines]
-    title = f"{grid.title} (in brackets the paper's)"
-    return "\n\n".join([title, "\n".join(f"| {' | '.join(cells)} |" for cells in table)])
+    cells = names.map(cell).rename_axis("").reset_index()
+    return TextTable.of(cells, f"{grid.title} (in brackets the paper's)").to_markdown().rstrip()
 
 
 def _span(values: Iterable[int]) -> str:
     values = sorted(set(values))
     return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
-
-
-def _text(value: float, form: str) -> str:
-    return form.format(value) if math.isfinite(value) else "-"

@@ -1,47 +1,47 @@
-"""What the runs of a table left in their folders, gathered by row."""
+"""What the runs of a table left in their folders, gathered by row: means and standard errors over the seeds."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from meliad_like.experiments.jobs import result_name
 from meliad_like.experiments.step_time import relative_time
 from meliad_like.experiments.tables import Row, Table
 
 STEP_TIME_NAME = "step_time.json"
-NOTHING: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class RowResult:
-    """A row's figures, as far as they are there."""
+class Results(NamedTuple):
+    """The figures of a table's rows, as far as they are known."""
 
-    row: Row
-    runs: Mapping[int, Mapping[str, float]]
-    """By seed: the figures of the run's evaluation, and what is known of its config (`jobs.facts`)."""
-    timed: Mapping[str, Any]
-    """What `step_time.time_in_turn` found, and `step_time` relative to the baseline; may be empty."""
+    rows: Sequence[Row]
+    runs: pd.DataFrame
+    """One line for each row and seed (the index): figures of the evaluation, and facts of the config (`jobs.facts`)."""
+    means: pd.DataFrame
+    """Over the seeds, by row and measure; of measures that runs don't have, those of the timed steps."""
+    errors: pd.DataFrame
+    """Standard errors of the means; NaN of fewer than two runs."""
+    timed_on: Sequence[str]
+    """The devices that steps were timed on."""
 
-    def values(self, measure: str) -> np.ndarray:
-        """float64[seeds]: of the runs that have it; NaN where it was not finite, which no mean leaves out."""
-        return np.array([run[measure] for run in self.runs.values() if measure in run], np.float64)
+    def mean(self, row: Row, measure: str) -> float:
+        """NaN for what is not known, or was not finite in one of the runs."""
+        return _cell(self.means, row, measure)
 
-    def mean(self, measure: str) -> float:
-        """Over the seeds, or of the timing; NaN where there is neither."""
-        values = self.values(measure)
-        return float(values.mean()) if values.size else float(self.timed.get(measure, math.nan))
+    def error(self, row: Row, measure: str) -> float:
+        """The standard error of the mean; NaN for what is not known."""
+        return _cell(self.errors, row, measure)
 
-    def error(self, measure: str) -> float:
-        """Standard error of the mean over the seeds; NaN of fewer than two."""
-        return standard_error(self.values(measure))
+    def num_runs(self, row: Row) -> int:
+        return int((self.runs.index.get_level_values("row") == row.name).sum())
 
 
-def gather(table: Table, folder: Path, seeds: Sequence[int], split: str) -> list[RowResult]:
+def gather(table: Table, folder: Path, seeds: Iterable[int], split: str) -> Results:
     """Reads every result that is there, for every row of the table.
 
     Args:
@@ -50,15 +50,30 @@ def gather(table: Table, folder: Path, seeds: Sequence[int], split: str) -> list
       seeds: whose runs to look for.
       split: whose evaluation.
     """
+    places = [(row, seed) for seed in seeds for row in table.rows]
+    found = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
+    found = {place: figures for place, figures in found.items() if figures}
+    index = pd.MultiIndex.from_tuples(found, names=["row", "seed"])
+    runs = pd.DataFrame(list(found.values()), index=index)
+    by_row = runs.select_dtypes("number").groupby(level="row")
+    # A figure that was not finite in one of the runs is NaN there, and so is its mean.
+    means, errors = by_row.mean(skipna=False), by_row.sem(skipna=False)
+    if not runs.empty:
+        difference = differences(runs["bits_per_byte"].astype(float), table).groupby(level="row")
+        means["difference"], errors["difference"] = difference.mean(skipna=False), difference.sem(skipna=False)
     timing = read_timing(folder)
-    return [
-        RowResult(
-            row,
-            {seed: figures for seed in seeds if (figures := _figures(folder, row, seed, split))},
-            _timed(timing, row, table),
-        )
-        for row in table.rows
-    ]
+    timed = pd.DataFrame({row.name: _timed(timing, row, table) for row in table.rows}).T
+    devices = sorted({timing[row.run_name]["device"] for row in table.rows if row.run_name in timing})
+    return Results(table.rows, runs, means.combine_first(timed), errors, devices)
+
+
+def differences(values: pd.Series, table: Table) -> pd.Series:
+    """The values of runs minus those of their baselines, for each row and seed for which there are both."""
+    baselines = {row.name: row.baseline for row in table.rows}
+    names, seeds = (values.index.get_level_values(level) for level in ("row", "seed"))
+    compared = pd.MultiIndex.from_arrays([names.map(baselines), seeds])
+    known = compared.isin(values.index) & (compared != values.index)
+    return values[known] - values.reindex(compared[known]).to_numpy()
 
 
 def read_timing(folder: Path) -> dict[str, Any]:
@@ -71,34 +86,27 @@ def run_folder(folder: Path, row: Row, seed: int) -> Path:
     return folder / f"{row.run_name}-{seed}"
 
 
-def difference(results: Sequence[RowResult], result: RowResult, measure: str) -> np.ndarray:
-    """float64[seeds]: a row minus its baseline, within every seed that both have."""
-    baseline = next(other for other in results if other.row.name == result.row.baseline)
-    pairs = [(run, baseline.runs[seed]) for seed, run in result.runs.items() if seed in baseline.runs]
-    mine, theirs = (np.array([pair[i][measure] for pair in pairs], np.float64) for i in (0, 1))
-    return mine - theirs
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Of the mean; NaN of fewer than two."""
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
-
-
 def _figures(folder: Path, row: Row, seed: int, split: str) -> dict[str, Any]:
     result = _read(run_folder(folder, row, seed) / result_name(row))
-    if split not in result.get("splits", NOTHING):
+    if split not in result.get("splits", {}):
         return {}
-    return {key: value for key, value in result.items() if key != "splits"} | {"split": split} | result["splits"][split]
+    facts = {key: value for key, value in result.items() if key not in ("splits", "seed")}
+    return facts | {"split": split, "max_tokens": None} | result["splits"][split]
 
 
-def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> dict[str, Any]:
+def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> dict[str, float]:
     mine, baseline = row.run_name, table.row(row.baseline).run_name
     if mine not in timing:
         return {}
-    relative = {"step_time": relative_time(timing, mine, baseline)} if baseline in timing else {}
     milliseconds = 1e3 * float(np.median(timing[mine]["seconds"]))
-    speed = {"training_tokens_per_second": 1e3 * timing[mine].get("tokens_per_step", math.nan) / milliseconds}
-    return {**timing[mine], **relative, **speed, "milliseconds": milliseconds}
+    numbers = {name: value for name, value in timing[mine].items() if isinstance(value, int | float)}
+    speed = 1e3 * numbers.get("tokens_per_step", math.nan) / milliseconds
+    relative = relative_time(timing, mine, baseline) if baseline in timing else math.nan
+    return numbers | {"training_tokens_per_second": speed, "milliseconds": milliseconds, "step_time": relative}
+
+
+def _cell(frame: pd.DataFrame, row: Row, measure: str) -> float:
+    return float(frame.at[row.name, measure]) if row.name in frame.index and measure in frame else math.nan
 
 
 def _read(path: Path) -> dict[str, Any]:
