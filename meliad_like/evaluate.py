@@ -51,9 +51,8 @@ def main() -> None:
 
     from meliad_like.evaluation import report
     from meliad_like.evaluation.baselines import compressed_bits_per_byte
-    from meliad_like.evaluation.perplexity import Evaluator
-    from meliad_like.history.reader import evaluation_reader
     from meliad_like.mesh import parameter_shardings
+    from meliad_like.run.evaluator import make_evaluator
     from meliad_like.run.opening import open_store, open_with
 
     opened, mesh = open_with(CHECKPOINT.value, command_line.GIN_PARAM.value, STEP.value)
@@ -62,17 +61,7 @@ def main() -> None:
     if PROTOCOL.value:
         compare_protocols(opened, mesh, split)
         return
-    evaluator = Evaluator(
-        model,
-        split,
-        mesh,
-        name=SPLIT.value,
-        segment_length=run.data.segment_length,
-        max_lanes=run.data.num_lanes,
-        max_tokens=MAX_TOKENS.value,
-        loss_slice=run.training.loss_slice,
-        read=evaluation_reader(run, store, SPLIT.value),
-    )
+    evaluator = make_evaluator(run, model, store, SPLIT.value, mesh, max_tokens=MAX_TOKENS.value)
     trained = f"step {opened.step:,}"
     evaluation = report.with_progress(trained, lambda progress: evaluator(opened.params, progress))
     details = {}

@@ -19,12 +19,12 @@ from meliad_like.data.readers import ReaderConfig
 from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
-from meliad_like.generation.saved_reading import identity, load_reading, save_reading
+from meliad_like.generation.saved_reading import load_reading, save_reading
 from meliad_like.generation.streaming import Generator, Reading
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
-from meliad_like.run.text import TextRequest, encode_prompt, read_document, write_text
+from meliad_like.run.text import TextRequest, carry_identity, encode_prompt, read_document, write_text
 from meliad_like.training.checkpoints import Checkpoints
 
 W, N, V = 4, 16, 257
@@ -193,7 +193,7 @@ def test_a_saved_carry_comes_back_exactly(opened, tmp_path, dtype):
 def test_a_carry_of_another_checkpoint_is_refused(make_generator, opened, tmp_path):
     reading = make_generator().begin(0)
     shapes = jax.eval_shape(lambda: reading.carry)
-    save_reading(tmp_path / "carry", reading, b"", identity(opened))
+    save_reading(tmp_path / "carry", reading, b"", carry_identity(opened))
     retrained = opened._replace(params=jax.tree.map(lambda x: x + 1, opened.params))
     wider = dataclasses.replace(RUN, model=dataclasses.replace(CONFIG, window_length=8))
     for other, message in (
@@ -205,7 +205,7 @@ def test_a_carry_of_another_checkpoint_is_refused(make_generator, opened, tmp_pa
         (retrained._replace(step=9), "step is 7 there, and 9"),
     ):
         with pytest.raises(UserError, match=message):
-            load_reading(tmp_path / "carry", shapes, identity(other))
+            load_reading(tmp_path / "carry", shapes, carry_identity(other))
 
 
 def test_files_that_are_no_carry(tmp_path):

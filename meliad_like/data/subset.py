@@ -46,9 +46,8 @@ class Subset:
           members: indices in `split` of the documents of this subset.
         """
         self._split, self._members = split, members
-        self.indices: Int[np.ndarray, " documents"] = np.asarray(getattr(split, "indices", np.arange(len(split.names))))
+        self.indices = split.indices[members] if isinstance(split, Subset) else np.asarray(members)
         """Indices of the documents in the split of the token store, whatever subsets are between."""
-        self.indices = self.indices[members]
         self.lengths, self.num_bytes, self.num_words = (
             np.asarray(values)[members] for values in (split.lengths, split.num_bytes, split.num_words)
         )

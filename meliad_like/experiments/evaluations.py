@@ -10,37 +10,37 @@ from jax.sharding import Mesh
 from meliad_like.config import RunConfig
 from meliad_like.data.stream import Concatenated
 from meliad_like.data.subset import Documents
+from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation import protocols, report
-from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.models.model import Model
+from meliad_like.run.evaluator import make_evaluator
 
 STRIDES_IN_WINDOW = 6
 """Of sliding windows; the paper's are of 512 new tokens in 3,072 (section 4.2)."""
 
 
 def by_document(
-    model: Model, params: Any, documents: Documents, mesh: Mesh, run: RunConfig, split: str, path: Path
+    model: Model,
+    params: Any,
+    store: TokenStore,
+    documents: Documents,
+    mesh: Mesh,
+    run: RunConfig,
+    split: str,
+    path: Path,
 ) -> dict[str, float]:
     """Every token of the documents, each read from its beginning with all that the model remembers.
 
     Args:
       model, params: the params are on the mesh.
-      documents: of a split, or of a part of it.
+      store: of the documents.
+      documents: of a split of the store, or of a subset of it.
       mesh: where they are evaluated.
-      run: how long segments are, and how many lanes there are at most.
+      run: how the documents are read.
       split: its name.
       path: of the JSON file for all figures, with a row for each document.
     """
-    evaluator = Evaluator(
-        model,
-        documents,
-        mesh,
-        name=split,
-        segment_length=run.data.segment_length,
-        max_lanes=run.data.num_lanes,
-        loss_slice=run.training.loss_slice,
-    )
-    evaluation = evaluator(params)
+    evaluation = make_evaluator(run, model, store, split, mesh, documents=documents)(params)
     report.write(evaluation, path)
     costs = {f"flops_{how}": flops for how, flops in model.flops_per_prediction.items()}
     return {name: getattr(evaluation, name) for name in report.FIGURES} | costs

@@ -117,7 +117,8 @@ def train_and_evaluate(job: Job, split: str) -> int:
     job.workdir.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with _alone_in(job.workdir):
-        whole = TokenStore(job.run.data.store).split(split)
+        store = TokenStore(job.run.data.store)
+        whole = store.split(split)
         if status := train(job.run, job.workdir, job.load_dir):
             return status
         mesh = make_mesh(job.run.mesh)
@@ -130,8 +131,8 @@ def train_and_evaluate(job: Job, split: str) -> int:
             end = vocabulary.end_of_document
             figures = by_protocol(model, opened.params, documents, few, mesh, job.evaluated, end)
         else:
-            name = f"{split}_{job.row.name}.json" if job.row.trained_as else f"{split}.json"
-            figures = by_document(model, opened.params, documents, mesh, job.evaluated, split, job.workdir / name)
+            path = job.workdir / (f"{split}_{job.row.name}.json" if job.row.trained_as else f"{split}.json")
+            figures = by_document(model, opened.params, store, documents, mesh, job.evaluated, split, path)
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         num_steps = job.run.training.num_steps
         others = job.result["splits"] if num_steps == job.result.get("num_steps") else {}

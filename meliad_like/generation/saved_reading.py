@@ -11,23 +11,23 @@ import numpy as np
 
 from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.generation.streaming import Reading
+from meliad_like.models.families import ModelConfig
 from meliad_like.remote import replacing
-from meliad_like.run.opening import OpenedCheckpoint
 
 SAMPLED = 1000
 
 
-def identity(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
-    """What a saved place and a checkpoint must have in common, as JSON holds it."""
+def identity(config: ModelConfig, params: Any, step: int, vocabulary_fingerprint: str) -> dict[str, Any]:
+    """What a saved carry and a checkpoint must have in common, as JSON holds it."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(checkpoint.params):
+    for leaf in jax.tree.leaves(params):
         # A sample tells two trainings apart, and takes no time with large models.
         digest.update(np.asarray(leaf.reshape(-1)[:SAMPLED]).tobytes())
-    fields = {f"model.{name}": value for name, value in dataclasses.asdict(checkpoint.run.model).items()}
+    fields = {f"model.{name}": value for name, value in dataclasses.asdict(config).items()}
     identity = {
         **fields,
-        "step": checkpoint.step,
-        "vocabulary": checkpoint.vocabulary.fingerprint,
+        "step": step,
+        "vocabulary": vocabulary_fingerprint,
         "parameters": digest.hexdigest(),
     }
     return json.loads(json.dumps(identity))

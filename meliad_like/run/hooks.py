@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from etils import epath
@@ -12,24 +12,13 @@ from meliad_like.evaluation import report
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
-from meliad_like.history.reader import evaluation_reader
 from meliad_like.mesh import replicated
+from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.run.setup import Setup, metadata
 from meliad_like.training.checkpoints import keep_best
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.state import TrainState
-
-
-class Hook(NamedTuple):
-    """Something that happens after every `every` steps (0: never), and after the last one."""
-
-    every: int
-    call: Callable[[int, TrainState], None]
-
-    def due(self, step: int, num_steps: int) -> bool:
-        """Whether it is time, `step` steps done."""
-        return self.every > 0 and (step % self.every == 0 or step == num_steps)
 
 
 def check_hooks(setup: Setup) -> None:
@@ -48,17 +37,14 @@ def check_hooks(setup: Setup) -> None:
 
 
 def _make_evaluator(setup: Setup) -> Evaluator:
-    run = setup.run
-    return Evaluator(
+    training = setup.run.training
+    return make_evaluator(
+        setup.run,
         setup.model,
-        setup.store.split(run.training.evaluate_split),
+        setup.store,
+        training.evaluate_split,
         setup.mesh,
-        name=run.training.evaluate_split,
-        segment_length=run.data.segment_length,
-        max_lanes=run.data.num_lanes,
-        max_tokens=run.training.evaluate_max_tokens,
-        loss_slice=run.training.loss_slice,
-        read=evaluation_reader(run, setup.store, run.training.evaluate_split),
+        max_tokens=training.evaluate_max_tokens,
     )
 
 

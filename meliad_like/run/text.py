@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,7 +74,9 @@ def write_text(opened: OpenedCheckpoint, request: TextRequest, show: Callable[[s
     reading, unfinished = generator.begin(request.seed or 0), b""
     if request.load_carry is not None:
         fresh = reading
-        reading, unfinished = load_reading(request.load_carry, jax.eval_shape(lambda: fresh.carry), identity(opened))
+        reading, unfinished = load_reading(
+            request.load_carry, jax.eval_shape(lambda: fresh.carry), carry_identity(opened)
+        )
         if request.seed is not None:
             reading = reading._replace(key=fresh.key)
     began = time.perf_counter()
@@ -90,9 +93,14 @@ def write_text(opened: OpenedCheckpoint, request: TextRequest, show: Callable[[s
     if request.save_carry is None:
         show(text.finish())
     else:
-        save_reading(request.save_carry, place, text.unfinished, identity(opened))
+        save_reading(request.save_carry, place, text.unfinished, carry_identity(opened))
     rate = sum(counts[1:]) / (moments[-1] - moments[0]) if len(moments) > 1 else 0.0
     return TextSpeed(len(tokens), read_seconds, sum(counts), rate)
+
+
+def carry_identity(opened: OpenedCheckpoint) -> dict[str, Any]:
+    """What a saved carry and this checkpoint must have in common."""
+    return identity(opened.run.model, opened.params, opened.step, opened.vocabulary.fingerprint)
 
 
 def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The training loop: from a config and a working folder to a trained model, in sections that read top to bottom."""
+"""Training: from a config and a working folder to a trained model."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,15 +17,16 @@ from meliad_like.data.readers import leaks_the_future
 from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding
 from meliad_like.remote import any_path
-from meliad_like.run.hooks import Hook, check_hooks, evaluation_hook, sampling_hook
+from meliad_like.run.hooks import check_hooks, evaluation_hook, sampling_hook
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.run.setup import Setup, metadata, set_up, starting_state
-from meliad_like.training import preemption
 from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.loop import Hook, Loop
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.ownership import Ownership
+from meliad_like.training.preemption import EXIT_STATUS, Preemption
 from meliad_like.training.profiling import Profiler
-from meliad_like.training.reporting import Reporter
+from meliad_like.training.reporting import Reporter, bytes_per_target
 from meliad_like.training.stages import stages_of
 from meliad_like.training.state import TrainState
 from meliad_like.training.step import StepMetrics
@@ -103,7 +104,7 @@ def _train(
         state = starting_state(setups[first], checkpoints, load_dir)
         with (
             MetricsWriter(folder, start_step, num_steps) as writer,
-            preemption.Preemption() as preempted,
+            Preemption() as preempted,
             Profiler(folder, profile_steps) as profiler,
         ):
             writer.say(
@@ -122,7 +123,7 @@ def _train(
                 if int(state.step) < setup.stage.last_step:
                     state, stopped = _train_stage(setup, state, outputs, preempted)
                     if stopped:
-                        return preemption.EXIT_STATUS
+                        return EXIT_STATUS
     return 0
 
 
@@ -132,13 +133,10 @@ def _check_parameters(setups: Sequence[Setup]) -> None:
             raise UserError(f"stage {setup.stage.index + 1} would need other parameters than the last stage")
 
 
-def _train_stage(
-    setup: Setup, state: TrainState, outputs: Outputs, preempted: preemption.Preemption
-) -> tuple[TrainState, bool]:
+def _train_stage(setup: Setup, state: TrainState, outputs: Outputs, preempted: Preemption) -> tuple[TrainState, bool]:
     """Trains until the stage's last step; returns the state, and whether SIGTERM or Ctrl-C came before."""
     run, stage, step = setup.run, setup.stage, int(state.step)
     folder, ownership, checkpoints, writer, profiler = outputs
-    train_step = setup.program.compile_step()
 
     def save(step: int, state: TrainState) -> None:
         # What stops a run often comes at a step that was saved anyway.
@@ -148,7 +146,7 @@ def _train_stage(
             writer.upload()
             checkpoints.save(step, state, metadata(setup, step))
 
-    # --- one step after the other; the host is always a step ahead of the devices ---
+    train_step = setup.program.compile_step()
     with load_batches(
         setup.reader,
         lane_sharding(setup.mesh, setup.reader.num_lanes),
@@ -157,49 +155,32 @@ def _train_stage(
         batches_ahead=run.data.batches_ahead,
         device_batches_ahead=run.data.device_batches_ahead,
     ) as batches:
-        reporter = Reporter(setup, writer, batches)
-        report = functools.partial(_report, reporter, setup, folder, save)
-        # The checkpoint comes last: what the others met is then known before it is written.
-        hooks = [
-            Hook(run.training.evaluate_every, evaluation_hook(setup, writer, folder / "best")),
-            Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
-            Hook(run.training.checkpoint_every, save),
-        ]
-        pending: tuple[int, StepMetrics] | None = None
-        while step < stage.last_step:
-            profiler.before(step + 1, state)
-            with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
-                state, metrics = train_step(state, next(batches))
-            step += 1
-            if profiler.after(step, metrics):
-                writer.say(f"step {step}: wrote a trace into {profiler.folder}")
-            # The metrics of the step before are ready; those of this one would make the host wait.
-            if pending is not None:
-                report(pending, state)
-            pending = (step, metrics)
-            if step % run.training.log_every == 0:
-                # Of the last checkpoint; the next one may be hours away.
-                checkpoints.check()
-            stop = preempted.reached(step)
-            due = [hook for hook in hooks if hook.due(step, run.training.num_steps)]
-            if due or stop:
-                report(pending, state)
-                pending = None
-                if stop:
-                    # Whoever sent the signal may not wait for an evaluation.
-                    save(step, state)
-                    checkpoints.wait()
-                with reporter.time_out():
-                    for hook in due:
-                        hook.call(step, state)
-            if stop:
-                writer.say(
-                    f"{preempted.signal_name}: saved step {step} in {checkpoints.folder}; the same command resumes it"
-                )
-                return state, True
-        if pending is not None:
-            report(pending, state)
-    return state, False
+        reporter = Reporter(
+            run,
+            writer,
+            batches,
+            last_step=stage.last_step,
+            leaks=leaks_the_future(setup.reader),
+            bytes_per_token=bytes_per_target(run.data.kind, setup.store.totals("train")),
+            flops_per_token=setup.model.training_flops_per_token,
+        )
+        loop = Loop(
+            num_steps=run.training.num_steps,
+            log_every=run.training.log_every,
+            report=functools.partial(_report, reporter, setup, folder, save),
+            hooks=[
+                Hook(run.training.evaluate_every, evaluation_hook(setup, writer, folder / "best")),
+                Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
+                Hook(run.training.checkpoint_every, save),
+            ],
+            outside_of_training=reporter.outside_of_training,
+            save=save,
+            checkpoints=checkpoints,
+            writer=writer,
+            profiler=profiler,
+            preempted=preempted,
+        )
+        return loop.run(train_step, state, batches, step, stage.last_step)
 
 
 def _report(
@@ -207,11 +188,12 @@ def _report(
     setup: Setup,
     folder: epath.Path,
     save: Callable[[int, TrainState], None],
-    pending: tuple[int, StepMetrics],
+    step: int,
+    metrics: StepMetrics,
     state: TrainState,
 ) -> None:
     """Reports a step; if it was not finite and the policy is to stop, saves the state before it and stops."""
-    step, metrics = pending[0], jax.device_get(pending[1])
+    metrics = jax.device_get(metrics)
     reporter.report(step, metrics)
     if metrics.finite or setup.run.training.nonfinite == "skip":
         return

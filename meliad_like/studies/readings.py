@@ -16,8 +16,8 @@ from meliad_like.config.run import RunConfig
 from meliad_like.data.subset import Subset, random_order
 from meliad_like.data.token_store import Split, TokenStore, short
 from meliad_like.errors import UserError
-from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.evaluation.report import with_progress
+from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
 
 
@@ -172,14 +172,13 @@ def _index(documents: Split, name: str, split: str) -> int:
 def read(subject: Subject, chosen: Chosen) -> Reading:
     """Has a model read the documents, each from the beginning of a segment."""
     opened = subject.opened
-    evaluator = Evaluator(
+    evaluator = make_evaluator(
+        opened.run,
         opened.model,
-        chosen.documents,
+        chosen.store,
+        chosen.split_name,
         subject.mesh,
-        name=chosen.split_name,
-        segment_length=opened.run.data.segment_length,
-        max_lanes=opened.run.data.num_lanes,
-        loss_slice=opened.run.training.loss_slice,
+        documents=chosen.documents,
         whole_segments=True,
     )
     return Reading(subject, with_progress(subject.label, lambda told: evaluator.token_losses(opened.params, told)))

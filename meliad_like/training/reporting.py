@@ -1,4 +1,4 @@
-"""From the metrics of steps to the figures that people read: averages between two logs, speeds, shares of the peak."""
+"""From the metrics of steps to the figures that are logged: averages between two logs, speeds, shares of the peak."""
 
 import math
 import time
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import jax
 
+from meliad_like.config import RunConfig
 from meliad_like.data.loading import BatchIterator
-from meliad_like.data.readers import ReaderKind, label, leaks_the_future
+from meliad_like.data.readers import ReaderKind, label
 from meliad_like.data.token_store import Totals
-from meliad_like.run.setup import Setup
 from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.optimizers import applied_rate
@@ -21,14 +21,31 @@ from meliad_like.training.step import StepMetrics
 class Reporter:
     """Gathers steps between two logs, and writes them down."""
 
-    def __init__(self, setup: Setup, writer: MetricsWriter, batches: BatchIterator):
-        run = setup.run
+    def __init__(
+        self,
+        run: RunConfig,
+        writer: MetricsWriter,
+        batches: BatchIterator,
+        *,
+        last_step: int,
+        leaks: bool,
+        bytes_per_token: float,
+        flops_per_token: float,
+    ):
+        """
+        Args:
+          run: the config of the stage that is trained.
+          writer: where the figures go.
+          batches: says how long the loop has waited for them.
+          last_step: of the stage, which is always logged.
+          leaks: whether the reader's choices read the targets (`leaks_the_future`), which the figures then say.
+          bytes_per_token: of text, for each target.
+          flops_per_token: floating-point operations of training.
+        """
         self._run, self._writer, self._batches = run, writer, batches
-        self._last_step = setup.stage.last_step
-        self._leaks = leaks_the_future(setup.reader)
+        self._last_step, self._leaks = last_step, leaks
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
-        self._bytes_per_token = bytes_per_target(run.data.kind, setup.store.totals("train"))
-        self._flops_per_token = setup.model.training_flops_per_token
+        self._bytes_per_token, self._flops_per_token = bytes_per_token, flops_per_token
         self._peak, self._peak_source = peak_flops(run.model.activation_dtype)
         self._gathered: list[StepMetrics] = []
         self._seconds_out = self._waited = 0.0
@@ -76,8 +93,8 @@ class Reporter:
         self._began = now
 
     @contextmanager
-    def time_out(self) -> Iterator[None]:
-        """Time spent inside is not training."""
+    def outside_of_training(self) -> Iterator[None]:
+        """A context whose time does not count as training."""
         began = time.perf_counter()
         yield
         self._seconds_out += time.perf_counter() - began
@@ -89,8 +106,7 @@ def bytes_per_target(kind: ReaderKind, totals: Totals) -> float:
 
 
 def _by_token(steps: Sequence[StepMetrics], name: str) -> float:
-    """A metric's average over the tokens of some steps; not a number where there are no steps."""
-    if not steps:
-        return math.nan
+    """The average of a metric over the targets of some steps; NaN where these have no targets, as in padding."""
+    num_tokens = sum(int(m.num_tokens) for m in steps)
     weighted = sum(float(getattr(m, name)) * int(m.num_tokens) for m in steps)
-    return weighted / sum(int(m.num_tokens) for m in steps)
+    return weighted / num_tokens if num_tokens else math.nan

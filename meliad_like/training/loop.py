@@ -1,0 +1,102 @@
+"""The training loop: one step after the other, with what is reported, evaluated and saved between them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.metrics import MetricsWriter
+from meliad_like.training.preemption import Preemption
+from meliad_like.training.profiling import Profiler
+
+State = TypeVar("State")
+
+
+class Hook(NamedTuple):
+    """Something that happens after every `every` steps (0: never), and after the last one."""
+
+    every: int
+    call: Callable[[int, Any], None]
+    """Called with the number of steps done and the state after them."""
+
+    def due(self, step: int, num_steps: int) -> bool:
+        """Whether the hook is to be called after `step` steps."""
+        return self.every > 0 and (step % self.every == 0 or step == num_steps)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What happens between the steps of a training."""
+
+    num_steps: int
+    """Steps of the whole training."""
+    log_every: int
+    report: Callable[[int, Any, Any], None]
+    """Called with each step, its metrics, and a state at most one step newer. Raises an error to end the training."""
+    hooks: Sequence[Hook]
+    """In the order in which they are called; a checkpoint comes last, so that errors of the others come before it."""
+    outside_of_training: Callable[[], AbstractContextManager]
+    """A context for the hooks, whose time does not count as training."""
+    save: Callable[[int, Any], None]
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    profiler: Profiler
+    preempted: Preemption
+
+    def run(
+        self,
+        train_step: Callable[[State, Any], tuple[State, Any]],
+        state: State,
+        batches: Iterator[Any],
+        step: int,
+        last_step: int,
+    ) -> tuple[State, bool]:
+        """Trains from `step` steps done to `last_step`. The host is always one step ahead of the devices.
+
+        Args:
+          train_step: (state, batch) -> (state, metrics).
+          state: after `step` steps.
+          batches: the first one is that of step `step + 1`.
+
+        Returns:
+          The state, and whether SIGTERM or Ctrl-C ended the training, with the state saved, before the last step.
+        """
+        pending: tuple[int, Any] | None = None
+        while step < last_step:
+            self.profiler.before(step + 1, state)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+                state, metrics = train_step(state, next(batches))
+            step += 1
+            if self.profiler.after(step, metrics):
+                self.writer.say(f"step {step}: wrote a trace into {self.profiler.folder}")
+            # The metrics of the step before are ready; those of this one would make the host wait.
+            if pending is not None:
+                self.report(*pending, state)
+            pending = (step, metrics)
+            if step % self.log_every == 0:
+                # Errors of the last checkpoint, which is written in the background; the next one may be hours away.
+                self.checkpoints.check()
+            stop = self.preempted.reached(step)
+            due = [hook for hook in self.hooks if hook.due(step, self.num_steps)]
+            if due or stop:
+                self.report(*pending, state)
+                pending = None
+                if stop:
+                    # Whoever sent the signal may not wait for an evaluation.
+                    self.save(step, state)
+                    self.checkpoints.wait()
+                with self.outside_of_training():
+                    for hook in due:
+                        hook.call(step, state)
+            if stop:
+                self.writer.say(
+                    f"{self.preempted.signal_name}: saved step {step} in {self.checkpoints.folder}; the same command "
+                    "resumes it"
+                )
+                return state, True
+        if pending is not None:
+            self.report(*pending, state)
+        return state, False

@@ -1,0 +1,57 @@
+"""One way from a config or a folder to something that runs."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from history_place import make_place
+
+from meliad_like.data.subset import Subset
+from meliad_like.data.token_store import TokenStore
+from meliad_like.experiments.evaluations import by_document
+from meliad_like.run.evaluator import make_evaluator
+from meliad_like.run.opening import open_with
+from meliad_like.studies import readings
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("history")
+    make_place(folder)
+    return folder
+
+
+ANCIENT_HISTORY = ["ReaderConfig.kind = 'ancient_history'"]
+
+
+def test_studies_and_tables_read_a_run_of_ancient_history_with_its_spans(place, tmp_path):
+    opened, mesh = open_with(place / "model", ANCIENT_HISTORY)
+    store = TokenStore(opened.run.data.store)
+    documents = Subset(store.split("test"), np.array([1, 0]))
+
+    def evaluate(run):
+        evaluator = make_evaluator(run, opened.model, store, "test", mesh, documents=documents)
+        return np.array([document.nats for document in evaluator(opened.params).documents])
+
+    with_spans, without = (
+        evaluate(run)
+        for run in (opened.run, dataclasses.replace(opened.run, data=open_with(place / "model")[0].run.data))
+    )
+    assert abs(with_spans - without).max() > 0.01
+
+    subject = readings.open_subject(str(place / "model"), ANCIENT_HISTORY)
+    read = readings.read(subject, readings.Chosen(store, "test", documents, 2))
+    np.testing.assert_allclose([losses.sum(dtype=np.float64) for losses in read.losses], with_spans, rtol=1e-6)
+
+    by_document(opened.model, opened.params, store, documents, mesh, opened.run, "test", tmp_path / "test.json")
+    saved = json.loads((tmp_path / "test.json").read_text())
+    np.testing.assert_allclose([document["nats"] for document in saved["documents"]], with_spans, rtol=1e-6)
+
+
+def test_a_subset_of_a_subset_knows_the_places_in_the_split(place):
+    split = TokenStore(place / "store").split("train")
+    some = Subset(split, np.array([2, 0, 1]))
+    fewer = Subset(some, np.array([2, 0]))
+    assert fewer.indices.tolist() == [1, 2] and fewer.names == [split.names[1], split.names[2]]
+    np.testing.assert_array_equal(fewer.tokens(1, 0, 5), split.tokens(2, 0, 5))
