@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
-from meliad_like.layers.basic import Linear, dropout, parameter, product, rows
+from meliad_like.layers.basic import Linear, check_tokens, dropout, embed, parameter, product, rows
 from meliad_like.layers.losses import TokenLosses, divisor, in_slices
 from meliad_like.layers.sharding import constrain
 
@@ -76,6 +76,7 @@ class AdaptiveVocabulary(nnx.Module):
             raise UserError(
                 f"cutoffs={cutoffs} must be below the vocabulary's size of {vocabulary_size}; () for one shared table"
             )
+        self.size = vocabulary_size
         self.edges = (0, *cutoffs, vocabulary_size)
         self.dropout_rate = dropout_rate
         self.bands = nnx.List(
@@ -87,10 +88,11 @@ class AdaptiveVocabulary(nnx.Module):
         )
 
     def embed(self, tokens: Int[Array, "*batch"], dtype) -> Float[Array, "*batch d"]:
-        """The vector of each token, not scaled."""
+        """The vector of each token, not scaled; ids out of range as in `layers.basic.embed`."""
         if len(self.bands) == 1:
-            return self.bands[0].table(dtype)[tokens]
-        total = jnp.zeros((), dtype)
+            return embed(self.bands[0].table(dtype), tokens)
+        check_tokens(tokens, self.size)
+        total = jnp.where((tokens >= 0) & (tokens < self.size), 0.0, jnp.nan)[..., None].astype(dtype)
         for band, first, last in zip(self.bands, self.edges, self.edges[1:]):
             index = jnp.clip(tokens - first, 0, last - first - 1)
             x = band.table(dtype)[index]

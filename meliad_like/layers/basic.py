@@ -6,10 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, PRNGKeyArray
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from meliad_like.errors import UserError
 from meliad_like.layers.sequence import num_parts, own_blocks
 from meliad_like.layers.sharding import platform
 
@@ -84,6 +87,31 @@ def _product_backward(dtype, saved, cotangent):
 
 _product = jax.custom_vjp(_rounded_product, nondiff_argnums=(2,))
 _product.defvjp(_product_forward, _product_backward)
+
+
+def check_tokens(tokens: Int[Array, "*batch"], vocabulary_size: int) -> None:
+    """Checks token ids outside of a compiled program; within one their values are not known yet.
+
+    Raises:
+        UserError: an id is negative, or not below the vocabulary's size.
+    """
+    if isinstance(tokens, Tracer):
+        return
+    ids = np.asarray(tokens)
+    if (wrong := ids[(ids < 0) | (ids >= vocabulary_size)]).size:
+        raise UserError(f"token {wrong[0]} is not in the vocabulary, whose ids are 0 to {vocabulary_size - 1}")
+
+
+def embed(table: Float[Array, "v d"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    """The row of each token.
+
+    In a compiled program that of an id out of range is NaN, so that the loss is, too.
+
+    Raises:
+        UserError: outside of a compiled program: an id is out of range.
+    """
+    check_tokens(tokens, table.shape[0])
+    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def rematerialise(function: Callable[..., Any], remat: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.adaptive import AdaptiveVocabulary
 from meliad_like.layers.attention import attend, merge_heads, split_heads
-from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier, rematerialise
+from meliad_like.layers.basic import LayerNorm, Linear, check_tokens, dropout, dropout_multiplier, rematerialise
 from meliad_like.layers.losses import TokenLosses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.layers.sharding import constrain
@@ -248,6 +248,7 @@ class Shortformer(nnx.Module):
         Returns:
             Hidden vectors for `logits`, and the carry for the next segment.
         """
+        check_tokens(tokens, self.vocabulary.size)
         (b, n), w, c = tokens.shape, self.config.window_length, start.shape[1]
         if n != c * w:
             raise ValueError(f"{n} tokens with {c} start flags are not whole blocks of window_length={w}")

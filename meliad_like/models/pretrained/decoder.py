@@ -13,7 +13,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import LINEAR, dropout, parameter, product, rematerialise, rows
+from meliad_like.layers.basic import LINEAR, check_tokens, dropout, embed, parameter, product, rematerialise, rows
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -102,7 +102,7 @@ class PretrainedDecoder(nnx.Module):
         if dropout_key is not None:
             keys = list(jax.random.split(dropout_key, len(keys)))
         position = first[:, None] + jnp.arange(tokens.shape[1])
-        x = constrain(self.embedding[...].astype(self.dtype), "vocabulary", None)[tokens]
+        x = embed(constrain(self.embedding[...].astype(self.dtype), "vocabulary", None), tokens)
         if self.positions is not None:
             # Gathered whole, as the embedding: the compiler would otherwise gather what was looked up in it.
             x = x + constrain(self.positions[...].astype(self.dtype), None, None)[position]
@@ -140,6 +140,7 @@ class PretrainedDecoder(nnx.Module):
         Returns:
             Hidden vectors for `logits`, and the carry for the next segment.
         """
+        check_tokens(tokens, self.embedding.shape[0])
         if carry.window is not None and self.config.overlap:
             return self._read_one_by_one(tokens, carry, start)
         windows = _cut(tokens, start, self.config.window_length)
