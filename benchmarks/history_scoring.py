@@ -12,7 +12,7 @@ import time
 import jax
 import numpy as np
 
-from meliad_like.history.scoring import Request, SpanGains
+from meliad_like.history.scoring import Candidates, SpanGains
 from meliad_like.history.spans import HistoryConfig, candidates, scored_strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
@@ -51,7 +51,7 @@ def main() -> None:
     requests, left = [], arguments.spans
     for stride in reversed(list(scored_strides(len(document), config))):
         ends = candidates(stride, config)[:left]
-        requests.append(Request(document, stride, ends))
+        requests.append(Candidates(document, stride, ends))
         left -= len(ends)
         if not left:
             break

@@ -18,7 +18,6 @@ from meliad_like.experiments import ancient_history, history_report
 from meliad_like.experiments.ancient_history import HistoryExperiment
 from meliad_like.experiments.tables.ancient_history import ALWAYS, PAPER, ROWS, SCALES, rows_of
 from meliad_like.history import commands
-from meliad_like.history.selectors import commands as selector_commands
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
 
@@ -102,7 +101,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
         raise AssertionError(f"it is done, with {request.gin_params}")
 
     with monkeypatch.context() as patch:
-        for module, name in ((commands, "score"), (selector_commands, "train"), (commands, "evaluate_selections")):
+        for module, name in ((commands, "score"), (commands, "train"), (commands, "evaluate_selections")):
             patch.setattr(module, name, never)
         assert experiment(place)[0].make() == 0
         with pytest.raises(AssertionError, match="it is done"):

@@ -14,9 +14,10 @@ from meliad_like.history import commands
 from meliad_like.history.evaluation import DocumentSums, read_strides
 from meliad_like.history.journal import Journal
 from meliad_like.history.opening import Request, open_request
-from meliad_like.history.selection import RandomSpans
+from meliad_like.history.search import search
+from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import HistoryConfig, candidates
-from meliad_like.history.stride_store import StrideStore, fingerprint
+from meliad_like.history.stride_store import StrideStore
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +41,17 @@ def test_every_candidate_has_its_score(place, scores, capsys):
     store = StrideStore(scores)
     store.check_complete()
     # Of 90, 60 and 40 tokens; strides of 4 from the first on that has a span of 6 before 12 recent tokens.
-    assert [stride.end for stride in store.strides if stride.document == 2] == [20, 24, 28, 32, 36, 40]
-    assert [len(store[i]) for i in range(len(store.strides)) if store.strides[i].document == 2] == [1, 2, 4, 5, 6, 8]
+    last = [index for index in range(len(store)) if store.stride(index).document == 2]
+    assert [store.stride(index).end for index in last] == [20, 24, 28, 32, 36, 40]
+    assert [len(store[index]) for index in last] == [1, 2, 4, 5, 6, 8]
     document, number, ends = store.rows()
-    for index in (0, 7, len(store.strides) - 1):
+    for index in (0, 7, len(store) - 1):
         rows = np.s_[store.offsets[index] : store.offsets[index + 1]]
-        assert ends[rows].tolist() == candidates(store.strides[index], store.info.config).tolist()
-        assert set(document[rows]) == {store.strides[index].document}
-        assert set(number[rows]) == {store.strides[index].number}
+        assert ends[rows].tolist() == candidates(store.stride(index), store.info.config).tolist()
+        assert set(document[rows]) == {store.stride(index).document}
+        assert set(number[rows]) == {store.stride(index).number}
     opened = open_request(request(place, split="train"))
-    assert store.info.maker == fingerprint(opened.checkpoint.model, opened.checkpoint.params)
+    assert store.info.maker == opened.fingerprint
     documents = store.documents(opened.store)
     assert documents.names == ["0", "1", "2"]
     assert documents.tokens(1, 3, 9).tolist() == opened.documents.tokens(1, 3, 9).tolist()
@@ -72,9 +74,9 @@ def test_scores_go_on_after_a_stop(place, scores, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             commands.score(asked, tmp_path / "part")
     part = StrideStore(tmp_path / "part")
-    assert seen == list(whole.strides[:5])
-    assert part.missing().tolist() == list(range(5, len(whole.strides)))
-    with pytest.raises(UserError, match=f"{len(whole.strides) - 5} of {len(whole.strides)} strides have no scores yet"):
+    assert seen == [whole.stride(index) for index in range(5)]
+    assert part.missing().tolist() == list(range(5, len(whole)))
+    with pytest.raises(UserError, match=f"{len(whole) - 5} of {len(whole)} strides have no scores yet"):
         part.check_complete()
     commands.score(asked, tmp_path / "part")
     done = StrideStore(tmp_path / "part")
@@ -87,10 +89,10 @@ def test_a_score_that_is_not_finite_is_named(scores, tmp_path):
     store = StrideStore(tmp_path / "store", whole.info)
 
     def make(strides):
-        for index, stride in enumerate(strides):
-            yield np.full(store.info.count(stride), np.inf if index == 20 else 1, np.float32)
+        for index, _ in enumerate(strides):
+            yield np.full(len(store[index]), np.inf if index == 20 else 1, np.float32)
 
-    stride = whole.strides[20]
+    stride = whole.stride(20)
     message = f"no finite scores to spans for the tokens {stride.first} to {stride.end - 1} of {stride.document} "
     with pytest.raises(UserError, match=message + rf"\(stride {stride.number}\): bind"):
         store.fill(make)
@@ -100,18 +102,18 @@ def test_a_score_that_is_not_finite_is_named(scores, tmp_path):
 @pytest.mark.parametrize(
     ("bindings", "changes", "message"),
     [
-        (["HistoryConfig.span_length = 4"], {}, "another HistoryConfig.span_length: 6 there, 4 here"),
-        ([], {"split": "test"}, "another split: 'train' there, 'test' here"),
-        ([], {"document_tokens": 50}, "another lengths: 90 there, 50 here"),
+        (["HistoryConfig.span_length = 4"], {}, "HistoryConfig.span_length is 6 there and 4 here"),
+        ([], {"split": "test"}, "split is 'train' there and 'test' here"),
+        ([], {"document_tokens": 50}, "documents is '[0-9a-f]{64}' there and"),
         (
             ["PretrainedConfig.activation_dtype = 'bfloat16'"],
             {},
-            "another maker: [0-9a-f]{12} there, [0-9a-f]{12} here",
+            "maker is '[0-9a-f]{64}' there and '[0-9a-f]{64}' here",
         ),
     ],
 )
 def test_scores_of_something_else_are_named(place, scores, bindings, changes, message):
-    with pytest.raises(UserError, match=f"scores is of {message}; choose another folder"):
+    with pytest.raises(UserError, match=f"scores belongs to another config: .*{message}"):
         commands.score(request(place, *bindings, **{"split": "train", **changes}), scores)
 
 
@@ -168,7 +170,9 @@ def test_an_evaluation_goes_on_after_a_stop(place, tmp_path):
     # What is done is not done again.
     np.testing.assert_allclose(np.subtract(random[1], random[0]), [7, 0, 0], atol=1e-9)
     assert len((tmp_path / "documents.jsonl").read_text().splitlines()) == 4
-    with pytest.raises(UserError, match="has an evaluation of another config and selections: choose another --output"):
+    with pytest.raises(
+        UserError, match="another config: config.first_selection is 1 there and None here; selections is"
+    ):
         commands.evaluate_selections(request(place), tmp_path, ["recent"])
 
 
@@ -190,7 +194,7 @@ def test_a_damaged_journal_is_named(tmp_path):
 
 def test_another_evaluation_gives_way_only_if_it_may(tmp_path):
     Journal(tmp_path, {"config": 1}).write(0, DocumentSums(num_tokens=3))
-    with pytest.raises(UserError, match="has an evaluation of another config"):
+    with pytest.raises(UserError, match="belongs to another config: config is 1 there and 2 here"):
         Journal(tmp_path, {"config": 2})
     assert Journal(tmp_path, {"config": 1}, replace=True).done[0].num_tokens == 3
     assert Journal(tmp_path, {"config": 2}, replace=True).done == {}
@@ -215,7 +219,7 @@ def test_a_part_of_the_documents_is_read_as_all_of_them_are(place):
         opened = open_request(request(place, "HistoryConfig.first_selection = 1", **changes))
         readings = read_strides(
             lambda sequences: (np.zeros(sequence.num_targets) for sequence in sequences),
-            opened.documents, [RandomSpans(opened.config)], opened.config, opened.separator,
+            opened.documents, [Ranking("random", opened.config)], opened.config, opened.separator,
         )  # fmt: skip
         of_document = [
             r.chosen["random"].tolist() for r in readings if opened.documents.names[r.document] == "2" and r.chosen
@@ -230,20 +234,20 @@ def test_a_part_of_the_documents_is_selected_for_as_all_of_them_are(place, tmp_p
         commands.select_spans(request(place, **changes), tmp_path / name, ["random"])
         store = StrideStore(tmp_path / name)
         document = store.info.documents.index("2")
-        found.append([store[i].tolist() for i, stride in enumerate(store.strides) if stride.document == document])
+        found.append([store[i].tolist() for i in np.flatnonzero(store.document == document)])
     assert len(found[0]) > 1 and found[0] == found[1]
 
 
 def test_search(place, tmp_path, capsys):
     asked = request(place, split="train", max_tokens=70)
-    commands.search(asked, tmp_path, (6, 12), (4, 6))
+    search(asked, tmp_path, (6, 12), (4, 6))
     found = json.loads((tmp_path / "search.json").read_text())
     assert found[0]["why_not"] == "history_length=6 must be a multiple of span_length=4"
     values = [row["score_oracle"]["value"] for row in found[1:]]
     text = (tmp_path / "search.md").read_text()
     assert f"| {min(values):.4f} * |" in text
     assert text.count("*") == 2  # the title says what it means
-    assert "| j = 6 | - |" in text
+    assert "| history_length = 6 | - |" in text
     # The controls stand beside it, and what leaks the future says so.
     labels = ("score_oracle (leaks the future)", "random", "overlap_oracle (leaks the future)")
     baseline = f"{found[1]['baseline']['value']:.4f}"
@@ -255,14 +259,14 @@ def test_search(place, tmp_path, capsys):
         f"overlap_oracle (leaks the future) {found[1]['overlap_oracle']['value']:.4f}, score" in capsys.readouterr().out
     )
     with pytest.raises(UserError, match="none of these lengths fits: history_length=6 must be"):
-        commands.search(asked, tmp_path, (6,), (4,))
+        search(asked, tmp_path, (6,), (4,))
 
 
 def test_the_summary_of_scores():
     class Store:
         numbers = np.float32([1, -1, 3, -4])
         offsets = np.array([0, 2, 3, 4])
-        strides = (1, 2, 3)
+        __len__ = lambda self: 3  # noqa: E731
         info = type("", (), {"documents": ("a",), "config": HistoryConfig()})
 
     rows = dict(commands.summary(Store()).rows)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from meliad_like.history import report
 from meliad_like.history.evaluation import BASELINE, Cost, Evaluation, Sums, evaluate, read_strides
 from meliad_like.history.losses import Sequence, TargetLosses
 from meliad_like.history.scoring import SpanGains
-from meliad_like.history.selection import RandomSpans, RecentSpans, ScoreOracle
+from meliad_like.history.selection import Ranking, ScoreOracle
 from meliad_like.history.spans import HistoryConfig
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
@@ -61,7 +62,7 @@ def windows(model):
 @pytest.fixture(scope="module")
 def evaluation(model, windows):
     oracle = ScoreOracle(SpanGains(MODEL, *model, CONFIG, SEPARATOR, batch_size=8))
-    return evaluate(windows, DOCUMENTS, [RandomSpans(CONFIG), oracle], CONFIG, SEPARATOR)
+    return evaluate(windows, DOCUMENTS, [Ranking("random", CONFIG), oracle], CONFIG, SEPARATOR)
 
 
 def plain_loop(windows, tokens, rank=None):
@@ -88,14 +89,14 @@ def test_the_baseline_is_a_sliding_window(windows, evaluation):
 
 
 def test_selections_fill_the_same_windows(windows):
-    (recent,) = evaluate(windows, DOCUMENTS, [RecentSpans()], CONFIG, SEPARATOR).selections[1:]
+    (recent,) = evaluate(windows, DOCUMENTS, [Ranking("recent", CONFIG)], CONFIG, SEPARATOR).selections[1:]
     expected = [plain_loop(windows, tokens, rank=lambda i, index: index) for tokens in DOCUMENTS.all_tokens]
     np.testing.assert_allclose(recent.nats, expected, rtol=1e-6)
 
 
 def test_the_most_recent_spans_are_among_all_candidates():
     config = dataclasses.replace(CONFIG, max_candidates=3)
-    readings = read_strides(no_losses, DOCUMENTS, [RecentSpans()], config, SEPARATOR)
+    readings = read_strides(no_losses, DOCUMENTS, [Ranking("recent", CONFIG)], config, SEPARATOR)
     chosen = {reading.stride: reading.chosen["recent"].tolist() for reading in readings if reading.chosen}
     assert len(chosen) > 10
     for stride, ends in chosen.items():
@@ -109,7 +110,7 @@ def no_losses(sequences):
 
 def test_the_score_oracle_is_better_than_chance_on_average(model, windows, evaluation):
     oracle = ScoreOracle(SpanGains(MODEL, *model, CONFIG, SEPARATOR, batch_size=8))
-    found = evaluate(windows, Documents([100] * 6), [RandomSpans(CONFIG), oracle], CONFIG, SEPARATOR)
+    found = evaluate(windows, Documents([100] * 6), [Ranking("random", CONFIG), oracle], CONFIG, SEPARATOR)
     assert found["score_oracle"].nats.sum() < found["random"].nats.sum() - 10
     assert found["score_oracle"].nats.sum() < found[BASELINE].nats.sum() - 10
     assert (evaluation["score_oracle"].leaks_the_future, evaluation["random"].leaks_the_future) == (True, False)
@@ -119,7 +120,7 @@ def test_of_single_spans_the_score_oracle_takes_the_best(model, windows):
     """A window with one span is what equation 2 reads: no choice is better for any stride."""
     config = dataclasses.replace(CONFIG, history_length=4)
     gains = SpanGains(MODEL, *model, config, SEPARATOR, batch_size=8)
-    selections = [ScoreOracle(gains), RandomSpans(config), RecentSpans()]
+    selections = [ScoreOracle(gains), Ranking("random", config), Ranking("recent", CONFIG)]
     better, num_targets = [], set()
     for reading in read_strides(windows, DOCUMENTS, selections, config, SEPARATOR):
         if reading.stride.selects:
@@ -139,7 +140,7 @@ def test_only_windows_that_select_differ(windows, evaluation):
         where = evaluation[name].nats_where_selected - evaluation[BASELINE].nats_where_selected
         np.testing.assert_allclose(different, where, atol=1e-6)
         assert different[2] == 0 and abs(different[0]) > 1e-3
-    for reading in read_strides(windows, DOCUMENTS, [RandomSpans(CONFIG)], CONFIG, SEPARATOR):
+    for reading in read_strides(windows, DOCUMENTS, [Ranking("random", CONFIG)], CONFIG, SEPARATOR):
         assert bool(reading.chosen) == bool(reading.scores) == reading.stride.selects
 
 
@@ -165,19 +166,20 @@ def test_costs(evaluation):
 
 
 def test_compilation_is_no_cost_of_a_selection(monkeypatch):
-    class Compiling(RecentSpans):
-        now = compile_seconds = 0.0
+    class Compiling(Ranking):
+        now: ClassVar[float] = 0.0
+        compile_seconds: ClassVar[float] = 0.0
 
         def perf_counter(self):
             return self.now
 
         def scores(self, document, stride, ends):
             compiling = 7.0 if stride.number == 5 else 0.0
-            self.compile_seconds += compiling
-            self.now += 1 + compiling
+            Compiling.compile_seconds += compiling
+            Compiling.now += 1 + compiling
             return super().scores(document, stride, ends)
 
-    selection, costs = Compiling(), {}
+    selection, costs = Compiling("recent", CONFIG), {}
     monkeypatch.setattr(evaluation_module, "time", selection)
     readings = read_strides(no_losses, DOCUMENTS, [selection], CONFIG, SEPARATOR, costs)
     number = sum(bool(reading.chosen) for reading in readings)
@@ -257,17 +259,19 @@ def test_tables_and_files(tmp_path):
 
 def test_selections_have_different_names(windows):
     with pytest.raises(ValueError, match="different names: baseline, recent, recent"):
-        list(read_strides(windows, DOCUMENTS, [RecentSpans(), RecentSpans()], CONFIG, SEPARATOR))
+        list(
+            read_strides(windows, DOCUMENTS, [Ranking("recent", CONFIG), Ranking("recent", CONFIG)], CONFIG, SEPARATOR)
+        )
 
 
 def test_nothing_to_predict_is_named(windows):
     with pytest.raises(UserError, match="no document has a second token"):
-        evaluate(windows, Documents([1, 1]), [RandomSpans(CONFIG)], CONFIG, SEPARATOR)
+        evaluate(windows, Documents([1, 1]), [Ranking("random", CONFIG)], CONFIG, SEPARATOR)
 
 
 def test_a_selection_must_score_every_span(windows):
     class Short:
-        name, leaks_the_future, runs_a_model = "short", False, False
+        name, leaks_the_future, runs_a_model, fingerprint = "short", False, False, ""
 
         def scores(self, document, stride, ends):
             return np.zeros(1, np.float32)

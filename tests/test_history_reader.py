@@ -22,7 +22,7 @@ from meliad_like.history.evaluation import evaluate
 from meliad_like.history.losses import TargetLosses
 from meliad_like.history.opening import Request
 from meliad_like.history.reader import HistoryReader, evaluation_reader, make_history_reader, make_selection
-from meliad_like.history.selection import RandomSpans
+from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import HistoryConfig, separator_token, stride_of
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.run import setup as training_setup
@@ -217,7 +217,7 @@ def test_an_evaluation_with_the_reader_is_that_of_the_command(place):
     params = jax.device_put(opened.params, jax.devices()[0])
     losses = TargetLosses(opened.model, params, single, length=24, max_targets=4, batch_size=4)
     separator = separator_token(run.history, store.vocabulary)
-    evaluation = evaluate(losses, split, [RandomSpans(run.history)], run.history, separator)
+    evaluation = evaluate(losses, split, [Ranking("random", run.history)], run.history, separator)
     np.testing.assert_allclose(nats, evaluation["random"].nats, rtol=1e-5)
     assert abs(evaluation["random"].nats - evaluation["baseline"].nats).max() > 0.01
 
@@ -243,7 +243,7 @@ def test_selections_made_in_advance(place, tmp_path):
     with pytest.raises(UserError, match="there are no selections at .*validation: make them with"):
         make_selection(ReaderConfig(selection="file", selections=str(tmp_path)), run.history, store, "validation")
     other = config.parse([], [*place[1], "HistoryConfig.order = 'document'"]).history
-    with pytest.raises(UserError, match="are of another HistoryConfig, .*order='ascending'"):
+    with pytest.raises(UserError, match="HistoryConfig.order is 'ascending' there and 'document' here"):
         make_selection(ReaderConfig(selection="file", selections=str(tmp_path)), other, store, "train")
 
 

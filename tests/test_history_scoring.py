@@ -9,7 +9,7 @@ import pytest
 
 from meliad_like.errors import UserError
 from meliad_like.history.losses import Sequence, TargetLosses
-from meliad_like.history.scoring import Request, SpanGains
+from meliad_like.history.scoring import Candidates, SpanGains
 from meliad_like.history.spans import HistoryConfig, candidates, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.decoder_config import DecoderConfig
@@ -67,7 +67,7 @@ def make_gains(params, mesh, batch_size, **changes):
 
 def requests(*numbers):
     every = list(strides(len(DOCUMENT), CONFIG))
-    return [Request(DOCUMENT, every[i], candidates(every[i], CONFIG)) for i in numbers]
+    return [Candidates(DOCUMENT, every[i], candidates(every[i], CONFIG)) for i in numbers]
 
 
 @pytest.mark.parametrize("baseline", ["bare", "contiguous"])
@@ -98,7 +98,7 @@ def test_recent_text_that_is_all_targets(params, mesh):
     config = HistoryConfig(window_length=12, history_length=8, span_length=4, stride=4, separator="")
     stride = list(strides(40, config))[8]
     ends = candidates(stride, config)
-    (gains,) = SpanGains(MODEL, params, mesh, config, None, batch_size=8)([Request(DOCUMENT, stride, ends)])
+    (gains,) = SpanGains(MODEL, params, mesh, config, None, batch_size=8)([Candidates(DOCUMENT, stride, ends)])
     recent = DOCUMENT[32:36]
     expected = losses_of(MODEL, params, recent).sum() - losses_of(MODEL, params, [*DOCUMENT[4:8], *recent])[-3:].sum()
     np.testing.assert_allclose(gains[ends.tolist().index(8)], expected, atol=2e-5)
@@ -109,7 +109,7 @@ def test_operations_are_counted(params, mesh):
     list(gains(requests(5, 6)))
     layer = 4 * 2 * 8 * 8 + 2 * 2 * 16 * 8 + 2 * 2 * 8 * 8
     # Two baselines, 4 and 6 spans; 16 tokens each, of which 4 have logits.
-    assert gains.flops == (2 + 4 + 6) * (16 * layer + 4 * 2 * 8 * 50)
+    assert gains.losses.flops == (2 + 4 + 6) * (16 * layer + 4 * 2 * 8 * 50)
 
 
 def test_any_family_reads_sequences_apart(mesh):

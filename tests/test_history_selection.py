@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle, overlap
+from meliad_like.history.selection import Ranking, ScoreOracle, overlap
 from meliad_like.history.selectors.scorer import LearnedSelector
 from meliad_like.history.spans import HistoryConfig, candidates, candidates_of, select, strides
 
@@ -13,7 +13,7 @@ CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride
 DOCUMENT = np.random.default_rng(0).integers(0, 9, size=80)
 STRIDE = list(strides(80, CONFIG))[15]
 ENDS = candidates(STRIDE, CONFIG)
-HONEST = (RandomSpans(CONFIG), RecentSpans(), PrefixOverlap(CONFIG))
+HONEST = tuple(Ranking(name, CONFIG) for name in ("random", "recent", "prefix_overlap"))
 
 
 @pytest.mark.parametrize("selection", HONEST, ids=lambda selection: selection.name)
@@ -26,7 +26,7 @@ def test_what_is_to_be_predicted_changes_no_selection(selection):
 
 
 def test_the_overlap_oracle_reads_what_is_to_be_predicted_and_says_so():
-    oracle = OverlapOracle(CONFIG)
+    oracle = Ranking("overlap_oracle", CONFIG)
     other = DOCUMENT.copy()
     other[STRIDE.first : STRIDE.end] = DOCUMENT[:4]
     assert oracle.leaks_the_future
@@ -35,12 +35,12 @@ def test_the_overlap_oracle_reads_what_is_to_be_predicted_and_says_so():
 
 
 def test_recent_spans_are_the_last_ones():
-    assert select(RecentSpans().scores(DOCUMENT, STRIDE, ENDS), ENDS, CONFIG).tolist() == ENDS[-2:].tolist()
+    assert select(Ranking("recent", CONFIG).scores(DOCUMENT, STRIDE, ENDS), ENDS, CONFIG).tolist() == ENDS[-2:].tolist()
 
 
 def test_only_what_runs_a_model_chooses_among_candidates_by_chance():
     config = dataclasses.replace(CONFIG, max_candidates=3)
-    for scorer in (*HONEST, OverlapOracle(config)):
+    for scorer in (*HONEST, Ranking("overlap_oracle", config)):
         assert candidates_of(scorer, STRIDE, config).tolist() == ENDS.tolist()
     for scorer in (ScoreOracle, LearnedSelector):
         assert candidates_of(scorer, STRIDE, config).tolist() == candidates(STRIDE, config).tolist()
@@ -49,7 +49,7 @@ def test_only_what_runs_a_model_chooses_among_candidates_by_chance():
 
 def test_random_spans_are_a_function_of_seed_document_and_stride():
     def scores(seed=0, document=0, number=15):
-        selection = RandomSpans(HistoryConfig(seed=seed))
+        selection = Ranking("random", HistoryConfig(seed=seed))
         stride = STRIDE._replace(document=document, number=number)
         return tuple(selection.scores(DOCUMENT, stride, ENDS).tolist())
 

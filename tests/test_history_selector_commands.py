@@ -15,7 +15,6 @@ from meliad_like.errors import UserError
 from meliad_like.history import commands
 from meliad_like.history.opening import Request
 from meliad_like.history.page_readings import Selection, find_spans
-from meliad_like.history.selectors import commands as selector_commands
 from meliad_like.history.spans import Stride
 from meliad_like.history.stride_store import StrideStore
 from meliad_like.mesh import make_mesh
@@ -36,7 +35,7 @@ def place(tmp_path_factory):
     """A model, a token store, scores of the training documents, and a light selector that leaks the future."""
     folder = make_place(tmp_path_factory.mktemp("history"))
     commands.score(asked(folder), folder / "scores")
-    assert selector_commands.train(asked(folder, LIGHT, LEAKING), folder / "light", str(folder / "scores")) == 0
+    assert commands.train(asked(folder, LIGHT, LEAKING), folder / "light", str(folder / "scores")) == 0
     return folder
 
 
@@ -54,7 +53,7 @@ def test_what_a_selector_is_trained_on(place):
     saved = json.loads((place / "light" / "selector.json").read_text())
     scores = StrideStore(place / "scores")
     assert saved["trained_on"]["num_pairs"] == len(scores.numbers) > 100
-    assert saved["trained_on"]["scored_by"] == saved["trained_on"]["begun_with"]
+    assert saved["trained_on"]["scored_by"] == saved["trained_on"]["initialised_with"]
     assert saved["leaks_the_future"] is True
     assert saved["history"] == json.loads((place / "scores" / "store.json").read_text())["config"] | {
         "selector_context": "released_code"
@@ -84,7 +83,7 @@ def test_it_is_evaluated_beside_the_others(place, tmp_path):
 def page(place, tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     request = asked(place, split="test", documents=("one", "three"))
-    selector_commands.page(request, folder, [], [str(place / "light")], 5)
+    commands.page(request, folder, [], [str(place / "light")], 5)
     return folder
 
 
@@ -120,9 +119,10 @@ def test_the_page_s_numbers_are_the_evaluation_s(place, page, tmp_path):
 
 
 def test_true_gains_are_those_of_the_scores(place, tmp_path):
-    selector_commands.page(asked(place), tmp_path, ["score_oracle"], [], 5)
+    commands.page(asked(place), tmp_path, ["score_oracle"], [], 5)
     scores = StrideStore(place / "scores")
-    numbers = {(stride.document, stride.number): scores[i] for i, stride in enumerate(scores.strides)}
+    strides = [scores.stride(index) for index in range(len(scores))]
+    numbers = {(stride.document, stride.number): scores[i] for i, stride in enumerate(strides)}
     compared = 0
     for i, document in enumerate(summary(tmp_path)["documents"]):
         assert document["name"] == scores.info.documents[i]
@@ -164,26 +164,26 @@ def summary(folder):
 
 def test_what_can_not_be_trained_on_is_named(place, tmp_path):
     with pytest.raises(UserError, match="there is no store of scores or selections at .*none"):
-        selector_commands.train(asked(place), tmp_path / "a", str(tmp_path / "none"))
+        commands.train(asked(place), tmp_path / "a", str(tmp_path / "none"))
     commands.select_spans(asked(place), tmp_path / "chosen", ["recent"])
     with pytest.raises(UserError, match="chosen is a store of selections, and a selector is trained on scores"):
-        selector_commands.train(asked(place), tmp_path / "a", str(tmp_path / "chosen"))
+        commands.train(asked(place), tmp_path / "a", str(tmp_path / "chosen"))
     assert not (tmp_path / "a").exists()
 
 
 def test_settings_that_are_not_the_scores_are_named(place, tmp_path):
-    message = "span_length=4 has no effect on train_selector: the scores in .* were made with 8, .* or score anew"
+    message = "span_length=4 has no effect on train_selector: the scores in .* were made with 8; leave it out"
     with pytest.raises(UserError, match=message):
-        selector_commands.train(asked(place, "HistoryConfig.span_length = 4"), tmp_path, str(place / "scores"))
+        commands.train(asked(place, "HistoryConfig.span_length = 4"), tmp_path, str(place / "scores"))
 
 
 def test_scores_of_other_documents_are_another_training(place, tmp_path):
     for second in ("two", "three"):
         commands.score(asked(place, documents=("one", second), document_tokens=140), tmp_path / second)
     assert len({StrideStore(tmp_path / second).numbers.shape for second in ("two", "three")}) == 1
-    assert selector_commands.train(asked(place), tmp_path / "selector", str(tmp_path / "two")) == 0
+    assert commands.train(asked(place), tmp_path / "selector", str(tmp_path / "two")) == 0
     with pytest.raises(UserError, match="trained_on.documents is '[0-9a-f]{64}' there and '[0-9a-f]{64}' here: choose"):
-        selector_commands.train(asked(place), tmp_path / "selector", str(tmp_path / "three"))
+        commands.train(asked(place), tmp_path / "selector", str(tmp_path / "three"))
 
 
 def test_a_selector_of_another_vocabulary_is_an_error_that_names_both(place, tmp_path):

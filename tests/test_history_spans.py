@@ -114,12 +114,12 @@ def test_spans_that_share_tokens_are_left_out_if_asked():
 
 def test_a_score_that_is_no_number_is_an_error():
     class Broken:
-        name, leaks_the_future, runs_a_model = "broken", False, False
+        name, leaks_the_future, runs_a_model, fingerprint = "broken", False, False, ""
 
         def scores(self, document, stride, ends):
             return np.where(ends == 4, np.nan, 1).astype(np.float32)
 
-    message = r"broken gives NaN to spans for the tokens 21 to 23 of a tale \(stride 7\): bind .*float32"
+    message = r"broken gives no finite scores to spans for the tokens 21 to 23 of a tale \(stride 7\): bind .*float32"
     with pytest.raises(UserError, match=message):
         rank(Broken(), "a tale", np.arange(26), list(strides(26, TINY))[7], TINY)
 

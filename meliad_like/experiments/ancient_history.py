@@ -27,7 +27,6 @@ from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, History
 from meliad_like.history import commands
 from meliad_like.history.evaluation import BASELINE, VERSION
 from meliad_like.history.opening import Request
-from meliad_like.history.selectors import commands as selector_commands
 from meliad_like.history.selectors.checkpoint import open_selector
 
 DONE_NAME = "done.json"
@@ -175,7 +174,7 @@ class HistoryExperiment:
             return 0
         began = time.perf_counter()
         folder = self.folder / row.name
-        status = selector_commands.train(self._request(run, "train"), folder, str(self.folder / "scores"))
+        status = commands.train(self._request(run, "train"), folder, str(self.folder / "scores"))
         if not status:
             self._finish(row.name, settings, began)
         return status

@@ -7,8 +7,8 @@ python -m meliad_like.history select --checkpoint=DIR --store=DIR --split=train 
 python -m meliad_like.history train_selector --checkpoint=DIR --store=DIR --scores=DIR --output=DIR
 python -m meliad_like.history page --checkpoint=DIR --store=DIR --document=NAME --selector=DIR --output=DIR
 
-How spans are made and windows put together is HistoryConfig's: --gin_file=ancient_history/released_code.gin, or
---gin_param=HistoryConfig.stride=128. The same command goes on with scores and selections after a stop.
+HistoryConfig describes spans and windows: --gin_file=ancient_history/released_code.gin, or
+--gin_param=HistoryConfig.stride=128. The same command resumes what was interrupted.
 """
 
 from pathlib import Path
@@ -25,27 +25,30 @@ CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder of the f
 STEP = flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
 STORE = flags.DEFINE_string("store", None, "Token store. Default: the one that the model was trained with.")
 SPLIT = flags.DEFINE_string(
-    "split", None, "train, validation or test. Default: train of score and search, test of all others."
+    "split", None, "train, validation or test. Default: train for score and search, test for all others."
 )
-OUTPUT = flags.DEFINE_string("output", None, "Folder for what is made; made if need be.", required=True)
+OUTPUT = flags.DEFINE_string("output", None, "Folder of the results; made if needed.", required=True)
 DOCUMENT = flags.DEFINE_multi_string("document", [], "Name of a document. Repeatable. Default: all of the split.")
 DOCUMENT_TOKENS = flags.DEFINE_integer(
-    "document_tokens", None, "Of each document so many tokens from its beginning. Default: all.", lower_bound=2
+    "document_tokens", None, "Tokens that are read of each document, from its beginning. Default: all.", lower_bound=2
 )
 MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", None, "Some of the documents, of so many tokens in all; the same ones each time.", lower_bound=1
+    "max_tokens",
+    None,
+    "Read a random subset of the documents, of at most this size; the same each time.",
+    lower_bound=1,
 )
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Sequences that the model reads at once.", lower_bound=1)
 SELECTION = flags.DEFINE_multi_enum(
-    "selection", [], SELECTIONS, "What ranks the spans. Repeatable; evaluate has random and overlap_oracle in any case."
+    "selection", [], SELECTIONS, "What ranks the spans. Repeatable; evaluate always adds random and overlap_oracle."
 )
 SELECTOR = flags.DEFINE_multi_string(
-    "selector", [], "Folder that train_selector made, beside or instead of --selection. Repeatable."
+    "selector", [], "Folder that train_selector made, in addition to or instead of --selection. Repeatable."
 )
-SCORES = flags.DEFINE_string("scores", None, "Of train_selector: folder that score made.")
-NUM_TERMS = flags.DEFINE_integer("num_terms", 20, "Of page: words with the highest impact.", lower_bound=1)
-HISTORY_LENGTHS = flags.DEFINE_list("history_lengths", ["128", "256", "512", "768"], "Of search: j.")
-SPAN_LENGTHS = flags.DEFINE_list("span_lengths", ["8", "16", "32", "64", "128"], "Of search: l.")
+SCORES = flags.DEFINE_string("scores", None, "For train_selector: folder that score made.")
+NUM_TERMS = flags.DEFINE_integer("num_terms", 20, "For page: number of words with the highest impact.", lower_bound=1)
+HISTORY_LENGTHS = flags.DEFINE_list("history_lengths", ["128", "256", "512", "768"], "For search: history_length.")
+SPAN_LENGTHS = flags.DEFINE_list("span_lengths", ["8", "16", "32", "64", "128"], "For search: span_length.")
 
 USED_BY = {
     "selection": ("evaluate", "select", "page"),
@@ -75,7 +78,7 @@ def main(command: str) -> int | None:
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.history import commands
     from meliad_like.history.opening import Request
-    from meliad_like.history.selectors import commands as selector_commands
+    from meliad_like.history.search import search
 
     request = Request(
         checkpoint=CHECKPOINT.value,
@@ -95,13 +98,13 @@ def main(command: str) -> int | None:
     elif command == "evaluate":
         commands.evaluate_selections(request, folder, SELECTION.value, SELECTOR.value)
     elif command == "search":
-        commands.search(request, folder, **lengths)
+        search(request, folder, **lengths)
     elif command == "select":
         commands.select_spans(request, folder, SELECTION.value, SELECTOR.value)
     elif command == "page":
-        selector_commands.page(request, folder, SELECTION.value, SELECTOR.value, NUM_TERMS.value)
+        commands.page(request, folder, SELECTION.value, SELECTOR.value, NUM_TERMS.value)
     else:
-        return selector_commands.train(request, folder, SCORES.value)
+        return commands.train(request, folder, SCORES.value)
     return None
 
 

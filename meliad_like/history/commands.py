@@ -1,66 +1,62 @@
-"""The commands of ancient history: scores, selections, evaluations and a search for the lengths."""
+"""The commands of ancient history: scores, selections, evaluations, selectors, pages."""
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
+from meliad_like.config.bindings import collect
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.history import report
-from meliad_like.history.evaluation import BASELINE, VERSION, Evaluation, evaluate
+from meliad_like.history.documents import whole_documents
+from meliad_like.history.evaluation import VERSION, Evaluation, evaluate
 from meliad_like.history.journal import Journal
 from meliad_like.history.losses import TargetLosses
 from meliad_like.history.opening import Opened, Request, open_request
-from meliad_like.history.scoring import Request as GainRequest
-from meliad_like.history.selection import OverlapOracle, PrefixOverlap, RandomSpans, RecentSpans, ScoreOracle
+from meliad_like.history.page import write_history_page
+from meliad_like.history.page_readings import read_histories
+from meliad_like.history.scoring import Candidates
+from meliad_like.history.selection import RANKINGS, Ranking, ScoreOracle
+from meliad_like.history.selectors.inputs import Places, make_inputs
+from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
+from meliad_like.history.selectors.pairs import Pairs
 from meliad_like.history.selectors.scorer import open_selectors
-from meliad_like.history.spans import (
-    HistoryConfig,
-    SpanScorer,
-    Stride,
-    candidates,
-    index_in_split,
-    rank,
-    select,
-)
-from meliad_like.history.stride_store import StoreInfo, StrideStore, fingerprint, whole_documents
+from meliad_like.history.selectors.training import train_selector
+from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, rank, select
+from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint, info_of
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.run.opening import open_store, open_with
 from meliad_like.tables import Table
 
 CONTROLS = ("random", "overlap_oracle")
-"""Always evaluated."""
+"""Selections that are always evaluated."""
 
 
-def selections(opened: Opened, names: Collection[str], selectors: Sequence[str] = ()) -> list[SpanScorer]:
-    """What is asked for by name, the oracles last, and then trained selectors by their folders."""
-    config = opened.config
-    make = {
-        "random": lambda: RandomSpans(config),
-        "recent": RecentSpans,
-        "prefix_overlap": lambda: PrefixOverlap(config),
-        "overlap_oracle": lambda: OverlapOracle(config),
-        "score_oracle": lambda: ScoreOracle(opened.gains()),
-    }
-    assert set(names) <= set(make)
-    chosen: list[SpanScorer] = [make[name]() for name in make if name in names]
-    return [*chosen, *open_selectors(selectors, config, opened.store)]
+def scorers(opened: Opened, names: Collection[str], selectors: Sequence[str] = ()) -> list[SpanScorer]:
+    """Rankings by their names, the oracles last, and then trained selectors by their folders."""
+    found: list[Any] = [Ranking(name, opened.config) for name in RANKINGS if name in names]
+    if "score_oracle" in names:
+        found.append(ScoreOracle(opened.gains(), opened.fingerprint))
+    return [*found, *open_selectors(selectors, opened.config, opened.store)]
 
 
 def score(request: Request, folder: Path) -> None:
-    """Makes a store of scores, or goes on with it, and says what is in it."""
+    """Makes a store of scores, or resumes it, and prints a summary."""
     opened = open_request(request)
-    info = _info(opened, request, what="scores", maker=fingerprint(opened.checkpoint.model, opened.checkpoint.params))
+    info = info_of(
+        opened.documents, opened.store, request.split, opened.config, what="scores", maker=opened.fingerprint
+    )
     store = StrideStore(folder, info)
     if len(store.missing()):
         gains, tokens = opened.gains(), whole_documents(opened.documents)
 
         def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
-            return gains(GainRequest(tokens(s.document), s, candidates(s, info.config)) for s in strides)
+            return gains(Candidates(tokens(s.document), s, candidates(s, info.config)) for s in strides)
 
         with_progress("scores", lambda progress: store.fill(make, progress))
     Console().print(summary(store).to_rich())
@@ -68,17 +64,17 @@ def score(request: Request, folder: Path) -> None:
 
 
 def summary(store: StrideStore) -> Table:
-    """What kind of numbers the scores are."""
+    """Statistics of the scores."""
     scores = store.numbers.astype(np.float64)
     best = np.maximum.reduceat(scores, store.offsets[:-1])
     rows = {
         "documents": f"{len(store.info.documents):,}",
-        "strides": f"{len(store.strides):,}",
+        "strides": f"{len(store):,}",
         "scores": f"{len(scores):,}",
         "mean": f"{scores.mean():.3f}",
         "standard deviation": f"{scores.std():.3f}",
-        "least": f"{scores.min():.2f}",
-        "most": f"{scores.max():.2f}",
+        "minimum": f"{scores.min():.2f}",
+        "maximum": f"{scores.max():.2f}",
         "above 0": f"{(scores > 0).mean():.1%}",
         "strides with one above 0": f"{(best > 0).mean():.1%}",
         "mean of the strides' best": f"{best.mean():.2f}",
@@ -87,51 +83,53 @@ def summary(store: StrideStore) -> Table:
 
 
 def select_spans(request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
-    """Makes a store of what one selection chooses, for training with it (`ReaderConfig.selections`).
+    """Makes a store of the spans that one selection chooses, for training with it (`ReaderConfig.selections`).
 
     Args:
-        request: what it reads.
-        folder: of the store.
-        names, selectors: as of `evaluate_selections`, of which there must be one.
+        request: the model and the documents.
+        folder: folder of the store.
+        names, selectors: as for `scorers`, exactly one in all.
     """
     opened = open_request(request)
-    (scorer,) = selections(opened, names, selectors)
-    # Other rankings are functions of the config alone.
-    made_of = [_stamps(selectors)] if selectors else []
-    if isinstance(scorer, ScoreOracle):
-        made_of = [fingerprint(opened.checkpoint.model, opened.checkpoint.params)]
-    maker = " ".join([scorer.name, *(hashlib.sha256(json.dumps(part).encode()).hexdigest()[:12] for part in made_of)])
-    info = _info(opened, request, what="selections", maker=maker, leaks_the_future=scorer.leaks_the_future)
+    (scorer,) = scorers(opened, names, selectors)
+    info = info_of(
+        opened.documents,
+        opened.store,
+        request.split,
+        opened.config,
+        what="selections",
+        maker=f"{scorer.name} {scorer.fingerprint}",
+        leaks_the_future=scorer.leaks_the_future,
+    )
     store, tokens = StrideStore(folder, info), whole_documents(opened.documents)
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
         for stride in strides:
             name, document = info.documents[stride.document], tokens(stride.document)
-            # Chance goes by the place in the split, as where spans are selected at once.
+            # Random choices depend on the place in the split, also where a subset of it is read.
             placed = stride._replace(document=info.indices[stride.document])
             ends, scores = rank(scorer, name, document, placed, info.config)
             yield select(scores, ends, info.config)
 
     with_progress("selections", lambda progress: store.fill(make, progress))
-    print(f"wrote {folder}: what {label(scorer.name, scorer.leaks_the_future)} selects")
+    print(f"wrote {folder}: the selections of {label(scorer.name, scorer.leaks_the_future)}")
 
 
 def evaluate_selections(
     request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str] = (), *, replace: bool = False
 ) -> None:
-    """Evaluates the baseline, the controls and what is asked for, and writes what is found.
+    """Evaluates the baseline, the controls and the given selections, and writes evaluation.json and evaluation.md.
 
     Args:
-        request: what is evaluated.
-        folder: of evaluation.json, evaluation.md and what is done so far (`Journal`).
-        names: as of `selections`.
-        selectors: folders of trained ones.
-        replace: as of `Journal`.
+        request: the model and the documents.
+        folder: where the files are written, and the finished documents (`Journal`).
+        names, selectors: as for `scorers`.
+        replace: as for `Journal`.
     """
     opened = open_request(request)
-    chosen = selections(opened, {*CONTROLS, *names}, selectors)
-    evaluation = _evaluate(
-        opened, opened.windows(), chosen, opened.config, folder, request.split, _stamps(selectors), replace=replace
+    chosen = scorers(opened, {*CONTROLS, *names}, selectors)
+    evaluation = evaluate_resumably(
+        opened, opened.windows(), chosen, opened.config, folder, request.split, replace=replace
     )
     extra = {
         "checkpoint": request.checkpoint,
@@ -148,104 +146,29 @@ def evaluate_selections(
     print(f"wrote {folder / 'evaluation.md'} and evaluation.json")
 
 
-def search(request: Request, folder: Path, history_lengths: Sequence[int], span_lengths: Sequence[int]) -> None:
-    """Evaluates the score oracle, and the controls beside it, at lengths j and l (section 3 of Ancient History Language
-    Models).
-
-    Args:
-        request: what is evaluated; the paper searches on training documents.
-        folder: of search.json, search.md, and what is done so far of each pair.
-        history_lengths, span_lengths: all pairs of these that fit together.
-
-    Raises:
-        UserError: none fits.
-    """
-    opened = open_request(request)
-    windows, found = opened.windows(), []
-    pairs = [(j, span) for j in history_lengths for span in span_lengths]
-    for j, span in pairs:
-        try:
-            config = dataclasses.replace(opened.config, history_length=j, span_length=span)
-        except UserError as error:
-            found.append({"history_length": j, "span_length": span, "why_not": str(error)})
-            continue
-        chosen = [RandomSpans(config), OverlapOracle(config), ScoreOracle(opened.gains(config))]
-        evaluation = _evaluate(opened, windows, chosen, config, folder / f"j{j}_l{span}", f"j={j}, l={span}")
-        bootstrap = report.Bootstrap(len(evaluation.names))
-        figures = {
-            sums.name: dataclasses.asdict(report.figures(evaluation, sums, bootstrap)["perplexity"])
-            | {"leaks_the_future": sums.leaks_the_future}
-            for sums in evaluation.selections
-        }
-        found.append({"history_length": j, "span_length": span, **figures})
-        told = (f"{label(name, row['leaks_the_future'])} {row['value']:.4f}" for name, row in figures.items())
-        print(f"j={j}, l={span}: {', '.join(told)}")
-    tables = search_tables(found, history_lengths, span_lengths, opened.config)
-    for table in tables:
-        Console().print(table.to_rich())
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "search.json").write_text(json.dumps(found, indent=2) + "\n")
-    (folder / "search.md").write_text("\n".join(table.to_markdown() for table in tables))
-    print(f"wrote {folder / 'search.md'} and search.json")
-
-
-def search_tables(
-    found: Sequence[dict], history_lengths: Sequence[int], span_lengths: Sequence[int], config: HistoryConfig
-) -> list[Table]:
-    """The perplexity by j and l: of the score oracle, the best one marked, and of the controls.
-
-    Raises:
-        UserError: no pair of lengths fits.
-    """
-    fitting = {(row["history_length"], row["span_length"]): row for row in found if "why_not" not in row}
-    if not fitting:
-        raise UserError(f"none of these lengths fits: {found[0]['why_not']}")
-    first = next(iter(fitting.values()))
-    best = min(fitting, key=lambda pair: fitting[pair][report.ORACLE]["value"])
-
-    def table(name: str) -> Table:
-        def cell(j: int, span: int) -> str:
-            if (j, span) not in fitting:
-                return "-"
-            marked = name == report.ORACLE and (j, span) == best
-            return f"{fitting[j, span][name]['value']:.4f}" + (" *" if marked else "")
-
-        rows = [(f"j = {j}", *(cell(j, span) for span in span_lengths)) for j in history_lengths]
-        title = (
-            f"perplexity per token, {label(name, first[name]['leaks_the_future'])}; baseline "
-            f"{first[BASELINE]['value']:.4f}, window {config.window_length}, stride {config.stride}; "
-            f"{'*: the best, ' if name == report.ORACLE else ''}-: does not fit{report.among(config.max_candidates)}"
-        )
-        return Table(title, ("", *(f"l = {span}" for span in span_lengths)), rows)
-
-    return [table(name) for name in (report.ORACLE, *CONTROLS)]
-
-
-def _evaluate(
+def evaluate_resumably(
     opened: Opened,
     windows: TargetLosses,
     chosen: Sequence[SpanScorer],
     config: HistoryConfig,
     folder: Path,
     title: str,
-    stamps: dict[str, list[str]] | None = None,
     *,
     replace: bool = False,
 ) -> Evaluation:
-    """Evaluates, or goes on with it: what is done is kept in the folder."""
-    made_of = {
+    """Evaluates, or resumes an evaluation whose finished documents are in the folder."""
+    identity = {
         "version": VERSION,
-        "model": fingerprint(opened.checkpoint.model, opened.checkpoint.params),
+        "model": opened.fingerprint,
         "store": opened.store.fingerprint,
         "config": dataclasses.asdict(config),
         "documents": [list(pair) for pair in zip(opened.documents.names, opened.documents.lengths.tolist())],
-        "selections": [selection.name for selection in chosen],
-        "selectors": stamps or {},
+        "selections": [[selection.name, selection.fingerprint] for selection in chosen],
     }
-    journal = Journal(folder, made_of, replace=replace)
-
-    def work(progress):
-        return evaluate(
+    journal = Journal(folder, identity, replace=replace)
+    return with_progress(
+        title,
+        lambda progress: evaluate(
             windows,
             opened.documents,
             chosen,
@@ -254,28 +177,108 @@ def _evaluate(
             progress,
             done=journal.done,
             on_document=journal.write,
-        )
-
-    return with_progress(title, work)
-
-
-def _stamps(folders: Sequence[str]) -> dict[str, list[str]]:
-    """Of each folder something that changes where its files do."""
-
-    def stamp(folder: str) -> list[str]:
-        files = sorted(path for path in Path(folder).expanduser().rglob("*") if path.is_file())
-        return [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
-
-    return {folder: stamp(folder) for folder in folders}
-
-
-def _info(opened: Opened, request: Request, **what) -> StoreInfo:
-    return StoreInfo(
-        config=opened.config,
-        store=opened.store.fingerprint,
-        split=request.split,
-        documents=tuple(opened.documents.names),
-        lengths=tuple(int(length) for length in opened.documents.lengths),
-        indices=tuple(index_in_split(opened.documents, i) for i in range(len(opened.documents.lengths))),
-        **what,
+        ),
     )
+
+
+def train(request: Request, folder: Path, scores: str) -> int:
+    """Trains a selector, or resumes its training.
+
+    Args:
+        request: its checkpoint is that of the decoder that the selector is initialised with, which need not be the
+            model that scored. The documents are those of the scores.
+        folder: working folder (`selectors.checkpoint`).
+        scores: folder of a store of scores. Its settings hold, except for what the selector reads.
+
+    Returns:
+        The exit status, as of `train_selector`.
+
+    Raises:
+        UserError: the scores are missing, incomplete, or made with other settings than are bound; the checkpoint is of
+            another family or vocabulary; or as `make_inputs`, `encoder_config` and `train_selector`.
+    """
+    scored = StrideStore(scores)
+    if scored.info.what != "scores":
+        raise UserError(f"{scores} is a store of {scored.info.what}, and a selector is trained on scores")
+    scored.check_complete()
+    opened, _ = open_with(request.checkpoint, request.gin_params, request.step, request.gin_files)
+    _check_bound(request, opened.run.history, scored)
+    if not isinstance(opened.run.model, PretrainedConfig):
+        raise UserError(
+            f"the checkpoint {request.checkpoint} is a {type(opened.run.model).__name__} model: a selector begins with "
+            "a pretrained decoder"
+        )
+    store = open_store(opened, request.checkpoint, request.store, prepare=False)
+    history = dataclasses.replace(scored.info.config, selector_context=opened.run.history.selector_context)
+    config = opened.run.selector
+    inputs = make_inputs(history, config, opened.vocabulary)
+    encoder = encoder_config(config, opened.run.model, inputs.num_tokens(config.kind))
+    return train_selector(
+        Selector(config, encoder, opened.vocabulary.size),
+        encoder_params(encoder, opened.params),
+        inputs,
+        opened.run.selector_training,
+        Pairs(Places(*scored.rows()), np.array(scored.numbers)),
+        scored.documents(store),
+        opened.vocabulary,
+        folder,
+        {
+            "scored_by": scored.info.maker,
+            "initialised_with": fingerprint(opened.model.reading_apart(1), opened.params),
+            "store_fingerprint": store.fingerprint,
+            "split": scored.info.split,
+            "documents": scored.info.documents_fingerprint,
+            "num_documents": len(scored.info.documents),
+            "num_pairs": len(scored.numbers),
+        },
+    )
+
+
+def _check_bound(request: Request, history: HistoryConfig, scored: StrideStore) -> None:
+    """
+    Raises:
+        UserError: a field of HistoryConfig is bound to another value than the scores were made with.
+    """
+    for key, binding in collect(request.gin_files, request.gin_params).items():
+        name = key.removeprefix("HistoryConfig.")
+        if name == key or binding.of_base or name in WITHOUT_EFFECT:
+            continue
+        theirs, ours = getattr(scored.info.config, name), getattr(history, name)
+        if theirs != ours:
+            raise UserError(
+                f"HistoryConfig.{name}={ours!r} has no effect on train_selector: the scores in {scored.folder} were "
+                f"made with {theirs!r}; leave it out, or make new scores"
+            )
+
+
+def page(request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str], num_terms: int) -> None:
+    """Writes the page of some documents.
+
+    Args:
+        request: the model and the documents.
+        folder: folder of the page; made if needed.
+        names, selectors: as for `scorers`, exactly one in all.
+        num_terms: number of words with the highest impact that are shown.
+    """
+    opened = open_request(request)
+    (scorer,) = scorers(opened, names, selectors)
+    windows, gains, vocabulary = opened.windows(), opened.gains(), opened.checkpoint.vocabulary
+    histories = with_progress(
+        request.split,
+        lambda progress: read_histories(
+            windows, gains, opened.documents, scorer, opened.config, opened.separator, vocabulary, progress
+        ),
+    )
+    # What a learned selector reads is in its own config.
+    config = {name: value for name, value in dataclasses.asdict(opened.config).items() if name != "selector_context"}
+    details: dict[str, Any] = {
+        "checkpoint": request.checkpoint,
+        "step": opened.checkpoint.step,
+        "parameters": opened.checkpoint.model.num_parameters,
+        "split": request.split,
+        "token store": opened.store.fingerprint[:12],
+        "selection reads": "the targets (leaks the future)" if scorer.leaks_the_future else "only the past",
+        **{name.replace("_", " "): value for name, value in config.items()},
+    }
+    write_history_page(folder, histories, scorer, opened.config, vocabulary, details, num_terms)
+    print(f"wrote {folder / 'index.html'}")

@@ -1,13 +1,13 @@
 """Documents predicted with and without selected spans, in the same pass.
 
-Ancient History Language Models, section 3: windows of k tokens, s targets at a time, the spans selected once for each.
+Ancient History Language Models, section 3: every window predicts `stride` targets, for which spans are selected once.
 The context is that of the document alone. Every selection, and the plain window beside it, predicts the same targets.
 """
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,34 +21,34 @@ from meliad_like.history.losses import TargetLosses
 from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, index_in_split, rank, select, strides
 
 BASELINE = "baseline"
-"""The name of the window without spans."""
-VERSION = 2
-"""Of the numbers: with another one the same settings meant other numbers, and an evaluation does not go on."""
+"""Name of the window without spans."""
+VERSION = 3
+"""Version of the numbers: evaluations of different versions are not comparable, and none resumes another."""
 
 
 class StrideReading(NamedTuple):
-    """A stride as it was predicted."""
+    """The predictions for one stride."""
 
     document: int
-    """Index among those that are read; the stride has that in the split."""
+    """Index among the documents that are read; `stride.document` is the index in the split."""
     stride: Stride
     nats: dict[str, Float[np.ndarray, " targets"]]
-    """The losses of its targets, by the selection's name, and of the plain window as BASELINE. A document's first token
+    """Losses of the targets by name of the selection, those of the plain window as BASELINE. A document's first token
     has none."""
     chosen: dict[str, Int[np.ndarray, " spans"]]
     """Where the selected spans end, in the order of the window; {} where nothing is selected."""
     scores: dict[str, Float[np.ndarray, " spans"]]
-    """What the selection gave these."""
+    """Scores of these spans."""
 
 
-@dataclass
+@dataclasses.dataclass
 class Cost:
-    """What a selection took."""
+    """Cost of one selection."""
 
     seconds: float = 0.0
-    """In its scores, without compilation."""
+    """Time spent on its scores, without compilation."""
     flops: float = 0.0
-    """In its scores."""
+    """Operations of its scores."""
     num_windows: int = 0
     """Windows that the model read."""
 
@@ -62,18 +62,18 @@ def read_strides(
     costs: dict[str, Cost] | None = None,
     only: Sequence[int] | None = None,
 ) -> Iterator[StrideReading]:
-    """Predicts every token of every document once by the plain window and by each selection, stride by stride.
+    """Predicts every token of every document once with the plain window and with each selection, stride by stride.
 
     Args:
         windows: the model, for windows of `config.window_length` with `config.stride` targets.
-        documents: a split, or a part of it.
-        selections: with different names.
-        config, separator: as of `assemble`.
-        costs: by name; they are added to.
-        only: indices of the documents that are read; None: of all.
+        documents: a split, or a subset of it.
+        selections: scorers with different names.
+        config, separator: as for `assemble`.
+        costs: costs by name, to which this reading is added.
+        only: indices of the documents that are read; None: all.
 
     Raises:
-        UserError: a selection gave a span NaN.
+        UserError: a score is not finite.
         ValueError: two selections have the same name, or one did not score every span.
     """
     costs = {} if costs is None else costs
@@ -88,91 +88,103 @@ def read_strides(
             tokens = documents.tokens(document, 0, length)
             for stride in strides(length, config, index_in_split(documents, document)):
                 reading = StrideReading(document, stride, {}, {}, {})
-                windows_of_stride = [assemble(tokens, stride, np.zeros(0, np.int64), config, separator)]
-                if stride.selects:
-                    for selection in selections:
-                        cost = costs.setdefault(selection.name, Cost())
-                        ends, scores = _timed(selection, documents.names[document], tokens, stride, config, cost)
-                        chosen = select(scores, ends, config)
-                        reading.chosen[selection.name] = chosen
-                        reading.scores[selection.name] = scores[np.searchsorted(ends, chosen)]
-                        windows_of_stride.append(assemble(tokens, stride, chosen, config, separator))
                 waiting.append(reading)
-                for window in windows_of_stride:
-                    yield losses.Sequence(window.ids, window.num_targets)
+                chosen = [np.zeros(0, np.int64)]
+                for selection in selections if stride.selects else ():
+                    cost = costs.setdefault(selection.name, Cost())
+                    ends, scores = _timed(selection, documents.names[document], tokens, stride, config, cost)
+                    chosen.append(select(scores, ends, config))
+                    reading.chosen[selection.name] = chosen[-1]
+                    reading.scores[selection.name] = scores[np.searchsorted(ends, chosen[-1])]
+                for spans in chosen:
+                    window = assemble(tokens, stride, spans, config, separator)
+                    yield losses.Sequence(window.ids, int(window.scored.sum()))
 
     read = windows(sequences())
     for plain in read:
         reading = waiting.popleft()
         for name in names:
-            # A window without spans is the same for all.
+            # A window without spans is the same for all selections.
             reading.nats[name] = next(read) if name in reading.chosen else plain
             costs.setdefault(name, Cost()).num_windows += 1
         yield reading
 
 
 def _timed(
-    selection: SpanScorer, name: str, tokens, stride: Stride, config: HistoryConfig, cost: Cost
+    selection: SpanScorer, name: str, tokens: np.ndarray, stride: Stride, config: HistoryConfig, cost: Cost
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `rank`; adds to the cost."""
+    """The result of `rank`, whose cost is added to `cost`."""
 
-    def counted(name: str) -> float:
-        return getattr(selection, name, 0.0)
+    def counters() -> np.ndarray:
+        return np.array([getattr(selection, name, 0.0) for name in ("compile_seconds", "flops")])
 
-    began, flops, compiling = time.perf_counter(), counted("flops"), counted("compile_seconds")
+    began, before = time.perf_counter(), counters()
     ends, scores = rank(selection, name, tokens, stride, config)
-    cost.seconds += time.perf_counter() - began - (counted("compile_seconds") - compiling)
-    cost.flops += counted("flops") - flops
+    compiling, flops = counters() - before
+    cost.seconds += time.perf_counter() - began - float(compiling)
+    cost.flops += float(flops)
     return ends, scores
 
 
-@dataclass
+@dataclasses.dataclass
 class DocumentSums:
-    """One document, as all selections predicted it."""
+    """One document, as all selections predicted it; fields of a name are by selection."""
 
     num_tokens: int = 0
-    """Counted ones."""
+    """Tokens that count."""
     num_tokens_where_selected: int = 0
-    """Of these, targets for which spans are selected."""
-    nats: dict[str, float] = field(default_factory=dict)
-    """Of the counted tokens, by the selection's name."""
-    nats_where_selected: dict[str, float] = field(default_factory=dict)
-    costs: dict[str, Cost] = field(default_factory=dict)
+    """Number of them for which spans are selected."""
+    nats: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Losses of the tokens that count."""
+    nats_where_selected: dict[str, float] = dataclasses.field(default_factory=dict)
+    costs: dict[str, Cost] = dataclasses.field(default_factory=dict)
     num_windows: int = 0
-    """That the model read for all of them."""
+    """Windows that the model read for all selections together."""
     seconds: float = 0.0
-    """That it took, without compilation."""
+    """Time that it took, without compilation."""
+
+    def add(self, reading: StrideReading, config: HistoryConfig) -> None:
+        """Adds a stride of the document."""
+        stride, num_targets = reading.stride, len(reading.nats[BASELINE])
+        # The released code counts the first token with the mean loss of the first window's targets.
+        first = config.first_token == "released_code" and stride.number == 0 and num_targets > 0
+        self.num_tokens += num_targets + first
+        self.num_tokens_where_selected += num_targets * stride.selects
+        for name, targets in reading.nats.items():
+            nats = float(targets.sum(dtype=np.float64))
+            self.nats[name] = self.nats.get(name, 0.0) + nats + first * nats / max(num_targets, 1)
+            self.nats_where_selected[name] = self.nats_where_selected.get(name, 0.0) + nats * stride.selects
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> "DocumentSums":
-        """From what `dataclasses.asdict` gives."""
+        """From the result of `dataclasses.asdict`."""
         return cls(**{**saved, "costs": {name: Cost(**cost) for name, cost in saved["costs"].items()}})
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Sums:
-    """Of one selection, by document."""
+    """One selection on all documents."""
 
     name: str
     leaks_the_future: bool
     nats: Float[np.ndarray, " documents"]
-    """Of all counted tokens, float64."""
+    """Losses of all tokens that count, float64."""
     nats_where_selected: Float[np.ndarray, " documents"]
-    """Of the targets for which spans are selected."""
+    """Losses of the targets for which spans are selected."""
     cost: Cost
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Evaluation:
     """What selections reach on the same documents."""
 
     config: HistoryConfig
     names: tuple[str, ...]
-    """Of the documents."""
+    """Names of the documents."""
     num_tokens: Int[np.ndarray, " documents"]
-    """Counted tokens of each."""
+    """Tokens of each document that count."""
     num_tokens_where_selected: Int[np.ndarray, " documents"]
-    """Of these, targets for which spans are selected."""
+    """Number of them for which spans are selected."""
     num_words: Int[np.ndarray, " documents"]
     num_bytes: Int[np.ndarray, " documents"]
     selections: tuple[Sums, ...]
@@ -180,8 +192,8 @@ class Evaluation:
     flops_per_window: float
     seconds_per_window: float
     """Of the model, without compilation."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """What else is to be in the JSON file."""
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further contents of the JSON file."""
 
     def __getitem__(self, name: str) -> Sums:
         return next(sums for sums in self.selections if sums.name == name)
@@ -198,13 +210,13 @@ def evaluate(
     done: Mapping[int, DocumentSums] | None = None,
     on_document: Callable[[int, DocumentSums], None] | None = None,
 ) -> Evaluation:
-    """Sums what `read_strides` finds, document by document.
+    """Sums the losses of `read_strides`, document by document.
 
     Args:
-        windows, documents, selections, config, separator: as of `read_strides`.
-        on_progress: told how many tokens are read, and how many there are.
-        done: by index, documents that are not read again.
-        on_document: told of each document that was read.
+        windows, documents, selections, config, separator: as for `read_strides`.
+        on_progress: callback with the numbers of tokens read so far and in all.
+        done: sums of documents, by index, that are not read again.
+        on_document: callback with the index and the sums of each document that was read.
 
     Raises:
         UserError: as `read_strides`; or no document has a second token.
@@ -215,52 +227,42 @@ def evaluate(
     for index, length in enumerate(documents.lengths):
         row = (done or {}).get(index)
         if row is None:
-            row, first = DocumentSums(), num_read
+            row = DocumentSums()
             began, before = windows.seconds, windows.num_sequences
             for reading in read_strides(windows, documents, selections, config, separator, row.costs, [index]):
-                _add(row, reading, config)
+                row.add(reading, config)
                 if on_progress is not None:
-                    on_progress(first + reading.stride.end, total)
+                    on_progress(num_read + reading.stride.end, total)
             row.seconds, row.num_windows = windows.seconds - began, windows.num_sequences - before
             if on_document is not None:
                 on_document(index, row)
         num_read += int(length)
         rows.append(row)
+    return _gather(windows, documents, selections, config, rows)
 
-    def by_document(name: str) -> np.ndarray:
-        return np.asarray([getattr(row, name) for row in rows])
 
+def _gather(
+    windows: TargetLosses,
+    documents: Documents,
+    selections: Sequence[SpanScorer],
+    config: HistoryConfig,
+    rows: Sequence[DocumentSums],
+) -> Evaluation:
     def sums(name: str, leaks_the_future: bool) -> Sums:
-        costs = [row.costs[name] for row in rows]
-        return Sums(
-            name,
-            leaks_the_future,
-            np.asarray([row.nats[name] for row in rows]),
-            np.asarray([row.nats_where_selected[name] for row in rows]),
-            Cost(*(sum(getattr(cost, field.name) for cost in costs) for field in fields(Cost))),
+        nats, where_selected = (
+            np.asarray([getattr(row, kind)[name] for row in rows]) for kind in ("nats", "nats_where_selected")
         )
+        costs = np.array([dataclasses.astuple(row.costs[name]) for row in rows]).sum(axis=0).tolist()
+        return Sums(name, leaks_the_future, nats, where_selected, Cost(*costs))
 
     return Evaluation(
         config=config,
         names=tuple(documents.names),
-        num_tokens=by_document("num_tokens"),
-        num_tokens_where_selected=by_document("num_tokens_where_selected"),
+        num_tokens=np.asarray([row.num_tokens for row in rows]),
+        num_tokens_where_selected=np.asarray([row.num_tokens_where_selected for row in rows]),
         num_words=np.asarray(documents.num_words),
         num_bytes=np.asarray(documents.num_bytes),
         selections=(sums(BASELINE, False), *(sums(s.name, s.leaks_the_future) for s in selections)),
         flops_per_window=windows.flops_per_sequence,
-        seconds_per_window=by_document("seconds").sum() / by_document("num_windows").sum(),
+        seconds_per_window=sum(row.seconds for row in rows) / sum(row.num_windows for row in rows),
     )
-
-
-def _add(row: DocumentSums, reading: StrideReading, config: HistoryConfig) -> None:
-    """Adds a stride to its document."""
-    stride, num_targets = reading.stride, len(reading.nats[BASELINE])
-    # The released code takes the mean loss of a first window's targets for that of the first token as well.
-    first = config.first_token == "released_code" and stride.number == 0 and num_targets > 0
-    row.num_tokens += num_targets + first
-    row.num_tokens_where_selected += num_targets * stride.selects
-    for name, targets in reading.nats.items():
-        nats = float(targets.sum(dtype=np.float64))
-        row.nats[name] = row.nats.get(name, 0.0) + nats + first * nats / max(num_targets, 1)
-        row.nats_where_selected[name] = row.nats_where_selected.get(name, 0.0) + nats * stride.selects

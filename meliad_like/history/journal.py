@@ -1,52 +1,45 @@
-"""The documents of an evaluation that are done, so that it goes on after a stop."""
+"""The finished documents of an evaluation, so that it can be resumed."""
 
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from meliad_like.errors import UserError
 from meliad_like.history.evaluation import DocumentSums
 from meliad_like.saved_json import parse_json
+from meliad_like.training.checkpoints import compare_metadata
 
 NAME = "documents.jsonl"
 
 
 class Journal:
-    """A file in the folder of an evaluation: first what it is made of, then a line for each document."""
+    """A file in the folder of an evaluation: first what decides the numbers, then a line for each document."""
 
-    def __init__(self, folder: Path, made_of: dict[str, Any], *, replace: bool = False):
-        """Opens the file, or begins it.
+    def __init__(self, folder: Path, identity: dict[str, Any], *, replace: bool = False):
+        """Opens the file, or creates it.
 
         Args:
-            folder: of the evaluation; made if need be.
-            made_of: all that decides the numbers, for JSON.
-            replace: whether another evaluation in the folder gives way to this one.
+            folder: folder of the evaluation; made if needed.
+            identity: all that decides the numbers, for JSON.
+            replace: whether another evaluation in the folder is replaced by this one.
 
         Raises:
             UserError: the folder has another evaluation that is not to be replaced, or a line is no JSON.
         """
         self._path = folder / NAME
-        made_of = json.loads(json.dumps(made_of))
+        identity = json.loads(json.dumps(identity))
         text = self._path.read_text() if self._path.exists() else ""
-        # A stop may have cut the last line: it is written again.
+        # An interruption may have cut the last line: it is written again.
         lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
         rows = [parse_json(line, f"{self._path}:{number}") for number, line in enumerate(lines, 1)]
-        saved = rows[0] if rows else {}
-        changed = [name for name in made_of if saved.get(name) != made_of[name]]
-        if lines and changed and not replace:
-            raise UserError(
-                f"{folder} has an evaluation of another {' and '.join(changed)}: choose another --output, or delete it"
-            )
-        if changed:
-            lines, rows = [json.dumps(made_of) + "\n"], [made_of]
-        if "".join(lines) != text:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("".join(lines))
-        self.done: dict[int, DocumentSums] = {}
-        """By the document's index."""
-        for row in rows[1:]:
-            self.done[row["document"]] = DocumentSums.from_dict(row["sums"])
+        if rows and not replace:
+            compare_metadata(folder, rows[0], identity)
+        if not rows or rows[0] != identity:
+            lines, rows = [json.dumps(identity) + "\n"], [identity]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path.write_text("".join(lines))
+        self.done = {row["document"]: DocumentSums.from_dict(row["sums"]) for row in rows[1:]}
+        """Sums of the finished documents, by index."""
 
     def write(self, document: int, sums: DocumentSums) -> None:
         """Adds a document."""

@@ -1,4 +1,4 @@
-"""The losses of the last tokens of many sequences that have nothing to do with each other, by one compiled program."""
+"""The losses of the last tokens of many independent sequences, by one compiled program."""
 
 import functools
 import itertools
@@ -20,17 +20,17 @@ from meliad_like.models.model import Model
 
 
 class Sequence(NamedTuple):
-    """Tokens that are read from nothing."""
+    """Tokens that are read with no context before them."""
 
     tokens: Int[np.ndarray, " n"]
     num_targets: int
-    """How many of the tokens are predicted: the last ones. Fewer than n, because nothing precedes the first."""
+    """Number of the last tokens that are predicted; less than n, because nothing precedes the first."""
 
 
 class TargetLosses:
-    """Reads sequences, so many at once, and gives back what each target cost.
+    """Reads sequences in batches of one compiled shape, and returns the loss of each target.
 
-    Shorter sequences are padded at their end, which no model here can see from before it.
+    Shorter sequences are padded at their end, which does not change the losses of a causal model.
     """
 
     def __init__(
@@ -47,11 +47,12 @@ class TargetLosses:
         """
         Args:
             model: of any family.
-            params: on the mesh.
-            length: of the longest sequence, in tokens.
-            max_targets: of a sequence.
-            batch_size: sequences that are read at once; rounded up to what the mesh divides.
-            loss_slice: tokens on a device whose logits exist at once.
+            params: the model's parameters, on the mesh.
+            mesh: where they are.
+            length: tokens of the longest sequence.
+            max_targets: largest number of targets of a sequence.
+            batch_size: sequences that are read at once; rounded up to a multiple of the mesh's shards.
+            loss_slice: tokens on a device whose logits exist at the same time.
 
         Raises:
             UserError: the model does not read sequences of this length.
@@ -65,14 +66,14 @@ class TargetLosses:
         self._lanes = lane_sharding(mesh, self._batch_size)
         self._params = params
         self.num_sequences = 0
-        """That were read so far."""
+        """Sequences read so far."""
         self.seconds = 0.0
-        """That it took, without compilation."""
-        # The operations of a token without its logits are those for a vocabulary of none.
+        """Time spent on reading them, without compilation."""
+        # The operations of a token without its logits are those with a vocabulary of size 0.
         hidden = Model(reading.config, 0).forward_flops_per_token
         logits = reading.forward_flops_per_token - hidden
         self.flops_per_sequence: float = self._shape[1] * hidden + max_targets * logits
-        """Operations (`models/flops.py`), of the padding too: all tokens are read, and targets have logits."""
+        """Operations (`models/flops.py`), padding included: all tokens are read, and targets have logits."""
         step = functools.partial(_losses, reading, max_targets, max(loss_slice // self._rows, 1))
         shapes = [
             jax.ShapeDtypeStruct(shape, np.int32, sharding=self._lanes) for shape in (self._shape, self._shape[:1])
@@ -82,13 +83,13 @@ class TargetLosses:
 
     @property
     def flops(self) -> float:
-        """Operations of all sequences that were read so far."""
+        """Operations of all sequences read so far."""
         return self.num_sequences * self.flops_per_sequence
 
     def __call__(self, sequences: Iterable[Sequence]) -> Iterator[Float[np.ndarray, " targets"]]:
         """The losses of each sequence's targets in nats, float32, in the order of the sequences.
 
-        Sequences are asked for a batch ahead.
+        The sequences are taken from the iterable one batch ahead.
         """
         remaining = iter(sequences)
         while batch := list(itertools.islice(remaining, self._batch_size)):
@@ -107,7 +108,7 @@ class TargetLosses:
 def _losses(
     model: Model, num_targets: int, loss_slice: int, params: Any, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> Float[Array, "b targets"]:
-    """Of the last tokens of each sequence; where there are not so many, something for those before the first."""
+    """Losses of each sequence's last tokens; those of a short sequence's missing tokens are meaningless."""
     module = model.bind(params)
     b, n = tokens.shape
     start = jnp.zeros((b, n // model.config.window_length), bool).at[:, 0].set(True)

@@ -1,16 +1,18 @@
 """From a checkpoint and a token store to what the commands of ancient history read."""
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 from jax.sharding import Mesh
 
-from meliad_like.data.subset import Documents, Subset, beginnings, random_order
+from meliad_like.data.subset import Documents
 from meliad_like.data.token_store import TokenStore
-from meliad_like.errors import UserError
+from meliad_like.history.documents import choose
 from meliad_like.history.losses import TargetLosses
 from meliad_like.history.scoring import SpanGains
 from meliad_like.history.spans import HistoryConfig, separator_token
+from meliad_like.history.stride_store import fingerprint
 from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
 
 
@@ -24,17 +26,16 @@ class Request(NamedTuple):
     store: str | None = None
     split: str = "test"
     documents: tuple[str, ...] = ()
-    """By name; none: all."""
+    """Names of the documents that are read, and how much of them: as for `choose`."""
     document_tokens: int | None = None
-    """Of each document, so many tokens from its beginning; None: all."""
     max_tokens: int | None = None
-    """In all: documents are drawn by chance, the same ones each time, as long as they fit; None: no limit."""
     batch_size: int = 16
     """Sequences that are read at once."""
 
 
-class Opened(NamedTuple):
-    """A frozen model, documents, and how the ones are read by the other."""
+@dataclass(frozen=True)
+class Opened:
+    """A frozen model and documents, and how the model reads them."""
 
     checkpoint: OpenedCheckpoint
     mesh: Mesh
@@ -44,8 +45,13 @@ class Opened(NamedTuple):
     separator: int | None
     batch_size: int
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model with its parameters."""
+        return fingerprint(self.checkpoint.model.reading_apart(1), self.checkpoint.params)
+
     def windows(self) -> TargetLosses:
-        """The model that predicts the targets of windows."""
+        """The model, for predicting the targets of windows."""
         return TargetLosses(
             self.checkpoint.model,
             self.checkpoint.params,
@@ -57,7 +63,7 @@ class Opened(NamedTuple):
         )
 
     def gains(self, config: HistoryConfig | None = None) -> SpanGains:
-        """The same model that scores spans; by another config, if one is given."""
+        """The model, for scoring spans; with another config, if one is given."""
         return SpanGains(
             self.checkpoint.model,
             self.checkpoint.params,
@@ -82,32 +88,8 @@ def open_request(request: Request) -> Opened:
         checkpoint=checkpoint,
         mesh=mesh,
         store=store,
-        documents=choose(store, request),
+        documents=choose(store, request.split, request.documents, request.document_tokens, request.max_tokens),
         config=config,
         separator=separator_token(config, checkpoint.vocabulary),
         batch_size=request.batch_size,
     )
-
-
-def choose(store: TokenStore, request: Request) -> Documents:
-    """The documents of a split that are asked for, or their beginnings.
-
-    Raises:
-        UserError: there is no document of a name, or max_tokens is less than the first that is drawn.
-    """
-    split = store.split(request.split)
-    if unknown := set(request.documents) - set(split.names):
-        raise UserError(f"there is no document {min(unknown)!r} in the split {request.split} of {store.folder}")
-    chosen = random_order(len(split))
-    if request.documents:
-        chosen = np.asarray([index for index in chosen if split.names[index] in request.documents])
-    used = np.minimum(split.lengths[chosen], request.document_tokens or split.lengths.max())
-    if request.max_tokens is not None:
-        chosen = chosen[np.cumsum(used) <= request.max_tokens]
-        if not len(chosen):
-            raise UserError(f"max_tokens={request.max_tokens} is less than the first document's {used[0]} tokens")
-    documents = Subset(split, np.sort(chosen))
-    if request.document_tokens is None:
-        return documents
-    limit = request.document_tokens
-    return beginnings(documents, store.vocabulary, limit * len(chosen), shortest=limit)

@@ -1,4 +1,4 @@
-"""The page of a document that was read with spans of its ancient history: which ones, from where, and their worth."""
+"""The page of a document that was read with spans of its ancient history: which spans, from where, and their worth."""
 
 import json
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from meliad_like.studies.page import (
 )
 from meliad_like.studies.text_view import pack, text_view
 
-SHOWN_SPANS = 10  # of those that were selected most often
-WIDTH = 1000  # of a picture's own coordinates
-WITH, WITHOUT = "with selected spans", "with the most recent text alone"
+SHOWN_SPANS = 10  # number of those that were selected most often
+WIDTH = 1000  # of a picture, in its own coordinates
+WITH, WITHOUT = "with selected spans", "with only the most recent text"
 
 
 def write_history_page(
@@ -44,13 +44,13 @@ def write_history_page(
     """Writes `index.html` and `summary.json`.
 
     Args:
-        folder: made if need be.
-        histories: documents.
+        folder: made if needed.
+        histories: the documents.
         scorer: what selected the spans.
-        config: how windows are put together.
-        vocabulary: of the tokens.
-        details: what is known of model, selector and documents, for the page's last table.
-        num_terms: of each document.
+        config: how windows are assembled.
+        vocabulary: vocabulary of the tokens.
+        details: facts about model, selector and documents, for the page's last table.
+        num_terms: number of words that are shown of each document.
     """
     folder.mkdir(parents=True, exist_ok=True)
     terms = [find_terms(history, config) for history in histories]
@@ -62,134 +62,175 @@ def write_history_page(
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     parts = [document_choice([history.name for history in histories], [len(history.tokens) for history in histories])]
-    parts += [
-        document_part(
-            history.index,
-            *_overview(history, config),
-            *_terms(found, num_terms),
-            *_frequent(history, config, vocabulary),
-            *_strides(history, config, vocabulary),
-        )
-        for history, found in zip(histories, terms, strict=True)
-    ]
+    for history, found in zip(histories, terms, strict=True):
+        shown = [paragraph("This document is too short: nothing was selected.")]
+        if history.selections:
+            part = _DocumentPart(history, config, vocabulary)
+            shown = [*part.overview(), *term_tables(found, num_terms), part.frequent_spans(), part.strides()]
+        parts.append(document_part(history.index, *shown))
+    texts = [pack(history.units, history.selected_by_unit, history.plain_by_unit) for history in histories]
+    gains = np.concatenate([history.plain_by_unit - history.selected_by_unit for history in histories])
     write_page(
         folder / "index.html",
         f"Ancient history selected by {label(scorer.name, scorer.leaks_the_future)}",
         _lead(histories, scorer, config),
         [
             section("What was selected", *parts),
-            text_view(
-                WITH,
-                WITHOUT,
-                np.concatenate([history.plain_by_unit - history.selected_by_unit for history in histories]),
-                [pack(history.units, history.selected_by_unit, history.plain_by_unit) for history in histories],
-            ),
+            text_view(WITH, WITHOUT, gains, texts),
             section("Model, selection and windows", facts_table([details], ("", "value"))),
         ],
     )
 
 
 def _lead(histories: Sequence[ReadHistory], scorer: SpanScorer, config: HistoryConfig) -> list[Element]:
-    selections = [selection for history in histories for selection in history.selections]
     lead = []
     if scorer.leaks_the_future:
-        lead.append(
-            tag(
-                "p",
-                "This selection leaks the future: it reads the very tokens that the spans are to help to predict.",
-                class_="warning",
-            )
-        )
+        warning = "This selection leaks the future: it reads the very tokens that the spans help to predict."
+        lead.append(tag("p", warning, class_="warning"))
+    selections = [selection for history in histories for selection in history.selections]
     if not selections:
         return [*lead, paragraph("No document is long enough for spans of its past: nothing was selected.")]
-    tokens = sum(len(selection.plain) for selection in selections)
-    with_spans, without = (
-        sum(float(getattr(selection, name).sum(dtype=np.float64)) for selection in selections) * BITS / tokens
-        for name in ("selected", "plain")
+    selected, plain, gains, predicted = (
+        np.concatenate([getattr(selection, name) for selection in selections]).astype(np.float64)
+        for name in ("selected", "plain", "gains", "predicted")
     )
-    gains = np.concatenate([selection.gains for selection in selections])
-    predicted = np.concatenate([selection.predicted for selection in selections])
-    agreement = np.corrcoef(gains, predicted)[0, 1] if len(gains) > 1 and gains.std() and predicted.std() else np.nan
-    agreed = f", and their correlation with what the selection gave them is {_signed(agreement, 2)}"
-    better = float(np.mean([selection.gain > 0 for selection in selections]))
+    with_spans, without = selected.mean() * BITS, plain.mean() * BITS
+    better = np.mean([selection.gain > 0 for selection in selections])
+    correlation = ""
+    if gains.std() and predicted.std():
+        correlation = f"; their correlation with the scores is {_signed(np.corrcoef(gains, predicted)[0, 1], 2)}"
     return [
         *lead,
         paragraph(
-            f"{len(selections):,} times a window of {config.window_length:,} tokens gave its first "
-            f"{config.history_length:,} to spans of {config.span_length} tokens from anywhere before. The "
-            f"{tokens:,} tokens that were predicted so cost ",
+            f"In {len(selections):,} windows of {config.window_length:,} tokens, the first {config.history_length:,} "
+            f"were given to spans of {config.span_length} tokens from anywhere before. The {len(plain):,} tokens that "
+            "these windows predict cost ",
             tag("span", f"{with_spans:.4f} bits", class_="first"),
             f" each {WITH}, and ",
             tag("span", f"{without:.4f} bits", class_="other"),
             f" {WITHOUT}: a gain of {_signed(without - with_spans, 4)}. {better:.0%} of the windows were better.",
         ),
         paragraph(
-            f"Alone in front of the recent text, {float((gains > 0).mean()):.0%} of the {len(gains):,} selected spans "
-            f"help; they are worth {_signed(float(gains.mean()), 2)} nats on average (equation 2)",
-            "." if np.isnan(agreement) else f"{agreed}.",
+            f"Alone before the recent text, {(gains > 0).mean():.0%} of the {len(gains):,} selected spans help; they "
+            f"are worth {_signed(gains.mean(), 2)} nats on average (equation 2){correlation}."
         ),
     ]
 
 
-def _overview(history: ReadHistory, config: HistoryConfig) -> list[Element]:
-    if not history.selections:
-        return [paragraph("This document is too short: nothing was selected.")]
-    firsts = [selection.stride.first for selection in history.selections]
-    chart = Chart(
-        title="Gain by stride",
-        x_label="token",
-        y_label="gain, bits per token",
-        series=[
-            Series(
-                f"better {WITH}|worse",
-                # Before the first selection there is nothing to gain.
-                [0, *firsts, history.selections[-1].stride.end],
-                [0, *(selection.gain_per_token for selection in history.selections)],
-                "bars",
-                "sign",
+class _DocumentPart:
+    """What the page shows of one document for which spans were selected."""
+
+    def __init__(self, history: ReadHistory, config: HistoryConfig, vocabulary: Vocabulary):
+        self._history, self._config, self._vocabulary = history, config, vocabulary
+
+    def overview(self) -> list[Element]:
+        """The gain by stride, and where the spans come from."""
+        selections = self._history.selections
+        # Before the first selection there is nothing to gain.
+        places = [0, *(selection.stride.first for selection in selections), selections[-1].stride.end]
+        gains = [0, *(selection.gain_per_token for selection in selections)]
+        chart = Chart(
+            title="Gain by stride",
+            x_label="token",
+            y_label="gain, bits per token",
+            series=[Series(f"better {WITH}|worse", places, gains, "bars", "sign")],
+            caption="Gain of all spans of a stride together. Click or tap to read the text there.",
+            document=self._history.index,
+        )
+        note = (
+            "The document from left to right, a line for each stride. The window without spans is grey, the tokens "
+            "that are predicted violet. A span is blue where it helps alone, and orange where it does not."
+        )
+        lines = [self._line(selection, y) for y, selection in enumerate(selections)]
+        picture = _picture(lines, f"where the spans of {len(lines)} strides come from")
+        caption = tag("figcaption", "Where the spans come from")
+        return [figure(chart), tag("figure", caption, picture, tag("p", note, class_="note"))]
+
+    def _line(self, selection: Selection, y: int = 0) -> list[Element]:
+        """A line of `_picture`: the document with a stride's window, its targets and its spans."""
+        stride, length = selection.stride, len(self._history.tokens)
+
+        def mark(start: int, end: int, kind: str) -> Element:
+            # At least as wide as can be seen, however long the document is.
+            width = max(WIDTH * (end - start) / length, 3.0)
+            place = {"x": f"{WIDTH * start / length:.1f}", "y": str(y), "width": f"{width:.1f}", "height": "1"}
+            return tag("rect", class_=kind, **place)
+
+        marks = [mark(stride.begin, stride.first, "window"), mark(stride.first, stride.end, "targets")]
+        return marks + [
+            mark(end - self._config.span_length, end, "helps" if gain > 0 else "harms")
+            for end, gain in zip(selection.ends.tolist(), selection.gains.tolist(), strict=True)
+        ]
+
+    def frequent_spans(self) -> Element:
+        """The spans that were selected most often."""
+        items = [
+            self._span(
+                span.end,
+                f"in {span.num_windows:,} window{'s' if span.num_windows > 1 else ''} · worth "
+                f"{_signed(span.mean_gain, 2)} nats on average · tokens {span.end - self._config.span_length:,} to "
+                f"{span.end - 1:,}",
             )
-        ],
-        caption="Of all spans of a stride together. Click or tap to read the text there.",
-        document=history.index,
-    )
-    note = (
-        "The document from left to right, a line for each stride. Grey is the window without spans, violet the tokens "
-        "that are predicted. A span is blue where it helps alone, and orange where it does not."
-    )
-    lines = [_line(selection, history, config, y) for y, selection in enumerate(history.selections)]
-    picture = _picture(lines, f"where the spans of {len(lines)} strides come from")
-    return [
-        figure(chart),
-        tag("figure", tag("figcaption", "Where the spans come from"), picture, tag("p", note, class_="note")),
-    ]
+            for span in find_spans(self._history.selections)[:SHOWN_SPANS]
+        ]
+        return section("The spans that were selected most often", tag("ol", *items, class_="places"), level=3)
 
+    def strides(self) -> Element:
+        """Every stride with its spans and its targets; the one with the largest gain is open."""
+        selections = self._history.selections
+        best = max(selections, key=lambda selection: selection.gain_per_token)
+        blocks = []
+        for selection in selections:
+            stride = selection.stride
+            heading = tag(
+                "summary",
+                f"tokens {stride.first:,} to {stride.end - 1:,}: ",
+                tag("span", f"{_signed(selection.gain_per_token, 3)} bits per token", class_=_side(selection.gain)),
+                f", {len(selection.ends)} spans" + (" (the largest gain)" if selection is best else ""),
+            )
+            blocks.append(
+                tag(
+                    "details",
+                    heading,
+                    _picture([self._line(selection)], "where these spans come from"),
+                    tag("ol", *self._spans(selection), class_="places"),
+                    tag("h4", "what is predicted"),
+                    tag(
+                        "p", self._vocabulary.decode(self._history.tokens[stride.first : stride.end]), class_="passage"
+                    ),
+                    **({"open": ""} if selection is best else {}),
+                )
+            )
+        return section("Stride by stride", *blocks, level=3, class_="strides")
 
-def _line(selection: Selection, history: ReadHistory, config: HistoryConfig, y: int = 0) -> list[Element]:
-    """A line of `_picture`: the document, and in it a stride's window, its targets and its spans."""
-    stride, length = selection.stride, len(history.tokens)
+    def _spans(self, selection: Selection) -> list[Element]:
+        """Spans in the order of the window: the last one is next to the recent text."""
+        return [
+            self._span(
+                end,
+                "worth ",
+                tag("span", f"{_signed(float(gain), 2)} nats", class_=_side(gain)),
+                f" · its score is {_signed(float(predicted), 2)} · tokens {end - self._config.span_length:,} to "
+                f"{end - 1:,}, {selection.stride.first - end:,} before the first that is predicted",
+            )
+            for end, predicted, gain in zip(selection.ends.tolist(), selection.predicted, selection.gains, strict=True)
+        ]
 
-    def mark(start: int, end: int, kind: str) -> Element:
-        # Whatever is chosen can be seen, however long the document is.
-        width = max(WIDTH * (end - start) / length, 3.0)
-        place = {"x": f"{WIDTH * start / length:.1f}", "y": str(y), "width": f"{width:.1f}", "height": "1"}
-        return tag("rect", class_=kind, **place)
-
-    marks = [mark(stride.begin, stride.first, "window"), mark(stride.first, stride.end, "targets")]
-    return marks + [
-        mark(end - config.span_length, end, "helps" if gain > 0 else "harms")
-        for end, gain in zip(selection.ends.tolist(), selection.gains.tolist(), strict=True)
-    ]
+    def _span(self, end: int, *facts: Element | str) -> Element:
+        start = end - self._config.span_length
+        text = self._vocabulary.decode(self._history.tokens[start : end - bool(self._config.separator)])
+        link = f"#{self._history.index}:{start}"
+        return tag("li", tag("a", tag("div", *facts, class_="facts"), tag("p", text, class_="excerpt"), href=link))
 
 
 def _picture(lines: Sequence[list[Element]], description: str) -> Element:
-    # Few lines would become fat ones, and many a picture that is higher than the screen.
-    height = min(max(6 * len(lines), 14), 480)
     return tag(
         "svg",
         *(mark for line in lines for mark in line),
         viewBox=f"0 0 {WIDTH} {len(lines)}",
         preserveAspectRatio="none",
-        height=str(height),
+        # Lines must not become too thick, nor the picture higher than the screen.
+        height=str(min(max(6 * len(lines), 14), 480)),
         width="100%",
         class_="past",
         role="img",
@@ -197,13 +238,21 @@ def _picture(lines: Sequence[list[Element]], description: str) -> Element:
     )
 
 
-def _terms(terms: Sequence[Term], most: int) -> list[Element]:
-    helping = [term for term in terms if term.gain > 0][:most]
-    if not helping:
-        return []
-
-    def rows(chosen: Sequence[Term]) -> list[tuple[str, ...]]:
-        return [
+def term_tables(terms: Sequence[Term], most: int) -> list[Element]:
+    """The words with the highest impact, and those that gained most themselves; at most `most` of each."""
+    header = ("word", "windows", "their gain, bits per token", "predicted there", "gain on the word itself, bits")
+    note = (
+        "Words of three letters or more that selected spans brought into windows that did not have them, ordered by "
+        "the gain of these windows in all. The last two columns tell how often the word itself was predicted there, "
+        "and the gain on these occurrences."
+    )
+    parts = []
+    for title, measure, below in (
+        ("The words with the highest impact", "gain", note),
+        ("The words that gained most themselves", "own_gain", ""),
+    ):
+        chosen = sorted((t for t in terms if getattr(t, measure) > 0), key=lambda t: -getattr(t, measure))[:most]
+        rows = [
             (
                 term.text,
                 f"{term.num_windows:,}",
@@ -213,97 +262,9 @@ def _terms(terms: Sequence[Term], most: int) -> list[Element]:
             )
             for term in chosen
         ]
-
-    header = ("word", "windows", "their gain, bits per token", "predicted there", "gain on the word itself, bits")
-    own = sorted((term for term in terms if term.own_gain > 0), key=lambda term: -term.own_gain)[:most]
-    first = section(
-        "The words with the highest impact",
-        table(
-            header,
-            rows(helping),
-            "Words of three letters or more that selected spans brought into windows that did not have them, by what "
-            "these windows gained in all. How often each word was itself to be predicted there, and what was gained on "
-            "it, are the last two columns.",
-        ),
-        level=3,
-    )
-    if not own:
-        return [first]
-    return [first, section("The words that gained most themselves", table(header, rows(own)), level=3)]
-
-
-def _frequent(history: ReadHistory, config: HistoryConfig, vocabulary: Vocabulary) -> list[Element]:
-    spans = find_spans(history.selections)[:SHOWN_SPANS]
-    if not spans:
-        return []
-    items = [
-        tag(
-            "li",
-            tag(
-                "a",
-                tag(
-                    "div",
-                    f"in {span.num_windows:,} window{'s' if span.num_windows > 1 else ''} · worth "
-                    f"{_signed(span.mean_gain, 2)} nats on average · tokens {span.end - config.span_length:,} to "
-                    f"{span.end - 1:,}",
-                    class_="facts",
-                ),
-                tag("p", _text(history, span.end, config, vocabulary), class_="excerpt"),
-                href=f"#{history.index}:{span.end - config.span_length}",
-            ),
-        )
-        for span in spans
-    ]
-    return [section("The spans that were selected most often", tag("ol", *items, class_="places"), level=3)]
-
-
-def _strides(history: ReadHistory, config: HistoryConfig, vocabulary: Vocabulary) -> list[Element]:
-    if not history.selections:
-        return []
-    best = max(range(len(history.selections)), key=lambda i: history.selections[i].gain_per_token)
-    blocks = []
-    for i, selection in enumerate(history.selections):
-        stride = selection.stride
-        heading = tag(
-            "summary",
-            f"tokens {stride.first:,} to {stride.end - 1:,}: ",
-            tag("span", f"{_signed(selection.gain_per_token, 3)} bits per token", class_=_side(selection.gain)),
-            f", {len(selection.ends)} spans" + (" (the largest gain)" if i == best else ""),
-        )
-        blocks.append(
-            tag(
-                "details",
-                heading,
-                _picture([_line(selection, history, config)], "where these spans come from"),
-                *_spans(selection, history, config, vocabulary),
-                tag("h4", "what is predicted"),
-                tag("p", vocabulary.decode(history.tokens[stride.first : stride.end]), class_="passage"),
-                **({"open": ""} if i == best else {}),
-            )
-        )
-    return [section("Stride by stride", *blocks, level=3, class_="strides")]
-
-
-def _spans(selection: Selection, history: ReadHistory, config: HistoryConfig, vocabulary: Vocabulary) -> list[Element]:
-    """Spans as the window has them: the last one is next to the recent text."""
-    items = []
-    for end, predicted, gain in zip(selection.ends.tolist(), selection.predicted, selection.gains, strict=True):
-        start = end - config.span_length
-        facts = tag(
-            "div",
-            "worth ",
-            tag("span", f"{_signed(float(gain), 2)} nats", class_=_side(gain)),
-            f" · the selection gave it {_signed(float(predicted), 2)} · tokens {start:,} to {end - 1:,}, "
-            f"{selection.stride.first - end:,} before the first that is predicted",
-            class_="facts",
-        )
-        text = tag("p", _text(history, end, config, vocabulary), class_="excerpt")
-        items.append(tag("li", tag("a", facts, text, href=f"#{history.index}:{start}")))
-    return [tag("ol", *items, class_="places")]
-
-
-def _text(history: ReadHistory, end: int, config: HistoryConfig, vocabulary: Vocabulary) -> str:
-    return vocabulary.decode(history.tokens[end - config.span_length : end - bool(config.separator)])
+        if rows:
+            parts.append(section(title, table(header, rows, below), level=3))
+    return parts
 
 
 def _side(gain: float) -> str:

@@ -1,13 +1,11 @@
-"""Windows with spans of the past as batches for training and evaluation, whatever the model.
+"""Windows with spans of the past as batches for training and evaluation of any model.
 
 A window is a sequence of its own, as `history.evaluation` reads it. A document's first window is whole, and its targets
-are all its tokens but the first; of later windows the targets are the last s tokens.
+are all its tokens but the first; the targets of later windows are those of one stride.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int
@@ -16,13 +14,13 @@ from meliad_like.config.run import RunConfig
 from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.readers import ReaderConfig, Split, check_tokens
 from meliad_like.data.schedule import Schedule
-from meliad_like.data.token_store import TokenStore, short
+from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.history.assembly import Window, assemble
-from meliad_like.history.selection import PrefixOverlap, RandomSpans, RecentSpans
+from meliad_like.history.documents import whole_documents
+from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import (
     HistoryConfig,
-    SpanScorer,
     Stride,
     index_in_split,
     num_strides,
@@ -31,27 +29,16 @@ from meliad_like.history.spans import (
     separator_token,
     stride_of,
 )
-from meliad_like.history.stride_store import INFO_NAME, StrideStore
+from meliad_like.history.stride_store import INFO_NAME, StrideStore, info_of
+from meliad_like.training.checkpoints import compare_metadata
 
-
-class Selection(Protocol):
-    """Chooses the spans of a window. Where the targets were read for that, an attribute `leaks_the_future` is true."""
-
-    def __call__(self, name: str, document: Int[np.ndarray, " tokens"], stride: Stride) -> Int[np.ndarray, " spans"]:
-        """
-        Args:
-            name: of the document.
-            document: its tokens up to stride.end, at least.
-            stride: one that selects.
-
-        Returns:
-            Where the spans end, in the window's order.
-        """
-        ...
+Selection = Callable[[str, Int[np.ndarray, " tokens"], Stride], Int[np.ndarray, " spans"]]
+"""(name of the document, its tokens up to stride.end, a stride that selects) -> where the spans end, in the window's
+order. If it reads the targets, it has an attribute `leaks_the_future`, which is true."""
 
 
 class HistoryReader:
-    """Each lane reads documents one after the other, window by window, each from nothing."""
+    """Each lane reads documents one after the other, window by window, with no context before a window."""
 
     def __init__(
         self,
@@ -71,14 +58,14 @@ class HistoryReader:
         """
         Args:
             split: the documents.
-            num_lanes: lanes over all hosts.
-            segment_length: tokens that each lane reads in a step; a multiple of config.window_length (k).
-            window_length: tokens in a block of the model (w), which divides k (`RunConfig` checks both).
+            num_lanes: number of lanes over all hosts.
+            segment_length: tokens that each lane reads in a step; a multiple of config.window_length.
+            window_length: tokens in a block of the model, which divides config.window_length.
             seed: decides the order of the documents, with the epoch's number.
-            config, separator: as of `assemble`.
+            config, separator: as for `assemble`.
             selection: a pure function, called from several threads at once.
             vocabulary_size: token ids must be below it.
-            shuffle, epochs: as in `Schedule`; for evaluation `shuffle=False, epochs=1`.
+            shuffle, epochs: as for `Schedule`; for evaluation `shuffle=False, epochs=1`.
 
         Raises:
             UserError: no document has a target.
@@ -91,21 +78,17 @@ class HistoryReader:
         self._separator = separator
         self._selection = selection
         self.leaks_the_future: bool = getattr(selection, "leaks_the_future", False)
-        """Whether spans are selected by what reads the targets."""
+        """Whether spans are selected by reading the targets."""
         self._vocabulary_size = vocabulary_size
+        self._first_strides = config.window_length // config.stride
+        """Strides whose targets are all in a document's first window."""
         lengths = np.asarray(split.lengths, np.int64)
         self._targets = np.maximum(lengths - 1, 0)
-        later = -(-lengths // config.stride) - self._first_strides
+        later = num_strides(lengths, config) - self._first_strides
         self._windows = np.where(self._targets > 0, 1 + np.maximum(later, 0), 0)
         self._schedule = Schedule(self._windows, num_lanes, seed, shuffle=shuffle, epochs=epochs)
-        # A lane reads all windows of a document one after the other; batches that are prepared ahead may already be in
-        # the lane's next document.
-        self._document = lru_cache(maxsize=2 * num_lanes)(self._read_document)
-
-    @property
-    def _first_strides(self) -> int:
-        """Strides that a document's first window has all targets of."""
-        return self._config.window_length // self._config.stride
+        # Batches that are prepared ahead may already be in a lane's next document.
+        self._document = whole_documents(split, most=2 * num_lanes)
 
     @property
     def _windows_in_segment(self) -> int:
@@ -118,7 +101,7 @@ class HistoryReader:
 
     @property
     def padding_share(self) -> float:
-        """Share of an epoch's positions that have no target, spans and what windows repeat among them."""
+        """Share of an epoch's positions that have no target, those of spans and of repeated text included."""
         return 1 - float(self._targets.sum() / (self._windows.sum() * self._config.window_length))
 
     def batch(self, step: int, lanes: Sequence[int]) -> Batch:
@@ -127,55 +110,46 @@ class HistoryReader:
         Raises:
             UserError: a token id is not below vocabulary_size.
         """
-        k, w, count = self._config.window_length, self.window_length, self._windows_in_segment
-        batch = empty_batch(len(lanes), self.segment_length, w)
+        length, block, count = self._config.window_length, self.window_length, self._windows_in_segment
+        batch = empty_batch(len(lanes), self.segment_length, block)
         for row, lane in enumerate(lanes):
             for run in self._schedule.runs(lane, step * count, count):
                 for i in range(run.num_blocks):
                     stride, window = self._window(run.document, run.offset + i)
-                    first = (run.block - step * count + i) * k
+                    first = (run.block - step * count + i) * length
                     ids, places = window.ids, np.s_[row, first : first + len(window.ids) - 1]
                     check_tokens(ids, self._vocabulary_size, stride.begin, self._split.names[run.document])
                     batch.inputs[row, first : first + len(ids)] = ids
                     batch.targets[places], batch.loss_mask[places] = ids[1:], window.scored[1:]
-                    blocks = np.s_[row, first // w : (first + k) // w]
-                    batch.start[row, first // w] = True
+                    blocks = np.s_[row, first // block : (first + length) // block]
+                    batch.start[row, first // block] = True
                     batch.document[blocks] = run.document
-                    batch.position[blocks] = stride.begin + np.arange(k // w) * w
+                    batch.position[blocks] = stride.begin + np.arange(0, length, block)
         return batch
 
     def _window(self, document: int, index: int) -> tuple[Stride, Window]:
-        """A document's window, and the last stride that it has targets of."""
+        """A document's window, and the last stride whose targets it has."""
         length = int(self._split.lengths[document])
         number = min(self._first_strides + index, num_strides(length, self._config)) - 1
         stride = stride_of(number, length, self._config, index_in_split(self._split, document))
-        tokens = self._document(document)[: stride.end]
-        ends = np.zeros(0, np.int64)
+        tokens, ends = self._document(document)[: stride.end], np.zeros(0, np.int64)
         if stride.selects:
             ends = self._selection(self._split.names[document], tokens, stride)
         window = assemble(tokens, stride, ends, self._config, self._separator)
         if index == 0:
-            window = window._replace(scored=window.positions > 0)
+            window = window._replace(scored=np.arange(len(window.ids)) > 0)
         return stride, window
-
-    def _read_document(self, document: int) -> Int[np.ndarray, " tokens"]:
-        return self._split.tokens(document, 0, int(self._split.lengths[document]))
 
 
 def make_selection(data: ReaderConfig, config: HistoryConfig, store: TokenStore, split: str) -> Selection:
     """The selection that `ReaderConfig.selection` names, for the documents of a split.
 
     Raises:
-        UserError: `file`, and there is none of this split's documents by this config.
+        UserError: `file`, and there are no selections of this split's documents with this config.
     """
-    scorers: dict[str, SpanScorer] = {
-        "random": RandomSpans(config),
-        "recent": RecentSpans(),
-        "prefix_overlap": PrefixOverlap(config),
-    }
     if data.selection == "file":
         return _FromFile(Path(data.selections).expanduser() / split, config, store, split)
-    scorer = scorers[data.selection]
+    scorer = Ranking(data.selection, config)
 
     def choose(name: str, document: np.ndarray, stride: Stride) -> np.ndarray:
         ends, scores = rank(scorer, name, document, stride, config)
@@ -185,39 +159,30 @@ def make_selection(data: ReaderConfig, config: HistoryConfig, store: TokenStore,
 
 
 class _FromFile:
-    """What `python -m meliad_like.history select` has selected."""
+    """A `Selection` that `python -m meliad_like.history select` has made."""
 
     def __init__(self, folder: Path, config: HistoryConfig, store: TokenStore, split: str):
-        make = f"make them with python -m meliad_like.history select --split={split} --output={folder}"
         if not (folder / INFO_NAME).exists():
-            raise UserError(f"there are no selections at {folder}: {make}")
-        selections = StrideStore(folder)
-        selections.check_complete()
-        info, documents = selections.info, store.split(split)
-        for name, found, wanted in (
-            ("kind", info.what, "selections"),
-            ("token store", short(info.store), short(store.fingerprint)),
-            ("split", info.split, split),
-            ("HistoryConfig", info.config, config),
-            ("number of documents", len(info.documents), len(documents)),
-            ("number of tokens", sum(info.lengths), int(documents.lengths.sum())),
-        ):
-            if found != wanted:
-                raise UserError(f"the selections in {folder} are of another {name}, {found} and not {wanted}: {make}")
-        self.leaks_the_future = info.leaks_the_future
-        self._selections = selections
-        self._first: dict[int, int] = {}
-        for index, stride in enumerate(selections.strides):
-            # They are of all documents, and a document's strides that select follow each other.
-            self._first.setdefault(stride.document, index - stride.number)
+            raise UserError(
+                f"there are no selections at {folder}: make them with python -m meliad_like.history select "
+                f"--split={split} --output={folder}"
+            )
+        self._selections = StrideStore(folder)
+        self._selections.check_complete()
+        found = self._selections.info
+        wanted = info_of(store.split(split), store, split, config, what="selections", maker=found.maker)
+        compare_metadata(folder, found.identity, wanted.identity)
+        self.leaks_the_future = found.leaks_the_future
 
     def __call__(self, name: str, document: np.ndarray, stride: Stride) -> np.ndarray:
-        ends = self._selections[self._first[stride.document] + stride.number]
+        # The strides that select follow each other in a document.
+        first = np.searchsorted(self._selections.document, stride.document)
+        ends = self._selections[first + stride.number - int(self._selections.number[first])]
         return ends[ends > 0].astype(np.int64)
 
 
 def evaluation_reader(run: RunConfig, store: TokenStore, split: str) -> Callable[[Split, int], HistoryReader] | None:
-    """How an evaluation reads documents of a split in so many lanes (`Evaluator`); None: in order."""
+    """How an evaluation reads documents of a split in a number of lanes (`Evaluator`); None: in order."""
     if run.data.kind != "ancient_history":
         return None
     return lambda documents, num_lanes: make_history_reader(
@@ -241,7 +206,8 @@ def make_history_reader(
     Args:
         run: with `ReaderConfig.kind = 'ancient_history'`.
         split: documents of the store's split `split_name`, or some of them.
-        num_lanes, seed, shuffle, epochs: as of `HistoryReader`.
+        store: the token store.
+        num_lanes, seed, shuffle, epochs: as for `HistoryReader`.
 
     Raises:
         UserError: as `HistoryReader`, `make_selection` and `separator_token`.

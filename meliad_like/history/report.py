@@ -1,4 +1,4 @@
-"""What an evaluation of ancient history found, with intervals over documents: tables, and JSON."""
+"""The results of an evaluation of ancient history, with intervals over documents: tables, and JSON."""
 
 import dataclasses
 import json
@@ -16,13 +16,15 @@ NUM_RESAMPLES = 10_000
 LEVEL = 0.95
 ORACLE = "score_oracle"
 FORMS = {"change": "+.2%", "change_where_selected": "+.2%", "share_of_oracle": ".0%"}
-"""How figures are shown that are not shown as they are."""
+"""Format specifications of the figures that are percentages."""
+
+DOCUMENT_COLUMNS = ("num_tokens", "num_tokens_where_selected", "num_words", "num_bytes")
 
 
 class Bootstrap:
-    """Intervals of ratios of sums over documents, by drawing as many documents with replacement (Efron 1979).
+    """Confidence intervals of ratios of sums over documents, by bootstrap (Efron 1979).
 
-    The same draws serve all ratios, so that differences between selections are paired by document.
+    The same resampled documents serve all ratios, so that differences between selections are paired by document.
     """
 
     def __init__(self, num_documents: int, seed: int = 0):
@@ -30,9 +32,9 @@ class Bootstrap:
         self._drawn = (raw % np.uint64(num_documents)).astype(np.int64).reshape(NUM_RESAMPLES, num_documents)
 
     def __call__(self, numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
-        """The interval of sum(numerators) / sum(denominators), of percentiles.
+        """The percentile interval of sum(numerators) / sum(denominators).
 
-        NaN where one document alone has a denominator: all draws would agree with it, and know nothing of others.
+        NaN where only one document has a denominator: all resamples would agree with it.
         """
         if np.count_nonzero(denominators) < 2:
             return math.nan, math.nan
@@ -44,14 +46,14 @@ class Bootstrap:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A figure of all documents, and its interval."""
+    """A figure over all documents, and its interval."""
 
     value: float
     low: float
     high: float
 
     def to_text(self, form: str = ".4g") -> str:
-        """With the interval, if there is one; `form` is a format specification."""
+        """The value with its interval, if there is one; `form` is a format specification."""
         if math.isnan(self.value):
             return "-"
         if math.isnan(self.low):
@@ -60,10 +62,10 @@ class Estimate:
 
 
 def figures(evaluation: Evaluation, sums: Sums, bootstrap: Bootstrap) -> dict[str, Estimate]:
-    """Of one selection: perplexities, and how it compares with the baseline on the same documents.
+    """Perplexities of one selection, and their comparison with the baseline on the same documents.
 
-    `change` is that of the perplexity per token, as a share of the baseline's; `change_where_selected` the same of the
-    targets for which spans are selected; `share_of_oracle` is how much of the score oracle's gain in nats is reached.
+    `change` is the relative change of the perplexity per token against the baseline; `change_where_selected` that of
+    the targets for which spans are selected; `share_of_oracle` is the gain in nats divided by the score oracle's.
     """
     baseline = evaluation[BASELINE]
 
@@ -93,7 +95,7 @@ def figures(evaluation: Evaluation, sums: Sums, bootstrap: Bootstrap) -> dict[st
 
 
 def costs(evaluation: Evaluation, sums: Sums) -> dict[str, float]:
-    """Operations and seconds for each counted token: of the model that predicts, and of the selection."""
+    """Operations and seconds per predicted token: of the model that predicts, and of the selection."""
     tokens = int(evaluation.num_tokens.sum())
     return {
         "model_flops": sums.cost.num_windows * evaluation.flops_per_window / tokens,
@@ -104,14 +106,14 @@ def costs(evaluation: Evaluation, sums: Sums) -> dict[str, float]:
 
 
 def among(max_candidates: int | None) -> str:
-    """What a table says of `HistoryConfig.max_candidates`, beginning with a semicolon."""
+    """A remark on `HistoryConfig.max_candidates` for the title of a table, beginning with a semicolon."""
     if max_candidates is None:
         return ""
-    return f"; the score oracle and selectors choose among {max_candidates:,} candidates of a stride by chance"
+    return f"; the score oracle and selectors choose among {max_candidates:,} random candidates of a stride"
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
-    """Perplexities, comparisons with the baseline, and costs of all selections."""
+    """Perplexities of all selections, their comparison with the baseline, and their costs."""
     bootstrap = Bootstrap(len(evaluation.names))
     found = {
         label(sums.name, sums.leaks_the_future): figures(evaluation, sums, bootstrap) for sums in evaluation.selections
@@ -144,7 +146,7 @@ def tables(evaluation: Evaluation) -> list[Table]:
             },
         ),
         Table(
-            "cost of a token: of the model that predicts it, and of the selection",
+            "cost per token: of the model that predicts it, and of the selection",
             ("", "model, FLOPs", "selection, FLOPs", "model, s", "selection, s"),
             [(name, *(f"{value:.3g}" for value in row.values())) for name, row in spent.items()],
         ),
@@ -152,22 +154,14 @@ def tables(evaluation: Evaluation) -> list[Table]:
 
 
 def to_dict(evaluation: Evaluation) -> dict[str, Any]:
-    """All figures, for JSON; what is NaN is null."""
+    """All figures, for JSON, in which NaN is null."""
     bootstrap = Bootstrap(len(evaluation.names))
     return evaluation.extra | {
         "config": dataclasses.asdict(evaluation.config),
         "level": LEVEL,
         "documents": [
-            {"name": name, "num_tokens": int(tokens), "num_tokens_where_selected": int(where), "num_words": int(words),
-             "num_bytes": int(num_bytes)}
-            for name, tokens, where, words, num_bytes in zip(
-                evaluation.names,
-                evaluation.num_tokens,
-                evaluation.num_tokens_where_selected,
-                evaluation.num_words,
-                evaluation.num_bytes,
-                strict=True,
-            )
+            {"name": name, **{column: int(getattr(evaluation, column)[index]) for column in DOCUMENT_COLUMNS}}
+            for index, name in enumerate(evaluation.names)
         ],
         "selections": [
             {
@@ -183,11 +177,11 @@ def to_dict(evaluation: Evaluation) -> dict[str, Any]:
             }
             for sums in evaluation.selections
         ],
-    }  # fmt: skip
+    }
 
 
 def write(evaluation: Evaluation, folder: epath.PathLike) -> None:
-    """Writes evaluation.json and evaluation.md into a folder, which is made if need be."""
+    """Writes evaluation.json and evaluation.md into a folder, which is made if needed."""
     folder = epath.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "evaluation.json").write_text(json.dumps(to_dict(evaluation), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""What spans are worth: equation 2 of Ancient History Language Models, for many of them at once."""
+"""What spans are worth: equation 2 of Ancient History Language Models, for many spans at once."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -13,8 +13,8 @@ from meliad_like.history.spans import HistoryConfig, Stride, span_tokens
 from meliad_like.models.model import Model
 
 
-class Request(NamedTuple):
-    """Spans of a document that shall be scored for a stride."""
+class Candidates(NamedTuple):
+    """Spans of a document that are to be scored for a stride."""
 
     document: Int[np.ndarray, " tokens"]
     stride: Stride
@@ -24,11 +24,10 @@ class Request(NamedTuple):
 class SpanGains:
     """The gains of spans in nats, by a frozen model.
 
-    The model reads `[span][recent text, targets among it]`; the recent text is the last k - j tokens, or in a
-    document's last stride of fewer targets what its window keeps of them. A gain is the sum of the targets' losses
-    without the span, less that with it: the logarithm of the ratio in equation 2. What is read without the span is, by
-    `HistoryConfig.baseline`, the recent text alone, or with the document's own l tokens before it. If the recent text
-    is all targets, the first has nothing before it in the bare baseline, and is left out of both sums.
+    The model reads `[span][recent text with its targets]`. A gain is the sum of the targets' losses without the span,
+    minus the sum with it: the logarithm of the ratio in equation 2. Without the span the model reads the recent text
+    alone or, by `HistoryConfig.baseline`, the recent text after the document's own span_length tokens before it. If the
+    recent text is all targets, the first one has nothing before it in the bare baseline, and counts in neither sum.
     """
 
     def __init__(
@@ -44,51 +43,40 @@ class SpanGains:
     ):
         """
         Args:
-            model, params, mesh, batch_size, loss_slice: as of `TargetLosses`.
+            model, params, mesh, batch_size, loss_slice: as for `TargetLosses`.
             config: which spans there are, and what is read with them.
-            separator: the token that ends each span; None: its own.
+            separator: the token that ends each span; None: the span's own.
         """
         self._config = config
         self._separator = separator
-        self._losses = TargetLosses(
+        self.losses = TargetLosses(
             model,
             params,
             mesh,
-            length=config.scored_length,
+            length=config.span_length + config.recent_length,
             max_targets=config.stride,
             batch_size=batch_size,
             loss_slice=loss_slice,
         )
+        """The model's readings so far, with their costs."""
 
-    @property
-    def flops(self) -> float:
-        """Operations of all calls so far."""
-        return self._losses.flops
-
-    @property
-    def seconds(self) -> float:
-        """Of all calls so far, without compilation."""
-        return self._losses.seconds
-
-    def __call__(self, requests: Iterable[Request]) -> Iterator[Float[np.ndarray, " m"]]:
+    def __call__(self, requests: Iterable[Candidates]) -> Iterator[Float[np.ndarray, " m"]]:
         """The gain of every span of every request, float32, in their order; above 0 where a span helps.
 
-        Batches go over the borders of requests, which are asked for a batch ahead.
+        A batch may hold spans of several requests, which are therefore read one batch ahead.
         """
         requests, again = itertools.tee(requests)
-        losses = self._losses(sequence for request in requests for sequence in self._sequences(request))
+        losses = self.losses(sequence for request in requests for sequence in self._sequences(request))
         for request in again:
             nats = [float(next(losses).sum(dtype=np.float64)) for _ in range(1 + len(request.ends))]
             yield np.asarray(nats[0] - np.asarray(nats[1:]), np.float32)
 
-    def _sequences(self, request: Request) -> Iterator[Sequence]:
-        """Without a span, and then with each."""
+    def _sequences(self, request: Candidates) -> Iterator[Sequence]:
+        """The recent text without a span, and then with each."""
         document, stride, ends = request
-        contiguous = self._config.baseline == "contiguous"
-        # A window that begins with its document keeps more than the k - j tokens that a span is scored with.
+        # A window that begins with its document keeps more tokens than those that a span is scored with.
         recent_start = max(stride.candidates_end, stride.recent_start)
-        start = recent_start - (self._config.span_length if contiguous else 0)
-        assert start >= 0, "a stride with candidates has a span before its recent text"
+        start = recent_start - (self._config.span_length if self._config.baseline == "contiguous" else 0)
         without = np.asarray(document[start : stride.end])
         num_targets = min(stride.num_targets, len(without) - 1)
         yield Sequence(without, num_targets)

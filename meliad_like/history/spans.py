@@ -1,12 +1,12 @@
 """Spans of a document's past, and the strides in which the document is predicted.
 
-Ancient History Language Models (Koncel-Kedziorski and Smith 2021), section 2. A window of k tokens (`window_length`) is
-predicted s targets (`stride`) at a time. Where it no longer reaches back to the document's beginning, its first j
-tokens (`history_length`) make room for the best spans of l tokens (`span_length`) out of all that was read before its
-last k - j tokens:
+Ancient History Language Models (Koncel-Kedziorski and Smith 2021), section 2. A window of `window_length` tokens (k in
+the paper) predicts `stride` targets (s) at a time. Where it no longer reaches back to the document's beginning, its
+first `history_length` tokens (j) make room for the best spans of `span_length` tokens (l) out of all the text before
+its last `recent_length` = `window_length - history_length` tokens:
 
-    the document    0 ......................... begin ......... recent_start .......... first ......... end
-    the window                                  [  j tokens, or spans  ][ necessary prefix ][ s targets ]
+    document    0 ......................... begin ............ recent_start ........... first ......... end
+    window                                  [ history_length, or spans ][ necessary prefix ][ stride targets ]
 
 Everything here is arithmetic on lengths: which spans there are does not depend on any token.
 """
@@ -34,48 +34,48 @@ Overlap = Literal["multiset", "set", "jaccard"]
 
 @dataclasses.dataclass(frozen=True)
 class HistoryConfig:
-    """What of a document's past may come into a window, and how; by default as the paper and its code have it."""
+    """Which spans of a document's past come into a window, and how; the defaults are those of the paper's code."""
 
     window_length: int = 1024
-    """Tokens of a window, its targets among them (k)."""
+    """Tokens of a window, targets included (k in the paper)."""
     history_length: int = 512
     """Tokens of a window that selected spans may fill (j), a multiple of span_length."""
     span_length: int = 64
-    """Tokens of a span, its separator among them (l)."""
+    """Tokens of a span, separator included (l)."""
     span_stride: int | None = None
-    """Tokens from the beginning of a candidate to that of the next; None: half a span."""
+    """Distance in tokens between the beginnings of successive candidates; None: half a span."""
     stride: int = 256
-    """Targets of a window (s), for which spans are selected once."""
+    """Targets of a window (s). Spans are selected once for all of them."""
     separator: str = "\n\n"
-    """Text of one token, which takes the place of each span's last token; "": the span stays as it is."""
+    """Text of one token that replaces the last token of each span; "": spans stay unchanged."""
     order: Order = "ascending"
-    """Of the spans in the window: `ascending` puts the best one nearest to the recent text, `descending` the worst one;
-    `document` leaves them in their own order."""
+    """Order of the spans in the window. `ascending`: the best one comes last, next to the recent text; `descending`: it
+    comes first; `document`: spans keep their order in the document."""
     deduplicate: bool = False
-    """Whether a span is left out where it shares tokens with a better one. The released code does not."""
+    """Whether a span is left out when it shares tokens with a better one. The released code keeps it."""
     candidates: Candidates = "before_prefix"
-    """`before_prefix`: all spans that end before the last k - j tokens, those in the window's first j tokens among
-    them. `before_window`: only those that the window itself does not hold."""
+    """`before_prefix`: all spans before the last recent_length tokens, also those in the window's first history_length
+    tokens. `before_window`: only spans that are not in the window already."""
     first_selection: int | None = None
-    """Spans are selected for windows that begin at this position of the document or after it, never for its first
+    """Spans are selected for windows that begin at this position of the document or later, and never for the first
     window; None: at window_length, as in the released code."""
     max_candidates: int | None = None
-    """The most candidates of a stride for which a model is run, to score them or to select by what it says: if there
-    are more, so many of them by chance; None: all. Rankings without a model (`SpanScorer.runs_a_model`) see all."""
+    """Largest number of candidates of a stride that a model reads, to score them or to select among them. Where there
+    are more, a random subset is used; None: all. Rankings that run no model choose among all candidates."""
     baseline: Baseline = "bare"
-    """What a span's worth is measured against (equation 2): the last k - j tokens alone, or, as in the released scores,
-    those with the `contiguous` l tokens before them in the span's place."""
+    """What the gain of a span is measured against (equation 2): the recent text alone (`bare`), or the recent text and
+    the span_length tokens before it (`contiguous`), as in the released scores."""
     selector_context: SelectorContext = "prefix_only"
-    """What a learned selector reads beside the span: the necessary prefix, or, as the released code has it, also the
-    targets. The latter leaks the future, and exists for comparison alone."""
+    """What a learned selector reads beside a span: the necessary prefix, or, as in the released code, the recent text
+    with its targets. The latter leaks the future, and exists for comparison only."""
     overlap: Overlap = "multiset"
-    """How the overlap of a span with other text is measured: tokens in common, repetitions among them; different tokens
-    in common; or those as a share of the different tokens in either."""
+    """How the overlap of a span with other text is measured: number of common tokens with repetitions, number of
+    different common tokens, or the latter divided by the number of different tokens in either."""
     first_token: FirstToken = "left_out"
-    """A document's first token, which nothing precedes: not counted, or, as in the released code, counted with the mean
-    loss of the document's first stride."""
+    """How a document's first token, which nothing precedes, is counted: not at all, or, as in the released code, with
+    the mean loss of the document's first stride."""
     seed: int = 0
-    """Of all that is done by chance."""
+    """Seed of random spans and of random subsets of candidates."""
 
     def __post_init__(self):
         check_choices(self)
@@ -98,34 +98,32 @@ class HistoryConfig:
 
     @property
     def num_spans(self) -> int:
-        """Spans that a window has room for (j / l)."""
+        """Largest number of spans in a window."""
         return self.history_length // self.span_length
 
     @property
     def recent_length(self) -> int:
-        """Tokens of a window that spans never replace (k - j)."""
+        """Tokens at the end of a window that spans never replace, targets included."""
         return self.window_length - self.history_length
 
     @property
     def prefix_length(self) -> int:
-        """Tokens of the necessary prefix: those of `recent_length` that are no targets."""
+        """Tokens of the necessary prefix: those of the recent text before the targets."""
         return self.recent_length - self.stride
-
-    @property
-    def scored_length(self) -> int:
-        """Tokens that are read to score a span: itself and the recent text, targets among it (l + k - j)."""
-        return self.span_length + self.recent_length
 
 
 class Stride(NamedTuple):
-    """Targets of a document that are predicted at once, and what is read for them; positions in the document."""
+    """Targets of a document that are predicted together, and what is read for them; positions are in the document.
+
+    The same fields hold arrays where a table of strides is computed at once (`stride_table`).
+    """
 
     document: int
     """Index of the document in its split."""
     number: int
-    """Of this stride in its document."""
+    """Index of this stride in its document."""
     begin: int
-    """First token of the window, if nothing is selected."""
+    """First token of the window when no span is selected."""
     first: int
     """First target."""
     end: int
@@ -133,9 +131,9 @@ class Stride(NamedTuple):
     recent_start: int
     """First token of the window that spans never replace; 0 as long as the window begins with its document."""
     candidates_end: int
-    """Candidates end before it: k - j tokens before `end`. It is recent_start where the window does not begin with its
-    document and has all of its s targets. With fewer targets it comes before recent_start, as in the released code: the
-    tokens between the two are no candidates, and not in a window with spans either."""
+    """Candidates end before it: recent_length tokens before `end`. It equals recent_start where the window does not
+    begin with its document and has all of its targets. A last stride with fewer targets has it before recent_start, as
+    in the released code: the tokens between the two are neither candidates nor in a window with spans."""
     selects: bool
     """Whether spans are selected for its window."""
 
@@ -145,148 +143,140 @@ class Stride(NamedTuple):
 
 
 class SpanScorer(Protocol):
-    """Whatever ranks the spans that may come into a window.
+    """A ranking of the spans that may come into a window.
 
-    Tables of costs look for two attributes, sums over all calls so far: `flops`, the floating-point operations of one
-    that multiplies matrices, and `compile_seconds` of one that compiles while it ranks, which are no cost of ranking.
+    Tables of costs look for two optional attributes, which are sums over all calls so far: `flops`, the floating-point
+    operations of a scorer that runs a model, and `compile_seconds`, which do not count as time spent on ranking.
     """
 
     name: str
-    """For tables."""
+    """Name in tables."""
     leaks_the_future: bool
-    """Whether scores depend on the targets that the spans are to help to predict."""
+    """Whether the scores depend on the targets that the spans help to predict."""
     runs_a_model: bool
-    """Whether candidates cost forward passes, so that `HistoryConfig.max_candidates` limits them."""
+    """Whether candidates cost forward passes, so that `HistoryConfig.max_candidates` limits their number."""
+    fingerprint: str
+    """Fingerprint of the model that is run; "" where the config alone decides the scores."""
 
     def scores(
         self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
     ) -> Float[np.ndarray, " m"]:
-        """One call for each stride for which spans are selected.
+        """Scores the candidates of one stride for which spans are selected.
 
         Args:
-            document: int32, all its tokens; whoever does not leak the future reads those before stride.first alone.
-            stride: of the document.
-            ends: of what `candidates_of` gives, ascending: candidate i is the tokens [ends[i] - span_length, ends[i]).
+            document: int32, all its tokens; a scorer that does not leak the future reads those before stride.first.
+            stride: stride of the document.
+            ends: result of `candidates_of`, ascending: candidate i is the tokens [ends[i] - span_length, ends[i]).
 
         Returns:
-            float32, higher is better; no NaN.
+            float32, higher is better, finite.
         """
         ...
 
 
 def index_in_split(documents: Any, document: int) -> int:
-    """A document's index in its split, which chance goes by: a part of it, with `indices`, is read as the whole is."""
+    """A document's index in its split: random choices depend on it, so that a subset is read as the whole split is."""
     return int(documents.indices[document]) if hasattr(documents, "indices") else document
 
 
-def strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[Stride]:
-    """The strides of a document, first to last. Every token is in exactly one; the first one's first is no target.
-
-    Args:
-        length: of the document, in tokens.
-        document: its index in its split.
-    """
-    for number in range(num_strides(length, config)):
-        yield stride_of(number, length, config, document)
-
-
 def num_strides(length: int, config: HistoryConfig) -> int:
-    """How many strides a document has."""
+    """Number of strides of a document."""
     return -(-length // config.stride)
 
 
+def stride_table(length: int, config: HistoryConfig, document: int = 0) -> Stride:
+    """All strides of a document at once: a `Stride` whose fields are arrays, one entry a stride.
+
+    Every token is in exactly one stride; the first token of the first stride is no target.
+
+    Args:
+        length: number of tokens of the document.
+        config: lengths and rules.
+        document: index of the document in its split.
+    """
+    return _table(np.arange(num_strides(length, config)), length, config, document)
+
+
 def stride_of(number: int, length: int, config: HistoryConfig, document: int = 0) -> Stride:
-    """One of the strides of a document; arguments as for `strides`."""
-    k, s = config.window_length, config.stride
-    first = number * s
-    # A last stride of fewer targets has a shorter window with the same beginning, as in the released code.
-    begin, end = max(first + s - k, 0), min(first + s, length)
-    stride = Stride(
-        document=document,
-        number=number,
-        begin=begin,
-        first=first,
-        end=end,
-        recent_start=begin + config.history_length if begin else 0,
-        candidates_end=max(end - config.recent_length, 0),
-        selects=False,
-    )
-    starts = k if config.first_selection is None else config.first_selection
-    return stride._replace(selects=begin >= starts and num_candidates(stride, config) > 0)
+    """One stride of a document; arguments as for `stride_table`."""
+    return next(_rows(_table(np.array([number]), length, config, document)))
+
+
+def strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[Stride]:
+    """The strides of a document, first to last; arguments as for `stride_table`."""
+    return _rows(stride_table(length, config, document))
 
 
 def scored_strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[Stride]:
-    """The strides whose candidates are scored to train a selector: all of s targets that have a candidate.
+    """The strides whose candidates are scored to train a selector; arguments as for `stride_table`.
 
-    That is earlier than spans are selected. Arguments as for `strides`.
+    These are all strides with a full number of targets and a candidate, which begin earlier than selection does.
     """
-    for stride in strides(length, config, document):
-        if stride.num_targets == config.stride and num_candidates(stride, config):
-            yield stride
+    return (stride for stride in strides(length, config, document) if is_scored(stride, config))
 
 
-def num_candidates(stride: Stride, config: HistoryConfig) -> int:
-    """How many candidates of a stride a model is run for."""
-    count = len(_all_candidates(stride, config))
-    return count if config.max_candidates is None else min(count, config.max_candidates)
+def is_scored(stride: Stride, config: HistoryConfig) -> Any:
+    """Whether the candidates of a stride are scored to train a selector; an array for a table of strides."""
+    return (stride.num_targets == config.stride) & (num_candidates(stride, config) > 0)
+
+
+def num_candidates(stride: Stride, config: HistoryConfig) -> Any:
+    """Number of candidates of a stride that a model reads; an array for a table of strides."""
+    first, stop, step = _candidate_range(stride, config)
+    count = np.maximum(-(-(stop - first) // step), 0)
+    return count if config.max_candidates is None else np.minimum(count, config.max_candidates)
 
 
 def candidates(stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " m"]:
-    """Where the candidates of a stride that a model is run for end (exclusive), int64 and ascending.
-
-    A pure function of its arguments.
-    """
-    ends = np.asarray(_all_candidates(stride, config), np.int64)
+    """Where the candidates of a stride that a model reads end (exclusive), int64, ascending; a pure function."""
+    ends = np.arange(*_candidate_range(stride, config))
     if config.max_candidates is None or len(ends) <= config.max_candidates:
         return ends
-    chance = random_numbers(stride, config.seed, len(ends))
-    return np.sort(ends[np.argsort(chance, kind="stable")[: config.max_candidates]])
+    drawn = random_numbers(stride, config.seed, len(ends))
+    return np.sort(ends[np.argsort(drawn, kind="stable")[: config.max_candidates]])
 
 
 def candidates_of(scorer: SpanScorer, stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " m"]:
     """Where the candidates that a scorer ranks end: all of the stride, or `candidates` if it runs a model."""
-    return candidates(stride, config) if scorer.runs_a_model else np.asarray(_all_candidates(stride, config), np.int64)
+    return candidates(stride, config) if scorer.runs_a_model else np.arange(*_candidate_range(stride, config))
 
 
 def rank(
     scorer: SpanScorer, name: str, document: Int[np.ndarray, " tokens"], stride: Stride, config: HistoryConfig
 ) -> tuple[Int[np.ndarray, " m"], Float[np.ndarray, " m"]]:
-    """The candidates that a scorer ranks (`candidates_of`), and the scores that it gives them.
+    """The candidates that a scorer ranks (`candidates_of`), and their scores.
 
     Args:
-        scorer, document, stride, config: as of `SpanScorer.scores`.
-        name: of the document.
+        scorer, document, stride, config: as for `SpanScorer.scores`.
+        name: name of the document.
 
     Raises:
-        UserError: a score is NaN.
+        UserError: a score is not finite.
         ValueError: not every span has a score.
     """
     ends = candidates_of(scorer, stride, config)
     scores = scorer.scores(document, stride, ends)
     if scores.shape != ends.shape:
         raise ValueError(f"{scorer.name} gave scores of shape {scores.shape} for {len(ends)} spans")
-    if np.isnan(scores).any():
-        raise UserError(f"{scorer.name} gives NaN to {where(stride, name)}")
+    check_finite(scores, scorer.name, stride, name)
     return ends, scores
 
 
-def where(stride: Stride, name: str) -> str:
-    """For errors: the spans of a stride that were scored with what is no number, and the way out."""
-    return (
-        f"spans for the tokens {stride.first:,} to {stride.end - 1:,} of {name} (stride {stride.number}): bind the "
-        "model's activation_dtype = 'float32', or choose other documents with --document"
-    )
-
-
-def _all_candidates(stride: Stride, config: HistoryConfig) -> range:
-    stop = stride.candidates_end
-    if config.candidates == "before_window":
-        stop = min(stop, stride.begin + 1)
-    return range(config.span_length, stop, config.span_stride or max(config.span_length // 2, 1))
+def check_finite(scores: np.ndarray, scorer: str, stride: Stride, document: str) -> None:
+    """
+    Raises:
+        UserError: a score is not finite.
+    """
+    if not np.isfinite(scores).all():
+        raise UserError(
+            f"{scorer} gives no finite scores to spans for the tokens {stride.first:,} to {stride.end - 1:,} of "
+            f"{document} (stride {stride.number}): bind the model's activation_dtype = 'float32', or choose other "
+            "documents with --document"
+        )
 
 
 def random_numbers(stride: Stride, seed: int, count: int) -> Int[np.ndarray, " m"]:
-    """uint64 by chance: a pure function of the seed and of the stride's place in its split."""
+    """Random uint64 numbers: a pure function of the seed and of the stride's place in its split."""
     # numpy promises the same raw bits of a bit generator in every version, but not the same draws of a Generator.
     return np.random.PCG64([seed, stride.document, stride.number]).random_raw(count)
 
@@ -294,16 +284,17 @@ def random_numbers(stride: Stride, seed: int, count: int) -> Int[np.ndarray, " m
 def select(
     scores: Float[np.ndarray, " m"], ends: Int[np.ndarray, " m"], config: HistoryConfig
 ) -> Int[np.ndarray, " spans"]:
-    """The best candidates, at most `num_spans`, in the order in which the window has them.
+    """The best candidates, at most `num_spans`, in their order in the window.
 
     Of equal scores the later span is better, as in the released code (a stable sort, of which the last are taken).
 
     Args:
-        scores: higher is better; no NaN (`rank`).
-        ends: of the candidates, ascending.
+        scores: higher is better.
+        ends: where the candidates end, ascending.
 
     Returns:
-        Their ends; fewer than `num_spans` where there are fewer candidates, or fewer that share nothing.
+        Where the spans end; fewer than `num_spans` where there are fewer candidates, or fewer of them that share
+        no token.
     """
     best_first = ends[np.argsort(scores, kind="stable")[::-1]]
     if config.deduplicate:
@@ -321,7 +312,7 @@ def span_tokens(
     ends: Int[np.ndarray, " spans"],
     config: HistoryConfig,
     separator: int | None,
-) -> Int[np.ndarray, "spans l"]:
+) -> Int[np.ndarray, "spans span_length"]:
     """The tokens of spans, int32, each with the separator (`separator_token`) in its last place."""
     length = config.span_length
     tokens = np.asarray(document)[np.asarray(ends, np.int64)[:, None] + np.arange(-length, 0)].astype(np.int32)
@@ -333,7 +324,7 @@ def span_tokens(
 def necessary_prefix(
     document: Int[np.ndarray, " tokens"], stride: Stride, config: HistoryConfig
 ) -> Int[np.ndarray, " prefix"]:
-    """The k - j - s tokens before the first target, which every selection may read; fewer near the beginning."""
+    """The tokens of the recent text before the first target; fewer than `prefix_length` near the beginning."""
     return np.asarray(document[max(stride.first - config.prefix_length, 0) : stride.first], np.int32)
 
 
@@ -352,3 +343,34 @@ def separator_token(config: HistoryConfig, vocabulary: "Vocabulary") -> int | No
             r"bind HistoryConfig.separator = '\n', or '' for none"
         )
     return int(tokens[0])
+
+
+def _candidate_range(stride: Stride, config: HistoryConfig) -> tuple[Any, Any, Any]:
+    """Arguments of `np.arange` for where the candidates of a stride end, without the limit of max_candidates."""
+    stop = stride.candidates_end
+    if config.candidates == "before_window":
+        stop = np.minimum(stop, stride.begin + 1)
+    return config.span_length, stop, config.span_stride or max(config.span_length // 2, 1)
+
+
+def _table(number: Int[np.ndarray, " n"], length: int, config: HistoryConfig, document: int) -> Stride:
+    first = number * config.stride
+    # A last stride with fewer targets has a shorter window with the same beginning, as in the released code.
+    begin = np.maximum(first + config.stride - config.window_length, 0)
+    end = np.minimum(first + config.stride, length)
+    table: Any = Stride(
+        document=np.full_like(number, document),
+        number=number,
+        begin=begin,
+        first=first,
+        end=end,
+        recent_start=np.where(begin > 0, begin + config.history_length, 0),
+        candidates_end=np.maximum(end - config.recent_length, 0),
+        selects=False,
+    )
+    earliest = config.window_length if config.first_selection is None else config.first_selection
+    return table._replace(selects=(begin >= earliest) & (num_candidates(table, config) > 0))
+
+
+def _rows(table: Any) -> Iterator[Stride]:
+    return map(Stride._make, zip(*(column.tolist() for column in table)))

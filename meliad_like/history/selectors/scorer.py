@@ -19,6 +19,7 @@ from meliad_like.history.selectors.inputs import Texts
 from meliad_like.history.selectors.model import Params
 from meliad_like.history.selectors.pairs import encode_batch
 from meliad_like.history.spans import HistoryConfig, Stride
+from meliad_like.history.stride_store import fingerprint
 
 NAMES = {"joint": "learned_selector", "light": "light_selector"}
 
@@ -58,6 +59,7 @@ class LearnedSelector:
         self.leaks_the_future = opened.inputs.leaks_the_future
         # Tables add that it leaks.
         self.name = NAMES[opened.selector.config.kind] + ("_released_code" if self.leaks_the_future else "")
+        self.fingerprint = fingerprint((opened.selector, opened.inputs), opened.params)
         self.num_encoded_tokens = 0
         """Tokens that the encoder has read so far."""
         self.flops = 0.0
