@@ -10,7 +10,7 @@ from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig, make_v
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.studies.comparison import compare
-from meliad_like.studies.units import CATEGORIES, PLACES, categories, is_title, last_distances, make_units
+from meliad_like.studies.units import categories, is_title, last_distances, make_units
 
 VOCABULARY = ByteVocabulary()
 
@@ -65,12 +65,12 @@ def test_places():
     assert units.distances().tolist() == [0, 0, 2, 0, 3, 0, 2, 0, 1, 7, 0]
     # A sliding window of 2, segments of 5: what predicts token 4 is token 3, which sees 1 and 2; token 9 is predicted
     # in the segment that begins with token 5, and the last a is token 2.
-    found = [PLACES[place] for place in units.places(3, 5)]
+    found = units.places(3, 5).tolist()
     w, n, e = "window", "never", "earlier"
     assert found == [n, n, w, n, w, n, w, n, w, e, n]
-    assert PLACES[units.places(2, 5)[4]] == "segment"
-    assert PLACES[units.places(2, 3)[4]] == "earlier"
-    assert PLACES[units.places(7, 5)[9]] == "window"
+    assert units.places(2, 5)[4] == "segment"
+    assert units.places(2, 3)[4] == "earlier"
+    assert units.places(7, 5)[9] == "window"
 
 
 def test_windows_that_do_not_slide_show_what_is_in_them():
@@ -83,7 +83,7 @@ def test_windows_that_do_not_slide_show_what_is_in_them():
     [document] = compare(reading, reading, chosen, "token", segment=5)
     # The b at 4 is predicted by the first token of the second window, which the b at 1 is not in.
     w, s, n, e = "window", "segment", "never", "earlier"
-    assert [PLACES[place] for place in document.places] == [n, n, w, n, s, n, w, n, w, e, n]
+    assert document.table["place"].tolist() == [n, n, w, n, s, n, w, n, w, e, n]
 
 
 TEXT = """CHAPTER I. Loomings
@@ -102,7 +102,7 @@ A line in the middle SAYS NO.
 
 def test_categories():
     units = units_of(TEXT, "word")
-    found = {key.decode(): CATEGORIES[kind] for key, kind in zip(units.keys, categories(units), strict=True)}
+    found = {key.decode(): kind for key, kind in zip(units.keys, categories(units), strict=True)}
     expected = {
         "title": ["CHAPTER", "I", "Loomings", "MOBY", "DICK", "Notes"],
         "name": ["Ishmael", "Queequeg", "SAYS", "NO"],

@@ -1,16 +1,15 @@
 """The page of two readings of the same documents, and its files of numbers."""
 
-import json
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element
 
 import numpy as np
+import pandas as pd
 
 from meliad_like.studies import comparison
-from meliad_like.studies.comparison import Excerpt, Group, ReadDocument
+from meliad_like.studies.comparison import ReadDocument
 from meliad_like.studies.page import (
     Chart,
     Series,
@@ -24,9 +23,9 @@ from meliad_like.studies.page import (
     tag,
     write_page,
 )
-from meliad_like.studies.readings import Chosen, Reading, differences
+from meliad_like.studies.readings import Chosen, Reading, differences, write_summary
 from meliad_like.studies.text_view import pack, text_view
-from meliad_like.studies.units import CATEGORIES, PLACES
+from meliad_like.tables import Table, number
 
 SHOWN = 10  # of the top units, before one asks for more
 
@@ -87,20 +86,11 @@ def compare_page(
         [document.top(settings.top, words=settings.unit == "word", losses=losses) for document in documents]
         for losses in (False, True)
     )
-    top = list(chain.from_iterable(gains))
+    top = pd.concat(gains)
     folder.mkdir(parents=True, exist_ok=True)
     comparison.write_numbers(folder, documents, top)
-    saved = {
-        "title": title,
-        "first": first.details(),
-        "other": other.details(),
-        "split": chosen.split_name,
-        "store": chosen.store.fingerprint,
-        **settings._asdict(),
-        **(details or {}),
-        **comparison.summary(documents, top),
-    }
-    (folder / "summary.json").write_text(json.dumps(saved, indent=2) + "\n")
+    models = {"title": title, "first": first.details(), "other": other.details()}
+    write_summary(folder, chosen, models | settings._asdict() | (details or {}) | comparison.summary(documents, top))
     by_document = [document_choice(chosen.documents.names, chosen.documents.lengths)]
     by_document += [
         _document_part(document, best, worst, marks(document), settings)
@@ -116,8 +106,8 @@ def compare_page(
             text_view(
                 first.label,
                 other.label,
-                np.concatenate([document.gains_by_unit for document in documents]),
-                [pack(document.units, document.first_by_unit, document.other_by_unit) for document in documents],
+                np.concatenate([document.table["gain"] for document in documents]),
+                [pack(d.units, d.table["first_bits"].to_numpy(), d.table["other_bits"].to_numpy()) for d in documents],
             ),
             *_tables(documents, top, settings),
             _facts(first, other, chosen, settings),
@@ -129,7 +119,7 @@ def _lead(
     first: Reading, other: Reading, chosen: Chosen, documents: list[ReadDocument], settings: Settings
 ) -> list[Element]:
     gain = other.bits_per_token - first.bits_per_token
-    per_unit = np.concatenate([document.gains_by_unit for document in documents])
+    per_unit = np.concatenate([document.table["gain"] for document in documents])
     better, worse = (float((sign * per_unit > 0.005).mean()) for sign in (1, -1))
     return [
         paragraph(
@@ -144,7 +134,7 @@ def _lead(
 
 
 def _document_part(
-    document: ReadDocument, gains: list[Excerpt], losses: list[Excerpt], marks: Sequence[int], settings: Settings
+    document: ReadDocument, gains: pd.DataFrame, losses: pd.DataFrame, marks: Sequence[int], settings: Settings
 ) -> Element:
     curve = comparison.along(document.gains)
     among = f"of {int(curve.edges[1]):,} tokens"
@@ -177,11 +167,11 @@ def _document_part(
 
 
 def _signed(value: float, digits: int) -> str:
-    return f"{value:+,.{digits}f}".replace("-", "\N{MINUS SIGN}")
+    return number(value, f"+,.{digits}f").replace("-", "\N{MINUS SIGN}")
 
 
-def _places(excerpts: list[Excerpt]) -> list[Element]:
-    items = [_item(excerpt) for excerpt in excerpts]
+def _places(excerpts: pd.DataFrame) -> list[Element]:
+    items = [_item(excerpt) for excerpt in excerpts.itertuples()]
     if not items:
         return [tag("p", "None: the two readings are the same.", class_="note")]
     shown = tag("ol", *items[:SHOWN], class_="places")
@@ -191,7 +181,7 @@ def _places(excerpts: list[Excerpt]) -> list[Element]:
     return [shown, rest]
 
 
-def _item(excerpt: Excerpt) -> Element:
+def _item(excerpt: Any) -> Element:
     seen = f"the same {excerpt.distance:,} tokens before, " if excerpt.distance else ""
     facts = tag(
         "div",
@@ -208,26 +198,23 @@ def _item(excerpt: Excerpt) -> Element:
     return tag("li", tag("a", facts, text, href=f"#{excerpt.document}:{excerpt.token}"))
 
 
-def _tables(documents: list[ReadDocument], top: list[Excerpt], settings: Settings) -> list[Element]:
+def _tables(documents: list[ReadDocument], top: pd.DataFrame, settings: Settings) -> list[Element]:
     unit = settings.unit
-    by_place = comparison.by_place(documents)
-    in_place = {place: sum(excerpt.place == place for excerpt in top) for place in PLACES}
-    distances = [group for group in comparison.by_distance(documents) if group.num_units]
+    distances = comparison.groups(documents, "distance")
+    means = distances["gain_bits"] / distances["units"]
     curve = Chart(
         title=f"Mean gain by how far back the same {unit} last began",
         x_label="distance, tokens",
         y_label=f"gain, bits per {unit}",
-        series=[Series("", [float(group.label) * 2**0.5 for group in distances], [g.mean for g in distances])],
+        series=[Series("", distances.index.to_numpy() * 2**0.5, means.to_numpy())],
         caption="In powers of two; the dotted line is the end of the window.",
         log_x=True,
         marks=[settings.window + 1],
     )
-    in_category = {kind: sum(excerpt.category == kind for excerpt in top) for kind in CATEGORIES}
-    by_category = comparison.by_category(documents)
     return [
         section(
             f"Where the same {unit} last occurred",
-            _group_table([PLACE_NAMES[place] for place in PLACES], by_place, list(in_place.values()), unit),
+            _group_table(documents, top, "place", PLACE_NAMES, unit),
             tag(
                 "p",
                 "In the window: the token that predicts it, or among those that this one sees in a layer of the other "
@@ -240,7 +227,7 @@ def _tables(documents: list[ReadDocument], top: list[Excerpt], settings: Setting
         ),
         section(
             f"What the top {unit}s are",
-            _group_table([CATEGORY_NAMES[kind] for kind in CATEGORIES], by_category, list(in_category.values()), unit),
+            _group_table(documents, top, "category", CATEGORY_NAMES, unit),
             tag(
                 "p",
                 "By simple rules, in this order. Title: in a line of at most 80 characters that begins with chapter, "
@@ -256,31 +243,34 @@ def _tables(documents: list[ReadDocument], top: list[Excerpt], settings: Setting
     ]
 
 
-def _group_table(labels: Sequence[str], groups: list[Group], in_top: list[int], unit: str) -> Element:
-    num_units = sum(group.num_units for group in groups)
-    rows = [
-        (
-            label,
-            f"{g.num_units:,}",
-            f"{g.num_units / num_units:.1%}",
-            _signed(g.gain, 1),
-            _signed(g.mean, 4),
-            f"{count:,}",
-        )
-        for label, g, count in zip(labels, groups, in_top, strict=True)
-    ]
-    header = ("", f"{unit}s", "share", "gain, bits", f"per {unit}", f"of the top {sum(in_top):,}")
-    return table(header, rows)
+def _group_table(
+    documents: list[ReadDocument], top: pd.DataFrame, by: str, names: Mapping[str, str], unit: str
+) -> Element:
+    """Units, their gains, and how many are among the top ones, by `place` or `category`."""
+    found = comparison.groups(documents, by)
+    frame = pd.DataFrame(
+        {
+            "": found.index.map(names).astype(str),
+            f"{unit}s": found["units"],
+            "share": found["units"] / found["units"].sum(),
+            "gain, bits": [_signed(gain, 1) for gain in found["gain_bits"]],
+            f"per {unit}": [_signed(mean, 4) for mean in found["gain_bits"] / found["units"]],
+            f"of the top {len(top):,}": top[by].value_counts().reindex(found.index),
+        }
+    )
+    formats = {f"{unit}s": ",", "share": ".1%", f"of the top {len(top):,}": ","}
+    content = Table.of(frame, formats=formats)
+    return table(content.header, content.rows)
 
 
 def _document_table(documents: list[ReadDocument]) -> Element:
-    def row(document: ReadDocument) -> tuple[str, ...]:
+    rows = []
+    for document in documents:
         targets = max(len(document.tokens) - 1, 1)
         first, other = document.first.sum() / targets, document.other.sum() / targets
-        return document.name, f"{targets:,}", f"{first:.4f}", f"{other:.4f}", _signed(other - first, 4)
-
+        rows.append((document.name, f"{targets:,}", f"{first:.4f}", f"{other:.4f}", _signed(other - first, 4)))
     header = ("document", "tokens", "first", "other", "gain")
-    return section("By document", table(header, map(row, documents), "Bits per token."))
+    return section("By document", table(header, rows, "Bits per token."))
 
 
 def _facts(first: Reading, other: Reading, chosen: Chosen, settings: Settings) -> Element:

@@ -1,5 +1,6 @@
 """Models and the documents that they read for a study."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -189,6 +190,12 @@ def _label(folder: str, gin_params: Sequence[str], step: int | None) -> str:
     name = path.parent.name if path.name == "checkpoints" else path.name
     changes = [param.partition(".")[2].replace(" ", "") for param in gin_params]
     return ", ".join([name or str(path), *([f"step {step:,}"] if step is not None else []), *changes])
+
+
+def write_summary(folder: Path, chosen: Chosen, details: dict[str, Any], name: str = "summary.json") -> None:
+    """Writes the figures of a study, and which documents they are of."""
+    saved = details | {"split": chosen.split_name, "store": chosen.store.fingerprint}
+    (folder / name).write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def differences(first: RunConfig, other: RunConfig) -> list[tuple[str, str, str]]:

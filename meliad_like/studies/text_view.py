@@ -16,8 +16,11 @@ FULL_COLOURS = (0.1, 0.25, 0.5, 1, 2, 4, 8)
 
 
 def pack(units: Units, first_bits: Float[np.ndarray, " units"], other_bits: Float[np.ndarray, " units"]) -> bytes:
-    """What `reader.js` unpacks: gzip of the numbers of units and bytes (uint32), then by unit its tokens, its bytes and
-    the hundredths of a bit that either model paid (uint16 each, all of one kind together), then the text."""
+    """The text and its losses as `reader.js` unpacks them.
+
+    gzip of the number of units and of bytes (uint32), then of each unit its number of tokens, its number of bytes, and
+    the hundredths of a bit that each model paid (uint16, all of one kind together), then the text.
+    """
     first, other = (np.clip(np.rint(bits * STEPS_PER_BIT), 0, 2**16 - 1) for bits in (first_bits, other_bits))
     columns = (units.stop - units.first, units.ends - units.starts, first, other)
     head = np.array([len(units.first), len(units.text)], "<u4").tobytes()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Bool, Int
 
 from meliad_like.data.vocabulary import Vocabulary
@@ -13,7 +14,7 @@ UNITS = ("word", "token")
 PLACES = ("window", "segment", "earlier", "never")
 """Where the same unit last occurred, the nearest first; see `Units.places`."""
 CATEGORIES = ("title", "name", "identifier", "word", "sign")
-"""What `categories` tells apart."""
+"""The kinds of words, see `categories`."""
 
 WORD = re.compile(r"\w{1,200}|\s{1,200}|.", re.DOTALL)
 NUMBERED_TITLE = re.compile(
@@ -61,8 +62,8 @@ class Units:
         """Tokens from where the same unit last began to where this one begins; 0 where it never did."""
         return last_distances(self.keys, self.first)
 
-    def places(self, visible: Int[np.ndarray, " units"] | int, segment: int) -> Int[np.ndarray, " units"]:
-        """Where the same unit last began, as indices of PLACES.
+    def places(self, visible: Int[np.ndarray, " units"] | int, segment: int) -> np.ndarray:
+        """Where the same unit last began: names of PLACES.
 
         In the window: among the `visible` tokens before it, which are the token that predicts it and those that this
         one sees. In the segment: further back, but not before the segment of the token that predicts it. Segments of a
@@ -71,8 +72,7 @@ class Units:
         distances = self.distances()
         same_segment = (self.first - distances) // segment == (self.first - 1) // segment
         conditions = [distances == 0, distances <= visible, same_segment]
-        choices = [PLACES.index(place) for place in ("never", "window", "segment")]
-        return np.select(conditions, choices, PLACES.index("earlier"))
+        return np.select(conditions, ["never", "window", "segment"], "earlier")
 
 
 def make_units(tokens: Int[np.ndarray, " tokens"], vocabulary: Vocabulary, unit: str) -> Units:
@@ -110,17 +110,11 @@ def make_units(tokens: Int[np.ndarray, " tokens"], vocabulary: Vocabulary, unit:
 
 def last_distances(keys: Sequence[bytes], first: Int[np.ndarray, " units"]) -> Int[np.ndarray, " units"]:
     """How far each `first` is from that of the last unit before it with the same key; 0 where there is none."""
-    numbers: dict[bytes, int] = {}
-    number = np.fromiter((numbers.setdefault(key, len(numbers)) for key in keys), np.int64, len(keys))
-    order = np.argsort(number, kind="stable")
-    distances = np.zeros(len(keys), np.int64)
-    same = number[order[1:]] == number[order[:-1]]
-    distances[order[1:][same]] = (first[order[1:]] - first[order[:-1]])[same]
-    return distances
+    return pd.Series(first).groupby(pd.Series(keys)).diff().fillna(0).to_numpy(np.int64)
 
 
-def categories(units: Units) -> Int[np.ndarray, " units"]:
-    """The kind of word that each unit belongs to, as indices of CATEGORIES. Heuristics, in this order:
+def categories(units: Units) -> np.ndarray:
+    """The kind of word that each unit belongs to: names of CATEGORIES. Heuristics, in this order:
 
     - title: in a line of at most 80 characters that begins with chapter, book, part, act, scene, section, canto,
       volume, letter or appendix and a number; or that is between blank lines and marked as a heading of Markdown, LaTeX
@@ -140,22 +134,20 @@ def categories(units: Units) -> Int[np.ndarray, " units"]:
     ]
     present = set(texts)
     kinds = {text: _category(text, present) for text in present}
-    found = np.fromiter((kinds[text] for text in texts), np.int64, len(texts))
-    found[units.ends == units.starts] = CATEGORIES.index("sign")
-    found[in_title & (found != CATEGORIES.index("sign"))] = CATEGORIES.index("title")
+    found = np.array([kinds[text] for text in texts], object)
+    found[units.ends == units.starts] = "sign"
+    found[in_title & (found != "sign")] = "title"
     return found
 
 
-def _category(word: str, present: set[str]) -> int:
+def _category(word: str, present: set[str]) -> str:
     if not any(map(str.isalnum, word)):
-        name = "sign"
-    elif IDENTIFIER.fullmatch(word) and not word[0].isdigit():
-        name = "identifier"
-    elif word[0].isupper() and len(word) > 1 and not ROMAN.fullmatch(word) and word.lower() not in present:
-        name = "name"
-    else:
-        name = "word"
-    return CATEGORIES.index(name)
+        return "sign"
+    if IDENTIFIER.fullmatch(word) and not word[0].isdigit():
+        return "identifier"
+    if word[0].isupper() and len(word) > 1 and not ROMAN.fullmatch(word) and word.lower() not in present:
+        return "name"
+    return "word"
 
 
 def _in_titles(units: Units) -> Bool[np.ndarray, " units"]:
