@@ -23,7 +23,7 @@ from meliad_like.studies.page import (
     tag,
     write_page,
 )
-from meliad_like.studies.readings import Chosen, Reading, differences, write_summary
+from meliad_like.studies.readings import Chosen, Reading, changed_settings, write_summary
 from meliad_like.studies.text_view import pack, text_view
 from meliad_like.tables import Table, number
 
@@ -294,5 +294,5 @@ def _facts(first: Reading, other: Reading, chosen: Chosen, settings: Settings) -
 
 
 def _differences(first: Reading, other: Reading) -> list[Element]:
-    rows = differences(first.subject.run, other.subject.run)
+    rows = changed_settings(first.subject.run, other.subject.run)
     return [table(("where their settings differ", "first", "other"), rows)] if rows else []

@@ -1,7 +1,5 @@
-"""What reading on is worth: loss by position in the document (Block-Recurrent Transformers, appendix H, Figure 6)."""
+"""Loss by position in the document (Block-Recurrent Transformers, appendix H, Figure 6)."""
 
-import csv
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +7,11 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float, Int
 
 from meliad_like.studies.page import Chart, Series, facts_table, figure, paragraph, section, tag, write_page
-from meliad_like.studies.readings import Chosen, Reading, Request, choose, open_subject, read
+from meliad_like.studies.readings import Chosen, Reading, Request, choose, open_subject, read, write_summary
 
 FIRST_BIN = 32  # tokens, of which there are too few for smaller bins
 BINS_PER_OCTAVE = 4
@@ -35,12 +34,12 @@ class Curves:
 
     @property
     def cumulative(self) -> Float[np.ndarray, "models bins"]:
-        """Bits per token up to the end of each bin, over all documents, the short ones as far as they go."""
+        """Bits per token up to the end of each bin, over all documents; short ones count up to their ends."""
         return self.bits.sum(axis=1).cumsum(axis=1) / self.tokens.sum(axis=0).cumsum()
 
     @property
     def num_documents(self) -> Int[np.ndarray, " bins"]:
-        """How many documents have tokens in each bin."""
+        """The number of documents with tokens in each bin."""
         return (self.tokens > 0).sum(axis=0)
 
     def gains(self, other: int) -> Float[np.ndarray, " bins"]:
@@ -48,7 +47,7 @@ class Curves:
         return self.local[other] - self.local[0]
 
     def interval(self, other: int) -> Float[np.ndarray, "2 bins"]:
-        """From where to where 90% of the gains are, when the documents are drawn anew from these documents."""
+        """The 90% interval of the gains when the documents are resampled with replacement (bootstrap)."""
         saved = self.bits[other] - self.bits[0]
         num_documents = len(self.tokens)
         drawn = np.random.default_rng(0).multinomial(
@@ -60,7 +59,7 @@ class Curves:
 
 
 def curves(losses: Sequence[Sequence[Float[np.ndarray, " targets"]]], first_bin: int = FIRST_BIN) -> Curves:
-    """Sums up losses in nats, by model and document. Bins grow with the position, four to a doubling."""
+    """Sums of losses in nats, by model and document, in bins that grow with the position, four to a doubling."""
     longest = max(map(len, losses[0]))
     octaves = np.arange(0, max(math.log2(longest / first_bin), 0), 1 / BINS_PER_OCTAVE)
     edges = np.unique(np.rint(np.append(0, first_bin * 2**octaves)).astype(int))
@@ -135,7 +134,7 @@ def _figures(readings: Sequence[Reading], result: Curves) -> list[Element]:
             "tokens read",
             "bits per token",
             lines(ends, result.cumulative),
-            "Mean over all tokens up to there, of all documents, the short ones as far as they go.",
+            "Mean over all tokens up to there, of all documents; short ones count up to their ends.",
             log_x=True,
             from_zero=False,
         ),
@@ -144,7 +143,7 @@ def _figures(readings: Sequence[Reading], result: Curves) -> list[Element]:
             "position in the document, tokens",
             "bits per token",
             lines(centres, result.local),
-            "Mean over the tokens around there; further on, fewer and longer documents are left, so that a curve may "
+            "Mean over the tokens around there. At later positions only longer documents are left, so that a curve may "
             "rise or fall with them.",
             log_x=True,
             from_zero=False,
@@ -153,7 +152,7 @@ def _figures(readings: Sequence[Reading], result: Curves) -> list[Element]:
     charts += [_gain_chart(readings, result, other, centres) for other in range(1, len(readings))]
     charts.append(
         Chart(
-            "Documents that are so long",
+            "Documents of at least this length",
             "position in the document, tokens",
             "documents",
             [Series("", edges, result.num_documents, "bars", "muted")],
@@ -171,7 +170,7 @@ def _gain_chart(readings: Sequence[Reading], result: Curves, other: int, centres
     if len(result.tokens) >= FEWEST_DOCUMENTS:
         low, high = result.interval(other)
         series.append(Series("90% interval over documents", centres, high, "band", "muted", low))
-        caption += " The interval comes from drawing the documents anew, 500 times."
+        caption += f" The interval is a bootstrap over the documents ({RESAMPLES} resamples)."
     return Chart(
         f"What {readings[0].label} saves against {readings[other].label}",
         "position in the document, tokens",
@@ -190,22 +189,13 @@ def _write_numbers(folder: Path, readings: Sequence[Reading], chosen: Chosen, re
         tokens=result.tokens,
         bits=result.bits,
     )
-    with (folder / "curves.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        names = [f"{kind}: {reading.label}" for kind in ("local", "cumulative") for reading in readings]
-        writer.writerow(("start", "stop", "documents", "tokens", *names))
-        columns = (
-            result.edges[:-1],
-            result.edges[1:],
-            result.num_documents,
-            result.tokens.sum(axis=0),
-            *result.local,
-            *result.cumulative,
-        )
-        writer.writerows(zip(*(column.tolist() for column in columns), strict=True))
-    saved = {
-        "models": [reading.details() for reading in readings],
-        "split": chosen.split_name,
-        "store": chosen.store.fingerprint,
+    columns = {
+        "start": result.edges[:-1],
+        "stop": result.edges[1:],
+        "documents": result.num_documents,
+        "tokens": result.tokens.sum(axis=0),
     }
-    (folder / "summary.json").write_text(json.dumps(saved, indent=2) + "\n")
+    for kind, values in (("local", result.local), ("cumulative", result.cumulative)):
+        columns |= {f"{kind}: {reading.label}": line for reading, line in zip(readings, values, strict=True)}
+    pd.DataFrame(columns).to_csv(folder / "curves.csv", index=False)
+    write_summary(folder, chosen, {"models": [reading.details() for reading in readings]})

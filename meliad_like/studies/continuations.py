@@ -5,7 +5,6 @@ document and goes on in the next one, into which only its memory reaches. Beside
 after the same first token (which the context's window predicts), as if a document began there.
 """
 
-import json
 import math
 import re
 import statistics
@@ -30,7 +29,15 @@ from meliad_like.studies.page import (
     tag,
     write_page,
 )
-from meliad_like.studies.readings import Chosen, Request, Subject, choose, open_subject, with_distinct_labels
+from meliad_like.studies.readings import (
+    Chosen,
+    Request,
+    Subject,
+    choose,
+    open_subject,
+    with_distinct_labels,
+    write_summary,
+)
 
 TOPICAL = re.compile(r"[^\W\d_]{5,}")
 REMEMBERED, FORGOTTEN = "with the memory of the context", "without it"
@@ -156,7 +163,7 @@ def _write(
         "passages": [passage._asdict() | {"name": chosen.documents.names[passage.document]} for passage in passages],
     }
     request.output.mkdir(parents=True, exist_ok=True)
-    (request.output / "continuations.json").write_text(json.dumps(details, indent=2, ensure_ascii=False) + "\n")
+    write_summary(request.output, chosen, details, "continuations.json")
     seen = {s.label: int(s.opened.model.num_visible(np.array(context_tokens))) - 1 for s in subjects}
     sight = "; ".join(f"{label}: {number:,} tokens" if number else f"{label}: none" for label, number in seen.items())
     lead = [

@@ -12,8 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from meliad_like.config.construction import to_bindings
-from meliad_like.config.run import RunConfig
+from meliad_like.config import RunConfig, differences
 from meliad_like.data.subset import Subset, random_order
 from meliad_like.data.token_store import Split, TokenStore, short
 from meliad_like.errors import UserError
@@ -27,13 +26,13 @@ class Request(NamedTuple):
 
     checkpoint: str
     step: int | None
-    others: tuple[str, ...]
+    others: Sequence[str]
     other_step: int | None
-    gin_params: tuple[str, ...]
+    gin_params: Sequence[str]
     store: str | None
     split: str
-    documents: tuple[str, ...]
-    """Names; none: `num_documents` of chance."""
+    documents: Sequence[str]
+    """Names; none: `num_documents` random ones."""
     num_documents: int | None
     """None: all."""
     unit: str
@@ -44,9 +43,9 @@ class Request(NamedTuple):
     context_tokens: int | None
     """None: a window."""
     num_contexts: int
-    """In each document, at most."""
+    """The most in each document."""
     num_tokens: int
-    """To write after each context."""
+    """The number to write after each context."""
     output: Path
 
 
@@ -66,7 +65,7 @@ class Subject(NamedTuple):
         return self.opened.run
 
     def details(self) -> dict[str, Any]:
-        """For a caption, and for JSON."""
+        """Facts for a table of the page, and for JSON."""
         return {
             "label": self.label,
             "checkpoint": self.folder,
@@ -88,7 +87,7 @@ class Chosen(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Says so where it is a part of the split."""
+        """The split, and how many of its documents were read."""
         number = len(self.documents.names)
         which = f"{number:,}" if number == self.num_in_split else f"{number:,} of {self.num_in_split:,}"
         documents = "document" if self.num_in_split == 1 else "documents"
@@ -96,17 +95,17 @@ class Chosen(NamedTuple):
 
     @property
     def description(self) -> str:
-        """With the fingerprint of the token store."""
+        """The title, with the token store and its fingerprint."""
         return f"{self.title}; token store {self.store.folder} ({short(self.store.fingerprint)})"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model made of documents, token by token."""
+    """The losses of a model on the documents, token by token."""
 
     subject: Subject
     losses: list[Float[np.ndarray, " targets"]]
-    """Nats of each document's tokens but the first."""
+    """Nats of the tokens of each document, but for its first."""
 
     @property
     def label(self) -> str:
@@ -121,12 +120,12 @@ class Reading:
         return sum(float(nats.sum(dtype=np.float64)) for nats in self.losses) / math.log(2) / self.num_targets
 
     def details(self) -> dict[str, Any]:
-        """For a caption, and for JSON."""
+        """Facts for a table of the page, and for JSON."""
         return self.subject.details() | {"bits per token": self.bits_per_token}
 
 
 def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None = None, label: str = "") -> Subject:
-    """Opens a checkpoint; its label, unless given, is its run's folder, the step if asked for, and what is changed.
+    """Opens a checkpoint. The default of its label is the run's folder, the step if it is given, and what is changed.
 
     Raises:
       UserError: as `open_with`.
@@ -136,16 +135,16 @@ def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None =
 
 
 def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
-    """The same; where two have one label, all get their folders and steps for labels."""
+    """The subjects, with folders and steps as labels if two of them have the same label."""
     if len({subject.label for subject in subjects}) == len(subjects):
         return list(subjects)
     return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
 
 
 def choose(subjects: Sequence[Subject], request: Request) -> Chosen:
-    """The documents to read, of the store that was asked for or else the one that the first model was trained with.
+    """The documents to read, of the requested store or of the one that the first model was trained with.
 
-    Without names they are drawn once and for all, in an order of chance.
+    Without names they are random, and the same ones each time.
 
     Raises:
       UserError: there is no such store, split or document, or a model has another vocabulary than the store.
@@ -171,7 +170,7 @@ def _index(documents: Split, name: str, split: str) -> int:
 
 
 def read(subject: Subject, chosen: Chosen) -> Reading:
-    """Has a model read the documents, each from the beginning of a segment."""
+    """Lets a model read the documents, each from the beginning of a segment."""
     opened = subject.opened
     evaluator = make_evaluator(
         opened.run,
@@ -182,7 +181,9 @@ def read(subject: Subject, chosen: Chosen) -> Reading:
         documents=chosen.documents,
         whole_segments=True,
     )
-    return Reading(subject, with_progress(subject.label, lambda told: evaluator.token_losses(opened.params, told)))
+    return Reading(
+        subject, with_progress(subject.label, lambda progress: evaluator.token_losses(opened.params, progress))
+    )
 
 
 def _label(folder: str, gin_params: Sequence[str], step: int | None) -> str:
@@ -198,12 +199,7 @@ def write_summary(folder: Path, chosen: Chosen, details: dict[str, Any], name: s
     (folder / name).write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def differences(first: RunConfig, other: RunConfig) -> list[tuple[str, str, str]]:
-    """The settings of model, segments and training in which two runs differ: name and both values."""
-    ours, theirs = (to_bindings(run, "") for run in (first, other))
-    rows = []
-    for key in [*ours, *(key for key in theirs if key not in ours)]:
-        a, b = (str(run[key].value) if key in run else "-" for run in (ours, theirs))
-        if a != b and not key.startswith(("SourceConfig.", "MeshConfig.")):
-            rows.append((key, a, b))
-    return rows
+def changed_settings(first: RunConfig, other: RunConfig) -> list[tuple[str, str, str]]:
+    """The settings in which two runs differ, apart from documents and mesh: name and both values."""
+    found = differences(first, other).items()
+    return [(name, str(a), str(b)) for name, (a, b) in found if not name.startswith(("source.", "mesh."))]
