@@ -21,6 +21,8 @@ setup(
     package_dir={"meliad_like.gin_files": "gin"},
     package_data={"meliad_like.gin_files": ["**/*.gin"], "meliad_like.studies": ["*.css", "*.js"]},
     install_requires=REQUIREMENTS,
+    # Modules that register kinds when they are imported (meliad_like/registry.py).
+    entry_points={"meliad_like.kinds": ["ancient_history = meliad_like.history.config"]},
     extras_require={
         "base": [],  # so that launch/environment.sh always names an extra
         "tpu": ["jax[tpu]>=0.10", "gcsfs>=2025.3"],

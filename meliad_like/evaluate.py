@@ -49,13 +49,14 @@ def main() -> None:
     import jax
     from rich.console import Console
 
+    from meliad_like.config import read_changes
     from meliad_like.evaluation import report
     from meliad_like.evaluation.baselines import compressed_bits_per_byte
     from meliad_like.mesh import parameter_shardings
     from meliad_like.run.evaluator import make_evaluator
     from meliad_like.run.opening import open_store, open_with
 
-    opened, mesh = open_with(CHECKPOINT.value, command_line.GIN_PARAM.value, STEP.value)
+    opened, mesh = open_with(CHECKPOINT.value, read_changes((), command_line.GIN_PARAM.value), STEP.value)
     store = open_store(opened, CHECKPOINT.value, STORE.value, PREPARE.value)
     run, model, vocabulary, split = opened.run, opened.model, opened.vocabulary, store.split(SPLIT.value)
     if PROTOCOL.value:
@@ -104,7 +105,7 @@ def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Split | 
     from etils import epath
     from rich.console import Console
 
-    from meliad_like.data.stream import Concatenated
+    from meliad_like.data.readers import Concatenated
     from meliad_like.evaluation import protocols, report
 
     if COMPARE.value or MAX_TOKENS.value is not None:

@@ -13,6 +13,7 @@ from meliad_like.run.opening import write_checkpoint
 
 # Windows of 24: two spans of 6 at every third position, 12 recent tokens, 4 of them targets.
 HISTORY = [
+    "RunConfig.data = 'ancient_history'",
     "HistoryConfig.window_length = 24",
     "HistoryConfig.history_length = 12",
     "HistoryConfig.span_length = 6",

@@ -15,7 +15,7 @@ import pytest
 from meliad_like.config import RunConfig
 from meliad_like.conversion.checkpoint import convert_from_meliad, convert_to_meliad, read_meliad
 from meliad_like.conversion.meliad import from_meliad, to_meliad
-from meliad_like.data.readers import ReaderConfig
+from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import DecoderConfig
@@ -44,7 +44,7 @@ def config_of(name):
 
 
 def run_of(config):
-    return RunConfig(model=config, data=ReaderConfig(segment_length=8, tokens_per_step=8))
+    return RunConfig(model=config, data=LanesReaderConfig(segment_length=8, tokens_per_step=8))
 
 
 def reference_arrays(config, seed=0):

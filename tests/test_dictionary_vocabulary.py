@@ -5,7 +5,7 @@ import pytest
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary, count_words, read_dictionary
 from meliad_like.data.documents import SourceConfig
 from meliad_like.data.preparation import prepare
-from meliad_like.data.stream import Concatenated
+from meliad_like.data.readers import Concatenated
 from meliad_like.data.vocabulary import VocabularyConfig, load_vocabulary, make_vocabulary
 from meliad_like.errors import UserError
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from meliad_like import config
+from meliad_like.config import read_changes
 from meliad_like.data.preparation import prepare
 from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig, make_vocabulary
 from meliad_like.errors import UserError
@@ -131,15 +132,13 @@ def test_the_store_is_made_with_the_vocabulary_of_the_checkpoint(workdir, tmp_pa
 
 
 def test_parameters_change_the_config_but_not_the_shapes(workdir):
-    opened, mesh = open_with(workdir, ["ReaderConfig.segment_length = 32", "MeshConfig.fsdp = 2"])
+    opened, mesh = open_with(workdir, read_changes((), ["ReaderConfig.segment_length = 32", "MeshConfig.fsdp = 2"]))
     assert (opened.run.data.segment_length, mesh.shape["fsdp"], opened.step) == (32, 2, 3)
-    assert open_with(workdir, ["DecoderConfig.clear_states = True"])[0].model.config.clear_states
-    with pytest.raises(
-        UserError, match=r"DecoderConfig.num_layers would need other parameters than those of the check"
-    ):
-        open_with(workdir, ["DecoderConfig.num_layers = 4"])
+    assert open_with(workdir, read_changes((), ["DecoderConfig.clear_states = True"]))[0].model.config.clear_states
+    with pytest.raises(UserError, match=r"model.num_layers would need other parameters than those of the check"):
+        open_with(workdir, read_changes((), ["DecoderConfig.num_layers = 4"]))
     with pytest.raises(UserError, match="the checkpoint has no macros; bind Class.parameter = value"):
-        open_with(workdir, ["RECURRENT_LAYERS = (1,)"])
+        open_with(workdir, read_changes((), ["RECURRENT_LAYERS = (1,)"]))
 
 
 class TextSplit:

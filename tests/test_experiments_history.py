@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
@@ -18,8 +19,10 @@ from meliad_like.experiments import ancient_history, history_report
 from meliad_like.experiments.ancient_history import HistoryExperiment
 from meliad_like.experiments.tables.ancient_history import ALWAYS, PAPER, ROWS, SCALES, rows_of
 from meliad_like.history import commands
+from meliad_like.history.config import HistorySettings
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
+from meliad_like.run.opening import saved_config
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +56,12 @@ def test_rows_of_a_scale():
 
 @pytest.mark.parametrize("name", SCALES)
 def test_scales_are_configs(name):
-    run = config.parse([], [f"{key} = {value!r}" for key, value in SCALES[name].bindings.items()])
-    sizes = run.history.window_length, run.history.history_length, run.history.span_length, run.history.stride
+    bindings = [f"{key} = {value!r}" for key, value in SCALES[name].bindings.items()]
+    _, settings = config.parse_with([], bindings, HistorySettings)
+    history = settings.history
+    sizes = history.window_length, history.history_length, history.span_length, history.stride
     assert sizes == ((256, 128, 32, 64) if name == "tiny" else (1024, 512, 64, 256))
-    assert run.selector.train_encoder is (name != "tiny")
+    assert settings.selector.train_encoder is (name != "tiny")
 
 
 def experiment(place, **changes):
@@ -68,6 +73,13 @@ def experiment(place, **changes):
     ]
     made = HistoryExperiment("tiny", (), (*params, *BINDINGS), place / "table", str(place / "model"), **changes)
     return made, scale
+
+
+def changed_model(request):
+    """Which fields of the checkpoint's model a request changes."""
+    saved = saved_config(request.checkpoint)
+    changed, _ = request.changes(saved, HistorySettings())
+    return {path: new for path, (_, new) in config.differences(saved, changed).items() if path.startswith("model.")}
 
 
 def test_the_table_is_made_once(tmp_path, monkeypatch):
@@ -98,7 +110,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     assert (place / "table" / "ancient_history.png").stat().st_size > 10_000
 
     def never(request, *_, **__):
-        raise AssertionError(f"it is done, with {request.gin_params}")
+        raise AssertionError(f"it is done, with {changed_model(request)}")
 
     with monkeypatch.context() as patch:
         for module, name in ((commands, "score"), (commands, "train"), (commands, "evaluate_selections")):
@@ -107,7 +119,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
         with pytest.raises(AssertionError, match="it is done"):
             experiment(place, split="train")[0].make()
         rounded = dataclasses.replace(made, gin_params=(*made.gin_params, "PretrainedConfig.matmul_dtype = 'bfloat16'"))
-        with pytest.raises(AssertionError, match="matmul_dtype = 'bfloat16'"):
+        with pytest.raises(AssertionError, match="'model.matmul_dtype': 'bfloat16'"):
             rounded.make()
         # Another selector in the place of one that was evaluated, although it is the best at the same step.
         patch.setattr(HistoryExperiment, "_train", lambda self, row: 0)
@@ -125,12 +137,13 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
 def test_what_is_done_is_of_one_model_and_its_documents(tmp_path, monkeypatch):
     place = make_place(tmp_path)
     monkeypatch.setattr(ancient_history, "bindings_of", lambda folder: [])
+    shutil.copytree(place / "model", place / "other")
     scored, bound = [], []
 
     def score(request, folder):
         folder.mkdir(parents=True, exist_ok=True)
         scored.append((request.checkpoint, request.store))
-        bound.append([param for param in request.gin_params if param.startswith("PretrainedConfig.")])
+        bound.append(changed_model(request))
 
     monkeypatch.setattr(commands, "score", score)
     made, _ = experiment(place)
@@ -140,7 +153,7 @@ def test_what_is_done_is_of_one_model_and_its_documents(tmp_path, monkeypatch):
     dataclasses.replace(made, load_dir=str(place / "other"))._score()
     assert scored[1:] == [(str(place / "other"), str(place / "store"))]
     (place / "documents" / "train" / "four.txt").write_text("Gomin met Arodan. " * 9)
-    run = made.run()
+    run, _ = made.run()
     prepare(run.source, run.vocabulary, place / "more", num_workers=1)
     more = tuple(param.replace(str(place / "store"), str(place / "more")) for param in made.gin_params)
     dataclasses.replace(made, load_dir=str(place / "other"), gin_params=more)._score()
@@ -148,7 +161,7 @@ def test_what_is_done_is_of_one_model_and_its_documents(tmp_path, monkeypatch):
     # What is said of how the model computes is heard, and is another reading.
     rounded = "PretrainedConfig.activation_dtype = 'bfloat16'"
     dataclasses.replace(made, gin_params=(*made.gin_params, rounded))._score()
-    assert bound == [[], [], [], [rounded]]
+    assert bound == [{}, {}, {}, {"model.activation_dtype": "bfloat16"}]
 
 
 @pytest.mark.parametrize(("oracle", "end"), [(2.0, "the best ones +2.00: 50% of the way."), (1.0, "best ones +1.00.")])

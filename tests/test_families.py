@@ -57,8 +57,8 @@ def test_bindings_of_another_family_are_an_error_that_says_which_one_the_run_has
 
 
 def test_a_part_of_the_run_is_bound_by_its_class():
-    assert "RunConfig.data has fields of its own: bind ReaderConfig.FIELD = ..." in message(
-        gin_params=["RunConfig.data = 3"]
+    assert "RunConfig.mesh has fields of its own: bind MeshConfig.FIELD = ..." in message(
+        gin_params=["RunConfig.mesh = 3"]
     )
 
 

@@ -15,7 +15,7 @@ from meliad_like.config import RunConfig
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
 from meliad_like.data.documents import SourceConfig
 from meliad_like.data.preparation import prepare
-from meliad_like.data.readers import ReaderConfig
+from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
@@ -40,7 +40,7 @@ CONFIG = DecoderConfig(
     gate="lstm",
     cell="dual",
 )
-RUN = RunConfig(model=CONFIG, data=ReaderConfig(segment_length=N, tokens_per_step=N))
+RUN = RunConfig(model=CONFIG, data=LanesReaderConfig(segment_length=N, tokens_per_step=N))
 BYTES = ByteVocabulary()
 END = BYTES.end_of_document
 

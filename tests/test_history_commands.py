@@ -9,6 +9,7 @@ import pytest
 from history_place import make_place
 from tiny_run import ROOT, environment
 
+from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
 from meliad_like.history.evaluation import DocumentSums, read_strides
@@ -34,7 +35,7 @@ def scores(place):
 
 
 def request(place, *gin_params, **changes):
-    return Request(str(place / "model"), gin_params=gin_params, batch_size=8, **changes)
+    return Request(str(place / "model"), changes=read_changes((), gin_params), batch_size=8, **changes)
 
 
 def test_every_candidate_has_its_score(place, scores, capsys):

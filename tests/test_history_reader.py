@@ -12,16 +12,17 @@ from history_place import make_place
 from tiny_run import mesh_of_the_first_devices, read_metrics
 
 from meliad_like import config
-from meliad_like.data.readers import ReaderConfig
+from meliad_like.data.readers import ReaderInputs
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.history import commands
+from meliad_like.history.config import SELECTIONS, FileSelection, RandomSelection, RecentSelection
 from meliad_like.history.evaluation import evaluate
 from meliad_like.history.losses import TargetLosses
 from meliad_like.history.opening import Request
-from meliad_like.history.reader import HistoryReader, evaluation_reader, make_history_reader, make_selection
+from meliad_like.history.reader import HistoryReader, make_selection
 from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import HistoryConfig, separator_token, stride_of
 from meliad_like.mesh import MeshConfig, make_mesh
@@ -31,7 +32,7 @@ from meliad_like.run.training import train
 
 # A window of 12 is three blocks of 4: spans of 2 fill up to 4, 8 are recent, 3 of them targets.
 CONFIG = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, separator="")
-READER = ["ReaderConfig.kind = 'ancient_history'", "TrainingConfig.num_steps = 2", "TrainingConfig.log_every = 1"]
+READER = ["TrainingConfig.num_steps = 2", "TrainingConfig.log_every = 1"]
 
 
 def make(lengths, num_lanes=1, windows=2, **changes):
@@ -103,7 +104,7 @@ def test_lanes_are_made_apart_and_orders_are_the_seeds():
 @pytest.mark.parametrize("name", ["random", "recent", "prefix_overlap"])
 def test_spans_are_chosen_among_all_candidates(name):
     of_all, of_some = (
-        make_selection(ReaderConfig(selection=name), dataclasses.replace(CONFIG, max_candidates=most), None, "train")
+        make_selection(SELECTIONS[name](), dataclasses.replace(CONFIG, max_candidates=most), None, "train")
         for most in (None, 2)
     )
     stride, tokens = stride_of(30, 100, CONFIG), np.arange(100) % 7
@@ -124,7 +125,7 @@ def test_the_shipped_files_read_bytes(name):
         f"ancient_history/train_{name}.gin",
     ]
     run, store = config.parse(files, []), SimpleNamespace(vocabulary=ByteVocabulary())
-    reader = make_history_reader(run, Letters([3000]), store, "train", num_lanes=1, shuffle=False, epochs=1)
+    reader = run.data.make(ReaderInputs(Letters([3000]), store, "train", 1, 512, shuffle=False, epochs=1))
     inputs = np.concatenate([reader.batch(step, [0]).inputs for step in range(reader.num_steps)])
     # Windows that end at 2048 and later have eight spans, each with a line break in its last place.
     assert (inputs == 10).sum() == 5 * 8
@@ -205,19 +206,19 @@ def test_other_families_are_trained_and_evaluated(place, model, tmp_path):
 def test_an_evaluation_with_the_reader_is_that_of_the_command(place):
     """Of `evaluation.evaluate` every stride is read by itself; here a document's first ones are read together."""
     run = run_of(place, "MeshConfig.data = -1")
-    opened, mesh = open_with(place[0] / "model", ["ReaderConfig.kind = 'ancient_history'"])
+    opened, mesh = open_with(place[0] / "model")
     store = TokenStore(run.data.store)
     split = store.split("test")
     evaluator = Evaluator(
         opened.model, split, mesh, name="test", segment_length=24, max_lanes=8,
-        read=evaluation_reader(opened.run, store, "test"),
+        read=opened.run.data.evaluation_reader(store, "test", 24),
     )  # fmt: skip
     nats = [document.nats for document in evaluator(opened.params).documents]
     single = make_mesh(MeshConfig(data=1), jax.devices()[:1])
     params = jax.device_put(opened.params, jax.devices()[0])
     losses = TargetLosses(opened.model, params, single, length=24, max_targets=4, batch_size=4)
-    separator = separator_token(run.history, store.vocabulary)
-    evaluation = evaluate(losses, split, [Ranking("random", run.history)], run.history, separator)
+    separator = separator_token(run.data.history, store.vocabulary)
+    evaluation = evaluate(losses, split, [Ranking("random", run.data.history)], run.data.history, separator)
     np.testing.assert_allclose(nats, evaluation["random"].nats, rtol=1e-5)
     assert abs(evaluation["random"].nats - evaluation["baseline"].nats).max() > 0.01
 
@@ -228,23 +229,23 @@ def test_selections_made_in_advance(place, tmp_path):
     run, store = run_of(place), TokenStore(place[0] / "store")
     split = store.split("train")
 
-    def reader(**data):
-        selection = make_selection(ReaderConfig(**data), run.history, store, "train")
+    def reader(kind):
+        selection = make_selection(kind, run.data.history, store, "train")
         return HistoryReader(
-            split, 1, 24, 24, config=run.history, separator=10, selection=selection, vocabulary_size=257
+            split, 1, 24, 24, config=run.data.history, separator=10, selection=selection, vocabulary_size=257
         )
 
     from_file, recent, random = (
-        reader(selection="file", selections=str(tmp_path)), reader(selection="recent"), reader(selection="random")
+        reader(FileSelection(str(tmp_path))), reader(RecentSelection()), reader(RandomSelection())
     )  # fmt: skip
     batches = [[r.batch(step, [0]).inputs for step in range(20)] for r in (from_file, recent, random)]
     np.testing.assert_array_equal(batches[0], batches[1])
     assert np.not_equal(batches[0], batches[2]).any()
     with pytest.raises(UserError, match="there are no selections at .*validation: make them with"):
-        make_selection(ReaderConfig(selection="file", selections=str(tmp_path)), run.history, store, "validation")
-    other = config.parse([], [*place[1], "HistoryConfig.order = 'document'"]).history
+        make_selection(FileSelection(str(tmp_path)), run.data.history, store, "validation")
+    other = config.parse([], [*place[1], "HistoryConfig.order = 'document'"]).data.history
     with pytest.raises(UserError, match="HistoryConfig.order is 'ascending' there and 'document' here"):
-        make_selection(ReaderConfig(selection="file", selections=str(tmp_path)), other, store, "train")
+        make_selection(FileSelection(str(tmp_path)), other, store, "train")
 
 
 def test_what_an_oracle_selected_says_in_every_output_that_it_leaks(place, tmp_path, capsys):
@@ -252,8 +253,8 @@ def test_what_an_oracle_selected_says_in_every_output_that_it_leaks(place, tmp_p
         request = Request(str(place[0] / "model"), split=split, batch_size=8)
         commands.select_spans(request, tmp_path / split, ["overlap_oracle"])
     bindings = [
-        "ReaderConfig.selection = 'file'",
-        f"ReaderConfig.selections = '{tmp_path}'",
+        "AncientHistoryReaderConfig.selection = 'file'",
+        f"FileSelection.folder = '{tmp_path}'",
         "TrainingConfig.evaluate_every = 2",
         "TrainingConfig.evaluate_split = 'test'",
     ]
@@ -275,8 +276,11 @@ def test_what_an_oracle_selected_says_in_every_output_that_it_leaks(place, tmp_p
         ),
         (["PretrainedConfig.window_length = 12"], "HistoryConfig.window_length=24 needs a model with window_length=24"),
         (["PretrainedConfig.overlap = 3"], "needs a model with window_length=24 and overlap=0"),
-        (["ReaderConfig.selection = 'file'"], "selection='file' with ReaderConfig.selections='': only"),
-        (["ReaderConfig.selections = 'x'"], "selection='random' with ReaderConfig.selections='x': only"),
+        (["AncientHistoryReaderConfig.selection = 'file'"], "selection='file' needs FileSelection.folder, with"),
+        (
+            ["FileSelection.folder = 'x'"],
+            "nothing reads FileSelection.folder: AncientHistoryReaderConfig.selection",
+        ),
     ],
 )
 def test_what_does_not_fit(place, bindings, message):

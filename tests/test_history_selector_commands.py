@@ -11,6 +11,7 @@ import tiny_run
 from history_runs import BINDINGS, make_place
 from study_runs import Page, assert_safe
 
+from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
 from meliad_like.history.opening import Request
@@ -44,7 +45,7 @@ def asked(place, *more, split="train", **changes):
         checkpoint=str(place / "model"),
         store=str(place / "store"),
         split=split,
-        gin_params=(*BINDINGS, *more),
+        changes=read_changes((), (*BINDINGS, *more)),
         **changes,
     )
 

@@ -7,8 +7,8 @@ import pytest
 
 from meliad_like import config
 from meliad_like.data.preparation import prepare
-from meliad_like.data.readers import ReaderConfig
 from meliad_like.errors import UserError
+from meliad_like.history.config import FileSelection
 from meliad_like.history.documents import choose
 from meliad_like.history.reader import make_selection
 from meliad_like.history.selection import Ranking
@@ -61,7 +61,7 @@ def test_a_selection_from_a_file_is_that_of_the_document_itself(store, tmp_path)
         return split.tokens(document, 0, int(split.lengths[document]))
 
     selections.fill(lambda strides: (chosen(tokens(stride.document), stride) for stride in strides))
-    choose_again = make_selection(ReaderConfig(selection="file", selections=str(tmp_path)), HISTORY, store, "train")
+    choose_again = make_selection(FileSelection(str(tmp_path)), HISTORY, store, "train")
     compared = 0
     for document, length in enumerate(split.lengths.tolist()):
         for stride in strides(length, HISTORY, document):

@@ -11,10 +11,11 @@ from study_runs import request
 from tiny_run import mesh_of_the_first_devices, read_metrics
 
 from meliad_like import config
-from meliad_like.config import from_json
+from meliad_like.config import from_json, read_changes
 from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained, convert_to_huggingface
 from meliad_like.data.preparation import prepare
+from meliad_like.data.readers import READERS
 from meliad_like.data.tokenizers_vocabulary import _byte_characters, read_tokenizer
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
@@ -49,7 +50,7 @@ BINDINGS = [
     "PretrainedConfig.max_positions = 12",
     "PretrainedConfig.window_length = 8",
     "PretrainedConfig.overlap = 2",
-    "ReaderConfig.kind = 'windows'",
+    "RunConfig.data = 'windows'",
     "ReaderConfig.segment_length = 32",
     "ReaderConfig.tokens_per_step = 128",
     "OptimizerConfig.name = 'adam'",
@@ -115,7 +116,7 @@ def trained(place):
 
 
 def evaluate(folder, *bindings):
-    opened, mesh = open_with(folder, ["MeshConfig.data = 8", *bindings])
+    opened, mesh = open_with(folder, read_changes((), ["MeshConfig.data = 8", *bindings]))
     store = training_setup.TokenStore(opened.run.data.store)
     evaluator = Evaluator(
         opened.model, store.split("test"), mesh, name="test", segment_length=2 * opened.model.config.window_length,
@@ -176,7 +177,7 @@ def test_other_windows_and_overlaps_are_evaluated_with_the_same_parameters(place
 
 @pytest.mark.parametrize("folder, window", [("ours", 12), ("trained", 8)])
 def test_text_of_any_length(place, trained, folder, window):
-    opened, _ = open_with(place / folder, ["MeshConfig.data = 8"])
+    opened, _ = open_with(place / folder, read_changes((), ["MeshConfig.data = 8"]))
     generator = Generator(
         opened.model, opened.params, segment_length=2 * window, end_of_document=256,
         sampling=SamplingConfig(temperature=0.0), stop_at_end=False,
@@ -228,7 +229,7 @@ def test_back_to_transformers(place, trained, tmp_path):
     again = open_checkpoint(tmp_path / "again")
     # The recurrence, with the windows that it was trained between, comes back as well.
     assert again.run.model == ours.run.model and ours.run.model.overlap == 2
-    assert again.run.data.kind == "windows"
+    assert READERS.name_of(again.run.data) == "windows"
     jax.tree.map(np.testing.assert_array_equal, again.params, ours.params)
     with pytest.raises(UserError, match="recurrence_width = 7, but .*back has 6"):
         changed = ["PretrainedConfig.recurrence_width = 7"]
@@ -267,7 +268,7 @@ def test_what_contradicts_is_named(place, tmp_path):
     refused("257 tokens and its vocabulary 258", "VocabularyConfig.size_multiple = 2")
     # Segments are as long as it says.
     refused("PretrainedConfig.window_length='long' must be int", "PretrainedConfig.window_length = 'long'")
-    with pytest.raises(UserError, match="windows with overlap=2 need ReaderConfig.kind='windows', not 'lanes'"):
-        train(run_of(place, "ReaderConfig.kind = 'lanes'", "MeshConfig.data = 1"), tmp_path / "run")
+    with pytest.raises(UserError, match="windows with overlap=2 need RunConfig.data='windows', not 'lanes'"):
+        train(run_of(place, "RunConfig.data = 'lanes'", "MeshConfig.data = 1"), tmp_path / "run")
     with pytest.raises(UserError, match="holds another model"):
         train(run_of(place, "PretrainedConfig.num_layers = 1", "MeshConfig.data = 1"), tmp_path / "b", place / "ours")

@@ -10,7 +10,7 @@ import pytest
 from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 
 from meliad_like.conversion.pretrained_names import GPT2, LLAMA, to_tensors
-from meliad_like.data.windows import WindowsReader
+from meliad_like.data.readers import WindowsReader
 from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig

@@ -4,6 +4,7 @@ import pytest
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
+from meliad_like.data.readers import READERS
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.training.stages import stages_of
@@ -45,7 +46,7 @@ def test_a_row_is_the_papers(row):
     run = config.parse([f"shortformer/{row}.gin"])
     *first, last = stages_of(run)
     model = last.run.model
-    actual = (model.position, model.cache_length, last.run.data.segment_length, run.data.kind)
+    actual = (model.position, model.cache_length, last.run.data.segment_length, READERS.name_of(run.data))
     assert model.window_length == last.run.data.segment_length
     for stage in first:
         actual += (stage.last_step, stage.run.data.segment_length)

@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 from fake_split import STRIDE, FakeSplit
 
-from meliad_like.data.readers import ReaderConfig
-from meliad_like.data.stream import ShuffledReader, StreamReader
+from meliad_like import config
+from meliad_like.data.readers import (
+    LanesReaderConfig,
+    ShuffledReader,
+    ShuffledReaderConfig,
+    StreamReader,
+    StreamReaderConfig,
+)
 from meliad_like.data.token_store import Totals
 from meliad_like.errors import UserError
 from meliad_like.training.reporting import bytes_per_target
@@ -13,6 +19,7 @@ from meliad_like.training.reporting import bytes_per_target
 LENGTHS = [7, 1, 20, 5, 11]
 STREAM = [STRIDE * document + place for document, n in enumerate(LENGTHS) for place in range(n)]
 END = 4999
+READERS = (StreamReaderConfig, ShuffledReaderConfig, LanesReaderConfig)
 
 
 def make(kind, num_lanes=2, segment_length=8, window_length=4, seed=0, lengths=LENGTHS, **arguments):
@@ -70,7 +77,7 @@ def test_every_token_is_a_target_exactly_once_an_epoch(kind, num_lanes):
 def test_bits_per_byte_are_over_the_targets_that_a_reader_has():
     """Of two documents of six tokens a stream predicts twelve, the other readers ten."""
     totals = Totals(documents=2, tokens=12, bytes=30, words=4)
-    assert [bytes_per_target(kind, totals) for kind in ("stream", "shuffled", "lanes")] == [2.5, 2.5, 3.0]
+    assert [bytes_per_target(reader(), totals) for reader in READERS] == [2.5, 2.5, 3.0]
 
 
 def test_shuffled_segments_are_segments_of_the_stream():
@@ -104,5 +111,5 @@ def test_a_token_out_of_range_is_named():
 
 
 def test_the_kind_of_reader_is_checked():
-    with pytest.raises(UserError, match="ReaderConfig.kind='streams' is not one of lanes, stream, shuffled"):
-        ReaderConfig(kind="streams")
+    with pytest.raises(UserError, match="RunConfig.data = 'streams' is none of ancient_history, lanes, shuffled"):
+        config.parse([], ["RunConfig.data = 'streams'"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from fake_split import STRIDE, FakeSplit
 
-from meliad_like.data.windows import WindowsReader
+from meliad_like.data.readers import WindowsReader
 from meliad_like.errors import UserError
 
 

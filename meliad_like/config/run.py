@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from meliad_like.config import construction
 from meliad_like.config.bindings import Bindings, collect
 from meliad_like.data.documents import SourceConfig
-from meliad_like.data.readers import ReaderConfig
+from meliad_like.data.readers import READERS, LanesReaderConfig, ReaderConfig
 from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.config import SelectorConfig, SelectorTrainingConfig
-from meliad_like.history.spans import HistoryConfig
 from meliad_like.mesh import MeshConfig
 from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.families import FAMILIES, ModelConfig, family_name
+from meliad_like.models.families import FAMILIES, ModelConfig
 from meliad_like.registry import Registry, kind_field
 from meliad_like.training.config import TrainingConfig
 from meliad_like.training.optimizers import OptimizerConfig
@@ -35,14 +34,8 @@ class RunConfig:
     """Where the documents come from."""
     vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
     """How text becomes tokens."""
-    data: ReaderConfig = field(default_factory=ReaderConfig)
+    data: ReaderConfig = kind_field(READERS, LanesReaderConfig)
     """How documents become batches."""
-    history: HistoryConfig = field(default_factory=HistoryConfig)
-    """What of a document's distant past comes into a window, where anything does."""
-    selector: SelectorConfig = field(default_factory=SelectorConfig)
-    """What learns which spans of that past are worth it."""
-    selector_training: SelectorTrainingConfig = field(default_factory=SelectorTrainingConfig)
-    """How it learns that."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """What turns gradients into updates."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -55,36 +48,14 @@ class RunConfig:
     """How the devices are laid out."""
 
     def __post_init__(self) -> None:
-        segment_length, window_length = self.data.segment_length, self.model.window_length
-        if segment_length % window_length:
-            raise UserError(f"segment_length={segment_length} must be a multiple of window_length={window_length}")
+        self.data.check_model(self.model)
         num_lanes, parts = self.data.num_lanes, self.training.gradient_accumulation
         if num_lanes % parts:
             raise UserError(
                 f"gradient_accumulation={parts} must divide the {num_lanes} lanes (tokens_per_step / segment_length)"
             )
-        if self.data.kind == "ancient_history":
-            self._check_history()
         if self.stages.num_steps:
             stages_of(self)
-
-    def _check_history(self) -> None:
-        """
-        Raises:
-          UserError: lengths don't divide, or the model would not see a window of ancient history as one.
-        """
-        k, w, n = self.history.window_length, self.model.window_length, self.data.segment_length
-        if n % k or k % w:
-            raise UserError(
-                f"segment_length={n} must be a multiple of HistoryConfig.window_length={k}, and that of the model's "
-                f"window_length={w}"
-            )
-        reading = FAMILIES[family_name(self.model)].reading_apart(self.model, k)
-        if reading != self.model:
-            raise UserError(
-                f"HistoryConfig.window_length={k} needs a model with window_length={k} and overlap=0, which here sees "
-                f"windows of window_length={w}"
-            )
 
 
 def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunConfig:
@@ -98,6 +69,16 @@ def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunC
       UserError: anything about them is wrong, on one line.
     """
     return build(collect(gin_files, gin_params))
+
+
+def parse_with(gin_files: Sequence[str], gin_params: Sequence[str], *others: Any) -> tuple[Any, ...]:
+    """The run, and the other configs that the same files and parameters describe, such as those of a command.
+
+    Args:
+      gin_files, gin_params: as for `parse`.
+      others: classes of the other configs, or configs whose values hold where nothing is bound.
+    """
+    return construction.build(collect(gin_files, gin_params), RunConfig, *others)
 
 
 def build(bindings: Bindings) -> RunConfig:

@@ -71,7 +71,7 @@ def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunC
         "VocabularyConfig.model_file": str(path),
     }
     if pretrained.config.recurrent:
-        defaults["ReaderConfig.kind"] = "windows"
+        defaults["RunConfig.data"] = "windows"
     given = {key: binding for key, binding in bindings.items() if not binding.of_base}
     window = given.get("PretrainedConfig.window_length", Binding(pretrained.config.window_length, "")).value
     # base.gin's segments are those of another window.

@@ -22,9 +22,8 @@ from jaxtyping import Bool, Float, Int
 
 from meliad_like.data.batch import AnyArray, Batch
 from meliad_like.data.loading import load_batches
-from meliad_like.data.readers import LanesReader, Reader, leaks_the_future
+from meliad_like.data.readers import LanesReader, Reader, WindowsReader, leaks_the_future
 from meliad_like.data.subset import Documents, Subset, random_subset
-from meliad_like.data.windows import WindowsReader
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.layers.sharding import MESH_AXES_OF
 from meliad_like.mesh import carry_shardings, lane_sharding, replicated

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meliad_like import config
-from meliad_like.config import RunConfig
-from meliad_like.config.bindings import collect
+from meliad_like.config import RunConfig, with_changes
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.experiments.history_report import write_report
@@ -25,13 +24,13 @@ from meliad_like.experiments.jobs import device_name, write_json
 from meliad_like.experiments.pretrained import bindings_of
 from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
 from meliad_like.history import commands
+from meliad_like.history.config import HistorySettings
 from meliad_like.history.evaluation import BASELINE, VERSION
 from meliad_like.history.opening import Request
 from meliad_like.history.selectors.checkpoint import open_selector
+from meliad_like.run.opening import saved_config
 
 DONE_NAME = "done.json"
-PARTS = ("history", "selector", "selector_training", "mesh")
-"""Of the config, what the commands of ancient history are told."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class HistoryExperiment:
     def rows(self) -> list[HistoryRow]:
         return rows_of(self.scale_name, self.chosen)
 
-    def run(self, row: HistoryRow | None = None) -> RunConfig:
-        """The config of a row; None: of what all rows have in common.
+    def run(self, row: HistoryRow | None = None) -> tuple[RunConfig, HistorySettings]:
+        """The config of a row, and the settings of its commands; None: what all rows have in common.
 
         Raises:
           UserError: files and parameters make no run, or there is no pretrained model.
@@ -77,11 +76,11 @@ class HistoryExperiment:
         bound = dict(self.scale.bindings) | dict((row and row.selector) or {})
         scaled = [f"{name} = {value!r}" for name, value in bound.items()]
         params = ["RunConfig.model = 'pretrained'", *bindings_of(Path(self.load_dir)), *scaled, *self.gin_params]
-        run = config.parse(self.gin_files, params)
+        run, settings = config.parse_with(self.gin_files, params, HistorySettings)
         if any(param.startswith("ReaderConfig.store") for param in self.gin_params):
-            return run
+            return run, settings
         # The task's documents in another vocabulary than the task's.
-        return replace(run, data=replace(run.data, store=f"{run.data.store}_{Path(self.load_dir).name}"))
+        return with_changes(run, {"data.store": f"{run.data.store}_{Path(self.load_dir).name}"}), settings
 
     def make(self) -> int:
         """Does what is not done yet, and writes the table.
@@ -89,7 +88,7 @@ class HistoryExperiment:
         Returns:
           The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM while a selector was trained.
         """
-        common = self.run()
+        common, _ = self.run()
         if not (Path(common.data.store).expanduser() / STORE_NAME).exists():
             prepare(common.source, common.vocabulary, common.data.store)
         trained = [row for row in self.rows if row.selector is not None]
@@ -109,40 +108,34 @@ class HistoryExperiment:
         """
         return write_report(self.folder, ROWS, self.scale_name)
 
-    def _request(self, run: RunConfig, split: str, **what: Any) -> Request:
-        bindings = [
-            f"{type(part).__name__}.{name} = {value!r}"
-            for part in (getattr(run, name) for name in PARTS)
-            for name, value in dataclasses.asdict(part).items()
-        ]
-        bindings += [f"{name} = {value!r}" for name, value in self._of_the_model.items()]
+    def _request(self, run: RunConfig, settings: HistorySettings, split: str, **what: Any) -> Request:
+        def changes(saved: RunConfig, _: HistorySettings) -> tuple[RunConfig, HistorySettings]:
+            return with_changes(saved, {"mesh": run.mesh} | self._model_changes), settings
+
         return Request(
             checkpoint=self.load_dir,
-            gin_params=tuple(bindings),
+            changes=changes,
             store=run.data.store,
             split=split,
             batch_size=self.scale.batch_size,
             **what,
         )
 
-    def _reading(self, run: RunConfig) -> dict[str, Any]:
+    def _reading(self, run: RunConfig, settings: HistorySettings) -> dict[str, Any]:
         """Which documents are read, by which model, and how."""
         return {
             "store": TokenStore(run.data.store).fingerprint,
             "load_dir": str(Path(self.load_dir).resolve()),
-            "history": dataclasses.asdict(run.history),
-            "model": self._of_the_model,
+            "history": dataclasses.asdict(settings.history),
+            "model": self._model_changes,
         }
 
     @cached_property
-    def _of_the_model(self) -> dict[str, Any]:
-        """What files and parameters say of the model, such as `activation_dtype`; all else is the checkpoint's."""
-        bound = collect(self.gin_files, self.gin_params)
-        return {
-            name: binding.value
-            for name, binding in bound.items()
-            if name.startswith("PretrainedConfig.") and not binding.of_base
-        }
+    def _model_changes(self) -> dict[str, Any]:
+        """The model's fields that files and parameters change, such as `activation_dtype`, by their paths."""
+        saved = saved_config(self.load_dir)
+        changed, _ = config.read_changes(self.gin_files, self.gin_params)(saved, HistorySettings())
+        return {path: new for path, (_, new) in config.differences(saved, changed).items() if path.startswith("model.")}
 
     @property
     def _amounts(self) -> dict[str, int | None]:
@@ -151,12 +144,12 @@ class HistoryExperiment:
 
     def _score(self) -> None:
         request = self._request(
-            self.run(),
+            *self.run(),
             "train",
             document_tokens=self.scale.scored_document_tokens,
             max_tokens=self.scale.scored_tokens,
         )
-        settings = self._reading(self.run()) | self._amounts
+        settings = self._reading(*self.run()) | self._amounts
         if not self._done("scores", settings):
             began = time.perf_counter()
             commands.score(request, self.folder / "scores")
@@ -164,31 +157,29 @@ class HistoryExperiment:
 
     def _training(self, row: HistoryRow) -> dict[str, Any]:
         """What decides a selector."""
-        run = self.run(row)
-        settings = {name: dataclasses.asdict(getattr(run, name)) for name in PARTS if name != "mesh"}
-        return settings | self._reading(run) | self._amounts
+        run, settings = self.run(row)
+        return dataclasses.asdict(settings) | self._reading(run, settings) | self._amounts
 
     def _train(self, row: HistoryRow) -> int:
-        run, settings = self.run(row), self._training(row)
+        settings = self._training(row)
         if self._done(row.name, settings):
             return 0
         began = time.perf_counter()
         folder = self.folder / row.name
-        status = commands.train(self._request(run, "train"), folder, str(self.folder / "scores"))
+        status = commands.train(self._request(*self.run(row), "train"), folder, str(self.folder / "scores"))
         if not status:
             self._finish(row.name, settings, began)
         return status
 
     def _evaluate(self, trained: list[HistoryRow]) -> None:
-        run = self.run()
         request = self._request(
-            run, self.split, document_tokens=self.scale.evaluated_document_tokens, max_tokens=self.max_tokens
+            *self.run(), self.split, document_tokens=self.scale.evaluated_document_tokens, max_tokens=self.max_tokens
         )
         # Another selector may be the best at the same step.
         selectors = {
             row.name: self._training(row) | {"step": open_selector(self.folder / row.name).step} for row in trained
         }
-        settings = self._reading(run) | {
+        settings = self._reading(*self.run()) | {
             "version": VERSION,
             "rows": [row.name for row in self.rows],
             "split": self.split,

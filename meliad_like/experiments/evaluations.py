@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
-from meliad_like.data.stream import Concatenated
+from meliad_like.data.readers import Concatenated
 from meliad_like.data.subset import Documents
 from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation import protocols, report

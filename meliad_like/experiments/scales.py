@@ -193,5 +193,5 @@ def _with_share_of_steps(bindings: Bindings, share: float) -> dict[str, Any]:
 def _steps_of(run: RunConfig, targets: int) -> int:
     """Steps in which a run of windows has so many targets."""
     window = run.model.window_length
-    overlap = 0 if run.data.train_disjoint else FAMILIES[family_name(run.model)].overlap(run.model)
+    overlap = run.data.training_overlap(FAMILIES[family_name(run.model)].overlap(run.model))
     return math.ceil(targets / (run.data.tokens_per_step * (window - overlap) / window))

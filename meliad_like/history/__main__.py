@@ -76,6 +76,7 @@ def main(command: str) -> int | None:
         raise UserError("train_selector needs scores to learn from: give the folder that score made, --scores=DIR")
     lengths = {name: _numbers(name) for name in ("history_lengths", "span_lengths")}
     # Importing jax takes seconds: a mistyped flag is reported before.
+    from meliad_like.config import read_changes
     from meliad_like.history import commands
     from meliad_like.history.opening import Request
     from meliad_like.history.search import search
@@ -83,8 +84,7 @@ def main(command: str) -> int | None:
     request = Request(
         checkpoint=CHECKPOINT.value,
         step=STEP.value,
-        gin_files=tuple(command_line.GIN_FILE.value),
-        gin_params=tuple(command_line.GIN_PARAM.value),
+        changes=read_changes(command_line.GIN_FILE.value, command_line.GIN_PARAM.value),
         store=STORE.value,
         split=SPLIT.value or ("train" if command in ("score", "search") else "test"),
         documents=tuple(DOCUMENT.value),

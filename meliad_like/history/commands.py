@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from meliad_like.config.bindings import collect
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.history import report
+from meliad_like.history.config import HistorySettings
 from meliad_like.history.documents import whole_documents
 from meliad_like.history.evaluation import VERSION, Evaluation, evaluate
 from meliad_like.history.journal import Journal
@@ -30,7 +30,7 @@ from meliad_like.history.selectors.training import train_selector
 from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, rank, select
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint, info_of
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.run.opening import open_store, open_with
+from meliad_like.run.opening import open_as, open_store, saved_config
 from meliad_like.tables import Table
 
 CONTROLS = ("random", "overlap_oracle")
@@ -83,7 +83,7 @@ def summary(store: StrideStore) -> Table:
 
 
 def select_spans(request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
-    """Makes a store of the spans that one selection chooses, for training with it (`ReaderConfig.selections`).
+    """Makes a store of the spans that one selection chooses, for training with it (`FileSelection.folder`).
 
     Args:
         request: the model and the documents.
@@ -201,23 +201,26 @@ def train(request: Request, folder: Path, scores: str) -> int:
     if scored.info.what != "scores":
         raise UserError(f"{scores} is a store of {scored.info.what}, and a selector is trained on scores")
     scored.check_complete()
-    opened, _ = open_with(request.checkpoint, request.gin_params, request.step, request.gin_files)
-    _check_bound(request, opened.run.history, scored)
+    # What a selector reads beside the span need not be as it was when spans were scored.
+    history = dataclasses.replace(scored.info.config, selector_context=HistoryConfig().selector_context)
+    run, settings = request.changes(saved_config(request.checkpoint, request.step), HistorySettings(history))
+    _check_history(settings.history, scored)
+    opened, _ = open_as(request.checkpoint, run, request.step)
     if not isinstance(opened.run.model, PretrainedConfig):
         raise UserError(
             f"the checkpoint {request.checkpoint} is a {type(opened.run.model).__name__} model: a selector begins with "
             "a pretrained decoder"
         )
     store = open_store(opened, request.checkpoint, request.store, prepare=False)
-    history = dataclasses.replace(scored.info.config, selector_context=opened.run.history.selector_context)
-    config = opened.run.selector
+    history = dataclasses.replace(scored.info.config, selector_context=settings.history.selector_context)
+    config = settings.selector
     inputs = make_inputs(history, config, opened.vocabulary)
     encoder = encoder_config(config, opened.run.model, inputs.num_tokens(config.kind))
     return train_selector(
         Selector(config, encoder, opened.vocabulary.size),
         encoder_params(encoder, opened.params),
         inputs,
-        opened.run.selector_training,
+        settings.selector_training,
         Pairs(Places(*scored.rows()), np.array(scored.numbers)),
         scored.documents(store),
         opened.vocabulary,
@@ -234,17 +237,13 @@ def train(request: Request, folder: Path, scores: str) -> int:
     )
 
 
-def _check_bound(request: Request, history: HistoryConfig, scored: StrideStore) -> None:
+def _check_history(history: HistoryConfig, scored: StrideStore) -> None:
     """
     Raises:
-        UserError: a field of HistoryConfig is bound to another value than the scores were made with.
+        UserError: a field of HistoryConfig has another value than the scores were made with.
     """
-    for key, binding in collect(request.gin_files, request.gin_params).items():
-        name = key.removeprefix("HistoryConfig.")
-        if name == key or binding.of_base or name in WITHOUT_EFFECT:
-            continue
-        theirs, ours = getattr(scored.info.config, name), getattr(history, name)
-        if theirs != ours:
+    for name, theirs in dataclasses.asdict(scored.info.config).items():
+        if name not in WITHOUT_EFFECT and (ours := getattr(history, name)) != theirs:
             raise UserError(
                 f"HistoryConfig.{name}={ours!r} has no effect on train_selector: the scores in {scored.folder} were "
                 f"made with {theirs!r}; leave it out, or make new scores"

@@ -1,19 +1,22 @@
 """From a checkpoint and a token store to what the commands of ancient history read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from meliad_like.config import read_changes
 from meliad_like.data.subset import Documents
 from meliad_like.data.token_store import TokenStore
+from meliad_like.history.config import HistorySettings
 from meliad_like.history.documents import choose
 from meliad_like.history.losses import TargetLosses
 from meliad_like.history.scoring import SpanGains
 from meliad_like.history.spans import HistoryConfig, separator_token
 from meliad_like.history.stride_store import fingerprint
-from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
+from meliad_like.run.opening import OpenedCheckpoint, open_as, open_store, saved_config
 
 
 class Request(NamedTuple):
@@ -21,8 +24,8 @@ class Request(NamedTuple):
 
     checkpoint: str
     step: int | None = None
-    gin_files: tuple[str, ...] = ()
-    gin_params: tuple[str, ...] = ()
+    changes: Callable[..., Any] = read_changes()
+    """Of the checkpoint's config and of `HistorySettings`."""
     store: str | None = None
     split: str = "test"
     documents: tuple[str, ...] = ()
@@ -79,11 +82,13 @@ def open_request(request: Request) -> Opened:
     """Opens all that a command needs.
 
     Raises:
-        UserError: as `open_with`, `open_store`, `choose` and `separator_token`.
+        UserError: as `open_as`, `open_store`, `choose` and `separator_token`.
     """
-    checkpoint, mesh = open_with(request.checkpoint, request.gin_params, request.step, request.gin_files)
+    saved = saved_config(request.checkpoint, request.step)
+    run, settings = request.changes(saved, HistorySettings.of(saved))
+    checkpoint, mesh = open_as(request.checkpoint, run, request.step)
     store = open_store(checkpoint, request.checkpoint, request.store, prepare=False)
-    config = checkpoint.run.history
+    config = settings.history
     return Opened(
         checkpoint=checkpoint,
         mesh=mesh,

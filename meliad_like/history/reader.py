@@ -6,17 +6,18 @@ are all its tokens but the first; the targets of later windows are those of one 
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from meliad_like.config.run import RunConfig
 from meliad_like.data.batch import Batch, empty_batch
-from meliad_like.data.readers import ReaderConfig, Split, check_tokens
+from meliad_like.data.readers import ReaderInputs, Split, check_tokens
 from meliad_like.data.schedule import Schedule
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.history.assembly import Window, assemble
+from meliad_like.history.config import SELECTIONS, AncientHistoryReaderConfig, FileSelection
 from meliad_like.history.documents import whole_documents
 from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import (
@@ -141,15 +142,15 @@ class HistoryReader:
         return stride, window
 
 
-def make_selection(data: ReaderConfig, config: HistoryConfig, store: TokenStore, split: str) -> Selection:
-    """The selection that `ReaderConfig.selection` names, for the documents of a split.
+def make_selection(kind: Any, config: HistoryConfig, store: TokenStore, split: str) -> Selection:
+    """The selection of a registered kind (`SELECTIONS`), for the documents of a split.
 
     Raises:
         UserError: `file`, and there are no selections of this split's documents with this config.
     """
-    if data.selection == "file":
-        return _FromFile(Path(data.selections).expanduser() / split, config, store, split)
-    scorer = Ranking(data.selection, config)
+    if isinstance(kind, FileSelection):
+        return _FromFile(Path(kind.folder).expanduser() / split, config, store, split)
+    scorer = Ranking(SELECTIONS.name_of(kind), config)
 
     def choose(name: str, document: np.ndarray, stride: Stride) -> np.ndarray:
         ends, scores = rank(scorer, name, document, stride, config)
@@ -181,47 +182,22 @@ class _FromFile:
         return ends[ends > 0].astype(np.int64)
 
 
-def evaluation_reader(run: RunConfig, store: TokenStore, split: str) -> Callable[[Split, int], HistoryReader] | None:
-    """How an evaluation reads documents of a split in a number of lanes (`Evaluator`); None: in order."""
-    if run.data.kind != "ancient_history":
-        return None
-    return lambda documents, num_lanes: make_history_reader(
-        run, documents, store, split, num_lanes, shuffle=False, epochs=1
-    )
-
-
-def make_history_reader(
-    run: RunConfig,
-    split: Split,
-    store: TokenStore,
-    split_name: str,
-    num_lanes: int,
-    seed: int = 0,
-    *,
-    shuffle: bool = True,
-    epochs: int | None = None,
-) -> HistoryReader:
-    """The reader that a run's config describes.
-
-    Args:
-        run: with `ReaderConfig.kind = 'ancient_history'`.
-        split: documents of the store's split `split_name`, or some of them.
-        store: the token store.
-        num_lanes, seed, shuffle, epochs: as for `HistoryReader`.
+def make_history_reader(config: AncientHistoryReaderConfig, inputs: ReaderInputs) -> HistoryReader:
+    """The reader of a config.
 
     Raises:
         UserError: as `HistoryReader`, `make_selection` and `separator_token`.
     """
     return HistoryReader(
-        split,
-        num_lanes,
-        run.data.segment_length,
-        run.model.window_length,
-        seed,
-        config=run.history,
-        separator=separator_token(run.history, store.vocabulary),
-        selection=make_selection(run.data, run.history, store, split_name),
-        vocabulary_size=store.vocabulary.size,
-        shuffle=shuffle,
-        epochs=epochs,
+        inputs.documents,
+        inputs.num_lanes,
+        config.segment_length,
+        inputs.window_length,
+        inputs.seed,
+        config=config.history,
+        separator=separator_token(config.history, inputs.store.vocabulary),
+        selection=make_selection(config.selection, config.history, inputs.store, inputs.split),
+        vocabulary_size=inputs.store.vocabulary.size,
+        shuffle=inputs.shuffle,
+        epochs=inputs.epochs,
     )

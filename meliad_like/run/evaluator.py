@@ -6,7 +6,6 @@ from meliad_like.config.run import RunConfig
 from meliad_like.data.subset import Documents
 from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.history.reader import evaluation_reader
 from meliad_like.models.model import Model
 
 
@@ -45,5 +44,5 @@ def make_evaluator(
         max_tokens=max_tokens,
         loss_slice=run.training.loss_slice,
         whole_segments=whole_segments,
-        read=evaluation_reader(run, store, split),
+        read=run.data.evaluation_reader(store, split, run.model.window_length),
     )

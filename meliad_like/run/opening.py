@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +11,8 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from meliad_like.config import construction
-from meliad_like.config.bindings import Bindings, collect
-from meliad_like.config.run import RunConfig, build
-from meliad_like.config.saved import from_json, to_dict
+from meliad_like.config import RunConfig, differences, from_json
+from meliad_like.config.saved import to_dict
 from meliad_like.data.dictionary_vocabulary import DICTIONARY_NAME
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import (
@@ -25,7 +23,7 @@ from meliad_like.data.vocabulary import (
     load_vocabulary,
 )
 from meliad_like.errors import UserError
-from meliad_like.mesh import make_mesh, parameter_shardings
+from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path, written_locally
 from meliad_like.training.checkpoints import Checkpoints
@@ -93,9 +91,7 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
     Raises:
       UserError: there is no usable checkpoint, or its vocabulary is missing or another one.
     """
-    folder = any_path(folder)
-    if (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"
+    folder = _checkpoints_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:
         metadata = checkpoints.read_metadata(step)
         run = from_json(json.dumps(metadata["config"]))
@@ -108,6 +104,11 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
         model = Model(run.model, vocabulary.size)
         params, _ = checkpoints.restore_params(_placed(model, mesh), metadata["step"])
     return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"], metadata)
+
+
+def _checkpoints_folder(folder: epath.PathLike) -> epath.Path:
+    folder = any_path(folder)
+    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 
 def _placed(model: Model, mesh: Mesh | None) -> Any:
@@ -123,28 +124,46 @@ def _placed(model: Model, mesh: Mesh | None) -> Any:
     )
 
 
-def open_with(
-    folder: str | Path, gin_params: Sequence[str] = (), step: int | None = None, gin_files: Sequence[str] = ()
-) -> tuple[OpenedCheckpoint, Mesh]:
-    """Opens a checkpoint folder with some bindings of its config changed, such as a shorter segment.
+def saved_config(folder: str | Path, step: int | None = None) -> RunConfig:
+    """The config that a checkpoint was saved with, but for its mesh, which belongs to the machine of the training.
 
-    What base.gin binds changes nothing.
-
-    The mesh of the training belongs to its machine. Here every device has all parameters and lanes of its own, unless
-    a binding of MeshConfig says otherwise.
+    In its place every device has all parameters and lanes of its own.
 
     Raises:
-      UserError: as `open_checkpoint`; or a binding is wrong, or would need other parameters.
+      UserError: there is no usable checkpoint.
     """
-    bindings = _bindings(gin_params, gin_files)
-    mesh = make_mesh(build({key: value for key, value in bindings.items() if key.startswith("MeshConfig.")}).mesh)
+    with Checkpoints(_checkpoints_folder(folder), read_only=True) as checkpoints:
+        run = from_json(json.dumps(checkpoints.read_metadata(step)["config"]))
+    return dataclasses.replace(run, mesh=MeshConfig())
+
+
+def open_as(folder: str | Path, run: RunConfig, step: int | None = None) -> tuple[OpenedCheckpoint, Mesh]:
+    """Opens a checkpoint folder with another config than it was saved with, which needs the same parameters.
+
+    Raises:
+      UserError: as `open_checkpoint`; or the config needs other parameters.
+    """
+    mesh = make_mesh(run.mesh)
     opened = open_checkpoint(folder, step=step, mesh=mesh)
-    (run,) = construction.build(bindings, opened.run)
     model = Model(run.model, opened.vocabulary.size)
     if model.axes != opened.model.axes or model.abstract_params != opened.model.abstract_params:
-        given = " ".join(key for key in bindings if key.startswith(f"{type(run.model).__name__}."))
-        raise UserError(f"{given} would need other parameters than those of the checkpoint {folder}")
+        changed = " ".join(key for key in differences(opened.run, run) if key.startswith("model."))
+        raise UserError(f"{changed} would need other parameters than those of the checkpoint {folder}")
     return opened._replace(run=run, model=model), mesh
+
+
+def open_with(
+    folder: str | Path, changes: Callable[[RunConfig], RunConfig] = lambda run: run, step: int | None = None
+) -> tuple[OpenedCheckpoint, Mesh]:
+    """Opens a checkpoint folder with some fields of its config changed, such as a shorter segment.
+
+    Args:
+      changes: of `saved_config`, such as those of `read_changes`.
+
+    Raises:
+      UserError: as `open_as`.
+    """
+    return open_as(folder, changes(saved_config(folder, step)), step)
 
 
 def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, prepare: bool) -> TokenStore:
@@ -189,10 +208,3 @@ def _prepare(opened: OpenedCheckpoint, folder: epath.Path, place: epath.Path) ->
         end_token = opened.vocabulary.end_token
         vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / TOKENIZER_NAME), end_token=end_token)
     prepare(opened.run.source, vocabulary, place)
-
-
-def _bindings(gin_params: Sequence[str], gin_files: Sequence[str]) -> Bindings:
-    for text in gin_params:
-        if "." not in text.partition("=")[0]:
-            raise UserError(f"--gin_param={text}: the checkpoint has no macros; bind Class.parameter = value")
-    return {key: value for key, value in collect(gin_files, gin_params).items() if not value.of_base}

@@ -7,13 +7,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
-from meliad_like.data.readers import LanesReader, Reader
-from meliad_like.data.stream import ShuffledReader, StreamReader
+from meliad_like.data.readers import Reader, ReaderInputs
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import make_vocabulary
-from meliad_like.data.windows import WindowsReader
 from meliad_like.errors import UserError
-from meliad_like.history.reader import make_history_reader
 from meliad_like.mesh import (
     make_mesh,
     replicated,
@@ -94,31 +91,18 @@ def vocabulary_size(run: RunConfig) -> int:
 def make_reader(stage: Stage, store: TokenStore) -> Reader:
     """The reader of the training documents that the config asks for; its steps are those of the stage."""
     run = stage.run
-    arguments = (
-        store.split("train"),
-        run.data.num_lanes,
-        run.data.segment_length,
-        run.model.window_length,
-        # Each stage has an order of its own: it would otherwise begin with what the first one began with.
-        run.training.seed + (stage.index << 32),
-    )
-    size, end = store.vocabulary.size, store.vocabulary.end_of_document
-    overlap = Model(run.model, size).overlap
-    if run.data.kind == "windows":
-        return WindowsReader(
-            *arguments,
-            vocabulary_size=size,
-            overlap=0 if run.data.train_disjoint else overlap,
-            apart=not run.data.segments_follow,
+    return run.data.make(
+        ReaderInputs(
+            store.split("train"),
+            store,
+            "train",
+            run.data.num_lanes,
+            run.model.window_length,
+            Model(run.model, store.vocabulary.size).overlap,
+            # Each stage has an order of its own: it would otherwise begin with what the first one began with.
+            seed=run.training.seed + (stage.index << 32),
         )
-    if overlap:
-        raise UserError(f"windows with overlap={overlap} need ReaderConfig.kind='windows', not {run.data.kind!r}")
-    if run.data.kind == "ancient_history":
-        return make_history_reader(run, arguments[0], store, "train", run.data.num_lanes, arguments[-1])
-    if run.data.kind == "lanes":
-        return LanesReader(*arguments, vocabulary_size=size)
-    kind = {"stream": StreamReader, "shuffled": ShuffledReader}[run.data.kind]
-    return kind(*arguments, vocabulary_size=size, end_of_document=end)
+    )
 
 
 def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None) -> TrainState:

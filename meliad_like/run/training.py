@@ -161,7 +161,7 @@ def _train_stage(setup: Setup, state: TrainState, outputs: Outputs, preempted: P
             batches,
             last_step=stage.last_step,
             leaks=leaks_the_future(setup.reader),
-            bytes_per_token=bytes_per_target(run.data.kind, setup.store.totals("train")),
+            bytes_per_token=bytes_per_target(run.data, setup.store.totals("train")),
             flops_per_token=setup.model.training_flops_per_token,
         )
         loop = Loop(

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from meliad_like.config import RunConfig, differences
+from meliad_like.config import RunConfig, differences, read_changes
 from meliad_like.data.subset import Subset, random_order
 from meliad_like.data.token_store import Split, TokenStore, short
 from meliad_like.errors import UserError
@@ -130,7 +130,7 @@ def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None =
     Raises:
       UserError: as `open_with`.
     """
-    opened, mesh = open_with(folder, gin_params, step)
+    opened, mesh = open_with(folder, read_changes((), gin_params), step)
     return Subject(label or _label(folder, gin_params, step), folder, tuple(gin_params), opened, mesh)
 
 

@@ -9,7 +9,7 @@ import jax
 
 from meliad_like.config import RunConfig
 from meliad_like.data.loading import BatchIterator
-from meliad_like.data.readers import ReaderKind, label
+from meliad_like.data.readers import ReaderConfig, label
 from meliad_like.data.token_store import Totals
 from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
@@ -100,9 +100,9 @@ class Reporter:
         self._seconds_out += time.perf_counter() - began
 
 
-def bytes_per_target(kind: ReaderKind, totals: Totals) -> float:
-    """All bytes over all targets of an epoch: every token but a document's first, and of a stream that one as well."""
-    return totals.bytes / (totals.tokens - (0 if kind in ("stream", "shuffled") else totals.documents))
+def bytes_per_target(reader: ReaderConfig, totals: Totals) -> float:
+    """All bytes over all targets of an epoch: every token but a document's first, unless that one is predicted, too."""
+    return totals.bytes / (totals.tokens - (0 if reader.first_tokens_are_targets else totals.documents))
 
 
 def _by_token(steps: Sequence[StepMetrics], name: str) -> float:

@@ -4,14 +4,46 @@ Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 4.2.
 disjoint; with one less than the window every token is predicted from a window of its own.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from meliad_like.data.batch import Batch, empty_batch
-from meliad_like.data.readers import Split, check_tokens
+from meliad_like.data.readers.base import READERS, Reader, ReaderConfig, ReaderInputs, Split, check_tokens
 from meliad_like.data.schedule import Schedule
 from meliad_like.errors import UserError
+
+
+@READERS.register("windows")
+@dataclasses.dataclass(frozen=True)
+class WindowsReaderConfig(ReaderConfig):
+    """Like lanes, but each segment is a sequence of its own, whose windows repeat the last tokens of those before them
+    (the model's `overlap`)."""
+
+    segments_follow: bool = False
+    """Whether a lane remembers the segment before, where its next segment continues the same document."""
+    train_disjoint: bool = False
+    """Training windows repeat nothing, whatever overlap the model is evaluated with."""
+
+    repeats_windows = True
+
+    def training_overlap(self, overlap: int) -> int:
+        return 0 if self.train_disjoint else overlap
+
+    def _make(self, inputs: ReaderInputs) -> Reader:
+        return WindowsReader(
+            inputs.documents,
+            inputs.num_lanes,
+            self.segment_length,
+            inputs.window_length,
+            inputs.seed,
+            overlap=self.training_overlap(inputs.overlap),
+            vocabulary_size=inputs.store.vocabulary.size,
+            shuffle=inputs.shuffle,
+            epochs=inputs.epochs,
+            apart=not self.segments_follow,
+        )
 
 
 class WindowsReader:

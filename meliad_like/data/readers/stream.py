@@ -4,12 +4,13 @@ The first input is the end of a document, which none precedes, and the inputs af
 every document is a target once an epoch, the first ones and the ends included. Nothing is reset where documents meet.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from meliad_like.data.batch import Batch, empty_batch
-from meliad_like.data.readers import Split, check_tokens
+from meliad_like.data.readers.base import READERS, Reader, ReaderConfig, ReaderInputs, Split, check_tokens
 
 
 class Concatenated:
@@ -155,3 +156,38 @@ class ShuffledReader(StreamReader):
             keys = np.random.PCG64([self._seed, epoch]).random_raw(self._num_segments)
             made = self._made = (epoch, np.argsort(keys, kind="stable"))
         return made[1]
+
+
+@READERS.register("stream")
+@dataclasses.dataclass(frozen=True)
+class StreamReaderConfig(ReaderConfig):
+    """Each lane reads its own contiguous shard of all documents, and forgets at the end of an epoch alone."""
+
+    first_tokens_are_targets = True
+
+    def _make(self, inputs: ReaderInputs) -> Reader:
+        return _make(StreamReader, self, inputs)
+
+
+@READERS.register("shuffled")
+@dataclasses.dataclass(frozen=True)
+class ShuffledReaderConfig(ReaderConfig):
+    """Segments of the stream in a random order, and nothing is remembered between them."""
+
+    first_tokens_are_targets = True
+
+    def _make(self, inputs: ReaderInputs) -> Reader:
+        return _make(ShuffledReader, self, inputs)
+
+
+def _make(reader: type[StreamReader], config: ReaderConfig, inputs: ReaderInputs) -> Reader:
+    return reader(
+        inputs.documents,
+        inputs.num_lanes,
+        config.segment_length,
+        inputs.window_length,
+        inputs.seed,
+        vocabulary_size=inputs.store.vocabulary.size,
+        end_of_document=inputs.store.vocabulary.end_of_document,
+        epochs=inputs.epochs,
+    )
