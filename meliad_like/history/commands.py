@@ -12,12 +12,11 @@ from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.history import report
-from meliad_like.history.config import HistorySettings
 from meliad_like.history.documents import whole_documents
 from meliad_like.history.evaluation import VERSION, Evaluation, evaluate
 from meliad_like.history.journal import Journal
 from meliad_like.history.losses import TargetLosses
-from meliad_like.history.opening import Opened, Request, open_request
+from meliad_like.history.opening import Opened, Request, changed_config, open_request
 from meliad_like.history.page import write_history_page
 from meliad_like.history.page_readings import read_histories
 from meliad_like.history.scoring import Candidates
@@ -30,7 +29,7 @@ from meliad_like.history.selectors.training import train_selector
 from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, rank, select
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint, info_of
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.run.opening import open_as, open_store, saved_config
+from meliad_like.run.opening import open_as, open_store
 from meliad_like.tables import Table
 
 CONTROLS = ("random", "overlap_oracle")
@@ -203,7 +202,7 @@ def train(request: Request, folder: Path, scores: str) -> int:
     scored.check_complete()
     # What a selector reads beside the span need not be as it was when spans were scored.
     history = dataclasses.replace(scored.info.config, selector_context=HistoryConfig().selector_context)
-    run, settings = request.changes(saved_config(request.checkpoint, request.step), HistorySettings(history))
+    run, settings = changed_config(request, history)
     _check_history(settings.history, scored)
     opened, _ = open_as(request.checkpoint, run, request.step)
     if not isinstance(opened.run.model, PretrainedConfig):

@@ -1,5 +1,6 @@
 """From a checkpoint and a token store to what the commands of ancient history read."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,7 +8,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from meliad_like.config import read_changes
+from meliad_like.config import RunConfig, read_changes
+from meliad_like.data.readers import LanesReaderConfig, ReaderConfig
 from meliad_like.data.subset import Documents
 from meliad_like.data.token_store import TokenStore
 from meliad_like.history.config import HistorySettings
@@ -78,14 +80,26 @@ class Opened:
         )
 
 
+def changed_config(request: Request, history: HistoryConfig | None = None) -> tuple[RunConfig, HistorySettings]:
+    """The config of the checkpoint and the settings of the command, with the changes of the request.
+
+    Args:
+        history: what holds where nothing is changed; None: what the checkpoint was trained with.
+    """
+    saved = saved_config(request.checkpoint, request.step)
+    settings = HistorySettings.of(saved) if history is None else HistorySettings(history)
+    # Its reader is not used, and may have been of other windows.
+    common = {field.name: getattr(saved.data, field.name) for field in dataclasses.fields(ReaderConfig)}
+    return request.changes(dataclasses.replace(saved, data=LanesReaderConfig(**common)), settings)
+
+
 def open_request(request: Request) -> Opened:
     """Opens all that a command needs.
 
     Raises:
         UserError: as `open_as`, `open_store`, `choose` and `separator_token`.
     """
-    saved = saved_config(request.checkpoint, request.step)
-    run, settings = request.changes(saved, HistorySettings.of(saved))
+    run, settings = changed_config(request)
     checkpoint, mesh = open_as(request.checkpoint, run, request.step)
     store = open_store(checkpoint, request.checkpoint, request.store, prepare=False)
     config = settings.history
