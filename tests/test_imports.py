@@ -36,7 +36,6 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 LONG_FILES = {"models/decoder_layer.py", "training/checkpoints.py"}
 LONG_FUNCTIONS = {
     "evaluation/protocols.py:evaluate",
-    "experiments/tables/shortformer.py:_rows",
     "history/selectors/training.py:train_selector",
     "models/decoder_layer.py:__call__",
     "training/step.py:make_train_step",

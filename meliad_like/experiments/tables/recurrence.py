@@ -43,6 +43,11 @@ OVERLAPS = {
     600: OF_THE_FIGURES,
 }
 
+MEASURES = (
+    *("window_length", "overlap", "parameters", "word_perplexity", "perplexity", "bits_per_byte", "difference"),
+    *("flops_by_the_paper", "flops_as_counted", "logged_tokens_per_second", "tokens_per_second", "seconds"),
+)
+
 SCALES = {
     # Nothing of the model and its windows is made smaller. One sequence of 5 windows a step instead of 4 or 8 of 20,
     # because 40,000 targets would otherwise be a handful of steps, in which no recurrence learns anything.
@@ -79,38 +84,39 @@ SCALES = {
 }
 
 
-def _rows() -> tuple[Row, ...]:
-    def row(kind: str, window: int, overlap: int, *, extra: bool, file: str = "") -> Row:
-        name = f"{kind}_{window}_{overlap}"
-        parts = (f"{FOLDER}/{kind}.gin", f"{FOLDER}/window_{window}.gin", f"{FOLDER}/overlap_{overlap}.gin")
-        paper = {}
-        if window == 300:
-            figures = {"baseline": BASELINE, "recurrent": RECURRENT}[kind][overlap]
-            paper = {column: value for column, value in zip(COLUMNS, figures) if value is not None}
-            paper[FLOPS] = MEGAFLOPS[overlap]
-        first = f"baseline_{window}_0"
-        return Row(
-            name,
-            f"{KINDS[kind]}, T {window}, overlap {overlap}",
-            f"{FOLDER}/{file}.gin" if file else parts[0],
-            f"baseline_{window}_{overlap}",
-            paper,
-            more_files=() if file else parts[1:],
-            trained_as=first if kind == "baseline" and name != first else "",
-            extra=extra,
-        )
+def _row(kind: str, window: int, overlap: int) -> Row:
+    name, first = f"{kind}_{window}_{overlap}", f"baseline_{window}_0"
+    extra = window not in (128, 300) or overlap not in (0, 30)
+    paper: dict[str, float] = {}
+    if window == 300:
+        figures = (BASELINE if kind == "baseline" else RECURRENT)[overlap]
+        paper = {column: value for column, value in zip(COLUMNS, figures) if value is not None}
+        paper[FLOPS] = MEGAFLOPS[overlap]
+    # Windows that the paper doesn't have are made of parts.
+    files = tuple(f"{FOLDER}/{part}.gin" for part in (kind, f"window_{window}", f"overlap_{overlap}"))
+    if window == 300:
+        files = (f"{FOLDER}/tables/{kind}_overlap_{overlap}.gin",)
+    elif window != 128:
+        files = (f"{FOLDER}/figures/{kind}_window_{window}_overlap_{overlap}.gin",)
+    return Row(
+        name,
+        f"{KINDS[kind]}, T {window}, overlap {overlap}",
+        files[0],
+        f"baseline_{window}_{overlap}",
+        paper,
+        more_files=files[1:],
+        trained_as=first if kind == "baseline" and name != first else "",
+        extra=extra,
+    )
 
-    rows = []
-    for window, kinds in OVERLAPS.items():
-        for kind, overlaps in kinds.items():
-            for overlap in overlaps:
-                file = {
-                    128: "",
-                    300: f"tables/{kind}_overlap_{overlap}",
-                }.get(window, f"figures/{kind}_window_{window}_overlap_{overlap}")
-                extra = window not in (128, 300) or overlap not in (0, 30)
-                rows.append(row(kind, window, overlap, extra=extra, file=file))
-    return tuple(rows)
+
+def _rows() -> tuple[Row, ...]:
+    return tuple(
+        _row(kind, window, overlap)
+        for window, kinds in OVERLAPS.items()
+        for kind, overlaps in kinds.items()
+        for overlap in overlaps
+    )
 
 
 def _lines(rows: tuple[Row, ...], label: str, values: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
@@ -151,23 +157,9 @@ def _table() -> Table:
         by_flops(by_overlap, "", "figure 5"),
         by_flops(by_window, VALIDATION, "table 2"),
     )
-    measures = (
-        "window_length",
-        "overlap",
-        "parameters",
-        "word_perplexity",
-        "perplexity",
-        "bits_per_byte",
-        "difference",
-        "flops_by_the_paper",
-        "flops_as_counted",
-        "logged_tokens_per_second",
-        "tokens_per_second",
-        "seconds",
-    )
     title = "Tables 1 and 2, figures 4 and 5: a recurrence for a pretrained model"
     against = "the model without a recurrence at the same window and overlap"
-    return Table("recurrence", title, rows, panels, measures, scales=SCALES, against=against, pretrained=True)
+    return Table("recurrence", title, rows, panels, MEASURES, scales=SCALES, against=against, pretrained=True)
 
 
 TABLE = _table()

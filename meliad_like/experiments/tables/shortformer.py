@@ -4,6 +4,8 @@ Perplexities and speeds are of the development set, by disjoint segments (the pa
 otherwise, on a V100. The sliding window (S.W.) has a stride of 512.
 """
 
+from collections.abc import Iterator, Mapping
+
 from meliad_like.experiments.scales import Scale
 from meliad_like.experiments.tables.table import Grid, Panel, Row, Table
 
@@ -60,6 +62,12 @@ TABLE_3 = {
 # By length of the first stage: training speed and perplexity.
 TABLE_4 = {32: (21_600, 17.66), 64: (22_600, 17.56), 128: (22_900, 17.47), 256: (22_500, 17.50)}
 
+MEASURES = (
+    *("segment_length", "cache_length", "share_of_first_stage", "perplexity", "sliding_perplexity", "bits_per_byte"),
+    *("sliding_bits_per_byte", "difference", "step_time", "training_tokens_per_second", "tokens_per_second"),
+    *("sliding_tokens_per_second", "single_tokens_per_second", "training_flops_per_token", "memory_bytes"),
+)
+
 SCALES = {
     # Lengths shrink less than widths: so the baseline's step takes nearly twice as many operations as that of short
     # segments, about the ratio of the speeds that the paper measures (28,900 tokens a second against 13,900).
@@ -106,72 +114,60 @@ SCALES = {
 }
 
 
-def _rows() -> tuple[Row, ...]:
-    def row(name: str, label: str, file: str, paper: dict[str, float], **more) -> Row:
-        return Row(name, label, f"{FOLDER}/{file}.gin", "baseline", paper, **more)
+def _row(name: str, label: str, file: str, paper: Mapping[str, float], **more) -> Row:
+    return Row(name, label, f"{FOLDER}/{file}.gin", "baseline", paper, **more)
 
-    staged = {TRAINING: 17_600, SEGMENTS: 14_700, SINGLE: 5, SLIDING: 16.89, TEST_SLIDING: 17.56}
-    rows = []
+
+def _baselines() -> Iterator[Row]:
+    """Table 1, the longest first."""
     for length, figures in sorted(TABLE_1.items(), reverse=True):
-        whole = length == 3072
         paper = dict(zip((TRAINING, PERPLEXITY, SEGMENTS, SINGLE_PERPLEXITY, SINGLE), figures))
-        if whole:
+        name, file, label = f"baseline_{length}", f"table1/length_{length}", f"Baseline, L {length}"
+        if length == 3072:
             paper |= {TIME: 1.0, SLIDING: 17.92, TEST: 19.40, TEST_SLIDING: 18.70}
-        name = "baseline" if whole else f"baseline_{length}"
-        file = f"table1/length_{length}"
-        rows.append(row(name, f"Baseline, L {length}", file, paper, series="Baseline, L", extra=not whole))
+            yield _row("baseline", label, file, paper, series="Baseline, L")
+        else:
+            yield _row(name, label, file, paper, series="Baseline, L", extra=True)
+
+
+def _staged() -> Iterator[Row]:
+    """Tables 2 and 8; of one row the paper has more figures."""
+    more = {TRAINING: 17_600, SEGMENTS: 14_700, SINGLE: 5, SLIDING: 16.89, TEST_SLIDING: 17.56}
     for epochs, perplexities in TABLE_2.items():
         for length, perplexity, time in zip(FIRST_LENGTHS, perplexities, TABLE_8[epochs]):
-            paper = {PERPLEXITY: perplexity, TIME: time}
-            rows.append(
-                row(
-                    f"staged_{length}_{epochs}",
-                    f"Staged: L {length} for {epochs} epochs",
-                    f"table2/first_length_{length}",
-                    (paper | staged) if (length, epochs) == (128, 50) else paper,
-                    more_files=(f"{FOLDER}/table2/epochs_{epochs}.gin",),
-                    series=f"first L {length}",
-                    extra=length not in (64, 128, 512) or epochs not in (50, 100, 150),
-                )
-            )
-    for length, figures in TABLE_3.items():
-        paper = dict(zip((TRAINING, PERPLEXITY, SEGMENTS, SINGLE), figures))
-        if length == 512:
-            paper |= {TEST: 18.55}
-        rows.append(
-            row(
-                f"infused_cache_{length}",
-                f"PIA + cache, L {length}",
-                f"table3/length_{length}",
+            paper = {PERPLEXITY: perplexity, TIME: time} | (more if (length, epochs) == (128, 50) else {})
+            yield _row(
+                f"staged_{length}_{epochs}",
+                f"Staged: L {length} for {epochs} epochs",
+                f"table2/first_length_{length}",
                 paper,
-                series="PIA + cache, L' = L",
-                extra=length not in (128, 256, 512, 1024),
+                more_files=(f"{FOLDER}/table2/epochs_{epochs}.gin",),
+                series=f"first L {length}",
+                extra=length not in (64, 128, 512) or epochs not in (50, 100, 150),
             )
-        )
-    rows += [
-        row(f"infused_cache_512_{cache}", f"PIA + cache, L 512, L' {cache}", f"unequal/cache_{cache}", {})
-        for cache in (256, 1024)
-    ]
-    rows += [
-        row("infused_no_cache", "PIA, no cache", "infused_no_cache", {PERPLEXITY: 19.35}),
-        row("infused_no_cache_in_order", "PIA, no cache, in order", "infused_no_cache_in_order", {PERPLEXITY: 19.44},
-            extra=True),
-        row("cache_not_infused", "Cache, no PIA", "cache_not_infused", {PERPLEXITY: 41.59}),
-    ]  # fmt: skip
+
+
+def _cached() -> Iterator[Row]:
+    """Table 3, unequal lengths, and infused positions or a cache alone (section 5)."""
+    for length, figures in TABLE_3.items():
+        name, label, extra = f"infused_cache_{length}", f"PIA + cache, L {length}", length not in (128, 256, 512, 1024)
+        paper = dict(zip((TRAINING, PERPLEXITY, SEGMENTS, SINGLE), figures)) | ({TEST: 18.55} if length == 512 else {})
+        yield _row(name, label, f"table3/length_{length}", paper, series="PIA + cache, L' = L", extra=extra)
+    for cache in (256, 1024):
+        yield _row(f"infused_cache_512_{cache}", f"PIA + cache, L 512, L' {cache}", f"unequal/cache_{cache}", {})
+    in_order = "infused_no_cache_in_order"
+    yield _row("infused_no_cache", "PIA, no cache", "infused_no_cache", {PERPLEXITY: 19.35})
+    yield _row(in_order, "PIA, no cache, in order", in_order, {PERPLEXITY: 19.44}, extra=True)
+    yield _row("cache_not_infused", "Cache, no PIA", "cache_not_infused", {PERPLEXITY: 41.59})
+
+
+def _shortformers() -> Iterator[Row]:
+    """Table 4."""
     for length, (speed, perplexity) in TABLE_4.items():
         paper = {TRAINING: speed, PERPLEXITY: perplexity, SEGMENTS: 14_500, SINGLE: 46}
-        if length == 128:
-            paper |= {TEST: 18.15}
-        rows.append(
-            row(
-                f"shortformer_{length}",
-                f"Shortformer: L {length} first",
-                f"table4/first_length_{length}",
-                paper,
-                extra=length not in (64, 128),
-            )
-        )
-    return tuple(rows)
+        paper |= {TEST: 18.15} if length == 128 else {}
+        name, label, file = f"shortformer_{length}", f"Shortformer: L {length} first", f"table4/first_length_{length}"
+        yield _row(name, label, file, paper, extra=length not in (64, 128))
 
 
 def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
@@ -216,33 +212,14 @@ def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
 
 
 def _table() -> Table:
-    rows = _rows()
+    rows = (*_baselines(), *_staged(), *_cached(), *_shortformers())
     cells = {f"{epochs} epochs": {f"L {n}": f"staged_{n}_{epochs}" for n in FIRST_LENGTHS} for epochs in TABLE_2}
     grids = (
         Grid("Table 2: perplexity by epochs and length of the first stage", "perplexity", PERPLEXITY, cells),
         Grid("Table 8: time of training over the baseline's", "step_time", TIME, cells),
     )
-    measures = (
-        "segment_length",
-        "cache_length",
-        "share_of_first_stage",
-        "perplexity",
-        "sliding_perplexity",
-        "bits_per_byte",
-        "sliding_bits_per_byte",
-        "difference",
-        "step_time",
-        "training_tokens_per_second",
-        "tokens_per_second",
-        "sliding_tokens_per_second",
-        "single_tokens_per_second",
-        "training_flops_per_token",
-        "memory_bytes",
-    )
     title = "Shortformer: staged training, infused positions and caching"
-    return Table(
-        "shortformer", title, rows, _panels(rows), measures, grids=grids, scales=SCALES, by_protocol=True
-    )  # fmt: skip
+    return Table("shortformer", title, rows, _panels(rows), MEASURES, grids=grids, scales=SCALES, by_protocol=True)
 
 
 TABLE = _table()

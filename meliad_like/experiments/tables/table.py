@@ -7,18 +7,8 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.scales import SCALES, Scale
 
 MEASURES = (
-    "segment_length",
-    "window_length",
-    "num_states",
-    "parameters",
-    "bits_per_token",
-    "bits_per_byte",
-    "difference",
-    "step_time",
-    "milliseconds",
-    "share_of_peak",
-    "training_flops_per_token",
-    "memory_bytes",
+    *("segment_length", "window_length", "num_states", "parameters", "bits_per_token", "bits_per_byte", "difference"),
+    *("step_time", "milliseconds", "share_of_peak", "training_flops_per_token", "memory_bytes"),
 )
 """Figures that a table has if it doesn't say otherwise, by their names in `report.COLUMNS`."""
 
