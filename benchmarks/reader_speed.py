@@ -1,4 +1,4 @@
-"""Tokens per second that the lanes reader delivers: made in the calling thread, and in the background on the devices.
+"""Tokens per second of the lanes reader, in the calling thread, and in background threads that fill the devices.
 
 python benchmarks/reader_speed.py                  # synthetic documents in a memory-mapped file
 python benchmarks/reader_speed.py --store=FOLDER   # a token store written by `python -m meliad_like.prepare`
@@ -44,7 +44,7 @@ class SyntheticSplit:
 
 
 def measure(next_batch, seconds: float) -> tuple[float, float]:
-    """Tokens per second and milliseconds per batch, after one batch that does not count."""
+    """Tokens per second and milliseconds per batch, after one batch that doesn't count."""
     tokens = next_batch().inputs.size
     began = time.perf_counter()
     count = 0

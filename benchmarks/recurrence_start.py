@@ -1,10 +1,10 @@
-"""What a recurrence costs before it has learned anything, by the layer that it is inserted into.
+"""The cost of a recurrence before training, by the layer that it is inserted into.
 
     python benchmarks/recurrence_start.py runs/smollm2 --text persuasion.txt --text revelation.txt --text hamlet.txt
 
-Texts are read by sequences of five windows. Printed is what is lost, in nats a token and against the same model without
-a recurrence, by tokens of all windows but the first: where a vector of zeros is inserted after a layer's norm, and
-where what a network with the usual initial weights makes is inserted before it.
+Reads texts in sequences of five windows, and prints the loss in nats per token minus that of the same model without a
+recurrence, over the tokens of all windows but the first: with a vector of zeros inserted after a layer's norm, and with
+the vector of a network with the usual initial weights inserted before it.
 """
 
 import argparse

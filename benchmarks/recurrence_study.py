@@ -4,11 +4,11 @@ r"""Is one recurrent layer worth more than one more ordinary layer? Slide:13L ag
         --store=runs/recurrence_study/stores/standard_library
     python benchmarks/recurrence_study.py --jobs=2
 
-On a CPU two runs with a thread each get further than one run with two.
+On a CPU two runs with one thread each are faster than one run with two threads.
 
-Every run sees the same documents in the same order as its partner. The folder holds a token store for each task
-(`python -m meliad_like.prepare`), gets a working folder for each run, and at the end `study.json` and `study.png`.
-Finished runs are not done again; others go on from their last checkpoint.
+Each run sees the same documents in the same order as its partner. The folder contains a token store for each task
+(`python -m meliad_like.prepare`), a working folder for each run, and at the end `study.json` and `study.png`. Finished
+runs are skipped; the others resume from their last checkpoint.
 """
 
 import json

@@ -1,10 +1,10 @@
-r"""Kills a training again and again, and compares what it ends with to an undisturbed run, bit for bit.
+r"""Kills a training repeatedly, and compares its final state with that of an undisturbed run, bit for bit.
 
     python benchmarks/soak.py                  # 20 times kill -9, one process
     python benchmarks/soak.py --processes=2    # one of two processes that train together
 
-A tiny recurrent model, in two stages, on the standard library's source, with a checkpoint every few steps: a kill comes
-while the program starts, compiles, steps or writes a checkpoint. The same command then goes on, as a user's would.
+A tiny recurrent model, in two stages, on the standard library's source, with a checkpoint every few steps: it is killed
+while the program starts, compiles, steps or writes a checkpoint. The same command then resumes, as a user's would.
 """
 
 import json
@@ -49,7 +49,7 @@ def bindings(folder: Path) -> list[str]:
 
 
 def start(folder: Path, name: str) -> list[subprocess.Popen]:
-    """The training, from where it is; every process adds to a log of its own."""
+    """Starts or resumes the training; every process appends to a log of its own."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "meliad_like.train", f"--workdir={folder / name}"]
@@ -87,7 +87,7 @@ def end_of(processes: list[subprocess.Popen], patience: float) -> float:
 
 
 def finish(folder: Path, name: str) -> tuple[float, float]:
-    """Lets the training end; the seconds until the first new step is logged, and from there."""
+    """Lets the training end; returns the seconds until the first new step is logged, and the seconds after it."""
     before, began, processes = steps_done(folder / name), time.monotonic(), start(folder, name)
     while steps_done(folder / name) == before and processes[0].poll() is None:
         time.sleep(0.05)
@@ -99,7 +99,7 @@ def finish(folder: Path, name: str) -> tuple[float, float]:
 
 
 def kill_once(folder: Path, startup: float, chance: np.random.Generator) -> None:
-    """Starts, kills one process at a moment of chance, and waits for the others.
+    """Starts, kills one process at a random moment, and waits for the others.
 
     Args:
       startup: seconds until the first step: a quarter of the kills come before.

@@ -1,4 +1,4 @@
-"""Times training steps of several rows side by side, in turn, so that a change of the machine's speed hits all alike.
+"""Times training steps of several rows in turn, so that all see the same changes of the machine's speed.
 
 On a laptop, with the configuration of docs/performance.md:
 

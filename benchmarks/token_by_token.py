@@ -3,9 +3,9 @@
 python benchmarks/token_by_token.py
 python benchmarks/token_by_token.py --layers=4     # a quarter of both models
 
-The baseline reads a window of 3,072 tokens for each that it predicts; Shortformer compares one query with at most
-1,024 keys. Parameters and tokens are random: neither changes what is computed. Shortformer's tables 1 and 4 have 5 and
-46 tokens a second, nine times as many, on a V100.
+The baseline reads a window of 3,072 tokens for each predicted token; Shortformer compares one query with at most 1,024
+keys. Parameters and tokens are random, which doesn't change the operations. Shortformer's tables 1 and 4 have 5 and 46
+tokens a second on a V100, nine times as many.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""What training needs by the number of windows, as the compiler plans it: python benchmarks/window_memory.py
+"""Memory of training by the number of windows, as the compiler plans it: python benchmarks/window_memory.py
 
-No parameters are made and nothing is computed: a training step of one sequence is compiled for shapes alone. With a
-recurrence its gradient goes through all windows of the sequence. `unmodified` is the same decoder, fine-tuned on one
+Compiles a training step of one sequence for shapes alone; there are no parameters, and nothing is computed. With a
+recurrence the gradient goes through all windows of the sequence. `unmodified` is the same decoder, fine-tuned on one
 window.
 """
 
@@ -23,7 +23,7 @@ from meliad_like.training.step import make_train_step
 
 
 def planned_bytes(run: RunConfig, model: Model, num_windows: int) -> int:
-    """The most memory of a step at any time: parameters, optimizer state, and all that is kept or made on the way."""
+    """The peak memory of a step: parameters, optimizer state, and all temporary arrays."""
     tokens = jax.ShapeDtypeStruct((1, num_windows * model.config.window_length), jnp.int32)
     windows = jax.ShapeDtypeStruct((1, num_windows), jnp.int32)
     mask, start = (jax.ShapeDtypeStruct(x.shape, bool) for x in (tokens, windows))

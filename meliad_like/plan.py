@@ -1,7 +1,7 @@
 """Does a run fit? `python -m meliad_like.plan --gin_file=... --topology=v4:2x2x4` asks the compiler, without the pod.
 
-Compiles the real training, evaluation and decoding steps for devices that need not be there, and shows what each device
-would hold, send and compute. Where it does not fit the exit status is 1, and the nearest settings that do are named.
+Compiles the real training, evaluation and decoding steps, and shows the memory, traffic and operations of each device.
+If a step does not fit, the exit status is 1, and the nearest settings that fit are named.
 """
 
 import json
@@ -21,7 +21,7 @@ VOCABULARY_SIZE = flags.DEFINE_integer(
     "Number of tokens. Default: that of the token store, if there is one, or as VocabularyConfig says.",
     lower_bound=1,
 )
-SEARCH = flags.DEFINE_bool("search", True, "Whether to look for settings that fit, where these don't.")
+SEARCH = flags.DEFINE_bool("search", True, "Whether to search for settings that fit, if these don't.")
 PROGRAMS = flags.DEFINE_multi_enum(
     "program", ["training", "evaluation", "decoding"], ["training", "evaluation", "decoding"], "What to compile."
 )

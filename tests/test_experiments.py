@@ -103,7 +103,7 @@ def test_a_run_is_done_once_and_goes_on_from_where_it_was(bindings, tmp_path, mo
         train_and_evaluate(job(5), "test")
     with (job(5).workdir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process is at work in .*slide_12l-1"):
+        with pytest.raises(UserError, match="another process is working in .*slide_12l-1"):
             train_and_evaluate(job(5), "validation")
 
 

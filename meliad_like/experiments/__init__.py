@@ -4,12 +4,12 @@
 
 tables       which rows a table has, and what its paper says of them: a page for each paper
 scales       the same rows on a laptop, on one GPU, or as they are in the paper
-pretrained   a pretrained model that rows begin with
-jobs         one training and evaluation a process, side by side; what is finished is not done again
-evaluations  what is measured of a trained row
-step_time    the time of a step, of all rows in turn, and the memory that it takes
-ancient_history, history_report   the one table whose rows are no runs: spans of the past for a frozen model
-results      what the runs left in their folders, gathered
+pretrained   the pretrained model that the rows of some tables begin with
+jobs         trains and evaluates a row with a seed, each in a process of its own; finished runs are skipped
+evaluations  the figures of a trained row
+step_time    the time of a step of each row, measured in turn, and the memory that it takes
+ancient_history, history_report   the one table whose rows are not trainings: spans of the past for a frozen model
+results      gathers what the runs left in their folders
 report       Markdown and CSV
-pictures     what is drawn
+pictures     plots
 """

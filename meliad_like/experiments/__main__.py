@@ -5,9 +5,9 @@ shortformer                      of Shortformer: stages, infused positions and c
 recurrence                       of Adding Recurrence to Pretrained Transformers; --load_dir=DIR is the pretrained model
 ancient_history                  of Ancient History Language Models; --load_dir=DIR is the pretrained model
 
-The same command goes on after a stop: what is finished is not done again, and what is not goes on from its last
-checkpoint. With --row (and --seeds) it is one of several jobs, on this machine or on others that share the folder or
-whose folders are copied together; --report then makes the table of what is there.
+The same command resumes: finished runs are skipped, the others continue from their last checkpoint. With --row (and
+--seeds) it is one of several jobs, on this machine or on others that share the folder or whose folders are copied
+together; --report then makes the table of the results that exist.
 """
 
 import os
@@ -26,37 +26,35 @@ OF_HISTORY = ("scored_tokens", "document_tokens")
 
 SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "small", "paper"], "How large the models and the runs are.")
 TASK = flags.DEFINE_string("task", "task/standard_library.gin", "Gin file of the documents and their vocabulary.")
-STORE = flags.DEFINE_string("store", None, "Token store, made if it is not there. Default: the one of the task.")
-FOLDER = flags.DEFINE_string("folder", None, "Of runs and results. Default: runs/experiments/TABLE_SCALE.")
-SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of parameters and of the order of documents: a run each.")
-ROW = flags.DEFINE_multi_string("row", [], "Only this row, by its name. Repeatable. Default: all of the scale.")
+STORE = flags.DEFINE_string("store", None, "Token store, made if it doesn't exist. Default: the one of the task.")
+FOLDER = flags.DEFINE_string("folder", None, "Folder of runs and results. Default: runs/experiments/TABLE_SCALE.")
+SEEDS = flags.DEFINE_list(
+    "seeds", ["0", "1", "2"], "Seeds of parameters and of the order of documents; one run for each."
+)
+ROW = flags.DEFINE_multi_string("row", [], "Name of a row to make. Repeatable. Default: all rows of the scale.")
 JOBS = flags.DEFINE_integer(
     "jobs", 0, "Number of runs at the same time; 0: at tiny one for each core, otherwise one.", lower_bound=0
 )
-SPLIT = flags.DEFINE_enum("split", "test", ["validation", "test"], "Evaluated on all documents of it.")
+SPLIT = flags.DEFINE_enum("split", "test", ["validation", "test"], "The split that is evaluated.")
 MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens",
-    None,
-    "Evaluate the beginnings of documents, so many tokens in all. Default: as the scale says, of most tables all.",
-    lower_bound=1,
-)
+    "max_tokens", None, "Evaluate this number of tokens, of the beginnings of documents. Default: as the scale says, "
+    "for most tables all.", lower_bound=1,
+)  # fmt: skip
 LOAD_DIR = flags.DEFINE_string(
-    "load_dir",
-    None,
-    "Of recurrence, ancient_history: checkpoint folder of the pretrained model, as convert writes it.",
+    "load_dir", None, "Checkpoint folder of the pretrained model (from convert); for recurrence and ancient_history."
 )
 SCORED_TOKENS = flags.DEFINE_integer(
-    "scored_tokens", None, "Of ancient_history: score so many tokens of documents. Default: as the scale says.",
-    lower_bound=1,
+    "scored_tokens", None, "For ancient_history: the number of tokens of documents to score. Default: as the scale "
+    "says.", lower_bound=1,
 )  # fmt: skip
 DOCUMENT_TOKENS = flags.DEFINE_integer(
-    "document_tokens", None, "Of ancient_history: read so many tokens of each document. Default: as the scale says.",
-    lower_bound=2,
+    "document_tokens", None, "For ancient_history: read this number of tokens of each document. Default: as the scale "
+    "says.", lower_bound=2,
 )  # fmt: skip
 REPEATS = flags.DEFINE_integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
-REPORT = flags.DEFINE_bool("report", False, "Only make the table of what is there.")
-STEP_TIME = flags.DEFINE_bool("step_time", False, "Only time the rows' steps, in turn; needs no documents.")
-WORKER = flags.DEFINE_string("worker", None, "Used by the program itself: step_time, or the one run ROW,SEED.")
+REPORT = flags.DEFINE_bool("report", False, "Only make the table of the results that exist.")
+STEP_TIME = flags.DEFINE_bool("step_time", False, "Only time the rows' steps; needs no documents.")
+WORKER = flags.DEFINE_string("worker", None, "Internal: step_time, or the run ROW,SEED.")
 
 
 def main(subject: str) -> int:
@@ -100,7 +98,7 @@ def main(subject: str) -> int:
     side_by_side = JOBS.value or ((os.cpu_count() or 1) if experiment.scale.side_by_side else 1)
     if not REPORT.value and not STEP_TIME.value:
         status = experiment.train(side_by_side, failed)
-    # A job of some rows leaves the timing to the command for all of them; pretrained models are too large for it.
+    # A job of some rows leaves the timing to the command for all rows; pretrained models are too large to be timed.
     not_now = REPORT.value or ROW.value or table.pretrained
     if not status and (STEP_TIME.value or not (not_now or experiment.timed)):
         status = experiment.time_steps(side_by_side, failed)
@@ -109,7 +107,7 @@ def main(subject: str) -> int:
     print(experiment.report())
     print(f"wrote {experiment.folder / subject}.md, .csv and .png")
     if failed:
-        raise UserError(f"{len(failed)} failed, the rest is done: {', '.join(failed)}")
+        raise UserError(f"{len(failed)} failed, the others are finished: {', '.join(failed)}")
     return 0
 
 

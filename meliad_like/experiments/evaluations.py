@@ -1,16 +1,17 @@
-"""What is measured of a trained row: by document, or by the protocols of the Shortformer paper."""
+"""The figures of a trained row: by document, or by the protocols of the Shortformer paper."""
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.data.readers import Concatenated
-from meliad_like.data.subset import Documents
+from meliad_like.data.subset import Documents, beginnings
 from meliad_like.data.token_store import TokenStore
+from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.evaluation import protocols, report
 from meliad_like.models.model import Model
 from meliad_like.run.evaluator import make_evaluator
@@ -19,54 +20,52 @@ STRIDES_IN_WINDOW = 6
 """Of sliding windows; the paper's are of 512 new tokens in 3,072 (section 4.2)."""
 
 
-def by_document(
-    model: Model,
-    params: Any,
-    store: TokenStore,
-    documents: Documents,
-    mesh: Mesh,
-    run: RunConfig,
-    split: str,
-    path: Path,
-) -> dict[str, float]:
-    """Every token of the documents, each read from its beginning with all that the model remembers.
+class Trained(NamedTuple):
+    """A trained row, and what it is evaluated on."""
+
+    run: RunConfig
+    """How documents are read."""
+    model: Model
+    params: Any
+    """On the mesh."""
+    vocabulary: Vocabulary
+    mesh: Mesh
+    store: TokenStore
+    split: str
+    documents: Documents
+    """The whole split, or a subset of it."""
+
+
+def by_document(trained: Trained, path: Path) -> dict[str, float]:
+    """Evaluates every token of the documents, each read from its beginning with all that the model remembers.
 
     Args:
-      model, params: the params are on the mesh.
-      store: of the documents.
-      documents: of a split of the store, or of a subset of it.
-      mesh: where they are evaluated.
-      run: how the documents are read.
-      split: its name.
-      path: of the JSON file for all figures, with a row for each document.
+      trained: the row.
+      path: of the JSON file for all figures, with those of each document.
     """
-    evaluation = make_evaluator(run, model, store, split, mesh, documents=documents)(params)
+    run, model, documents = trained.run, trained.model, trained.documents
+    evaluator = make_evaluator(run, model, trained.store, trained.split, trained.mesh, documents=documents)
+    evaluation = evaluator(trained.params)
     report.write(evaluation, path)
     costs = {f"flops_{how}": flops for how, flops in model.flops_per_prediction.items()}
     return {name: getattr(evaluation, name) for name in report.FIGURES} | costs
 
 
-def by_protocol(
-    model: Model,
-    params: Any,
-    documents: Documents,
-    few: Documents,
-    mesh: Mesh,
-    run: RunConfig,
-    end_of_document: int,
-) -> dict[str, float]:
-    """The documents as one stream, one lane, as Shortformer's tables have it (sections 2 and 5).
+def by_protocol(trained: Trained, num_single: int) -> dict[str, float]:
+    """Evaluates the documents as one stream in one lane, as in Shortformer's tables (sections 2 and 5).
 
-    By disjoint segments, going on with what the model remembers (`perplexity`, `bits_per_byte`, `tokens_per_second`).
-    By sliding windows, if the model remembers nothing (`sliding_...`): the paper slides no others, which predict no
-    better for it. And a few tokens one by one, for their time alone (`single_tokens_per_second`): by decoding, or where
-    nothing is remembered by a window for each.
+    - By disjoint segments, with what the model remembers of those before (`perplexity`, `tokens_per_second`, ...).
+    - By sliding windows, if the model remembers nothing (`sliding_...`); the paper slides no others, whose predictions
+      it does not improve.
+    - A few tokens one by one, for the speed alone (`single_tokens_per_second`): by decoding, or by a window for each
+      token if the model remembers nothing.
 
     Args:
-      documents: of a split, or of a part of it.
-      few: whose tokens are predicted one by one, after a first window.
+      trained: the row.
+      num_single: the number of tokens that are predicted one by one, after a first window.
     """
-    window = run.data.segment_length
+    model, documents, window = trained.model, trained.documents, trained.run.data.segment_length
+    few = beginnings(trained.store.split(trained.split), trained.vocabulary, window + num_single)
     # A block's first token attends to itself at least.
     remembers = int(model.num_visible(np.array(model.config.window_length))) > 1
 
@@ -75,13 +74,13 @@ def by_protocol(
     ) -> protocols.ProtocolScore:
         return protocols.evaluate(
             model,
-            params,
-            Concatenated(documents, model.vocabulary_size, end_of_document),
+            trained.params,
+            Concatenated(documents, model.vocabulary_size, trained.vocabulary.end_of_document),
             protocol,
             segment_length=window,
-            mesh=mesh,
+            mesh=trained.mesh,
             stride=stride,
-            loss_slice=run.training.loss_slice,
+            loss_slice=trained.run.training.loss_slice,
         )
 
     score = evaluate(documents, "segments")

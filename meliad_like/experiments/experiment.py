@@ -30,33 +30,35 @@ from meliad_like.training.stages import stages_of
 
 STEP_TIME = "step_time"
 Workers = dict[str, tuple[str, Path]]
-"""What to start, by name: the argument of --worker, and the file for the output."""
+"""Processes to start, by name: the argument of --worker, and the file for the output."""
 
 
 @dataclass(frozen=True)
 class Experiment:
+    """A table at one of its scales, and the folder of its runs and results."""
+
     table: Table
     scale_name: str
     """One of the table's scales."""
     gin_files: tuple[str, ...]
     """The task, and options for all rows."""
     gin_params: tuple[str, ...]
-    """For all rows, and never scaled."""
+    """For all rows; they are not scaled."""
     folder: Path
-    """Has a folder for each run, and the results."""
+    """Contains a folder for each run, and the results."""
     seeds: tuple[int, ...]
     chosen: tuple[str, ...] = ()
-    """Names of rows; none: all that the scale is meant for."""
+    """Names of rows; none: all rows of the scale."""
     split: str = "test"
-    """Whose documents decide."""
+    """The split that is evaluated."""
     repeats: int = 15
     """Rounds of timed steps."""
     max_tokens: int | None = None
-    """What is evaluated at most, of the beginnings of documents; None: as the scale says."""
+    """The most tokens to evaluate, of the beginnings of documents; None: as the scale says."""
     load_dir: str | None = None
-    """The pretrained model, of a table that begins with one."""
+    """Checkpoint folder of the pretrained model, for a table whose rows begin with one."""
     command: tuple[str, ...] = ()
-    """What starts this program again, but for --worker."""
+    """The command that starts this program again, without --worker."""
 
     @property
     def scale(self) -> Scale:
@@ -64,7 +66,7 @@ class Experiment:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Those to be worked on."""
+        """The rows to train, evaluate and time."""
         if self.chosen:
             return [self.table.row(name) for name in self.chosen]
         largest = self.scale.largest_vocabulary
@@ -102,7 +104,7 @@ class Experiment:
         return [] if self.load_dir is None else bindings_of(Path(self.load_dir))
 
     def work(self, worker: str) -> int:
-        """One of what `train` and `time_steps` start; the exit status."""
+        """Does the work of one of the processes that `train` and `time_steps` start; returns the exit status."""
         if worker == STEP_TIME:
             self._time_here()
             return 0
@@ -115,16 +117,16 @@ class Experiment:
         return 0
 
     def train(self, side_by_side: int, failed: list[str]) -> int:
-        """Trains and evaluates what is not finished, a process each; makes token stores that are not there.
+        """Trains and evaluates the unfinished runs, each in a process; makes token stores that don't exist.
 
         Args:
-          side_by_side: runs at the same time.
-          failed: what went wrong is added here.
+          side_by_side: the number of runs at the same time.
+          failed: runs that failed are added here.
 
         Returns:
           The exit status, as of `run_processes`.
         """
-        # Seed by seed, so that a table of all rows is there early.
+        # Seed by seed, so that there is a table of all rows early.
         jobs: dict[str, list[Job]] = {}  # of rows that share a run, by its folder
         for seed in self.seeds:
             for row in self.rows:
@@ -140,16 +142,16 @@ class Experiment:
         return self._start(workers, side_by_side, failed)
 
     def time_steps(self, side_by_side: int, failed: list[str]) -> int:
-        """Times the steps of all rows in one process, with the settings that runs side by side have."""
+        """Times the steps of all rows in one process, with the environment of runs that are side by side."""
         return self._start({STEP_TIME: (STEP_TIME, self.folder / f"{STEP_TIME}.log")}, side_by_side, failed)
 
     @property
     def timed(self) -> bool:
-        """Whether the times of all rows are there; they come from one process, or can't be compared."""
+        """Whether all rows have been timed; times of different processes can't be compared."""
         return {row.run_name for row in self.rows} <= read_timing(self.folder).keys()
 
     def report(self) -> str:
-        """Writes Markdown, CSV and picture of what is there for all rows of the table; returns the Markdown."""
+        """Writes Markdown, CSV and picture of the results that exist; returns the Markdown."""
         results = gather(self.table, self.folder, self.seeds, self.split)
         # Extra rows that nobody asked for are not shown as missing.
         rows = [row for row in self.table.rows if results.num_runs(row) or row in self.rows or not row.extra]
@@ -163,7 +165,7 @@ class Experiment:
     def _start(self, workers: Workers, side_by_side: int, failed: list[str]) -> int:
         began, done = time.perf_counter(), 0
 
-        def say(name: str, status: int) -> None:
+        def report_end(name: str, status: int) -> None:
             nonlocal done
             done += 1
             if status:
@@ -172,7 +174,7 @@ class Experiment:
             print(f"{word} {name}, {done} of {len(workers)} after {time.perf_counter() - began:,.0f} s", flush=True)
 
         commands = {name: ([*self.command, f"--worker={worker}"], log) for name, (worker, log) in workers.items()}
-        return run_processes(commands, side_by_side, environment(self.folder, side_by_side > 1), say)
+        return run_processes(commands, side_by_side, environment(self.folder, side_by_side > 1), report_end)
 
     def _time_here(self) -> None:
         runs = {row.run_name: self._run(row, seed=0) for row in self.rows}
@@ -180,7 +182,7 @@ class Experiment:
         shares: dict[str, dict[str, float]] = {}
         for name, run in runs.items():
             for stage in (stages := stages_of(run)):
-                # Of stages that differ in nothing that is timed, the first.
+                # Stages that are the same in everything that takes time are timed once.
                 same = (step for step in steps if _same_step(steps[step].run, stage.run))
                 part = next(same, name if len(stages) == 1 else f"{name}, stage {stage.index + 1}")
                 if part not in steps:

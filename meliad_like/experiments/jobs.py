@@ -1,4 +1,4 @@
-"""One training and its evaluation for each row and seed, in a process and a folder of its own."""
+"""A training and its evaluation for each row and seed, in a process and a folder of its own."""
 
 import fcntl
 import json
@@ -23,7 +23,7 @@ from meliad_like.data.readers import label
 from meliad_like.data.subset import beginnings
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
-from meliad_like.experiments.evaluations import by_document, by_protocol
+from meliad_like.experiments.evaluations import Trained, by_document, by_protocol
 from meliad_like.experiments.tables import Row
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
@@ -40,19 +40,19 @@ LOG_NAME = "log.txt"
 
 @dataclass(frozen=True)
 class Job:
-    """A row with a seed, and where it leaves what it finds."""
+    """A row with a seed, and the folder of its results."""
 
     row: Row
     seed: int
     run: RunConfig
-    """What is trained."""
+    """The run that is trained."""
     evaluated: RunConfig
-    """What is evaluated: the same, but for rows that are trained as another one."""
+    """The run that is evaluated: the same, but for rows whose training is that of another row."""
     workdir: Path
     by_protocol: bool = False
     """As of `Table`."""
     max_tokens: int | None = None
-    """What is evaluated at most, of the beginnings of documents; None: the whole split."""
+    """The most tokens to evaluate, of the beginnings of documents; None: the whole split."""
     timed_tokens: int = 0
     """As of `Scale`."""
     load_dir: str | None = None
@@ -71,18 +71,18 @@ class Job:
 
     @property
     def result(self) -> dict[str, Any]:
-        """What `train_and_evaluate` has written so far."""
+        """The figures that `train_and_evaluate` has written so far."""
         path = self.workdir / result_name(self.row)
         return json.loads(path.read_text()) if path.exists() else {"splits": {}}
 
 
 def result_name(row: Row) -> str:
-    """The file in a run's folder that a row's figures are in."""
+    """The name of the file with a row's figures, in the folder of its run."""
     return f"{row.name}.json" if row.trained_as else RESULT_NAME
 
 
 def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
-    """What is known of a run before its first step."""
+    """Facts about a run that follow from its config."""
     model, num_steps, stages = Model(run.model, vocabulary_size), run.training.num_steps, stages_of(run)
     parameters = model.num_parameters
     own = {name: getattr(run.model, name) for name in ("cache_length", "overlap") if hasattr(run.model, name)}
@@ -106,13 +106,13 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
 
 
 def train_and_evaluate(job: Job, split: str) -> int:
-    """Trains (or goes on) in this process, evaluates documents of a split, and adds what is found to the row's result.
+    """Trains (or resumes) in this process, evaluates documents of a split, and adds the figures to the row's result.
 
     Returns:
       The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM with everything saved.
 
     Raises:
-      UserError: as `train`; or the split has no documents, or another process is at work in this folder.
+      UserError: as `train`; or the split has no documents, or another process is working in this folder.
     """
     job.workdir.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
@@ -124,15 +124,15 @@ def train_and_evaluate(job: Job, split: str) -> int:
         mesh = make_mesh(job.run.mesh)
         best = job.workdir / "best"
         opened = open_checkpoint(best if job.run.training.keep_best else job.workdir, mesh=mesh)
-        model, vocabulary = Model(job.evaluated.model, opened.vocabulary.size), opened.vocabulary
+        vocabulary = opened.vocabulary
         documents = whole if job.max_tokens is None else beginnings(whole, vocabulary, job.max_tokens)
+        model = Model(job.evaluated.model, vocabulary.size)
+        trained = Trained(job.evaluated, model, opened.params, vocabulary, mesh, store, split, documents)
         if job.by_protocol:
-            few = beginnings(whole, vocabulary, job.evaluated.data.segment_length + job.timed_tokens)
-            end = vocabulary.end_of_document
-            figures = by_protocol(model, opened.params, documents, few, mesh, job.evaluated, end)
+            figures = by_protocol(trained, job.timed_tokens)
         else:
             path = job.workdir / (f"{split}_{job.row.name}.json" if job.row.trained_as else f"{split}.json")
-            figures = by_document(model, opened.params, store, documents, mesh, job.evaluated, split, path)
+            figures = by_document(trained, path)
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         num_steps = job.run.training.num_steps
         others = job.result["splits"] if num_steps == job.result.get("num_steps") else {}
@@ -148,20 +148,20 @@ def train_and_evaluate(job: Job, split: str) -> int:
 
 
 def _logged_speed(folder: Path) -> float:
-    """Tokens a second of a training step: the median of what the run has logged."""
+    """Tokens per second of a training step: the median of the logged ones."""
     lines = map(json.loads, (folder / METRICS_NAME).read_text().splitlines())
     kinds = [label("train", leaks) for leaks in (False, True)]
     return float(np.median([line["tokens_per_second"] for line in lines if line["kind"] in kinds]))
 
 
 def device_name() -> str:
-    """Of the device that computes here; of a CPU also how many cores there are."""
+    """The name of this machine's device; for a CPU its number of cores."""
     device = jax.devices()[0]
     return f"CPU with {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
 
 
 def write_json(path: Path, content: Any) -> None:
-    """All of it or nothing, whenever the process ends."""
+    """Writes the whole file or nothing, whenever the process ends."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
@@ -171,16 +171,16 @@ def _alone_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another process is at work in {folder}: wait for it, or end it") from None
+            raise UserError(f"another process is working in {folder}: wait for it, or end it") from None
         yield
 
 
 def environment(folder: Path, side_by_side: bool) -> dict[str, str]:
-    """Variables for a process that trains or times.
+    """The environment variables of a process that trains or measures times.
 
     Args:
-      folder: of the table; what one process compiled, the others load from there.
-      side_by_side: whether others do the same on this machine at the same time.
+      folder: of the table, with the cache of compiled programs that all processes share.
+      side_by_side: whether other such processes run on this machine at the same time.
     """
     # As in launch/environment.sh.
     variables = {
@@ -189,8 +189,8 @@ def environment(folder: Path, side_by_side: bool) -> dict[str, str]:
         **os.environ,
     }
     if side_by_side:
-        # On a CPU, two runs with a thread each get further than one after the other with two. On a GPU, the first one
-        # would take all memory.
+        # Two runs at the same time with one thread each are faster than one after the other with two threads. On a
+        # GPU, the first process would otherwise take all memory.
         variables["XLA_FLAGS"] = f"{variables.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
         variables.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return variables
@@ -198,22 +198,22 @@ def environment(folder: Path, side_by_side: bool) -> dict[str, str]:
 
 def run_processes(
     commands: Mapping[str, tuple[Sequence[str], Path]],
-    num_side_by_side: int,
+    max_processes: int,
     variables: Mapping[str, str],
-    said: Callable[[str, int], Any],
+    on_end: Callable[[str, int], Any],
 ) -> int:
-    """Runs commands, some side by side, and waits for them all.
+    """Runs commands in parallel, and waits for all of them.
 
-    SIGTERM and Ctrl-C are passed on, so that every process saves and ends; no further one is started then.
+    SIGTERM and Ctrl-C are passed on, so that every process saves and ends, and no further one is started.
 
     Args:
-      commands: by name, with the file that each one's output is added to.
-      num_side_by_side: at most.
+      commands: by name, each with the file that its output is appended to.
+      max_processes: the most that run at the same time.
       variables: the environment.
-      said: told the name and exit status of each that ended.
+      on_end: called with the name and exit status of each command that ended.
 
     Returns:
-      0, or `preemption.EXIT_STATUS` if told to stop.
+      0, or `preemption.EXIT_STATUS` after a signal.
     """
     running: set[subprocess.Popen] = set()
     stopping = False
@@ -230,7 +230,7 @@ def run_processes(
         command, log_path = commands[name]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("a") as log:
-            # A session of its own: Ctrl-C shall reach it as SIGTERM.
+            # In a session of its own, so that Ctrl-C reaches it as SIGTERM.
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
             )
@@ -240,11 +240,11 @@ def run_processes(
         status = process.wait()
         running.discard(process)
         if not stopping:
-            said(name, status)
+            on_end(name, status)
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with ThreadPoolExecutor(num_side_by_side) as pool:
+        with ThreadPoolExecutor(max_processes) as pool:
             list(pool.map(run, commands))
     finally:
         for number, handler in previous.items():

@@ -1,6 +1,6 @@
-"""The time of a training step, of several models in turn, so that a change of the machine's speed hits all alike.
+"""The time of a training step, measured for several models in turn, so that all see the same changes of speed.
 
-What is compared are ratios within a round: a machine that others use as well may be twice as fast a minute later.
+Only ratios within a round are compared: a shared machine may be twice as fast a minute later.
 """
 
 import time
@@ -20,8 +20,8 @@ from meliad_like.training.hardware import DATASHEET_FLOPS
 from meliad_like.training.program import make_program
 from meliad_like.training.state import TrainState
 
-WARM_UP = 2  # rounds that are not counted
-PRODUCT = 2048  # rows of the square matrices whose product is timed beside the steps
+WARM_UP = 2  # rounds that don't count
+PRODUCT = 2048  # rows of the square matrices whose product is timed with the steps
 
 
 @dataclass
@@ -37,7 +37,7 @@ class TimedStep:
     seconds: list[float] = field(default_factory=list)
 
     def __call__(self) -> None:
-        """Does one step and notes how long it took."""
+        """Does one step and adds its time to `seconds`."""
         began = time.perf_counter()
         self.state, _ = self.step(self.state, self.batch)
         jax.block_until_ready(self.state)
@@ -45,13 +45,13 @@ class TimedStep:
 
     @property
     def memory_bytes(self) -> int:
-        """What the step needs at most on a device, as the compiler plans it: state, batch and temporary arrays."""
+        """The most that the step needs on a device, as the compiler plans it: state, batch and temporary arrays."""
         analysis = self.step.memory_analysis()
         return analysis.temp_size_in_bytes + analysis.argument_size_in_bytes
 
 
 def make_step(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> TimedStep:
-    """The step that training would do, ready to be timed; nothing is read from disk."""
+    """The step of a training, ready to be timed; nothing is read from disk."""
     program = make_program(run, vocabulary_size, mesh)
     began = time.perf_counter()
     step = program.compile_step()
@@ -72,10 +72,10 @@ def random_batch(shapes: Batch, vocabulary_size: int) -> Batch:
 
 
 def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]:
-    """Times every step `repeats` times, one of each a round, and a matrix product beside them.
+    """Times every step `repeats` times, one of each in a round, and a matrix product with them.
 
     Returns:
-      `device`; `peak`, FLOP/s of the device (for bfloat16 from its data sheet, where that is known; otherwise of the
+      `device`; `peak`, the device's FLOP/s (for bfloat16 from its data sheet, if that is known; otherwise those of the
       product, in the steps' precision); and for each of `rows` its `seconds` by round, `memory_bytes`,
       `compile_seconds` and `share_of_peak`.
     """
@@ -92,7 +92,7 @@ def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]
     device = jax.devices()[0].device_kind
     measured = 2 * PRODUCT**3 / float(np.median(product_seconds[WARM_UP:]))
     peak = DATASHEET_FLOPS.get(device, measured) if dtype == "bfloat16" else measured
-    # Devices that are pretended on one CPU share its rate.
+    # Fake devices share the rate of their CPU.
     num_devices = 1 if jax.default_backend() == "cpu" else jax.device_count()
     rows = {}
     for name, step in steps.items():
@@ -108,16 +108,16 @@ def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]
 
 
 def relative_time(rows: Mapping[str, Any], name: str, baseline: str) -> float:
-    """The median over rounds of a step's time over that of the baseline in the same round."""
+    """The median over rounds of the ratio of a step's time to that of the baseline in the same round."""
     return float(np.median(np.array(rows[name]["seconds"]) / np.array(rows[baseline]["seconds"])))
 
 
 def in_shares(parts: Mapping[str, Any], shares: Mapping[str, float]) -> dict[str, Any]:
-    """What a training takes on average that has several kinds of steps, one after the other.
+    """The average step of a training with several kinds of steps, one after the other.
 
     Args:
-      parts: as `rows` of `time_in_turn`.
-      shares: of the steps, by the names of their parts; they add up to 1.
+      parts: `rows` of `time_in_turn`.
+      shares: of all steps, by the names of the kinds; they add up to 1.
     """
     if len(shares) == 1:
         return dict(parts[next(iter(shares))])

@@ -1,4 +1,4 @@
-"""What devices say to each other in a compiled program, read from its HLO."""
+"""The collectives of a compiled program, read from its HLO."""
 
 import math
 import re
@@ -9,11 +9,11 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \((?!.* = ).*\{$")
-# Of an asynchronous pair the end: it returns the results alone, in every kind and on every device.
+# The end of an asynchronous pair, because it always returns the results alone.
 _INSTRUCTION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-done)?\(")
-# What the TPU compiler hides behind products is one collective, and is written down in each of the fusions around them.
+# A collective that the TPU compiler overlaps with products appears in each of the fusions around them.
 _CHAIN = re.compile(r'(channel_id=\d+).*(chain_id="\d+")')
-# And what it reduces and scatters at once is an all-reduce in a fusion that keeps a part.
+# A reduce-scatter is an all-reduce there, in a fusion that keeps a part of the result.
 _SCATTERED = "all-reduce-scatter"
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _CALL = re.compile(
@@ -25,11 +25,11 @@ _BOUND = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 
 
 class Traffic(NamedTuple):
-    """Of one kind of collective, in a run of the program, on each device."""
+    """The collectives of one kind, in a run of the program, on each device."""
 
     count: int
     num_bytes: int
-    """Of the results; of a reduce-scatter on TPUs, of what is reduced."""
+    """Bytes of the results; for a reduce-scatter on TPUs, of its arguments."""
 
 
 class _Collective(NamedTuple):
@@ -42,8 +42,8 @@ class _Collective(NamedTuple):
 def traffic(hlo: str) -> dict[str, Traffic]:
     """Collectives by kind.
 
-    Bodies of loops count as often as they run, where the compiler says how often that is, or the loop's condition (as
-    that of every `jax.lax.scan`) compares a counter from 0 with a constant; of the branches of a condition all count.
+    The body of a loop counts as often as it runs, if the compiler says so, or if the loop's condition compares a
+    counter from 0 with a constant (as in every `jax.lax.scan`). All branches of a condition count.
 
     Args:
       hlo: the text of a compiled program, as `compiled.as_text()` gives it.
@@ -66,14 +66,14 @@ def traffic(hlo: str) -> dict[str, Traffic]:
             found[name].append(_Collective(kind, num_bytes, chain and chain.groups()))
         if match := _BOUND.search(line):
             bounds[name].append(int(match[1]))
-        # The TPU compiler counts no trips, and writes conditions before their loops.
+        # The TPU compiler gives no trip counts, and writes conditions before their loops.
         trips = _trips(line, bounds) if " while(" in line else 1
         for how, one, several in _CALL.findall(line):
             for called in [one] if one else re.findall(r"[\w.\-]+", several):
                 calls[name].append((how, called, trips))
 
     def total(name: str, chains: set[tuple[str, ...]]) -> Counter:
-        """`chains`: those that have been met in the same body."""
+        """The counts of a computation; `chains` are those already counted in the same body."""
         sums: Counter = Counter()
         for kind, num_bytes, chain in found.get(name, []):
             if chain not in chains:
@@ -90,7 +90,7 @@ def traffic(hlo: str) -> dict[str, Traffic]:
 
 
 def _trips(line: str, bounds: dict[str, list[int]]) -> int:
-    """How often a loop runs; 1, where nothing says it."""
+    """How often a loop runs; 1 if that is not known."""
     if known := _TRIPS.search(line):
         return int(known[1])
     condition = _CONDITION.search(line)

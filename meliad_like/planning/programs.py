@@ -1,4 +1,4 @@
-"""The programs of a run, compiled for devices that need not be there, and what they need on each of them."""
+"""The programs of a run, compiled for devices that this machine need not have, and what they need on each device."""
 
 import functools
 import re
@@ -20,29 +20,29 @@ from meliad_like.training.program import Program, make_program
 
 PROGRAMS = ("training", "evaluation", "decoding")
 
-# What the TPU compiler says, of all that is used or of temporary arrays alone.
+# The TPU compiler's messages, about all memory that is used or about temporary arrays alone.
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
 _TEMPORARY = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)")
 
 
 class Need(NamedTuple):
-    """Of one program, in bytes on each device."""
+    """What one program needs on each device, in bytes."""
 
     name: str
     parts: dict[str, int]
-    """What goes in and stays: parameters, optimizer state, carry, batch."""
+    """Arguments, which stay in memory: parameters, optimizer state, carry, batch."""
     activations: int
-    """Everything temporary that is needed at once, gradients included. Where the compiler gave up: what it says is used
-    beside the parts."""
+    """The most temporary memory at a time, gradients included. If the compiler gave up: the memory that it reports
+    besides the parts."""
     results: int
-    """What comes out and takes no place of what went in."""
+    """Results that don't take the place of arguments."""
     code: int
     collectives: dict[str, Traffic]
     flops: float
-    """By our own count; an operation of all devices together is shared out evenly."""
+    """By our own count, divided evenly among the devices."""
     compile_seconds: float
     gave_up: bool = False
-    """Whether the compiler found no way to keep within the device's memory; there is no program then."""
+    """Whether the compiler found no program that fits into the device's memory."""
 
     @property
     def total(self) -> int:
@@ -63,18 +63,19 @@ def needs(
       vocabulary_size: in tokens.
       topology: the devices.
       programs: some of PROGRAMS.
-      quick: compile with the least effort, in half the time or less. The programs would be slower, and their
-        activations come out as large or a little larger: by 0 to 20 percent (docs/planning.md).
+      quick: compile with the least effort, in half the time or less; activations are then up to 20 percent larger
+        (docs/planning.md).
 
     Raises:
       UserError: the mesh does not fit the devices, the lanes or the model.
     """
     mesh = make_mesh(run.mesh, topology.devices)
     program = make_program(run, vocabulary_size, mesh)
-    model, state, batch = program.model, program.abstract_state, program.abstract_batch
+    model, state, batch = program.model, program.abstract_state, _sharded_batch(program)
+    lanes = lane_sharding(mesh, run.data.num_lanes)
     tokens = run.data.tokens_per_step / mesh.size
     parts = state_parts(program)
-    # O0, by the number that both jax 0.10 and 0.12 understand.
+    # O0, by a number that both jax 0.10 and 0.12 accept.
     options = {"optimization_level": 9} if quick else {}
 
     def evaluate():
@@ -82,11 +83,6 @@ def needs(
             step = jax.jit(
                 functools.partial(evaluation_step, model, run.training.loss_slice),
                 donate_argnums=1,
-                in_shardings=(
-                    _shardings(state.params),
-                    _shardings(state.carry),
-                    lane_sharding(mesh, run.data.num_lanes),
-                ),
                 out_shardings=(_shardings(state.carry), replicated(mesh)),
             )
             return step.lower(state.params, state.carry, batch).compile(options)
@@ -95,14 +91,12 @@ def needs(
     decoding = _decoding_carry(model, state.params, run.data.num_lanes, mesh)
 
     def decode():
-        lanes = lane_sharding(mesh, run.data.num_lanes)
         step = jax.jit(
             lambda params, token, carry: model.bind(params).decode_step(token, carry),
             donate_argnums=2,
-            in_shardings=(_shardings(state.params), lanes, _shardings(decoding)),
             out_shardings=(lanes, _shardings(decoding)),
         )
-        token = jax.ShapeDtypeStruct((run.data.num_lanes,), jnp.int32)
+        token = jax.ShapeDtypeStruct((run.data.num_lanes,), jnp.int32, sharding=lanes)
         with jax.set_mesh(mesh):
             return step.lower(state.params, token, decoding).compile(options)
 
@@ -135,8 +129,8 @@ def _need(
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    # The TPU compiler's `temp_size` counts the holes in its heap twice; its peak leaves some out, a tenth of a GiB at
-    # most. On a CPU the former is right, and the peak is that of the arguments.
+    # The TPU compiler's `temp_size` counts gaps in its heap twice; its peak leaves some of them out, at most a tenth of
+    # a GiB. On a CPU the former is right, and the peak is that of the arguments.
     peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
     return Need(
         name=name,
@@ -151,7 +145,7 @@ def _need(
 
 
 def refused_bytes(message: str, held: int) -> int | None:
-    """What a program would use beside `held`, where the TPU compiler's error says that a device has less."""
+    """The memory that a program would use besides `held`, from the TPU compiler's error; None for other errors."""
     for pattern, besides in ((_TEMPORARY, 0), (_USED, held)):
         if "RESOURCE_EXHAUSTED" in message and (found := pattern.search(message)):
             return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) - besides
@@ -159,10 +153,8 @@ def refused_bytes(message: str, held: int) -> int | None:
 
 
 def state_parts(program: Program) -> dict[str, int]:
-    """What stays on a device between training steps, by kind, in bytes; known without compiling."""
-    state = program.abstract_state
-    shards = lane_sharding(program.mesh, program.abstract_batch.inputs.shape[0])
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shards), program.abstract_batch)
+    """Bytes on a device between training steps, by kind; known without compiling."""
+    state, batch = program.abstract_state, _sharded_batch(program)
     groups = {
         "parameters": state.params,
         "optimizer state": state.optimizer_state,
@@ -173,13 +165,18 @@ def state_parts(program: Program) -> dict[str, int]:
 
 
 def least_bytes(run: RunConfig, vocabulary_size: int, topology: Topology) -> int:
-    """What a training step holds on each device at the very least: what stays, and gradients. Nothing is compiled.
+    """The least memory of a training step on each device: arguments and gradients. Nothing is compiled.
 
     Raises:
       UserError: as `needs`.
     """
     parts = state_parts(make_program(run, vocabulary_size, make_mesh(run.mesh, topology.devices)))
     return sum(parts.values()) + parts["parameters"]
+
+
+def _sharded_batch(program: Program) -> Any:
+    shards = lane_sharding(program.mesh, program.abstract_batch.inputs.shape[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shards), program.abstract_batch)
 
 
 def _size_on_device(tree: Any) -> int:

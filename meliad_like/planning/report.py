@@ -1,4 +1,4 @@
-"""What a plan says: memory, traffic and time of each program on each device."""
+"""The report of a plan: memory, traffic and time of each program on each device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ PARTS = ("parameters", "optimizer state", "carry", "batch")
 
 
 def fits(need: Need, topology: Topology) -> bool:
-    """Whether a program fits, as far as the memory of a device is known."""
+    """Whether a program fits; True if the memory of a device is not known, unless the compiler gave up."""
     return not need.gave_up and (topology.chip is None or need.total <= topology.chip.memory)
 
 
 def limit(need: Need, topology: Topology) -> str:
-    """What makes the program slow, or impossible; nothing for devices that are not known."""
+    """The resource that limits the program; empty for unknown devices."""
     if not fits(need, topology):
         return "memory's size"
     times = seconds(need, topology)
@@ -24,7 +24,7 @@ def limit(need: Need, topology: Topology) -> str:
 
 
 def seconds(need: Need, topology: Topology) -> dict[str, float]:
-    """What a run of the program takes at least, by what limits it; nothing for devices that are not known."""
+    """The least time of a run of the program, by resource; empty for unknown devices."""
     if topology.chip is None or topology.peak_flops is None:
         return {}
     state = sum(need.parts.values())

@@ -1,4 +1,4 @@
-"""The nearest settings that would fit, where a run's own don't."""
+"""The nearest settings that would fit, for a run that does not."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from meliad_like.planning.programs import PROGRAMS, least_bytes, needs
 from meliad_like.planning.report import fits
 from meliad_like.planning.topology import Topology
 
-# To what each rematerialisation can be changed, where memory is short.
+# The rematerialisations that need less memory than each one.
 SPARING: dict[str | None, tuple[str, ...]] = {"none": ("dots", "layers"), "dots": ("layers",)}
 
 
@@ -22,15 +22,15 @@ def nearest_that_fits(
     quick: bool = False,
     on_try: Callable[[str], None] = lambda bindings: None,
 ) -> str | None:
-    """The bindings that make a run fit, the first of `alternatives` that does; None: none of them.
+    """The first of `alternatives` that fits, as bindings; None if none of them fits.
 
     Args:
       run: of one stage.
       vocabulary_size: in tokens.
-      topology: where the memory of its chips is not known, the compiler says what does not fit.
+      topology: if the memory of its chips is not known, only the compiler decides what fits.
       programs: those that must fit, some of PROGRAMS.
-      quick: as `needs` takes it.
-      on_try: told the bindings that are about to be compiled.
+      quick: as in `needs`.
+      on_try: called with the bindings that are about to be compiled.
     """
     memory = math.inf if topology.chip is None else topology.chip.memory
     for bindings, other in alternatives(run, len(topology.devices)):
@@ -41,13 +41,13 @@ def nearest_that_fits(
             if all(fits(need, topology) for need in needs(other, vocabulary_size, topology, programs, quick)):
                 return bindings
         except UserError:
-            # That mesh divides neither the lanes nor the model.
+            # The mesh doesn't divide the lanes or the model.
             continue
     return None
 
 
 def alternatives(run: RunConfig, num_devices: int) -> list[tuple[str, RunConfig]]:
-    """The nearest settings that need less memory, each with the bindings that say it; the cheapest first."""
+    """The nearest settings that need less memory, as bindings and as a run; the cheapest first."""
     found: list[tuple[str, RunConfig]] = []
 
     def add(bindings: str, **changes) -> None:
@@ -66,13 +66,13 @@ def alternatives(run: RunConfig, num_devices: int) -> list[tuple[str, RunConfig]
         training = dataclasses.replace(run.training, gradient_accumulation=parts)
         add(f"TrainingConfig.gradient_accumulation = {parts}{name}", training=training, model=model)
     fsdp = run.mesh.fsdp
-    # The copies are then those that the devices are enough for.
+    # The number of copies then follows from the number of devices.
     data = "" if run.mesh.data == -1 else " with MeshConfig.data = -1"
     while shards % (2 * fsdp) == 0:
         fsdp *= 2
         mesh = dataclasses.replace(run.mesh, data=-1, fsdp=fsdp)
         add(f"MeshConfig.fsdp = {fsdp}{data}{name}", mesh=mesh, model=model)
-    # Last, because it is another training: fewer lanes, so fewer tokens in each step.
+    # Last, because fewer lanes, with fewer tokens in each step, are another training.
     tokens, parts = run.data.tokens_per_step, run.training.gradient_accumulation
     while tokens // run.data.segment_length % (2 * parts * shards) == 0:
         tokens //= 2

@@ -1,4 +1,4 @@
-"""Plans every gin file of the papers' tables: python -m meliad_like.planning.table --workdir=DIR
+"""Plans every gin file of the papers' tables: python -m meliad_like.planning.table --results=DIR
 
 Compiles training steps alone, as `plan --quick` does, one after the other, a minute or two each. What the compiler
 reports is added to DIR/results.json, from which the same command resumes. It then writes the tables of docs/planning.md
@@ -22,7 +22,7 @@ from meliad_like.errors import UserError
 from meliad_like.remote import write_whole
 from meliad_like.tables import Table
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of results.json and table.md.", required=True)
+RESULTS = flags.DEFINE_string("results", "runs/planning", "Folder of results.json and table.md.")
 MATCH = flags.DEFINE_multi_string("match", [], "Compile only where file@topology contains all of these. Repeatable.")
 
 
@@ -163,7 +163,7 @@ def make(folder: Path, words: Sequence[str]) -> None:
 def main() -> None:
     # As in `plan`: the program itself runs on the CPU, whatever it compiles for.
     jax.config.update("jax_platforms", "cpu")
-    make(Path(WORKDIR.value), MATCH.value)
+    make(Path(RESULTS.value), MATCH.value)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Devices that are not there: those of a TPU slice, as the TPU's own compiler describes them, or of one CPU."""
+"""Devices to compile for: those of a TPU slice, as the TPU's own compiler describes them, or of one CPU."""
 
 import importlib.util
 import math
@@ -15,14 +15,14 @@ from meliad_like.training.hardware import DATASHEET_FLOPS
 GIB = 2**30
 
 CHIPS_OF_A_HOST = 4
-"""As the TPU compiler takes a host of any generation to be; smaller slices are told to it."""
+"""The TPU compiler's default for every generation; smaller slices must be named to it."""
 
 
 class Chip(NamedTuple):
     """From the vendor's data sheets; bytes, and bytes per second."""
 
     memory: float
-    """Less what the compiler keeps for itself: 1.25 of v4's 32 GiB, 0.25 of v5e's 16, as it says when it refuses."""
+    """Without what the compiler reserves (1.25 of v4's 32 GiB, 0.25 of v5e's 16), from its error messages."""
     memory_bandwidth: float
     link_bandwidth: float
     """To all neighbours together."""
@@ -43,16 +43,16 @@ class Topology(NamedTuple):
     devices: Sequence[Any]
     kind: str
     chip: Chip | None
-    """Of a device, where it is known."""
+    """None for unknown devices."""
     peak_flops: float | None
-    """Of a device at bfloat16 matrix products."""
+    """FLOP/s of bfloat16 matrix products on one device."""
 
 
 def describe(name: str) -> Topology:
-    """
+    """The devices of a slice.
+
     Args:
-      name: `v4:2x2x4` and the like, as the TPU compiler names slices by chips; or `cpu:8`, which must come before jax
-        has started.
+      name: a slice by its chips, as the TPU compiler names it (`v4:2x2x4`); or `cpu:8`, before jax has started.
 
     Raises:
       UserError: there is no such slice, or no TPU compiler.
@@ -65,7 +65,7 @@ def describe(name: str) -> Topology:
         return Topology(name, jax.devices("cpu"), "cpu", None, None)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"--topology={name} needs the TPU compiler: install it with pip install 'meliad_like[tpu]'")
-    # It would otherwise ask the machine it is on which slice it belongs to, and be loaded by one process at a time.
+    # The compiler would otherwise ask this machine for its slice, and only one process at a time could load it.
     for variable, value in {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v4-32",
@@ -75,7 +75,7 @@ def describe(name: str) -> Topology:
         os.environ.setdefault(variable, value)
     from jax.experimental import topologies
 
-    # JAX runs v4 with one device a chip; later generations are so by themselves.
+    # JAX uses one device for each chip, which is the default of generations after v4.
     options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
     sides = [int(side) for side in shape.split("x")]
     if math.prod(sides) < CHIPS_OF_A_HOST:

@@ -1,1 +1,1 @@
-"""Studies of what trained models do with long documents, as pages to read and numbers to go on with."""
+"""Studies of what trained models do with long documents: pages to read, and the numbers behind them."""

@@ -30,7 +30,7 @@ def run(request: Request) -> None:
 
 
 def settings(request: Request, first: Reading, window: int) -> Settings:
-    """How to look at the two; `window` is the other's."""
+    """The settings of the comparison; `window` is the other model's."""
     unit = request.unit
     if unit == "auto":
         unit = "word" if first.subject.run.vocabulary.kind == "bytes" else "token"

@@ -46,14 +46,14 @@ CATEGORY_NAMES = {
 
 
 class Settings(NamedTuple):
-    """How to look at two readings."""
+    """The settings of a comparison."""
 
     unit: str
     """`word` or `token`."""
     top: int
-    """How many of the units with the largest gains, and losses, of each document."""
+    """The number of units with the largest gains, and losses, that are listed for each document."""
     window: int
-    """Of the other model."""
+    """Of the other model, in tokens."""
     segment: int
 
 
@@ -72,14 +72,14 @@ def compare_page(
     """Writes `index.html`, `summary.json`, `top.csv` and `tokens.npz`.
 
     Args:
-      folder: made if need be.
+      folder: made if it doesn't exist.
       title: of the page.
       first, other: the readings; gains are those of the first.
       chosen: the documents.
-      settings: how to look at them.
-      marks: where in a document the picture has vertical lines.
-      more: sections to come after the pictures by document.
-      details: more for summary.json.
+      settings: of the comparison.
+      marks: the tokens of a document at which its charts have vertical lines.
+      more: further sections, after the charts by document.
+      details: further entries of summary.json.
     """
     documents = comparison.compare(first, other, chosen, settings.unit, settings.segment)
     gains, losses = (

@@ -1,8 +1,8 @@
 """What passes from window to window: greedy continuations with and without what a model remembers of the context.
 
 Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 5.3: a model reads whole windows of a
-document and goes on in the next one, into which only its memory reaches. Beside it is what it writes without a memory:
-after the same first token (which the context's window predicts), as if a document began there.
+document and continues in the next window, which only its memory reaches. It also writes without a memory: after the
+same first token (which the context's window predicts), as if a document began there.
 """
 
 import math
@@ -44,7 +44,7 @@ REMEMBERED, FORGOTTEN = "with the memory of the context", "without it"
 
 
 class Passage(NamedTuple):
-    """A place in a document, and what the models write there."""
+    """A context in a document, and the models' continuations."""
 
     document: int
     """Index among the chosen ones."""
@@ -52,7 +52,7 @@ class Passage(NamedTuple):
     """First token of the context in its document."""
     context: str
     original: str
-    """How the document itself goes on."""
+    """The document's own continuation."""
     written: dict[str, dict[str, str]]
     """By the model's label, then by REMEMBERED or FORGOTTEN."""
 
@@ -90,14 +90,14 @@ def run(request: Request) -> None:
 
 
 def shared_words(context: str, continuation: str) -> float:
-    """Share of a continuation's different words of five letters or more that the context has too; NaN without any."""
+    """The share of a continuation's distinct words (of five letters or more) that occur in the context; NaN of none."""
     words = {word.lower() for word in TOPICAL.findall(continuation)}
     known = {word.lower() for word in TOPICAL.findall(context)}
     return len(words & known) / len(words) if words else float("nan")
 
 
 class _Writer:
-    """Continues contexts with one model; compiled once, because all contexts are equally long."""
+    """Continues contexts with one model; compiled once, because all contexts have the same length."""
 
     def __init__(self, subject: Subject, context_tokens: int, num_tokens: int):
         opened = subject.opened
@@ -127,7 +127,7 @@ def _check(subject: Subject, context_tokens: int) -> None:
     if overlap := subject.opened.model.overlap:
         raise UserError(
             f"{subject.label}: windows that repeat {overlap} tokens see these besides what is remembered; "
-            "--gin_param='PretrainedConfig.overlap = 0' reads them apart"
+            "--gin_param='PretrainedConfig.overlap = 0' reads separate windows"
         )
     window = subject.run.model.window_length
     if context_tokens % window:
@@ -135,7 +135,7 @@ def _check(subject: Subject, context_tokens: int) -> None:
 
 
 def _places(chosen: Chosen, length: int, most: int) -> list[tuple[int, int]]:
-    """(document, first token) of stretches of `length` tokens: in each document up to `most`, evenly spread."""
+    """(document, first token) of passages of `length` tokens: in each document up to `most`, evenly spread."""
     places = []
     for document, size in enumerate(chosen.documents.lengths.tolist()):
         # The last token is the end of the document.
@@ -165,12 +165,12 @@ def _write(
     request.output.mkdir(parents=True, exist_ok=True)
     write_summary(request.output, chosen, details, "continuations.json")
     seen = {s.label: int(s.opened.model.num_visible(np.array(context_tokens))) - 1 for s in subjects}
-    sight = "; ".join(f"{label}: {number:,} tokens" if number else f"{label}: none" for label, number in seen.items())
+    visible = "; ".join(f"{label}: {number:,} tokens" if number else f"{label}: none" for label, number in seen.items())
     lead = [
         paragraph(
             f"Contexts of {context_tokens:,} tokens are read as documents of their own; the models then write the "
             f"{request.num_tokens:,} most likely tokens, one after the other (greedily, which soon repeats itself). "
-            f"What the first of them sees of the context directly, beside the memory: {sight}. Without the memory, "
+            f"What the first of them sees of the context directly, besides the memory: {visible}. Without the memory, "
             "the same first token begins a document."
         ),
         tag("p", chosen.description, class_="about"),
@@ -196,7 +196,7 @@ def _write(
 
 
 def _passage(passage: Passage) -> Element:
-    columns = [("how the document goes on", passage.original)]
+    columns = [("the document's own continuation", passage.original)]
     for label, ways in passage.written.items():
         columns += [(f"{label}, {way}", text) for way, text in ways.items()]
     cells = [tag("div", tag("h4", title), tag("p", text, class_="passage")) for title, text in columns]

@@ -1,8 +1,8 @@
-"""A page of HTML that needs nothing else: tables, charts and texts, with their styles and programs inside.
+"""A single page of HTML with tables, charts and texts; its styles and programs are inside.
 
-What documents, folders and settings are called is not to be trusted. All markup is made of elements, whose text is
-escaped where it is written; data for programs is JSON that can't end its element, or base64; and a policy in the page
-lets the browser run its two programs alone and load nothing.
+Documents and names are not trusted. All markup consists of elements, whose text is escaped; data for programs is JSON
+that can't end its element, or base64; and a content security policy lets the browser run the page's two programs alone
+and load nothing.
 """
 
 import base64
@@ -24,7 +24,7 @@ PROGRAMS = ("chart.js", "reader.js")
 
 
 def tag(name: str, /, *children: Element | str, **attributes: str) -> Element:
-    """An element. `class_` is written class, and other underscores of attributes are written as hyphens."""
+    """An element. In names of attributes `class_` stands for class, and other underscores stand for hyphens."""
     element = Element(name, {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()})
     for child in children:
         if isinstance(child, Element):
@@ -44,10 +44,10 @@ class Series:
     x: Sequence[float] | np.ndarray
     y: Sequence[float] | np.ndarray
     kind: str = "line"
-    """`line`, `bars` (each from its x to the next, the last x being the end of the last), or `band` (from `low` to y).
-    """
+    """`line`, `bars` (each from its x to the next x; the last x is the end of the last bar), or `band` (from `low` to
+    y)."""
     colour: str = "1"
-    """`1` to `5`, `muted`, or `sign`: that of the first model above zero and of the other below."""
+    """`1` to `5`, `muted`, or `sign`: the colour of the first model above zero and of the other below."""
     low: Sequence[float] | np.ndarray = ()
 
 
@@ -62,15 +62,15 @@ class Chart:
     caption: str = ""
     log_x: bool = False
     from_zero: bool = True
-    """Whether zero is on the vertical axis, whatever the values."""
+    """Whether the vertical axis always includes zero."""
     marks: Sequence[float] | np.ndarray = ()
     """Vertical lines."""
     document: int | None = None
-    """A click goes to this place of the text of that document."""
+    """The document whose text a click opens at this place."""
 
 
 def figure(chart: Chart) -> Element:
-    """The chart, to be drawn in the browser at the width that there is."""
+    """A chart that the browser draws at the available width."""
     attributes = {} if chart.document is None else {"data_document": str(chart.document)}
     caption = [tag("p", chart.caption, class_="note")] if chart.caption else []
     drawing = tag("div", class_="drawing", role="img", aria_label=f"{chart.title}: {chart.y_label} by {chart.x_label}")
@@ -92,7 +92,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") 
 
 
 def facts_table(details: Sequence[dict[str, Any]], header: Sequence[str]) -> Element:
-    """What is known of models, a column each; their `details` have the same keys."""
+    """Facts about models, a column for each; all `details` have the same keys."""
 
     def shown(value: Any) -> str:
         if isinstance(value, list):
@@ -114,7 +114,7 @@ def paragraph(*children: Element | str) -> Element:
 
 
 def document_choice(names: Sequence[str], lengths: Iterable[int]) -> Element:
-    """Lets one choose the document whose part (`data-part`, its index) is shown."""
+    """A choice of the document whose part (`data-part`, its index) is shown."""
     titles = [f"{name} ({length:,} tokens)" for name, length in zip(names, lengths, strict=True)]
     if len(titles) == 1:
         return tag("p", titles[0], class_="about")
@@ -123,7 +123,7 @@ def document_choice(names: Sequence[str], lengths: Iterable[int]) -> Element:
 
 
 def document_part(index: int, *children: Element) -> Element:
-    """What is shown while this document is chosen."""
+    """Elements that are shown while this document is chosen."""
     return tag("div", *children, data_part=str(index), **({"hidden": ""} if index else {}))
 
 
@@ -174,12 +174,12 @@ def write_page(path: Path, title: str, lead: Sequence[Element], sections: Sequen
 
 def _json(value: Any) -> Element:
     text = json.dumps(_plain(value), separators=(",", ":"))
-    # Nothing in it can end the element or begin another.
+    # Without "<" it can't end the element or begin another.
     return tag("script", text.replace("<", "\\u003c"), type="application/json")
 
 
 def _plain(value: Any) -> Any:
-    """For JSON, which has no arrays of numpy and no NaN; to the digits that can be seen."""
+    """The value for JSON, which has no numpy arrays and no NaN; numbers have the digits that can be seen."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):

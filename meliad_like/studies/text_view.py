@@ -1,4 +1,4 @@
-"""The text of a document for a page, coloured by what two models paid for it."""
+"""The text of a document for a page, coloured by the difference of two models' losses."""
 
 import gzip
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from meliad_like.studies.units import Units
 
 STEPS_PER_BIT = 100
 FULL_COLOURS = (0.1, 0.25, 0.5, 1, 2, 4, 8)
-"""Bits at which a colour may be at its strongest."""
+"""The choices for the number of bits at which colours are strongest."""
 
 
 def pack(units: Units, first_bits: Float[np.ndarray, " units"], other_bits: Float[np.ndarray, " units"]) -> bytes:
@@ -28,12 +28,12 @@ def pack(units: Units, first_bits: Float[np.ndarray, " units"], other_bits: Floa
 
 
 def text_view(first: str, other: str, gains: Float[np.ndarray, " units"], packed: Sequence[bytes]) -> Element:
-    """The section in which documents can be read.
+    """The section with the documents' texts.
 
     Args:
       first, other: labels of the models.
-      gains: of all units, which decide how strong colours are.
-      packed: documents.
+      gains: of all units; the default strength of colours follows from them.
+      packed: the documents, from `pack`.
     """
     usual = np.quantile(np.abs(gains), 0.99) / 2
     chosen = min(FULL_COLOURS, key=lambda bits: abs(np.log(bits) - np.log(max(usual, 1e-9))))

@@ -1,4 +1,4 @@
-"""Documents as a person reads them: tokens in units, how far back each last occurred, and what kind of word it is."""
+"""A document's tokens grouped in words or characters: the distance to the last occurrence, and the kind of word."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from meliad_like.data.vocabulary import Vocabulary
 
 UNITS = ("word", "token")
 PLACES = ("window", "segment", "earlier", "never")
-"""Where the same unit last occurred, the nearest first; see `Units.places`."""
+"""Places of the last equal unit, the nearest first; see `Units.places`."""
 CATEGORIES = ("title", "name", "identifier", "word", "sign")
 """The kinds of words, see `categories`."""
 
@@ -30,18 +30,18 @@ LONGEST_TITLE = 80
 
 @dataclass(frozen=True)
 class Units:
-    """The tokens of a document in groups that follow each other."""
+    """The tokens of a document in consecutive groups."""
 
     text: bytes
-    """All of it; ends and other controls have no bytes."""
+    """The whole text; control tokens such as the end of the document have no bytes."""
     token_ends: Int[np.ndarray, " tokens"]
-    """Where in the text each token ends."""
+    """The end of each token in the text, in bytes."""
     first: Int[np.ndarray, " units"]
     """The first token of each unit."""
     word: Int[np.ndarray, " units"]
     """The first byte of the word that each unit belongs to."""
     keys: list[bytes]
-    """Units with the same key are the same: a word its letters, a token its bytes."""
+    """Units with the same key count as equal: the letters of a word, or the bytes of a token."""
 
     @property
     def stop(self) -> Int[np.ndarray, " units"]:
@@ -50,24 +50,24 @@ class Units:
 
     @property
     def ends(self) -> Int[np.ndarray, " units"]:
-        """Where in the text each unit ends."""
+        """The end of each unit in the text."""
         return self.token_ends[self.stop - 1]
 
     @property
     def starts(self) -> Int[np.ndarray, " units"]:
-        """Where in the text each unit begins."""
+        """The beginning of each unit in the text."""
         return np.append(0, self.ends[:-1])
 
     def distances(self) -> Int[np.ndarray, " units"]:
-        """Tokens from where the same unit last began to where this one begins; 0 where it never did."""
+        """Tokens from the beginning of the last equal unit to that of this one; 0 if there is none."""
         return last_distances(self.keys, self.first)
 
     def places(self, visible: Int[np.ndarray, " units"] | int, segment: int) -> np.ndarray:
-        """Where the same unit last began: names of PLACES.
+        """The place of the last equal unit, by the names in PLACES.
 
-        In the window: among the `visible` tokens before it, which are the token that predicts it and those that this
-        one sees. In the segment: further back, but not before the segment of the token that predicts it. Segments of a
-        document are counted from its beginning. Through several layers a sliding window reaches further than this.
+        `window`: among the `visible` tokens before it, which are the token that predicts it and those that this token
+        sees in one layer. `segment`: further back, but in the segment of the token that predicts it. Segments are
+        counted from the beginning of the document.
         """
         distances = self.distances()
         same_segment = (self.first - distances) // segment == (self.first - 1) // segment
@@ -109,20 +109,20 @@ def make_units(tokens: Int[np.ndarray, " tokens"], vocabulary: Vocabulary, unit:
 
 
 def last_distances(keys: Sequence[bytes], first: Int[np.ndarray, " units"]) -> Int[np.ndarray, " units"]:
-    """How far each `first` is from that of the last unit before it with the same key; 0 where there is none."""
+    """The distance of each `first` from that of the last unit before it with the same key; 0 if there is none."""
     return pd.Series(first).groupby(pd.Series(keys)).diff().fillna(0).to_numpy(np.int64)
 
 
 def categories(units: Units) -> np.ndarray:
-    """The kind of word that each unit belongs to: names of CATEGORIES. Heuristics, in this order:
+    """The kind of word that each unit belongs to, by the names in CATEGORIES. Heuristics, in this order:
 
     - title: in a line of at most 80 characters that begins with chapter, book, part, act, scene, section, canto,
-      volume, letter or appendix and a number; or that is between blank lines and marked as a heading of Markdown, LaTeX
-      or a wiki, or all in capitals;
+      volume, letter or appendix and a number; or that is between blank lines and either marked as a heading of
+      Markdown, LaTeX or a wiki, or all in capitals;
     - identifier: has an underscore, a capital after a small letter, or digits next to letters;
-    - name: begins with a capital, has a second letter, is no Roman numeral, and is nowhere in the document in small
-      letters;
-    - word: what else has a letter or a digit;
+    - name: begins with a capital, has a second letter, is not a Roman numeral, and is nowhere in the document in lower
+      case;
+    - word: all other units with a letter or a digit;
     - sign: everything else: signs, white space, the end of the document.
     """
     in_title = _in_titles(units)
@@ -172,8 +172,8 @@ def is_title(line: str, alone: bool) -> bool:
 
 
 def _word_starts(text: bytes) -> Int[np.ndarray, " words"]:
-    """Where in the text words begin; those of an empty text: at 0."""
-    # Bytes that are no UTF-8 become one character each, and come back as one byte.
+    """The beginnings of the words in the text, in bytes; of an empty text: 0."""
+    # Each byte that is not UTF-8 becomes one character, which becomes that byte again.
     words = WORD.findall(text.decode("utf-8", "surrogateescape"))
     lengths = [len(word) if word.isascii() else len(word.encode("utf-8", "surrogateescape")) for word in words]
     return np.cumsum([0, *lengths[:-1]])

@@ -1,4 +1,4 @@
-"""What a table is made of: rows that are runs, figures of each, and pictures of them."""
+"""The parts of a table: rows, which are runs, their figures, and pictures of these."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ MEASURES = (
     *("segment_length", "window_length", "num_states", "parameters", "bits_per_token", "bits_per_byte", "difference"),
     *("step_time", "milliseconds", "share_of_peak", "training_flops_per_token", "memory_bytes"),
 )
-"""Figures that a table has if it doesn't say otherwise, by their names in `report.COLUMNS`."""
+"""The default figures of a table, by their names in `report.COLUMNS`."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Row:
     """One model of a table."""
 
     name: str
-    """As `--row` takes it."""
+    """Its name for `--row`."""
     label: str
-    """As the paper calls it."""
+    """Its name in the paper."""
     file: str
     """Its gin file, at the paper's size."""
     baseline: str
@@ -28,58 +28,58 @@ class Row:
     paper: Mapping[str, float] = field(default_factory=dict)
     """The paper's figures by the names of its columns."""
     shares: str = ""
-    """The row whose runs are this one's as well, because it is the same model."""
+    """The row with the same model, whose runs this row shares."""
     series: str = ""
-    """The line of the picture that it is a point of."""
+    """The line of the picture to which it belongs."""
     vocabulary_size: int = 0
-    """Of a row that has a vocabulary of its own; 0: the task's."""
+    """Of a row with a vocabulary of its own; 0: the task's."""
     more_files: tuple[str, ...] = ()
-    """Further gin files, of a row that is made of several."""
+    """Further gin files, of a row that consists of several."""
     trained_as: str = ""
-    """The row whose training is this one's as well; it is evaluated in its own way."""
+    """The row whose training this row shares; it is evaluated by itself."""
     extra: bool = False
-    """Whether it is a row of the whole paper alone: at smaller scales it is made when it is named."""
+    """Whether scales below the paper's make it only if it is named."""
 
     @property
     def run_name(self) -> str:
-        """Of the training."""
+        """The name of its training."""
         return self.trained_as or self.shares or self.name
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All its gin files."""
+        """All of its gin files."""
         return (self.file, *self.more_files)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: a measure of some series of rows."""
+    """One plot: a measure of some series of rows."""
 
     measure: str
-    """A figure of `results.RowResult`."""
+    """A column of `results.Results.means`."""
     paper: str
-    """The paper's column of that measure; "": it gives no numbers."""
+    """The paper's column of that measure; "": the paper gives no numbers."""
     x: str = ""
-    """What the series run over: a figure as well; "": no lines, but one place for each row."""
+    """The measure on the horizontal axis; "": no lines, but one place for each row."""
     series: tuple[str, ...] = ()
     paper_x: Mapping[str, float] = field(default_factory=dict)
-    """Where the paper's rows lie; those that it says nothing of are not here."""
+    """x of the paper's rows, as far as the paper gives it."""
     comparable: bool = False
     """Whether the paper's figures and ours are of the same thing."""
     lines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Further series: the names of their rows."""
+    """Further series, by the names of their rows."""
     points: Mapping[str, str] = field(default_factory=dict)
-    """Rows that are drawn beside the series, each for itself, and how they are called there."""
+    """Rows that are single points, with their labels in the legend."""
     reference: str = ""
-    """A row whose height is a line across the picture."""
+    """A row whose measure is drawn as a horizontal line."""
     front: bool = False
-    """Whether to mark the rows that no other row beats both in x and in the measure (less is better)."""
+    """Whether to mark the Pareto front: rows that no other row beats in both x and the measure (less is better)."""
     logarithmic: bool = True
-    """The axis of x."""
+    """Whether x has a logarithmic axis."""
     x_label: str = ""
-    """What x is called there; "": by its name."""
+    """The label of x; "": its name."""
     unit: float = 1.0
-    """What our x is divided by."""
+    """Our x is divided by it."""
 
 
 @dataclass(frozen=True)
@@ -100,22 +100,23 @@ class Table:
     rows: tuple[Row, ...]
     panels: tuple[Panel, ...]
     measures: tuple[str, ...] = MEASURES
-    """Its figures."""
+    """The columns of figures."""
     grids: tuple[Grid, ...] = ()
     scales: Mapping[str, Scale] = field(default_factory=lambda: SCALES)
-    """How it is made smaller."""
+    """The sizes in which it can be made."""
     by_protocol: bool = False
-    """Whether rows are evaluated as the Shortformer paper does, all documents as one stream, rather than by document
+    """Whether rows are evaluated as in the Shortformer paper, with all documents as one stream, rather than by document
     (`evaluations`)."""
     against: str = ""
-    """What rows are compared with, in words, where every row has a baseline of its own."""
+    """A description of the baselines, if every row has one of its own."""
     pretrained: bool = False
-    """Whether training begins with a pretrained model, whose folder the user names."""
+    """Whether training begins with a pretrained model, whose folder the user gives."""
 
     def row(self, name: str) -> Row:
-        """
+        """The row of this name.
+
         Raises:
-          UserError: there is none of this name.
+          UserError: there is none.
         """
         for row in self.rows:
             if row.name == name:
