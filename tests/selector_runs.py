@@ -13,6 +13,7 @@ from meliad_like.history.selectors.model import Selector, encoder_config, encode
 from meliad_like.history.selectors.pairs import Pairs
 from meliad_like.history.selectors.training import train_selector
 from meliad_like.history.spans import HistoryConfig, candidates, scored_strides, span_tokens
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 
@@ -62,9 +63,15 @@ def pairs_of(history=HISTORY):
     return Pairs(Places(*np.array(rows, np.int64).T), np.array(scores, np.float32))
 
 
-def train(folder, kind="joint", training=TRAINING, history=HISTORY, **changes):
+def devices(number=1):
+    """A mesh of some devices, which share the lanes."""
+    return make_mesh(MeshConfig(data=number), jax.devices()[:number])
+
+
+def train(folder, kind="joint", training=TRAINING, history=HISTORY, num_devices=1, **changes):
     """Trains in the folder; returns the exit status."""
     selector, encoder, inputs = selector_of(kind, history, **changes)
     return train_selector(
-        selector, encoder, inputs, training, pairs_of(history), MadeUp(), VOCABULARY, folder, {"scores": "made up"}
-    )
+        selector, encoder, inputs, training, pairs_of(history), MadeUp(), VOCABULARY, folder, {"scores": "made up"},
+        devices(num_devices),
+    )  # fmt: skip

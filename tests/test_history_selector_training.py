@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, pairs_of, selector_of, train
+from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, devices, pairs_of, selector_of, train
 from tiny_run import assert_same_bits, read_metrics
 
 from meliad_like.errors import UserError
@@ -17,8 +17,9 @@ from meliad_like.history.selectors import training
 from meliad_like.history.selectors.checkpoint import open_selector
 from meliad_like.history.selectors.config import SelectorConfig
 from meliad_like.history.selectors.inputs import DocumentTexts, Places, make_inputs
-from meliad_like.history.selectors.pairs import Order, Pairs, encode_places, held_out, some_strides
-from meliad_like.history.selectors.training import agreement, train_selector
+from meliad_like.history.selectors.pairs import Pairs, PairsReader, agreement, held_out, some_strides
+from meliad_like.history.selectors.training import train_selector
+from meliad_like.history.selectors.vectors import encode_places
 from meliad_like.training.preemption import EXIT_STATUS
 
 WAYS = [("joint", True), ("light", False)]
@@ -124,13 +125,16 @@ def test_some_strides_are_whole():
 
 
 def test_the_order_hangs_on_seed_and_step_alone():
-    order = Order(10, 4, seed=0)
-    later, rows = order.rows(3), [order.rows(step) for step in range(5)]
+    scores = np.arange(10, dtype=np.float32)
+    reader, other = (PairsReader(scores, lambda rows: {"span": rows}, 4, seed) for seed in (0, 1))
+    later, rows = reader.rows(3), [reader.rows(step) for step in range(5)]
     assert later.tolist() == rows[3].tolist()
+    batch = reader.batch(3, [2, 0])
+    assert batch.scores.tolist() == batch.inputs["span"].tolist() == later[[2, 0]].tolist()
     # Two epochs, in a batch of which one goes over into the other.
     epochs = np.concatenate(rows).reshape(2, 10)
     assert [sorted(epoch) for epoch in epochs.tolist()] == [list(range(10))] * 2
-    assert epochs[0].tolist() != epochs[1].tolist() != Order(10, 4, seed=1).rows(0).tolist()
+    assert epochs[0].tolist() != epochs[1].tolist() != other.rows(0).tolist()
 
 
 def test_how_predictions_agree_with_scores():
@@ -156,21 +160,29 @@ def undisturbed(request, tmp_path_factory):
 
 def test_a_run_that_stops_goes_on_as_if_it_had_not(undisturbed, tmp_path, monkeypatch):
     folder, kind, train_encoder = undisturbed
-    log = training._log
 
-    def stop_at_four(writer, step, *arguments):
-        log(writer, step, *arguments)
-        if step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
+    class StopAtFour(training._Report):
+        def __call__(self, step, metrics, state):
+            super().__call__(step, metrics, state)
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_log", stop_at_four)
+        patch.setattr(training, "_Report", StopAtFour)
         assert train(tmp_path, kind, train_encoder=train_encoder) == EXIT_STATUS
     assert train(tmp_path, kind, train_encoder=train_encoder) == 0
     assert_same_bits(open_selector(tmp_path).params, open_selector(folder).params)
     assert list(read_metrics(tmp_path, "validation")) == list(read_metrics(folder, "validation"))
-    # The step after which it was stopped is logged as well.
-    assert [metrics["step"] for metrics in read_metrics(tmp_path)] == [2, 3, 4, 5, 6]
+    assert [metrics["step"] for metrics in read_metrics(tmp_path)] == [2, 4, 6]
+
+
+def test_devices_share_the_pairs_of_a_batch(undisturbed, tmp_path):
+    folder, kind, train_encoder = undisturbed
+    assert train(tmp_path, kind, num_devices=4, train_encoder=train_encoder) == 0
+    for one, four in zip(read_metrics(folder), read_metrics(tmp_path), strict=True):
+        assert four["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    for one, four in zip(read_metrics(folder, "validation"), read_metrics(tmp_path, "validation"), strict=True):
+        assert four["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
 
 def test_it_learns_and_keeps_the_best(undisturbed):
@@ -178,7 +190,7 @@ def test_it_learns_and_keeps_the_best(undisturbed):
     by_step = {metrics["step"]: metrics["loss"] for metrics in read_metrics(folder, "validation")}
     opened = open_selector(folder)
     assert set(by_step) == {3, 6} and opened.step == min(by_step, key=by_step.__getitem__)
-    assert [metrics["step"] for metrics in read_metrics(folder)] == [2, 3, 4, 6]
+    assert [metrics["step"] for metrics in read_metrics(folder)] == [2, 4, 6]
     first, *_, last = read_metrics(folder)
     assert last["loss"] < first["loss"]
     _, encoder, _ = selector_of(undisturbed[1], train_encoder=train_encoder)
@@ -198,7 +210,7 @@ def test_a_light_selector_learns_which_spans_fit(tmp_path):
         scores.append(sum((span == letter).sum() * (context == letter).sum() for letter in (97, 98, 32)))
     pairs = Pairs(places, np.array(scores, np.float32))
     longer = changed(num_steps=300, batch_size=16, log_every=300, evaluate_every=300, checkpoint_every=0)
-    train_selector(selector, encoder, inputs, longer, pairs, MadeUp(), VOCABULARY, tmp_path, {})
+    train_selector(selector, encoder, inputs, longer, pairs, MadeUp(), VOCABULARY, tmp_path, {}, devices())
     (figures,) = read_metrics(tmp_path, "validation")
     assert figures["correlation"] > 0.8
     reached = (figures["chosen_gain"] - figures["random_gain"]) / (figures["oracle_gain"] - figures["random_gain"])
@@ -214,7 +226,7 @@ def test_another_training_in_the_folder_is_refused(undisturbed):
 
 
 def test_a_loss_that_is_not_finite_stops(tmp_path):
-    with pytest.raises(UserError, match="update of step 2, or of the 1 before it, is not finite; .*learning_rate"):
+    with pytest.raises(UserError, match="the loss or the update of step [12] is not finite; .*learning_rate"):
         train(tmp_path, "light", changed(learning_rate=1e30), train_encoder=False)
     assert not list((tmp_path / "checkpoints").iterdir())
 

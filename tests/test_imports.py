@@ -36,9 +36,7 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 LONG_FILES = {"models/decoder_layer.py", "training/checkpoints.py"}
 LONG_FUNCTIONS = {
     "evaluation/protocols.py:evaluate",
-    "history/selectors/training.py:train_selector",
     "models/decoder_layer.py:__call__",
-    "training/step.py:make_train_step",
 }
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))

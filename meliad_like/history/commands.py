@@ -204,7 +204,7 @@ def train(request: Request, folder: Path, scores: str) -> int:
     history = dataclasses.replace(scored.info.config, selector_context=HistoryConfig().selector_context)
     run, settings = changed_config(request, history)
     _check_history(settings.history, scored)
-    opened, _ = open_as(request.checkpoint, run, request.step)
+    opened, mesh = open_as(request.checkpoint, run, request.step)
     if not isinstance(opened.run.model, PretrainedConfig):
         raise UserError(
             f"the checkpoint {request.checkpoint} is a {type(opened.run.model).__name__} model: a selector begins with "
@@ -233,6 +233,7 @@ def train(request: Request, folder: Path, scores: str) -> int:
             "num_documents": len(scored.info.documents),
             "num_pairs": len(scored.numbers),
         },
+        mesh,
     )
 
 

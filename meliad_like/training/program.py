@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray
 
 from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch, empty_batch
@@ -29,14 +30,15 @@ from meliad_like.training.step import make_train_step
 class Program(NamedTuple):
     """The model and its training step on a mesh: what is a function of the config and the devices."""
 
-    model: Model
+    model: Any
+    """What is trained, such as a `Model`."""
     mesh: Mesh
     abstract_state: TrainState
     """Shapes, with the shardings of this mesh."""
     initialise: Callable[[], TrainState]
     train_step: jax.stages.Wrapped
     """(state, batch) -> (state, metrics), jitted; the state's buffers are donated."""
-    abstract_batch: Batch
+    abstract_batch: Any
     """Shapes of the batch of a step, over all hosts."""
 
     def compile_step(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
@@ -61,7 +63,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
     num_lanes = run.data.num_lanes
     check_sequence(run.model, run.data.segment_length, mesh.shape["sequence"])
     model = Model(run.model, vocabulary_size)
-    lanes = lane_sharding(mesh, num_lanes)
+    lane_sharding(mesh, num_lanes)  # for its message
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if num_lanes % (run.training.gradient_accumulation * shards):
         raise UserError(
@@ -71,13 +73,52 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
     optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
     optimizer = at_rates(optimizer, model.rate_factors)
 
+    return lay_out(
+        model,
+        mesh,
+        model.axes,
+        lambda key: init_state(model, optimizer, num_lanes, key),
+        run.training.seed,
+        make_train_step(model, optimizer, run.training),
+        abstract_batch(run),
+        num_lanes,
+    )
+
+
+def lay_out(
+    model: Any,
+    mesh: Mesh,
+    axes: Any,
+    init: Callable[[PRNGKeyArray], TrainState],
+    seed: int,
+    train_step: Callable[[TrainState, Any], tuple[TrainState, Any]],
+    abstract_batch: Any,
+    num_lanes: int,
+) -> Program:
+    """Lays out any training on a mesh, without compiling.
+
+    Args:
+      model: what is trained.
+      mesh: the devices.
+      axes: tree like the parameters, with the logical axes of each.
+      init: key -> the state before the first step.
+      seed: seed of that key.
+      train_step: (state, batch) -> (state, metrics), as `training.step` makes it.
+      abstract_batch: shapes of the batch of a step, over all hosts.
+      num_lanes: size of the first axis of all arrays of a batch.
+
+    Raises:
+      UserError: the mesh does not fit the lanes or the parameters.
+    """
+    lanes = lane_sharding(mesh, num_lanes)
+
     # The seed comes in as data: its program is then that of all seeds, and is found in a compilation cache.
     def initialise(key_data) -> TrainState:
-        return init_state(model, optimizer, num_lanes, jax.random.wrap_key_data(key_data))
+        return init(jax.random.wrap_key_data(key_data))
 
-    key_data = np.asarray(jax.random.key_data(jax.random.key(run.training.seed)))
+    key_data = np.asarray(jax.random.key_data(jax.random.key(seed)))
     shapes = jax.eval_shape(initialise, key_data)
-    params = parameter_shardings(mesh, model.axes, shapes.params)
+    params = parameter_shardings(mesh, axes, shapes.params)
     shardings = TrainState(
         step=replicated(mesh),
         params=params,
@@ -89,19 +130,18 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
     abstract_state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
     )
-    train_step = jax.jit(
-        make_train_step(model, optimizer, run.training),
-        donate_argnums=0,
-        in_shardings=(shardings, lanes),
-        out_shardings=(shardings, replicated(mesh)),
-    )
     return Program(
         model=model,
         mesh=mesh,
         abstract_state=abstract_state,
         initialise=functools.partial(jax.jit(initialise, out_shardings=shardings), key_data),
-        train_step=train_step,
-        abstract_batch=abstract_batch(run),
+        train_step=jax.jit(
+            train_step,
+            donate_argnums=0,
+            in_shardings=(shardings, lanes),
+            out_shardings=(shardings, replicated(mesh)),
+        ),
+        abstract_batch=abstract_batch,
     )
 
 

@@ -1,12 +1,12 @@
 """One training step: a pure function of the state and a batch."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.data.batch import Batch
 from meliad_like.models.losses import segment_losses
@@ -34,61 +34,73 @@ class StepMetrics(NamedTuple):
     """Lanes whose losses were all finite."""
 
 
-class _Sums(NamedTuple):
-    nats: Array
-    correct: Array
-    num_tokens: Array
+class Sums(NamedTuple):
+    """Sums over the losses of a batch that count."""
+
+    loss: Float[Array, ""]
+    correct: Int[Array, ""]
+    """Targets that were the most likely ones; 0 for an objective without such targets."""
+    num_tokens: Int[Array, ""]
+    """Number of losses that count."""
+
+
+class Objective(NamedTuple):
+    """What a step minimises: the sum of a batch's losses, divided by a constant number."""
+
+    differentiable: Callable[[Any, Any, Any, PRNGKeyArray], tuple[Array, tuple[Sums, Any, Bool[Array, " b"]]]]
+    """(params, carry, batch, dropout key) -> the sum of the losses, and beside it their `Sums`, the new carry, and
+    whether the losses of each lane are finite."""
+    size: Callable[[Any], int]
+    """The number by which the sum over a whole batch is divided."""
+    init_carry: Callable[[Any, int], Any]
+    """(params, number of lanes) -> what the lanes remember before their first batch."""
+
+
+def language_model(model: Model, loss_slice: int) -> Objective:
+    """The sum of the losses that count, divided by the constant number of positions in a batch.
+
+    So a token weighs the same in every step, as in the reference, whose objective is the sum: to an optimizer that
+    remembers gradients the mean would be another objective wherever padding varies.
+    """
+
+    def differentiable(params, carry, batch: Batch, dropout_key):
+        losses, carry = segment_losses(model.bind(params), batch, carry, loss_slice, dropout_key)
+        nats = jnp.where(batch.loss_mask, losses.nats, 0.0)
+        sums = Sums(jnp.sum(nats), jnp.sum(losses.correct & batch.loss_mask), jnp.sum(batch.loss_mask))
+        return sums.loss, (sums, carry, jnp.all(jnp.isfinite(nats), axis=1))
+
+    return Objective(
+        differentiable, lambda batch: batch.inputs.size, lambda params, lanes: model.bind(params).init_carry(lanes)
+    )
 
 
 def make_train_step(
     model: Model, optimizer: optax.GradientTransformation, config: TrainingConfig
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """The step as a function to be jitted.
+    """The step of a language model as a function to be jitted."""
+    return make_step(language_model(model, config.loss_slice), optimizer, config)
 
-    The objective is the sum of the losses that count, over all lanes of all hosts, divided by the constant number of
-    positions in a batch. So a token weighs the same in every step, as in the reference, whose objective is the sum:
-    to an optimizer that remembers gradients the mean would be another objective wherever padding varies.
+
+def make_step(
+    objective: Objective, optimizer: optax.GradientTransformation, config: TrainingConfig
+) -> Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]:
+    """A step of any objective as a function to be jitted.
+
+    Args:
+      objective: the first axis of all arrays of its batches is the lane.
+      optimizer: applied to the gradient of the objective.
+      config: its seed, gradient_accumulation and nonfinite.
     """
     key = jax.random.key(config.seed)
+    differentiate = _accumulated(jax.grad(objective.differentiable, has_aux=True), config.gradient_accumulation)
 
-    def loss(params, carry, batch: Batch, dropout_key):
-        losses, carry = segment_losses(model.bind(params), batch, carry, config.loss_slice, dropout_key)
-        nats = jnp.where(batch.loss_mask, losses.nats, 0.0)
-        sums = _Sums(jnp.sum(nats), jnp.sum(losses.correct & batch.loss_mask), jnp.sum(batch.loss_mask))
-        return sums.nats, (sums, carry, jnp.all(jnp.isfinite(nats), axis=1))
-
-    differentiate = jax.grad(loss, has_aux=True)
-
-    def accumulate(params, carry, batch, dropout_key):
-        """Gradient of the summed loss, in `gradient_accumulation` parts of the lanes."""
-        parts = config.gradient_accumulation
-        if parts == 1:
-            return differentiate(params, carry, batch, dropout_key)
-
-        # Lane i * parts + j is in part j: every device keeps its own lanes.
-        def split(x):
-            return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
-
-        def merge(x):
-            return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
-
-        def one_part(total, part):
-            carry, batch = part
-            gradient, (sums, carry, lane_finite) = differentiate(params, carry, batch, dropout_key)
-            return jax.tree.map(jnp.add, total, (gradient, sums)), (carry, lane_finite)
-
-        shapes = jax.eval_shape(differentiate, params, carry, batch, dropout_key)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[1][0]))
-        (gradient, sums), (carry, lane_finite) = jax.lax.scan(one_part, zeros, jax.tree.map(split, (carry, batch)))
-        return gradient, (sums, *jax.tree.map(merge, (carry, lane_finite)))
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(key, state.step)
-        gradient, (sums, carry, lane_finite) = accumulate(state.params, state.carry, batch, dropout_key)
-        gradient = jax.tree.map(lambda g: g / batch.inputs.size, gradient)
+        gradient, (sums, carry, lane_finite) = differentiate(state.params, state.carry, batch, dropout_key)
+        gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
         gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
-        finite = jnp.isfinite(sums.nats) & jnp.isfinite(gradient_norm) & jnp.isfinite(update_norm)
+        finite = jnp.isfinite(sums.loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(update_norm)
         taken = finite & ~state.halted
 
         def choose(new, old):
@@ -98,7 +110,7 @@ def make_train_step(
         optimizer_state = choose(optimizer_state, state.optimizer_state)
         if config.nonfinite == "skip":
             # What the lanes now remember is not to be trusted either.
-            carry = choose(carry, model.bind(params).init_carry(batch.inputs.shape[0]))
+            carry = choose(carry, objective.init_carry(params, lane_finite.shape[0]))
             new_state = TrainState(
                 state.step + 1, params, optimizer_state, carry, state.num_skipped + ~finite, state.halted
             )
@@ -107,7 +119,7 @@ def make_train_step(
                 state.step + taken, params, optimizer_state, choose(carry, state.carry), state.num_skipped, ~taken
             )
         metrics = StepMetrics(
-            loss=sums.nats / jnp.maximum(sums.num_tokens, 1),
+            loss=sums.loss / jnp.maximum(sums.num_tokens, 1),
             accuracy=sums.correct / jnp.maximum(sums.num_tokens, 1),
             num_tokens=sums.num_tokens,
             gradient_norm=gradient_norm,
@@ -120,3 +132,29 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def _accumulated(differentiate: Callable[..., tuple[Any, Any]], parts: int) -> Callable[..., tuple[Any, Any]]:
+    """The gradient of an objective in a number of parts of the lanes, one after the other."""
+    if parts == 1:
+        return differentiate
+
+    # Lane i * parts + j is in part j: every device keeps its own lanes.
+    def split(x):
+        return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
+
+    def merge(x):
+        return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
+
+    def accumulate(params, carry, batch, dropout_key):
+        def one_part(total, part):
+            carry, batch = part
+            gradient, (sums, carry, lane_finite) = differentiate(params, carry, batch, dropout_key)
+            return jax.tree.map(jnp.add, total, (gradient, sums)), (carry, lane_finite)
+
+        shapes = jax.eval_shape(differentiate, params, carry, batch, dropout_key)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[1][0]))
+        (gradient, sums), (carry, lane_finite) = jax.lax.scan(one_part, zeros, jax.tree.map(split, (carry, batch)))
+        return gradient, (sums, *jax.tree.map(merge, (carry, lane_finite)))
+
+    return accumulate

@@ -1,21 +1,18 @@
-"""The scored places that a selector is trained on: which are held out, in which order they come, and their vectors."""
+"""The scored places that a selector is trained on: which are held out, and in which order the others are read."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.config import Part
-from meliad_like.history.selectors.inputs import DocumentTexts, Places, Texts
-from meliad_like.history.selectors.model import Params, Selector
-from meliad_like.remote import write_whole
+from meliad_like.history.selectors.inputs import Places
+
+Inputs = dict[Part, Any]
+"""What a selector reads, by part: vectors, or `Texts` where the encoder is trained."""
 
 
 class Pairs(NamedTuple):
@@ -23,7 +20,7 @@ class Pairs(NamedTuple):
 
     places: Places
     scores: Float[np.ndarray, " n"]
-    """float32: the gains of Equation 2, in nats."""
+    """float32: the gains of equation 2, in nats."""
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -32,11 +29,50 @@ class Pairs(NamedTuple):
         return Pairs(self.places.take(rows), self.scores[rows])
 
 
+class PairsBatch(NamedTuple):
+    """A batch of pairs; the first axis of all arrays is the pair."""
+
+    inputs: Inputs
+    scores: Float[np.ndarray, " b"]
+
+
+class PairsReader:
+    """Batches of pairs as `data.loading` reads them: each epoch has all pairs in another random order.
+
+    The batch of a step is a pure function of the seed and the step.
+    """
+
+    num_steps = None
+
+    def __init__(
+        self, scores: Float[np.ndarray, " n"], inputs: Callable[[np.ndarray], Inputs], batch_size: int, seed: int
+    ):
+        """`inputs`: from rows of the pairs to what the selector reads."""
+        self.num_lanes = batch_size
+        self._scores, self._inputs, self._seed = scores, inputs, seed
+        # A batch may have rows of two epochs, and of more if there are few pairs.
+        self._epoch = lru_cache(maxsize=2)(self._permutation)
+
+    def rows(self, step: int) -> Int[np.ndarray, " batch"]:
+        """Rows of the pairs in the batch after `step` steps."""
+        index = step * self.num_lanes + np.arange(self.num_lanes)
+        return np.array([self._epoch(i // len(self._scores))[i % len(self._scores)] for i in index.tolist()])
+
+    def batch(self, step: int, lanes: Sequence[int]) -> PairsBatch:
+        """Rows `lanes` of the batch of a step."""
+        rows = self.rows(step)[list(lanes)]
+        return PairsBatch(self._inputs(rows), self._scores[rows])
+
+    def _permutation(self, epoch: int) -> Int[np.ndarray, " n"]:
+        # numpy promises the same raw bits of a bit generator in every version, but not the same permutation.
+        return np.argsort(np.random.PCG64([self._seed, epoch]).random_raw(len(self._scores)), kind="stable")
+
+
 def held_out(pairs: Pairs, every: int) -> tuple[Pairs, Pairs]:
-    """Pairs for training and for validation, which has the documents whose index `every` divides.
+    """Pairs for training and for validation; the latter are those of the documents whose index `every` divides.
 
     Raises:
-      UserError: one of them has none.
+      UserError: one of them is empty.
     """
     held = pairs.places.document % every == 0
     parts = pairs.take(np.flatnonzero(~held)), pairs.take(np.flatnonzero(held))
@@ -50,118 +86,44 @@ def held_out(pairs: Pairs, every: int) -> tuple[Pairs, Pairs]:
 
 
 def stride_index(pairs: Pairs) -> Int[np.ndarray, " n"]:
-    """Which of the strides that occur each pair belongs to, counted from 0 in the order of documents and strides."""
+    """The index of each pair's stride among the strides that occur, in the order of documents and strides."""
     places = np.stack([pairs.places.document, pairs.places.stride], axis=1)
     return np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def some_strides(pairs: Pairs, most: int) -> Pairs:
-    """All pairs of some strides, which are evenly spread: about `most` pairs, of one stride at least."""
+    """All pairs of some evenly spaced strides: about `most` pairs, of at least one stride."""
     stride = stride_index(pairs)
     total = int(stride.max()) + 1
     count = min(max(round(total * most / len(pairs)), 1), total)
     return pairs.take(np.flatnonzero(np.isin(stride, np.arange(count) * total // count)))
 
 
-class Order:
-    """Which rows a step has: every epoch all of them in another order, a pure function of seed and step."""
-
-    def __init__(self, num_rows: int, batch_size: int, seed: int):
-        self._num_rows, self._batch_size, self._seed = num_rows, batch_size, seed
-        # A batch may have rows of two epochs, and more if there are few.
-        self._epoch = lru_cache(maxsize=2)(self._permutation)
-
-    def rows(self, step: int) -> Int[np.ndarray, " batch"]:
-        """Those of the step after `step` steps; the batch goes on in the next epoch where one ends."""
-        index = step * self._batch_size + np.arange(self._batch_size)
-        return np.array([self._epoch(i // self._num_rows)[i % self._num_rows] for i in index.tolist()])
-
-    def _permutation(self, epoch: int) -> Int[np.ndarray, " n"]:
-        # numpy promises the same raw bits of a bit generator in every version, but not the same permutation.
-        return np.argsort(np.random.PCG64([self._seed, epoch]).random_raw(self._num_rows), kind="stable")
-
-
-class Vectors(NamedTuple):
-    """What a fixed encoder makes of some places: each different text once, and which of them each place has."""
-
-    values: dict[Part, Float[np.ndarray, "texts e"]]
-    index: dict[Part, Int[np.ndarray, " n"]]
-
-    def take(self, rows: Int[np.ndarray, " n"]) -> dict[Part, Float[np.ndarray, "n e"]]:
-        """The vectors of some places."""
-        return {part: np.asarray(self.values[part][index[rows]]) for part, index in self.index.items()}
-
-    def standard(self) -> Params:
-        """`moments` of every part, over its different texts."""
-        return {part: moments(values) for part, values in self.values.items()}
-
-
-def moments(values: Float[np.ndarray, "n *e"], rows_at_once: int = 10_000) -> dict[str, Array]:
-    """Mean and deviation over the rows, float32; these may be on a disk, and more than memory holds."""
-
-    def mean_of(function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        total = np.zeros(values.shape[1:])
-        for start in range(0, len(values), rows_at_once):
-            total += function(values[start : start + rows_at_once].astype(np.float64)).sum(axis=0)
-        return total / len(values)
-
-    mean = mean_of(lambda rows: rows)
-    deviation = np.sqrt(mean_of(lambda rows: np.square(rows - mean)))
-    # What never changes stays out, at whatever size.
-    deviation = np.where(deviation > 1e-6, deviation, 1.0)
-    return {"mean": jnp.asarray(mean, jnp.float32), "deviation": jnp.asarray(deviation, jnp.float32)}
-
-
-def encode_places(
-    selector: Selector,
-    params: Params,
-    places: Places,
-    texts: DocumentTexts,
-    folder: Path,
-    batch_size: int,
-    told: Callable[[int, int], None],
-) -> Vectors:
-    """Encodes every text that the places need; those that an earlier call has left in the folder are read from there.
+def agreement(predicted: Float[np.ndarray, " n"], pairs: Pairs, num_spans: int) -> dict[str, float]:
+    """How well predictions fit the scores of some places, and what choosing by them is worth.
 
     Args:
-      params: the encoder's.
-      places: what the folder's files belong to.
-      texts: makes the texts.
-      folder: gets a file for each part, made in order and from beginning to end, and how far that is.
-      batch_size: texts that are encoded at once.
-      told: how many texts of how many are there.
+      predicted: predictions for the pairs.
+      pairs: with the true scores.
+      num_spans: number of spans that are chosen for each stride.
+
+    Returns:
+      `loss`: the mean squared error. `correlation` with the scores. And the mean score, over strides, of the spans that
+      would be chosen (`chosen_gain`), of the best ones (`oracle_gain`) and of all (`random_gain`), in nats a span.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    # Of a span the stride doesn't matter, and of a context the span.
-    columns: dict[Part, tuple[int, ...]] = {"pair": (0, 1, 2), "span": (0, 2), "context": (0, 1)}
-    found = {}
-    for part in selector.parts:
-        keys = np.stack([places[column] for column in columns[part]], axis=1)
-        found[part] = np.unique(keys, axis=0, return_index=True, return_inverse=True)[1:]
-    total, done = sum(len(first) for first, _ in found.values()), 0
-    encode = jax.jit(selector.encode)
-    values = {}
-    for part, (first, _) in found.items():
-        path, progress = folder / f"{part}.npy", folder / f"{part}.done"
-        shape = (len(first), selector.vector_width)
-        begun = int(progress.read_text()) if progress.exists() else 0
-        file = np.lib.format.open_memmap(path, "r+" if begun else "w+", np.float32, None if begun else shape)
-        for start in range(begun, len(first), batch_size):
-            told(done + start, total)
-            rows = first[start : start + batch_size]
-            file[start : start + len(rows)] = encode_batch(encode, params, texts(part, places.take(rows)), batch_size)
-            file.flush()
-            write_whole(progress, str(start + len(rows)))
-        done += len(first)
-        values[part] = np.load(path, mmap_mode="r")
-    told(done, total)
-    return Vectors(values, {part: inverse.reshape(-1) for part, (_, inverse) in found.items()})
+    scores, stride = pairs.scores.astype(np.float64), stride_index(pairs)
 
+    def mean_of_best(values: np.ndarray) -> float:
+        order = np.lexsort((-values, stride))
+        rank = np.arange(len(order)) - np.searchsorted(stride[order], stride[order])
+        chosen = order[rank < num_spans]
+        return float(np.mean(np.bincount(stride[chosen], scores[chosen]) / np.bincount(stride[chosen])))
 
-def encode_batch(encode: Callable[..., jax.Array], params: Params, texts: Texts, most: int) -> Float[np.ndarray, "m e"]:
-    """At most `most` texts as vectors; sizes are powers of two, so that few programs are compiled."""
-    count = len(texts.length)
-    size = min(most, 2 ** math.ceil(math.log2(count)))
-    tokens = np.pad(texts.tokens, ((0, size - count), (0, 0)))
-    length = np.pad(texts.length, (0, size - count), constant_values=1)
-    return np.asarray(encode(params, jnp.asarray(tokens), jnp.asarray(length)))[:count]
+    constant = not predicted.std() or not scores.std()
+    return {
+        "loss": float(np.mean(np.square(predicted - scores))),
+        "correlation": 0.0 if constant else float(np.corrcoef(predicted, scores)[0, 1]),
+        "chosen_gain": mean_of_best(predicted),
+        "oracle_gain": mean_of_best(scores),
+        "random_gain": float(np.mean(np.bincount(stride, scores) / np.bincount(stride))),
+    }

@@ -17,7 +17,7 @@ from meliad_like.history.selectors.checkpoint import OpenedSelector, open_select
 from meliad_like.history.selectors.config import Part
 from meliad_like.history.selectors.inputs import Texts
 from meliad_like.history.selectors.model import Params
-from meliad_like.history.selectors.pairs import encode_batch
+from meliad_like.history.selectors.vectors import encode_batch
 from meliad_like.history.spans import HistoryConfig, Stride
 from meliad_like.history.stride_store import fingerprint
 

@@ -1,102 +1,60 @@
 """Training of a selector: squared error on scored spans (Ancient History Language Models, section 2)."""
 
 import dataclasses
+import functools
 import json
-import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
+from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import label
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
-from meliad_like.history.selectors.checkpoint import (
-    FILE_NAME,
-    on_one_device,
-    read_metadata,
-    save_encoder,
-    selector_metadata,
-)
-from meliad_like.history.selectors.config import Part, SelectorTrainingConfig
+from meliad_like.history.selectors.checkpoint import FILE_NAME, read_metadata, save_encoder, selector_metadata
+from meliad_like.history.selectors.config import SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import Documents, DocumentTexts, SelectorInputs
 from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.selectors.pairs import (
-    Order,
+    Inputs,
     Pairs,
-    Vectors,
-    encode_places,
+    PairsBatch,
+    PairsReader,
+    agreement,
     held_out,
-    moments,
     some_strides,
-    stride_index,
 )
+from meliad_like.history.selectors.vectors import encode_places, moments
+from meliad_like.mesh import lane_sharding
 from meliad_like.remote import write_whole
 from meliad_like.run.opening import save_vocabulary
-from meliad_like.training import preemption
 from meliad_like.training.checkpoints import Checkpoints, compare_metadata, keep_best
+from meliad_like.training.config import TrainingConfig
+from meliad_like.training.loop import Hook, Loop
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.optimizers import leave_fixed
+from meliad_like.training.preemption import EXIT_STATUS, Preemption
+from meliad_like.training.profiling import Profiler
+from meliad_like.training.program import Program, lay_out
+from meliad_like.training.state import TrainState
+from meliad_like.training.step import Objective, StepMetrics, Sums, make_step
 
 MAY_CHANGE = tuple(
     f"training.{name}"
     for name in ("num_steps", "log_every", "evaluate_every", "checkpoint_every", "checkpoints_kept", "encode_batch")
 )
-"""What a run may go on with another value of."""
-
-
-class SelectorState(NamedTuple):
-    """All that training goes on from. Order of the pairs and dropout are functions of seed and step."""
-
-    step: Int[Array, ""]
-    params: Params
-    optimizer_state: Any
-
-
-class SelectorMetrics(NamedTuple):
-    """Of one step."""
-
-    loss: Float[Array, ""]
-    """Mean squared error, nats squared."""
-    gradient_norm: Float[Array, ""]
-    update_norm: Float[Array, ""]
-
-
-Inputs = dict[Part, Any]
-"""Of each part: vectors, or `Texts` where the encoder is trained."""
-
-
-def make_optimizer(config: SelectorTrainingConfig, selector: Selector) -> optax.GradientTransformation:
-    """AdamW for all that is trained."""
-    adam = optax.adamw(
-        config.learning_rate, config.first_decay, config.second_decay, config.epsilon, weight_decay=config.weight_decay
-    )
-    return leave_fixed(adam, selector.fixed_parameters)
-
-
-def make_train_step(
-    selector: Selector, optimizer: optax.GradientTransformation, config: SelectorTrainingConfig
-) -> Callable[[SelectorState, Inputs, Float[Array, " b"]], tuple[SelectorState, SelectorMetrics]]:
-    """One step as a function to be jitted: (state, inputs, scores) -> (state, metrics)."""
-    key = jax.random.key(config.seed)
-
-    def loss(params: Params, inputs: Inputs, scores, dropout_key):
-        return jnp.mean(jnp.square(predict(selector, params, inputs, dropout_key) - scores))
-
-    def train_step(state: SelectorState, inputs: Inputs, scores):
-        dropout_key = jax.random.fold_in(key, state.step)
-        error, gradient = jax.value_and_grad(loss)(state.params, inputs, scores, dropout_key)
-        updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-        new_state = SelectorState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state)
-        return new_state, SelectorMetrics(error, optax.tree.norm(gradient), optax.tree.norm(updates))
-
-    return train_step
+"""Settings that may change when a training is resumed."""
+Feed = Callable[[np.ndarray], Inputs]
+"""From rows of some pairs to what the selector reads."""
 
 
 def predict(selector: Selector, params: Params, inputs: Inputs, dropout_key=None) -> Float[Array, " b"]:
@@ -112,36 +70,42 @@ def predict(selector: Selector, params: Params, inputs: Inputs, dropout_key=None
     return selector.score_vectors(params, inputs)
 
 
-def agreement(predicted: Float[np.ndarray, " n"], pairs: Pairs, num_spans: int) -> dict[str, float]:
-    """How well predictions fit the scores of some places, and what choosing by them is worth.
+def squared_error(selector: Selector) -> Objective:
+    """The mean squared error of a batch, in nats squared."""
 
-    Args:
-      predicted: of the pairs.
-      pairs: with the true scores.
-      num_spans: that are chosen of each stride.
+    def differentiable(params, carry, batch: PairsBatch, dropout_key):
+        errors = jnp.square(predict(selector, params, batch.inputs, dropout_key) - batch.scores)
+        sums = Sums(jnp.sum(errors), jnp.zeros((), jnp.int32), jnp.asarray(len(errors)))
+        return sums.loss, (sums, carry, jnp.isfinite(errors))
 
-    Returns:
-      `loss`: the mean squared error. `correlation` with the scores. And the mean score, over strides, of the spans that
-      would be chosen (`chosen_gain`), of the best ones (`oracle_gain`) and of all (`random_gain`), in nats a span.
-    """
-    scores, stride = pairs.scores.astype(np.float64), stride_index(pairs)
-    deviations = predicted.std() * scores.std()
-    covariance = np.mean((predicted - predicted.mean()) * (scores - scores.mean()))
+    return Objective(differentiable, lambda batch: len(batch.scores), lambda params, lanes: {})
 
-    def mean_of_best(values: np.ndarray) -> float:
-        order = np.lexsort((-values, stride))
-        starts = np.flatnonzero(np.diff(stride[order], prepend=-1))
-        rank = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
-        chosen = order[rank < num_spans]
-        return float(np.mean(np.bincount(stride[chosen], scores[chosen]) / np.bincount(stride[chosen])))
 
-    return {
-        "loss": float(np.mean(np.square(predicted - scores))),
-        "correlation": float(covariance / deviations) if deviations else 0.0,
-        "chosen_gain": mean_of_best(predicted),
-        "oracle_gain": mean_of_best(scores),
-        "random_gain": float(np.mean(np.bincount(stride, scores) / np.bincount(stride))),
-    }
+def make_program(selector: Selector, config: SelectorTrainingConfig, batch: PairsBatch, mesh: Mesh) -> Program:
+    """The selector and its step on a mesh; the encoder's parameters are zeros at first, and only there if trained."""
+    adam = optax.adamw(
+        config.learning_rate, config.first_decay, config.second_decay, config.epsilon, weight_decay=config.weight_decay
+    )
+    optimizer = leave_fixed(adam, selector.fixed_parameters)
+
+    def init_params(key) -> Params:
+        params = selector.init(key)
+        if selector.config.train_encoder:
+            params["encoder"] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), selector.encoder.abstract_params)
+        return params
+
+    def init(key) -> TrainState:
+        params = init_params(key)
+        count = jnp.zeros((), jnp.int32)
+        return TrainState(count, params, optimizer.init(params), {}, count, jnp.zeros((), bool))
+
+    shapes = jax.eval_shape(init_params, jax.random.key(0))
+    axes = jax.tree.map(lambda x: (None,) * x.ndim, shapes)
+    if selector.config.train_encoder:
+        axes["encoder"] = selector.encoder.axes
+    step = make_step(squared_error(selector), optimizer, TrainingConfig(seed=config.seed))
+    abstract_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    return lay_out(selector, mesh, axes, init, config.seed, step, abstract_batch, config.batch_size)
 
 
 def train_selector(
@@ -154,19 +118,21 @@ def train_selector(
     vocabulary: Vocabulary,
     workdir: Path,
     trained_on: Mapping[str, Any],
+    mesh: Mesh,
 ) -> int:
-    """Trains until `num_steps`, going on from the folder's newest checkpoint.
+    """Trains until `num_steps`, resuming from the folder's newest checkpoint.
 
     Args:
       selector: what is trained.
-      encoder: the pretrained decoder's parameters, which training begins with.
+      encoder: parameters of the pretrained decoder with which training begins, on the mesh.
       inputs: what the selector reads.
-      config: how.
+      config: how it is trained.
       pairs: scored places of the documents.
-      documents: of one split.
+      documents: documents of one split.
       vocabulary: kept in the folder.
-      workdir: see `checkpoint`; made if need be.
-      trained_on: what is kept of where the pairs come from; a run goes on with the same alone.
+      workdir: see `checkpoint`; made if needed.
+      trained_on: kept facts about the origin of the pairs; a run is resumed only with the same.
+      mesh: the devices, which share the pairs of a batch.
 
     Returns:
       The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
@@ -179,115 +145,69 @@ def train_selector(
     train_pairs, validation_pairs = held_out(pairs, config.validation_every)
     if config.validation_pairs is not None:
         validation_pairs = some_strides(validation_pairs, config.validation_pairs)
-    optimizer = make_optimizer(config, selector)
-    feed = _make_feed(selector, encoder, inputs, config, (train_pairs, validation_pairs), documents, workdir)
+    texts = DocumentTexts(inputs, documents)
+    feeds, standard = _feeds(selector, encoder, texts, (train_pairs, validation_pairs), workdir, config)
+    reader = PairsReader(train_pairs.scores, feeds[0], config.batch_size, config.seed)
+    program = make_program(selector, config, reader.batch(0, range(config.batch_size)), mesh)
     with Checkpoints(workdir / "checkpoints", keep_last=config.checkpoints_kept) as checkpoints:
-        standard = feed.standard and feed.standard | {"scores": moments(train_pairs.scores)}
-        state = _starting_state(selector, encoder, optimizer, config, standard, checkpoints)
+        state = _starting_state(program, encoder, standard, checkpoints)
         start = int(state.step)
         if start >= config.num_steps:
-            print(f"{workdir} is at step {start} of {config.num_steps}: nothing left to do; raise num_steps to go on")
+            print(f"{workdir} is at step {start} of {config.num_steps}: nothing left to do; raise num_steps to resume")
             return 0
-        step_function = jax.jit(make_train_step(selector, optimizer, config), donate_argnums=0)
-        evaluate = _Evaluation(selector, inputs, config, validation_pairs, feed.validation)
-        order = Order(len(train_pairs), config.batch_size, config.seed)
-        with MetricsWriter(workdir, start, config.num_steps) as writer, preemption.Preemption() as preempted:
+        with (
+            MetricsWriter(workdir, start, config.num_steps) as writer,
+            Preemption() as preempted,
+            Profiler(workdir, None) as profiler,
+            load_batches(reader, lane_sharding(mesh, config.batch_size), start) as batches,
+        ):
             writer.say(
                 f"{label(f'{selector.config.kind} selector', inputs.leaks_the_future)}: "
                 f"{len(train_pairs):,} pairs to train on, {len(validation_pairs):,} held out, from step {start:,} to "
                 f"{config.num_steps:,}"
             )
-            metrics: list[SelectorMetrics] = []
-            for step in range(start + 1, config.num_steps + 1):
-                rows = order.rows(step - 1)
-                state, of_step = step_function(state, feed.train(rows), jnp.asarray(train_pairs.scores[rows]))
-                metrics.append(of_step)
-                last, stop = step == config.num_steps, preempted.reached(step)
-                evaluated, saved = (
-                    last or (every > 0 and step % every == 0)
-                    for every in (config.evaluate_every, config.checkpoint_every)
-                )
-                if step % config.log_every == 0 or evaluated or saved or stop:
-                    # The state is never saved before it is known to be finite.
-                    _log(writer, step, metrics, config, inputs.leaks_the_future)
-                    metrics = []
-                if evaluated:
-                    figures = evaluate(state.params)
-                    writer.write(step, figures, kind=label("validation", inputs.leaks_the_future))
-                    writer.say(_summary(step, figures, inputs.leaks_the_future))
-                    kept = {**metadata, "step": step, "validation": figures}
-                    keep_best(workdir / "best", step, state, kept, lambda best: best["validation"]["loss"])
-                if saved or stop:
-                    checkpoints.save(step, state, metadata | {"step": step})
-                if stop and not last:
-                    checkpoints.wait()
-                    writer.say(f"{preempted.signal_name}: saved step {step} in {workdir}; the same command resumes it")
-                    return preemption.EXIT_STATUS
-    return 0
-
-
-class _Feed(NamedTuple):
-    """Inputs by row."""
-
-    train: Callable[[np.ndarray], Inputs]
-    validation: Callable[[np.ndarray], Inputs]
-    standard: Params
-    """Means and deviations of the vectors; empty where the encoder is trained."""
-
-
-def _make_feed(
-    selector: Selector,
-    encoder: Params,
-    inputs: SelectorInputs,
-    config: SelectorTrainingConfig,
-    parts: tuple[Pairs, Pairs],
-    documents: Documents,
-    workdir: Path,
-) -> _Feed:
-    texts = DocumentTexts(inputs, documents)
-    if selector.config.train_encoder:
-
-        def read(pairs: Pairs) -> Callable[[np.ndarray], Inputs]:
-            return lambda rows: {part: tuple(texts(part, pairs.places.take(rows))) for part in selector.parts}
-
-        return _Feed(read(parts[0]), read(parts[1]), {})
-    save_encoder(workdir, encoder)
-    vectors: list[Vectors] = []
-    for name, pairs in zip(("train", "validation"), parts, strict=True):
-        folder = workdir / "vectors" / name
-        vectors.append(
-            with_progress(
-                f"texts of {name}",
-                lambda told, pairs=pairs, folder=folder: encode_places(
-                    selector, encoder, pairs.places, texts, folder, config.encode_batch, told
-                ),
+            evaluate = _Evaluation(selector, inputs, config, validation_pairs, feeds[1], mesh, writer)
+            hooks, save = _hooks(workdir, config, metadata, checkpoints, evaluate)
+            loop = Loop(
+                num_steps=config.num_steps,
+                log_every=config.log_every,
+                report=_Report(writer, config, inputs.leaks_the_future),
+                hooks=hooks,
+                outside_of_training=nullcontext,
+                save=save,
+                checkpoints=checkpoints,
+                writer=writer,
+                profiler=profiler,
+                preempted=preempted,
             )
-        )
-    return _Feed(vectors[0].take, vectors[1].take, vectors[0].standard())
+            _, stopped = loop.run(program.compile_step(), state, batches, start, config.num_steps)
+    return EXIT_STATUS if stopped else 0
 
 
-def _starting_state(
-    selector: Selector,
-    encoder: Params,
-    optimizer: optax.GradientTransformation,
+def _hooks(
+    workdir: Path,
     config: SelectorTrainingConfig,
-    standard: Params,
+    metadata: dict[str, Any],
     checkpoints: Checkpoints,
-) -> SelectorState:
-    params = selector.init(jax.random.key(config.seed))
-    if standard:
-        params["standard"] = standard
-    if selector.config.train_encoder:
-        # The first step takes the memory of what it is given.
-        params["encoder"] = jax.tree.map(jnp.copy, encoder)
-    state = SelectorState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-    if not checkpoints.steps():
-        return state
-    return checkpoints.restore(on_one_device(jax.eval_shape(lambda: state)))[0]
+    evaluate: "_Evaluation",
+) -> tuple[list[Hook], Callable[[int, TrainState], None]]:
+    """The hooks of the loop, evaluation before checkpoint, and the function that saves a checkpoint."""
+
+    def save(step: int, state: TrainState) -> None:
+        if step not in checkpoints.steps():
+            checkpoints.save(step, state, metadata | {"step": step})
+
+    def keep(step: int, state: TrainState) -> None:
+        kept = {**metadata, "step": step, "validation": evaluate(step, state.params)}
+        keep_best(workdir / "best", step, state, kept, lambda best: best["validation"]["loss"])
+
+    # Both are called after the last step in any case.
+    periods = (config.evaluate_every or config.num_steps, config.checkpoint_every or config.num_steps)
+    return [Hook(every, call) for every, call in zip(periods, (keep, save))], save
 
 
 def _begin(workdir: Path, metadata: dict[str, Any], vocabulary: Vocabulary) -> None:
-    """Writes `selector.json`, or compares it with what is there."""
+    """Writes `selector.json`, or compares it with the file that is there."""
     path = workdir / FILE_NAME
     if path.exists():
         compare_metadata(workdir, read_metadata(workdir), metadata, MAY_CHANGE)
@@ -296,8 +216,50 @@ def _begin(workdir: Path, metadata: dict[str, Any], vocabulary: Vocabulary) -> N
     write_whole(path, json.dumps(metadata, indent=2) + "\n")
 
 
+def _feeds(
+    selector: Selector,
+    encoder: Params,
+    texts: DocumentTexts,
+    parts: tuple[Pairs, Pairs],
+    workdir: Path,
+    config: SelectorTrainingConfig,
+) -> tuple[list[Feed], Params]:
+    """What the selector reads of the pairs for training and for validation, and the moments of fixed vectors."""
+
+    def read(pairs: Pairs) -> Feed:
+        return lambda rows: {part: texts(part, pairs.places.take(rows)) for part in selector.parts}
+
+    if selector.config.train_encoder:
+        return list(map(read, parts)), {}
+    save_encoder(workdir, encoder)
+    vectors = []
+    for name, pairs in zip(("train", "validation"), parts, strict=True):
+        encode = functools.partial(
+            encode_places, selector, encoder, pairs.places, texts, workdir / "vectors" / name, config.encode_batch
+        )
+        vectors.append(with_progress(f"texts for {name}", encode))
+    return [each.take for each in vectors], vectors[0].standard() | {"scores": moments(parts[0].scores)}
+
+
+def _starting_state(program: Program, encoder: Params, standard: Params, checkpoints: Checkpoints) -> TrainState:
+    """The state of the newest checkpoint, or a fresh one with the pretrained encoder and the moments of its vectors."""
+    abstract = program.abstract_state
+    if checkpoints.steps():
+        return checkpoints.restore(abstract)[0]
+    state = program.initialise()
+    given = {"standard": standard} if standard else {}
+    if "encoder" in state.params:
+        # The first step reuses the memory of the state.
+        given["encoder"] = jax.tree.map(jnp.copy, encoder)
+    placed = {
+        name: jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), tree, abstract.params[name])
+        for name, tree in given.items()
+    }
+    return state._replace(params={**state.params, **placed})
+
+
 class _Evaluation:
-    """Predicts the scores of all pairs that are held out."""
+    """Predicts the scores of all pairs that are held out, and logs how well."""
 
     def __init__(
         self,
@@ -305,43 +267,57 @@ class _Evaluation:
         inputs: SelectorInputs,
         config: SelectorTrainingConfig,
         pairs: Pairs,
-        feed: Callable[[np.ndarray], Inputs],
+        feed: Feed,
+        mesh: Mesh,
+        writer: MetricsWriter,
     ):
-        self._pairs, self._feed, self._batch = pairs, feed, min(config.encode_batch, len(pairs))
-        self._num_spans = inputs.history.num_spans
+        self._pairs, self._feed, self._mesh, self._writer = pairs, feed, mesh, writer
+        self._num_spans, self._leaks = inputs.history.num_spans, inputs.leaks_the_future
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._batch = -(-min(config.encode_batch, len(pairs)) // shards) * shards
         self._predict = jax.jit(lambda params, inputs: predict(selector, params, inputs))
 
-    def __call__(self, params: Params) -> dict[str, float]:
-        predicted = []
-        for start in range(0, len(self._pairs), self._batch):
-            # The last batch is as large as the others, so that one program serves all.
-            first = min(start, len(self._pairs) - self._batch)
-            rows = np.arange(first, first + self._batch)
-            predicted.append(np.asarray(self._predict(params, self._feed(rows)))[start - first :])
-        return agreement(np.concatenate(predicted).astype(np.float64), self._pairs, self._num_spans)
-
-
-def _log(
-    writer: MetricsWriter, step: int, metrics: list[SelectorMetrics], config: SelectorTrainingConfig, leaks: bool
-) -> None:
-    """
-    Raises:
-      UserError: a loss or an update is not finite.
-    """
-    columns = SelectorMetrics(*np.asarray(jax.device_get(metrics), np.float64).T)
-    figures = {name: float(values.mean()) for name, values in columns._asdict().items()}
-    writer.write(step, figures | {"learning_rate": config.learning_rate}, kind=label("train", leaks))
-    if not all(map(math.isfinite, figures.values())):
-        raise UserError(
-            f"the loss or the update of step {step}, or of the {len(metrics) - 1} before it, is not finite; the "
-            "checkpoints before are kept: try a smaller SelectorTrainingConfig.learning_rate"
+    def __call__(self, step: int, params: Params) -> dict[str, float]:
+        predicted, lanes = [], lane_sharding(self._mesh, self._batch)
+        with jax.set_mesh(self._mesh):
+            for start in range(0, len(self._pairs), self._batch):
+                # The last batch is filled up with the first pairs, so that one program serves all batches.
+                rows = np.arange(start, start + self._batch) % len(self._pairs)
+                predicted.append(np.asarray(self._predict(params, jax.device_put(self._feed(rows), lanes))))
+        values = np.concatenate(predicted)[: len(self._pairs)].astype(np.float64)
+        figures = agreement(values, self._pairs, self._num_spans)
+        self._writer.write(step, figures, kind=label("validation", self._leaks))
+        self._writer.say(
+            f"step {step}: {label('validation', self._leaks)} loss {figures['loss']:.4f}, correlation "
+            f"{figures['correlation']:.3f}; a chosen span is worth {figures['chosen_gain']:+.3f} nats, a random one "
+            f"{figures['random_gain']:+.3f}, the best ones {figures['oracle_gain']:+.3f}"
         )
-    writer.show(step, label(f"loss {figures['loss']:.4f}", leaks))
+        return figures
 
 
-def _summary(step: int, figures: Mapping[str, float], leaks: bool) -> str:
-    return (
-        f"step {step}: {label('validation', leaks)} loss {figures['loss']:.4f}, correlation "
-        f"{figures['correlation']:.3f}; a chosen span is worth {figures['chosen_gain']:+.3f} nats, by chance "
-        f"{figures['random_gain']:+.3f}, at best {figures['oracle_gain']:+.3f}"
-    )
+class _Report:
+    """Logs the averages of the steps between two logs."""
+
+    def __init__(self, writer: MetricsWriter, config: SelectorTrainingConfig, leaks: bool):
+        self._writer, self._config, self._leaks = writer, config, leaks
+        self._gathered: list[StepMetrics] = []
+
+    def __call__(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
+        """
+        Raises:
+          UserError: the loss or the update of the step is not finite.
+        """
+        metrics = jax.device_get(metrics)
+        self._gathered.append(metrics)
+        if not metrics.finite:
+            raise UserError(
+                f"the loss or the update of step {step} is not finite; the checkpoints before are kept: try a smaller "
+                "SelectorTrainingConfig.learning_rate"
+            )
+        if step % self._config.log_every == 0 or step == self._config.num_steps:
+            names = ("loss", "gradient_norm", "update_norm")
+            figures = {name: float(np.mean([getattr(each, name) for each in self._gathered])) for name in names}
+            rate = {"learning_rate": self._config.learning_rate}
+            self._writer.write(step, figures | rate, kind=label("train", self._leaks))
+            self._writer.show(step, label(f"loss {figures['loss']:.4f}", self._leaks))
+            self._gathered = []
