@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.training import checkpoints as checkpoints_lib
-from meliad_like.training.checkpoints import Checkpoints, compare_metadata, keep_best, read_metadata
+from meliad_like.training.checkpoints import Checkpoints, keep_best, read_metadata
 
 
 class State(NamedTuple):
@@ -340,24 +340,3 @@ def test_two_processes_write_one_checkpoint_and_agree_on_a_damaged_one(tmp_path)
     for process in processes:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-
-
-OLD = {"config": {"model": {"layers": 12, "recurrent": (9,)}, "mesh": {"data": 8}}, "vocabulary": "ab12"}
-
-
-def test_metadata_of_another_run():
-    new = {"config": {"model": {"layers": 13, "recurrent": [9], "gate": "lstm"}}, "vocabulary": "cd34"}
-    with pytest.raises(UserError) as error:
-        compare_metadata("runs/a", OLD, new, may_differ=["config.mesh"])
-    assert str(error.value) == (
-        "runs/a belongs to another config: config.model.layers is 12 there and 13 here; vocabulary is 'ab12' there "
-        "and 'cd34' here; config.model.gate is 'absent' there and 'lstm' here: choose another workdir, or the same "
-        "values"
-    )
-
-
-def test_metadata_that_may_differ():
-    new = {**OLD, "config": {**OLD["config"], "mesh": {"data": 4}}}
-    compare_metadata("runs/a", OLD, new, may_differ=["config.mesh"])
-    with pytest.raises(UserError, match=r"config\.mesh\.data is 8 there and 4 here"):
-        compare_metadata("runs/a", OLD, new, may_differ=["config.me"])

@@ -197,12 +197,12 @@ def test_a_carry_of_another_checkpoint_is_refused(make_generator, opened, tmp_pa
     retrained = opened._replace(params=jax.tree.map(lambda x: x + 1, opened.params))
     wider = dataclasses.replace(RUN, model=dataclasses.replace(CONFIG, window_length=8))
     for other, message in (
-        (opened._replace(step=8), "belongs to another checkpoint: step is 7 there, and 8 in this one"),
-        (opened._replace(run=wider), "model.window_length is 4 there, and 8"),
+        (opened._replace(step=8), "belongs to another config: step is 7 there, 8 here"),
+        (opened._replace(run=wider), "model.window_length is 4 there, 8"),
         (opened._replace(vocabulary=ByteVocabulary(8)), "vocabulary is .* there"),
         (retrained, "parameters is .* there"),
         # Training went on.
-        (retrained._replace(step=9), "step is 7 there, and 9"),
+        (retrained._replace(step=9), "step is 7 there, 9"),
     ):
         with pytest.raises(UserError, match=message):
             load_reading(tmp_path / "carry", shapes, carry_identity(other))

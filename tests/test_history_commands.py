@@ -12,8 +12,7 @@ from tiny_run import ROOT, environment
 from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
-from meliad_like.history.evaluation import DocumentSums, read_strides
-from meliad_like.history.journal import Journal
+from meliad_like.history.evaluation import read_strides
 from meliad_like.history.opening import Request, open_request
 from meliad_like.history.search import search
 from meliad_like.history.selection import Ranking
@@ -103,13 +102,13 @@ def test_a_score_that_is_not_finite_is_named(scores, tmp_path):
 @pytest.mark.parametrize(
     ("bindings", "changes", "message"),
     [
-        (["HistoryConfig.span_length = 4"], {}, "HistoryConfig.span_length is 6 there and 4 here"),
-        ([], {"split": "test"}, "split is 'train' there and 'test' here"),
-        ([], {"document_tokens": 50}, "documents is '[0-9a-f]{64}' there and"),
+        (["HistoryConfig.span_length = 4"], {}, "HistoryConfig.span_length is 6 there, 4 here"),
+        ([], {"split": "test"}, "split is 'train' there, 'test' here"),
+        ([], {"document_tokens": 50}, "documents is '[0-9a-f]{64}' there, "),
         (
             ["PretrainedConfig.activation_dtype = 'bfloat16'"],
             {},
-            "maker is '[0-9a-f]{64}' there and '[0-9a-f]{64}' here",
+            "maker is '[0-9a-f]{64}' there, '[0-9a-f]{64}' here",
         ),
     ],
 )
@@ -171,34 +170,8 @@ def test_an_evaluation_goes_on_after_a_stop(place, tmp_path):
     # What is done is not done again.
     np.testing.assert_allclose(np.subtract(random[1], random[0]), [7, 0, 0], atol=1e-9)
     assert len((tmp_path / "documents.jsonl").read_text().splitlines()) == 4
-    with pytest.raises(
-        UserError, match="another config: config.first_selection is 1 there and None here; selections is"
-    ):
+    with pytest.raises(UserError, match="another config: config.first_selection is 1 there, None here; selections is"):
         commands.evaluate_selections(request(place), tmp_path, ["recent"])
-
-
-def test_a_journal_that_was_cut_short_begins_again(tmp_path):
-    for left in ("", '{"config": '):
-        (tmp_path / "documents.jsonl").write_text(left)
-        assert Journal(tmp_path, {"config": (1, 2)}).done == {}
-        assert (tmp_path / "documents.jsonl").read_text() == '{"config": [1, 2]}\n'
-
-
-def test_a_damaged_journal_is_named(tmp_path):
-    Journal(tmp_path, {"config": 1}).write(0, DocumentSums(num_tokens=3))
-    path = tmp_path / "documents.jsonl"
-    for number, damaged in ((1, "}\n" + path.read_text()), (3, path.read_text() + '{"document": \n')):
-        path.write_text(damaged)
-        with pytest.raises(UserError, match=f"documents.jsonl:{number} is not JSON: "):
-            Journal(tmp_path, {"config": 1})
-
-
-def test_another_evaluation_gives_way_only_if_it_may(tmp_path):
-    Journal(tmp_path, {"config": 1}).write(0, DocumentSums(num_tokens=3))
-    with pytest.raises(UserError, match="belongs to another config: config is 1 there and 2 here"):
-        Journal(tmp_path, {"config": 2})
-    assert Journal(tmp_path, {"config": 1}, replace=True).done[0].num_tokens == 3
-    assert Journal(tmp_path, {"config": 2}, replace=True).done == {}
 
 
 def test_parts_of_documents(place):

@@ -244,7 +244,7 @@ def test_selections_made_in_advance(place, tmp_path):
     with pytest.raises(UserError, match="there are no selections at .*validation: make them with"):
         make_selection(FileSelection(str(tmp_path)), run.data.history, store, "validation")
     other = config.parse([], [*place[1], "HistoryConfig.order = 'document'"]).data.history
-    with pytest.raises(UserError, match="HistoryConfig.order is 'ascending' there and 'document' here"):
+    with pytest.raises(UserError, match="HistoryConfig.order is 'ascending' there, 'document' here"):
         make_selection(FileSelection(str(tmp_path)), other, store, "train")
 
 

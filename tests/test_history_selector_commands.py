@@ -183,7 +183,7 @@ def test_scores_of_other_documents_are_another_training(place, tmp_path):
         commands.score(asked(place, documents=("one", second), document_tokens=140), tmp_path / second)
     assert len({StrideStore(tmp_path / second).numbers.shape for second in ("two", "three")}) == 1
     assert commands.train(asked(place), tmp_path / "selector", str(tmp_path / "two")) == 0
-    with pytest.raises(UserError, match="trained_on.documents is '[0-9a-f]{64}' there and '[0-9a-f]{64}' here: choose"):
+    with pytest.raises(UserError, match="trained_on.documents is '[0-9a-f]{64}' there, '[0-9a-f]{64}' here; choose"):
         commands.train(asked(place), tmp_path / "selector", str(tmp_path / "three"))
 
 

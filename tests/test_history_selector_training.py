@@ -219,7 +219,7 @@ def test_a_light_selector_learns_which_spans_fit(tmp_path):
 
 def test_another_training_in_the_folder_is_refused(undisturbed):
     folder, kind, train_encoder = undisturbed
-    with pytest.raises(UserError, match="training.learning_rate is 0.01 there and 0.02 here"):
+    with pytest.raises(UserError, match="training.learning_rate is 0.01 there, 0.02 here"):
         train(folder, kind, changed(learning_rate=0.02), train_encoder=train_encoder)
     saved = json.loads((folder / "selector.json").read_text())
     assert saved["trained_on"] == {"scores": "made up"} and saved["training"]["learning_rate"] == 0.01

@@ -76,7 +76,7 @@ def test_other_documents_are_named(store, tmp_path):
     info = made(store)
     StrideStore(tmp_path, info)
     for other in ({"documents": ("Poems", "Ballads", "Odes")}, {"indices": (0, 1, 3)}):
-        with pytest.raises(UserError, match="documents is '[0-9a-f]{64}' there and '[0-9a-f]{64}' here"):
+        with pytest.raises(UserError, match="documents is '[0-9a-f]{64}' there, '[0-9a-f]{64}' here"):
             StrideStore(tmp_path, dataclasses.replace(info, **other))
 
 

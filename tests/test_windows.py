@@ -85,6 +85,14 @@ def test_documents_follow_each_other_within_a_segment():
     ]  # fmt: skip
 
 
+def test_whole_segments_begin_with_documents():
+    lengths = [30, 9, 70]
+    reader = make(lengths, whole_segments=True)
+    begins = [reader.batch(step, [0]).start[0] for step in range(reader.num_steps)]
+    assert not any(start[1:].any() for start in begins) and sum(start[0] for start in begins) == len(lengths)
+    assert [targets for *_, targets in windows(reader)] == [targets for *_, targets in windows(make(lengths))]
+
+
 def test_lanes_are_made_apart_and_orders_are_the_seeds():
     reader = make([90, 50, 70, 20], num_lanes=3, shuffle=True, epochs=None, seed=1)
     whole = reader.batch(4, [0, 1, 2])

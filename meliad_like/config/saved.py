@@ -15,6 +15,7 @@ from meliad_like.config.search import nearest
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, default_of, to_plain
 from meliad_like.remote import write_whole
+from meliad_like.resumable import refuse_differences
 from meliad_like.saved_json import parse_json
 
 JSON_NAME = "config.json"
@@ -149,12 +150,8 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
         raise UserError(
             f"{path}: {error}; if it is damaged, delete it: the same command then resumes, and writes it anew"
         ) from None
-    if fixed := [found for found in compare(saved, run) if not found.resumable(saved, run)]:
-        more = f" and {len(fixed) - 1} more" if len(fixed) > 1 else ""
-        raise UserError(
-            f"{folder} belongs to another config: {fixed[0].path} is {fixed[0].old!r} there, {fixed[0].new!r} "
-            f"here{more}; choose another --workdir"
-        )
+    fixed = [found for found in compare(saved, run) if not found.resumable(saved, run)]
+    refuse_differences(folder, ((found.path, found.old, found.new) for found in fixed), "choose another --workdir")
 
 
 def save(run: RunConfig, workdir: str | epath.Path) -> None:

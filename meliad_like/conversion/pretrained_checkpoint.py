@@ -1,6 +1,5 @@
 """Pretrained models as checkpoint folders of ours, and back."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, Tokeni
 from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import DECODER_FIELDS, RECURRENCE_FIELDS, PretrainedConfig
-from meliad_like.remote import write_whole
+from meliad_like.resumable import write_json
 from meliad_like.run.opening import open_checkpoint, write_checkpoint
 
 
@@ -106,5 +105,5 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[P
         opened.vocabulary.save(folder)
         # A tokenizer.json doesn't say which of its tokens ends a text, and that is asked for when it comes back.
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": opened.vocabulary.end_token}
-        write_whole(folder / TOKENIZER_CONFIG_NAME, json.dumps(settings, indent=2) + "\n")
+        write_json(folder / TOKENIZER_CONFIG_NAME, settings)
     return written

@@ -25,7 +25,6 @@ from meliad_like.data.token_store import (
     StoreInfo,
     TokenStore,
     read_info,
-    short,
     store_fingerprint,
     token_dtype,
     write_info,
@@ -33,6 +32,7 @@ from meliad_like.data.token_store import (
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.remote import is_remote
+from meliad_like.resumable import check_same
 from meliad_like.tables import Table
 
 SHOWN = 10  # of the reasons why documents were left out
@@ -155,12 +155,9 @@ def _check_same(folder: Path, source: str, vocabulary: str) -> None:
     if not (folder / STORE_NAME).exists():
         raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
     info = read_info(folder)
-    for name, old, new in (("source", info.source, source), ("vocabulary", info.vocabulary_settings, vocabulary)):
-        if old != new:
-            raise UserError(
-                f"the token store {folder} was made of another {name} (fingerprint {short(old)} there, {short(new)} "
-                "here): delete it or choose another --store"
-            )
+    saved = {"source": info.source, "vocabulary": info.vocabulary_settings}
+    wanted = {"source": source, "vocabulary": vocabulary}
+    check_same(folder, saved, wanted, way_out="delete the token store, or choose another --store")
 
 
 @contextmanager

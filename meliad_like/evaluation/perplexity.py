@@ -104,12 +104,13 @@ class Evaluator:
         self.num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
         arguments = (self._split, self.num_lanes, segment_length, window)
         settings: dict[str, Any] = {"vocabulary_size": model.vocabulary_size, "shuffle": False, "epochs": 1}
+        settings["whole_segments"] = whole_segments
         if read is not None:
             self._reader = read(self._split, self.num_lanes)
         elif model.overlap:
             self._reader = WindowsReader(*arguments, **settings, overlap=model.overlap)
         else:
-            self._reader = LanesReader(*arguments, **settings, whole_segments=whole_segments)
+            self._reader = LanesReader(*arguments, **settings)
         self._mesh = mesh
         self._lanes = lane_sharding(mesh, self.num_lanes)
 

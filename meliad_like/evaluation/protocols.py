@@ -127,18 +127,8 @@ def evaluate(
     Raises:
         UserError: the lengths do not fit, the model's own windows repeat tokens, or there is nothing to predict.
     """
+    _check(model, protocol, segment_length, stride)
     n, w = segment_length, model.config.window_length
-    if n % w:
-        raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
-    if (protocol == "sliding") != (stride is not None) or not 1 <= (stride or 1) <= n:
-        raise UserError(f"protocol={protocol} with stride={stride}: only sliding windows have one, of 1 to {n} tokens")
-    if model.overlap and protocol != "token_by_token":
-        raise UserError(
-            f"protocol={protocol} knows nothing of windows that repeat overlap={model.overlap} tokens: evaluate "
-            "without a protocol, or with PretrainedConfig.overlap = 0"
-        )
-    if protocol == "token_by_token" and model.config.needs_segments:
-        raise UserError("token by token there are no segments, on which what this model remembers depends")
     lengths = np.asarray(split.lengths, np.int64)
     total = int(np.maximum(lengths - 1, 0).sum())
     if total == 0:
@@ -153,7 +143,8 @@ def evaluate(
     )
     carry = fresh_carry = init(params)
     compiled = jax.jit(step, out_shardings=everywhere).lower(params, carry, _empty_batch(b, n, w)).compile()
-    nats, visible_sum, least, most, done, num_read = 0.0, 0, np.inf, 0, 0, 0
+    nats, done, num_read = 0.0, 0, 0
+    visible: list[np.ndarray] = []
     began = time.perf_counter()
     rows = list(rows_of(lengths, protocol, n, stride or n))
     for index in range(0, len(rows), b):
@@ -165,9 +156,8 @@ def evaluate(
         num_read += batch.inputs.size
         for row in chosen:
             before = 0 if protocol == "sliding" else row.first
-            visible = model.num_visible(before + np.arange(row.repeated, row.length))
-            visible_sum += int(visible.sum())
-            least, most, done = min(least, visible.min()), max(most, visible.max()), done + len(visible)
+            visible.append(model.num_visible(before + np.arange(row.repeated, row.length)))
+            done += len(visible[-1])
         if on_progress is not None:
             on_progress(done, total)
     assert done == total
@@ -175,13 +165,32 @@ def evaluate(
         protocol=protocol if stride is None else f"{protocol}, stride {stride}",
         num_tokens=total,
         nats=nats,
-        min_visible=int(least),
-        mean_visible=visible_sum / total,
-        max_visible=int(most),
+        min_visible=min(int(part.min()) for part in visible),
+        mean_visible=sum(int(part.sum()) for part in visible) / total,
+        max_visible=max(int(part.max()) for part in visible),
         # Token by token, windows that repeat some read them once more when they begin.
         flops=num_read * model.flops_per_prediction["as_counted"],
         seconds=time.perf_counter() - began,
     )
+
+
+def _check(model: Model, protocol: ProtocolName, n: int, stride: int | None) -> None:
+    """
+    Raises:
+        UserError: the protocol does not suit the lengths or the model.
+    """
+    w = model.config.window_length
+    if n % w:
+        raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
+    if (protocol == "sliding") != (stride is not None) or not 1 <= (stride or 1) <= n:
+        raise UserError(f"protocol={protocol} with stride={stride}: only sliding windows have one, of 1 to {n} tokens")
+    if model.overlap and protocol != "token_by_token":
+        raise UserError(
+            f"protocol={protocol} knows nothing of windows that repeat overlap={model.overlap} tokens: evaluate "
+            "without a protocol, or with PretrainedConfig.overlap = 0"
+        )
+    if protocol == "token_by_token" and model.config.needs_segments:
+        raise UserError("token by token there are no segments, on which what this model remembers depends")
 
 
 def _read(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Float[Array, "b n"]]:

@@ -20,7 +20,7 @@ from meliad_like.config import RunConfig, with_changes
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.experiments.history_report import write_report
-from meliad_like.experiments.jobs import device_name, write_json
+from meliad_like.experiments.jobs import device_name
 from meliad_like.experiments.pretrained import bindings_of
 from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
 from meliad_like.history import commands
@@ -28,6 +28,7 @@ from meliad_like.history.config import HistorySettings
 from meliad_like.history.evaluation import BASELINE, VERSION
 from meliad_like.history.opening import Request
 from meliad_like.history.selectors.checkpoint import open_selector
+from meliad_like.resumable import write_json
 from meliad_like.run.opening import saved_config
 
 DONE_NAME = "done.json"

@@ -17,7 +17,6 @@ from meliad_like.experiments.jobs import (
     facts,
     run_processes,
     train_and_evaluate,
-    write_json,
 )
 from meliad_like.experiments.pretrained import bindings_of
 from meliad_like.experiments.results import STEP_TIME_NAME, gather, read_timing, run_folder
@@ -25,6 +24,7 @@ from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import TimedStep, in_shares, make_step, time_in_turn
 from meliad_like.experiments.tables import Row, Table
 from meliad_like.mesh import make_mesh
+from meliad_like.resumable import write_json
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.training.stages import stages_of
 

@@ -27,7 +27,7 @@ from meliad_like.experiments.evaluations import Trained, by_document, by_protoco
 from meliad_like.experiments.tables import Row
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
-from meliad_like.remote import write_whole
+from meliad_like.resumable import write_json
 from meliad_like.run.opening import open_checkpoint
 from meliad_like.run.training import train
 from meliad_like.training import preemption
@@ -158,11 +158,6 @@ def device_name() -> str:
     """The name of this machine's device; for a CPU its number of cores."""
     device = jax.devices()[0]
     return f"CPU with {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes the whole file or nothing, whenever the process ends."""
-    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager

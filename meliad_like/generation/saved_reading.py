@@ -13,6 +13,7 @@ from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.generation.streaming import Reading
 from meliad_like.models.families import ModelConfig
 from meliad_like.remote import replacing
+from meliad_like.resumable import check_same
 
 SAMPLED = 1000
 
@@ -71,7 +72,7 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
     try:
         with np.load(path) as file:
             facts = json.loads(str(file["facts"]))
-            _compare(path, facts["identity"], identity)
+            check_same(path, facts["identity"], identity, way_out="name the checkpoint that wrote it")
             # bfloat16 comes back as raw bytes.
             leaves = [file[name].view(leaf.dtype) for name, leaf in _named(abstract_carry).items()]
             key = file["key"]
@@ -88,14 +89,6 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
     ended = facts.get("ended", False)
     reading = Reading(jax.device_put(carry), facts["token"], jax.device_put(key), facts["num_read"], ended)
     return reading, bytes.fromhex(facts["unfinished"])
-
-
-def _compare(path: str | Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    # In the order of `identity`: a step that differs says more than the digest of its parameters.
-    for name in wanted | saved:
-        there, here = saved.get(name), wanted.get(name)
-        if there != here:
-            raise UserError(f"{path} belongs to another checkpoint: {name} is {there} there, and {here} in this one")
 
 
 def _named(tree: Any) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.history import report
 from meliad_like.history.documents import whole_documents
-from meliad_like.history.evaluation import VERSION, Evaluation, evaluate
-from meliad_like.history.journal import Journal
+from meliad_like.history.evaluation import VERSION, DocumentSums, Evaluation, evaluate
 from meliad_like.history.losses import TargetLosses
 from meliad_like.history.opening import Opened, Request, changed_config, open_request
 from meliad_like.history.page import write_history_page
@@ -29,8 +28,12 @@ from meliad_like.history.selectors.training import train_selector
 from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, rank, select
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint, info_of
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.resumable import Journal
 from meliad_like.run.opening import open_as, open_store
 from meliad_like.tables import Table
+
+DOCUMENTS_NAME = "documents.jsonl"
+"""The journal of an evaluation: the sums of each finished document."""
 
 CONTROLS = ("random", "overlap_oracle")
 """Selections that are always evaluated."""
@@ -164,7 +167,7 @@ def evaluate_resumably(
         "documents": [list(pair) for pair in zip(opened.documents.names, opened.documents.lengths.tolist())],
         "selections": [[selection.name, selection.fingerprint] for selection in chosen],
     }
-    journal = Journal(folder, identity, replace=replace)
+    journal = Journal(folder / DOCUMENTS_NAME, identity, replace=replace)
     return with_progress(
         title,
         lambda progress: evaluate(
@@ -174,8 +177,8 @@ def evaluate_resumably(
             config,
             opened.separator,
             progress,
-            done=journal.done,
-            on_document=journal.write,
+            done={row["document"]: DocumentSums.from_dict(row["sums"]) for row in journal.rows},
+            on_document=lambda document, sums: journal.write({"document": document, "sums": dataclasses.asdict(sums)}),
         ),
     )
 

@@ -31,7 +31,7 @@ from meliad_like.history.spans import (
     stride_of,
 )
 from meliad_like.history.stride_store import INFO_NAME, StrideStore, info_of
-from meliad_like.training.checkpoints import compare_metadata
+from meliad_like.resumable import check_same
 
 Selection = Callable[[str, Int[np.ndarray, " tokens"], Stride], Int[np.ndarray, " spans"]]
 """(name of the document, its tokens up to stride.end, a stride that selects) -> where the spans end, in the window's
@@ -172,7 +172,7 @@ class _FromFile:
         self._selections.check_complete()
         found = self._selections.info
         wanted = info_of(store.split(split), store, split, config, what="selections", maker=found.maker)
-        compare_metadata(folder, found.identity, wanted.identity)
+        check_same(folder, found.identity, wanted.identity)
         self.leaks_the_future = found.leaks_the_future
 
     def __call__(self, name: str, document: np.ndarray, stride: Stride) -> np.ndarray:

@@ -34,8 +34,8 @@ from meliad_like.history.spans import (
     stride_table,
 )
 from meliad_like.remote import write_whole
+from meliad_like.resumable import check_same
 from meliad_like.saved_json import read_json
-from meliad_like.training.checkpoints import compare_metadata
 
 What = Literal["scores", "selections"]
 FORMAT_VERSION = 1
@@ -128,7 +128,7 @@ class StrideStore:
         if saved is not None and info is not None:
             without_effect = WITHOUT_EFFECT if info.what == "scores" else ()
             may_differ = [f"HistoryConfig.{name}" for name in without_effect]
-            compare_metadata(folder, saved.identity, info.identity, may_differ)
+            check_same(folder, saved.identity, info.identity, may_differ)
         self.info: StoreInfo = info or saved  # type: ignore[assignment]  # one of them is there
         self.document, self.number, counts = self.info.numbers_by_stride()
         """int32: document and number of each stride that has numbers."""

@@ -18,8 +18,9 @@ from meliad_like.mesh import (
 from meliad_like.models.families import check_sequence, extends
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
+from meliad_like.resumable import check_same
 from meliad_like.run.opening import checkpoint_metadata, open_checkpoint
-from meliad_like.training.checkpoints import Checkpoints, compare_metadata
+from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.program import Program, make_program
 from meliad_like.training.stages import Stage, stages_of
 from meliad_like.training.state import TrainState
@@ -116,7 +117,7 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
         state, saved = checkpoints.restore(setup.abstract_state)
         fingerprints = ("vocabulary_fingerprint", "store_fingerprint")
         here = metadata(setup, saved["step"])
-        compare_metadata(checkpoints.folder, {k: saved[k] for k in fingerprints}, {k: here[k] for k in fingerprints})
+        check_same(checkpoints.folder, {k: saved[k] for k in fingerprints}, {k: here[k] for k in fingerprints})
         # What is in the file is the state after its last good step, so a halted run can go on under another policy.
         return state._replace(halted=jax.device_put(jnp.zeros((), bool), replicated(setup.mesh)))
     state = setup.program.initialise()

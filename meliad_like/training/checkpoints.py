@@ -7,11 +7,10 @@ parameters apart from the rest, so that evaluation reads nothing else.
 """
 
 import errno
-import json
 import logging as standard_logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -27,7 +26,6 @@ from meliad_like.errors import UserError, refusals
 from meliad_like.remote import is_remote, one_line
 from meliad_like.training.manifest import find_damage, write_manifest
 
-ABSENT = object()
 COMMIT_SUCCESS_FILE = "commit_success.txt"  # orbax's, on gs://
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
@@ -324,43 +322,6 @@ def keep_best(
         if step in best.steps() or (newest is not None and measure(best.read_metadata(newest)) <= measure(metadata)):
             return
         best.save(step, {"step": state.step, "params": state.params}, metadata)
-
-
-def compare_metadata(
-    folder: epath.PathLike, old: Mapping[str, Any], new: Mapping[str, Any], may_differ: Collection[str] = ()
-) -> None:
-    """Refuses to go on with a run that was another one.
-
-    Args:
-      folder: for the message.
-      old, new: metadata of the checkpoint and of this run, nested dictionaries of what JSON holds (the config, the
-        fingerprints of vocabulary and token store).
-      may_differ: dotted names of fields, or of whole groups (`config.training.num_steps`, `config.mesh`), that don't
-        change what is learned.
-
-    Raises:
-      UserError: names every differing field with both values.
-    """
-    # Through JSON, so that a tuple equals the list that it was saved as.
-    flat_old, flat_new = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (old, new))
-    differences = [
-        f"{name} is {flat_old.get(name, 'absent')!r} there and {flat_new.get(name, 'absent')!r} here"
-        for name in dict.fromkeys([*flat_old, *flat_new])
-        if flat_old.get(name, ABSENT) != flat_new.get(name, ABSENT)
-        and not any(f"{name}.".startswith(f"{allowed}.") for allowed in may_differ)
-    ]
-    if differences:
-        raise UserError(
-            f"{folder} belongs to another config: {'; '.join(differences)}: choose another workdir, or the same values"
-        )
-
-
-def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat_fields(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _leave_orbax_errors_to_the_caller() -> None:

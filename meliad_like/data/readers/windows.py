@@ -66,6 +66,7 @@ class WindowsReader:
         vocabulary_size: int,
         shuffle: bool = True,
         epochs: int | None = None,
+        whole_segments: bool = False,
         apart: bool = False,
     ):
         """
@@ -78,6 +79,7 @@ class WindowsReader:
           overlap: tokens that a window repeats.
           vocabulary_size: token ids must be below it.
           shuffle, epochs: as in `Schedule`; for evaluation `shuffle=False, epochs=1`.
+          whole_segments: a document begins with a segment, not only with a window; the rest of its last one is padding.
           apart: each segment is a sequence of its own, the first window of which follows none: the document is cut into
             sequences that repeat nothing of each other.
 
@@ -104,6 +106,8 @@ class WindowsReader:
         else:
             windows = np.where(self._targets > 0, 1 - (window_length - self._targets) // self._stride, 0)
             windows = np.where((self._targets > 0) & (self._targets <= window_length), 1, windows)
+        if whole_segments:
+            windows = -(-windows // self._windows_in_segment) * self._windows_in_segment
         self._windows = windows
         self._schedule = Schedule(windows, num_lanes, seed, shuffle=shuffle, epochs=epochs)
 
@@ -142,7 +146,7 @@ class WindowsReader:
                     length = min(w, int(self._targets[run.document]) - first)
                     repeated = self.overlap if follows else 0
                     if length <= repeated:
-                        continue  # the rest of a sequence that is longer than its document
+                        continue  # the rest of a sequence, or of a segment, that is longer than its document
                     tokens = self._split.tokens(run.document, first, first + length + 1)
                     check_tokens(tokens, self._vocabulary_size, first, self._split.names[run.document])
                     places = np.s_[row, block * w : block * w + length]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,9 +34,9 @@ from meliad_like.history.selectors.pairs import (
 )
 from meliad_like.history.selectors.vectors import encode_places, moments
 from meliad_like.mesh import lane_sharding
-from meliad_like.remote import write_whole
+from meliad_like.resumable import check_same, write_json
 from meliad_like.run.opening import save_vocabulary
-from meliad_like.training.checkpoints import Checkpoints, compare_metadata, keep_best
+from meliad_like.training.checkpoints import Checkpoints, keep_best
 from meliad_like.training.config import TrainingConfig
 from meliad_like.training.loop import Hook, Loop
 from meliad_like.training.metrics import MetricsWriter
@@ -210,10 +209,10 @@ def _begin(workdir: Path, metadata: dict[str, Any], vocabulary: Vocabulary) -> N
     """Writes `selector.json`, or compares it with the file that is there."""
     path = workdir / FILE_NAME
     if path.exists():
-        compare_metadata(workdir, read_metadata(workdir), metadata, MAY_CHANGE)
+        check_same(workdir, read_metadata(workdir), metadata, MAY_CHANGE)
     workdir.mkdir(parents=True, exist_ok=True)
     save_vocabulary(vocabulary, workdir)
-    write_whole(path, json.dumps(metadata, indent=2) + "\n")
+    write_json(path, metadata)
 
 
 def _feeds(
