@@ -189,7 +189,7 @@ def test_a_selector_of_another_version_is_named(folders):
     assert open_selector(folders / "light").selector.config.encoder_layers == 0
     changed["selector"]["depth"] = 2
     path.write_text(json.dumps(changed))
-    with pytest.raises(UserError, match="selector.json is of another version, .* SelectorConfig.depth: train"):
+    with pytest.raises(UserError, match="selector.json is of another version: .* field selector.depth.*; train"):
         open_selector(folders / "light")
     path.write_text(saved)
 

@@ -1,4 +1,4 @@
-"""What a selector is, and how it is trained."""
+"""The configs of a selector and of its training."""
 
 import dataclasses
 from typing import Literal
@@ -17,18 +17,18 @@ class SelectorConfig:
     """A selector, by default the paper's."""
 
     kind: Kind = "joint"
-    """`joint`: the paper's, which reads every candidate together with the context. `light`: reads them apart."""
+    """`joint`: the paper's, which reads each candidate together with the context. `light`: reads them separately."""
     context_tokens: int | None = None
-    """Tokens before the targets that are read beside the span; None: the necessary prefix of the window, which is
-    k - j - s of them. Where the targets are read too (`HistoryConfig.selector_context`), these decide."""
+    """Tokens before the targets that are read beside the span; None: the window's necessary prefix. It must be None
+    where the targets are read too (`HistoryConfig.selector_context`)."""
     encoder_layers: int = 0
-    """Layers of the pretrained decoder that are used, counted from the first; 0: all."""
+    """Number of layers of the pretrained decoder that are used, from the first one; 0: all."""
     head_width: int = 256
-    """Of the hidden layer of the joint selector's head, and of the vectors that the light selector multiplies."""
+    """Width of the hidden layer of the joint selector's head, and of the vectors that the light selector multiplies."""
     train_encoder: bool = True
-    """Whether the decoder is trained with the head. If not, its vectors are computed once and kept."""
+    """Whether the decoder is trained too. If not, its vectors are computed once and kept."""
     dropout_rate: float = 0.1
-    """In the decoder, while it is trained."""
+    """Dropout in the decoder, while it is trained."""
     activation_dtype: ActivationDtype = "float32"
 
     def __post_init__(self):
@@ -40,26 +40,26 @@ class SelectorConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SelectorTrainingConfig:
-    """How a selector is trained, by default as the authors' code does. Every `..._every` of steps: 0 is never."""
+    """How a selector is trained, by default as in the authors' code. Each `..._every` counts steps; 0: at the end."""
 
     num_steps: int = 45_541
-    """By default one epoch of the authors' 728,654 pairs; they don't say how many they had."""
+    """By default one epoch of the authors' 728,654 pairs; their number of epochs is not known."""
     batch_size: int = 16
     learning_rate: float = 1e-5
-    """Of AdamW, from the first step to the last (section 3)."""
+    """Constant learning rate of AdamW (section 3)."""
     first_decay: float = 0.9
     second_decay: float = 0.999
     epsilon: float = 1e-6
     weight_decay: float = 0.0
-    """Share of a parameter that a step removes, times the learning rate."""
+    """Weight decay of AdamW."""
     seed: int = 0
-    """Decides the head's first parameters, the order of the pairs, and the dropout."""
+    """Seed of the head's initial parameters, of the order of the pairs, and of the dropout."""
     validation_every: int = 9
-    """Documents whose index this divides are held out."""
+    """Documents whose index is a multiple of this are held out."""
     validation_pairs: int | None = None
-    """About how many pairs an evaluation has, all those of strides that are evenly spread; None: all held out."""
+    """About the number of pairs of an evaluation, which are those of evenly spaced strides; None: all held out."""
     encode_batch: int = 64
-    """Texts that are encoded at once where nothing is trained."""
+    """Number of texts that are encoded at once where nothing is trained."""
     log_every: int = 10
     evaluate_every: int = 1000
     checkpoint_every: int = 1000

@@ -1,7 +1,7 @@
-"""What a selector of ancient history reads: spans, contexts, or both together, as token arrays of a fixed width."""
+"""What a selector reads: spans, contexts, or both together, as token arrays of a fixed width."""
 
 import dataclasses
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -9,12 +9,13 @@ from jaxtyping import Int
 
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
+from meliad_like.history.documents import whole_documents
 from meliad_like.history.selectors.config import Kind, Part, SelectorConfig
 from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, stride_of
 
 
 class Documents(Protocol):
-    """Of a split of a token store, or a part of them."""
+    """The documents of a split, or a subset of them."""
 
     @property
     def lengths(self) -> np.ndarray: ...
@@ -23,23 +24,23 @@ class Documents(Protocol):
 
 
 class Texts(NamedTuple):
-    """Some texts for the encoder, all of the same width."""
+    """Texts for the encoder, all of the same width."""
 
     tokens: Int[np.ndarray, "m t"]
-    """int32; what follows a text is 0."""
+    """int32, filled up with 0."""
     length: Int[np.ndarray, " m"]
-    """int32: tokens of each that count."""
+    """int32: number of tokens of each text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectorInputs:
-    """How places in documents become what a selector reads."""
+    """From places in documents to what a selector reads."""
 
     history: HistoryConfig
     separator: int | None
     """`spans.separator_token` of the vocabulary."""
     context_length: int
-    """The most tokens that are read beside a span."""
+    """Largest number of tokens that are read beside a span."""
 
     @property
     def leaks_the_future(self) -> bool:
@@ -48,16 +49,16 @@ class SelectorInputs:
 
     @cached_property
     def widths(self) -> dict[Part, int]:
-        """Tokens of each part, at most."""
+        """Largest number of tokens of each part."""
         span = self.history.span_length
         return {"pair": span + self.context_length, "span": span, "context": self.context_length}
 
     def num_tokens(self, kind: Kind) -> int:
-        """The most that a selector of this kind reads at once."""
+        """Largest number of tokens that a selector of this kind reads at once."""
         return self.widths["pair"] if kind == "joint" else max(self.widths["span"], self.widths["context"])
 
     def context(self, document: Int[np.ndarray, " tokens"], stride: Stride) -> Int[np.ndarray, " c"]:
-        """What a selector reads beside a span, at most `context_length` tokens.
+        """The at most `context_length` tokens that a selector reads beside a span.
 
         `prefix_only`: those before the targets. `released_code`: those before the end of the targets, as the authors'
         code reads them in training and in inference, also where a document's last stride has fewer targets.
@@ -68,13 +69,13 @@ class SelectorInputs:
     def texts(
         self, part: Part, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
     ) -> Texts:
-        """A part for some candidates of a stride.
+        """The texts of a part for some candidates of a stride; only one of `context`, which all candidates share.
 
         Args:
-          part: of `context`, which is the same for all candidates, there is one text.
+          part: which part.
           document: its tokens.
-          stride: of the document.
-          ends: of the candidates.
+          stride: stride of the document.
+          ends: where the candidates end.
         """
         rows = [np.zeros((1 if part == "context" else len(ends), 0), np.int32)]
         if part != "context":
@@ -109,7 +110,7 @@ def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vo
 
 
 class Places(NamedTuple):
-    """Where spans are scored: document, number of the stride, end of the span, all int64."""
+    """Places where spans are scored: document, number of the stride, end of the span, all int64."""
 
     document: Int[np.ndarray, " m"]
     stride: Int[np.ndarray, " m"]
@@ -120,12 +121,12 @@ class Places(NamedTuple):
 
 
 class DocumentTexts:
-    """Texts at any places of some documents, for training."""
+    """Texts at any places of some documents, for training; called from several threads at once."""
 
     def __init__(self, inputs: SelectorInputs, documents: Documents):
-        self._inputs, self._documents = inputs, documents
-        # A batch's rows are of as many documents; bulk encoding goes from one to the next.
-        self._document = lru_cache(maxsize=64)(self._read)
+        self._inputs = inputs
+        # Each row of a batch may be of another document.
+        self._document = whole_documents(documents, most=64)
 
     def __call__(self, part: Part, places: Places) -> Texts:
         """One text of this part for each place."""
@@ -135,6 +136,3 @@ class DocumentTexts:
             stride = stride_of(number, len(tokens), self._inputs.history, document)
             read.append(self._inputs.texts(part, tokens, stride, np.array([end])))
         return Texts(*(np.concatenate(column) for column in zip(*read, strict=True)))
-
-    def _read(self, document: int) -> np.ndarray:
-        return self._documents.tokens(document, 0, int(self._documents.lengths[document]))

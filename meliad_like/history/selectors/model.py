@@ -1,15 +1,16 @@
-"""Selectors of ancient history: how much a span of the distant past will help to predict what comes next.
+"""Selectors: models that predict how much a span of the distant past helps to predict the next tokens.
 
-Both regress the gain of Equation 2 of Ancient History Language Models (Koncel-Kedziorski and Smith 2021), in nats, and
-stand on a pretrained decoder:
+Both predict the gain of equation 2 of Ancient History Language Models (Koncel-Kedziorski and Smith 2021), in nats, and
+use a pretrained decoder as their encoder:
 
 - `joint`, the paper's (section 2): the decoder reads `[span; context]`, and the last token's vector goes through
   Linear, ReLU, Linear. Every candidate of every stride is read together with all of the context.
-- `light`: span and context are read apart, so that a span is read once in a document and the context once in a stride,
-  and a candidate of a stride costs a scalar product of two vectors of `head_width`. The paper leaves it as future work.
+- `light`: span and context are read separately, so that a span is read once per document and the context once per
+  stride, and a candidate of a stride costs a scalar product of two vectors of `head_width`. The paper leaves it as
+  future work.
 
-A model is built once, and its parameters are a tree: `encoder` (the decoder's), `standard` (means and deviations of its
-vectors and of the scores, which training leaves alone) and `head`.
+The parameters are a tree: `encoder` (those of the decoder), `standard` (means and standard deviations of its vectors
+and of the scores, which are not trained) and `head`.
 """
 
 import dataclasses
@@ -32,10 +33,10 @@ NUM_POOLED = 2  # the light selector's vectors: the mean over the tokens, and th
 
 
 def encoder_config(config: SelectorConfig, pretrained: PretrainedConfig, num_tokens: int) -> PretrainedConfig:
-    """The decoder of a selector that reads so many tokens at once, as a config of its own.
+    """The config of the decoder in a selector that reads up to `num_tokens` tokens at once.
 
     Raises:
-      UserError: the decoder has not so many layers or positions.
+      UserError: the decoder has fewer layers or positions.
     """
     if config.encoder_layers > pretrained.num_layers:
         raise UserError(
@@ -54,7 +55,7 @@ def encoder_config(config: SelectorConfig, pretrained: PretrainedConfig, num_tok
         overlap=0,
         dropout_rate=config.dropout_rate,
         activation_dtype=config.activation_dtype,
-        # Nothing is predicted, and nothing passes between windows.
+        # There are no logits, and no recurrence between windows.
         tied_embedding=True,
         insertion_layers=(),
         train_decoder=True,
@@ -62,7 +63,7 @@ def encoder_config(config: SelectorConfig, pretrained: PretrainedConfig, num_tok
 
 
 def encoder_params(config: PretrainedConfig, params: Params) -> Params:
-    """Those parameters of a pretrained decoder that an encoder of this config has."""
+    """The parameters of a pretrained decoder that an encoder of this config has."""
     kept = {name: value for name, value in params.items() if name not in ("recurrence", "output_embedding")}
     return kept | {"blocks": {i: params["blocks"][i] for i in range(config.num_layers)}}
 
@@ -81,21 +82,21 @@ class Selector:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What is encoded for a score."""
+        """The texts that are encoded for a score."""
         return ("pair",) if self.config.kind == "joint" else ("span", "context")
 
     @property
     def vector_width(self) -> int:
-        """Of what `encode` returns."""
+        """Width of the result of `encode`."""
         return self.encoder_config.model_width * (1 if self.config.kind == "joint" else NUM_POOLED)
 
     @property
     def fixed_parameters(self) -> frozenset[str]:
-        """The first names of parameters that training leaves as they are."""
+        """First names of the parameters that are not trained."""
         return frozenset({"standard"} if self.config.train_encoder else {"standard", "encoder"})
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Fresh parameters without the encoder's, float32. Nothing is standardised yet."""
+        """Fresh parameters without those of the encoder, float32; `standard` changes nothing yet."""
         width, hidden = self.vector_width, self.config.head_width
         keys = iter(jax.random.split(key, 4))
 
@@ -118,14 +119,14 @@ class Selector:
         """Texts as vectors, float32, after the decoder's final norm.
 
         Args:
-            params: the encoder's.
-            tokens: from the beginning of the decoder's positions on.
-            length: tokens of each text that count, at least 1; attention is causal, so what follows changes nothing.
-            dropout_key: for training; none to keep everything.
+            params: those of the encoder.
+            tokens: their positions begin at 0.
+            length: number of tokens of each text, at least 1; attention is causal, so padding changes nothing.
+            dropout_key: for training; None: no dropout.
 
         Returns:
-            Of `joint` each last token's vector; of `light` the mean over the tokens as well, before it, because topics
-            are in many tokens and the last one of a span is a separator.
+            `joint`: the vector of each last token. `light`: before it the mean over the tokens, because topics are in
+            many tokens, and the last token of a span is a separator.
         """
         module = self.encoder.bind(params)
         outputs, _ = module.read_window(tokens, jnp.zeros_like(length), dropout_key=dropout_key)
@@ -138,15 +139,15 @@ class Selector:
         return jnp.concatenate([mean, hidden[lanes, length - 1]], axis=-1)
 
     def project(self, params: Params, part: Part, vectors: Float[Array, "b e"]) -> Float[Array, "b w"]:
-        """The head's first layer for a part, without its activation: what is kept of spans that are scored often."""
+        """The head's first layer for a part, without its activation; it is kept for spans that are scored often."""
         standard, layer = params["standard"][part], params["head"][part]
         return (vectors - standard["mean"]) / standard["deviation"] @ layer["kernel"] + layer["bias"]
 
     def score(self, params: Params, projected: dict[Part, Float[Array, "_ w"]]) -> Float[Array, " b"]:
-        """Scores in nats from what `project` gave of each part; a part may have one row for all scores.
+        """Scores in nats from the result of `project` for each part; a part may have one row for all scores.
 
-        `joint`: Linear(ReLU(projected)). `light`: the scalar product of span and context (over the root of its width),
-        and what either says alone: spans that help anywhere, and places where any span does.
+        `joint`: Linear(ReLU(projected)). `light`: this for span and for context, because some spans help anywhere and
+        at some places any span helps, plus the scalar product of the two divided by the root of its width.
         """
         head = params["head"]
         scores = jnp.zeros(())
@@ -154,7 +155,6 @@ class Selector:
             output = head[f"{part}_output"]
             scores += (jax.nn.relu(values) @ output["kernel"] + output["bias"])[:, 0]
         if self.config.kind == "light":
-            # One context may stand for all spans.
             scores += jnp.sum(projected["span"] * projected["context"], axis=-1) * self.config.head_width**-0.5
         standard = params["standard"]["scores"]
         return standard["mean"] + standard["deviation"] * scores
@@ -164,5 +164,5 @@ class Selector:
         return self.score(params, {part: self.project(params, part, vectors[part]) for part in self.parts})
 
     def encoder_flops_per_token(self, num_tokens: int) -> float:
-        """Operations of the encoder for one of so many tokens that are read together (`models/flops.py`)."""
+        """Operations of the encoder per token, when `num_tokens` are read together (`models/flops.py`)."""
         return forward_flops_per_token(dataclasses.replace(self.encoder_config, window_length=num_tokens), 0)

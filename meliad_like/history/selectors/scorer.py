@@ -1,4 +1,4 @@
-"""A trained selector as a `SpanScorer`: it ranks the candidates of one stride after the other."""
+"""A trained selector as a `SpanScorer`."""
 
 import time
 from collections import Counter
@@ -25,7 +25,7 @@ NAMES = {"joint": "learned_selector", "light": "light_selector"}
 
 
 class _Program:
-    """A function of parameters and arrays, compiled for each of the arrays' shapes, and how long that took."""
+    """A function of parameters and arrays, compiled once for each shape; measures the time of compilation."""
 
     def __init__(self, function: Callable[..., jax.Array]):
         self.compile_seconds = 0.0
@@ -42,10 +42,10 @@ class _Program:
 
 
 class LearnedSelector:
-    """Scores candidates by what a selector predicts of their worth.
+    """Scores candidates by the gains that a selector predicts.
 
-    A `light` selector reads every different span of a document once and every context once, however many candidates
-    and strides there are; what it keeps of spans is forgotten with the next document.
+    A `light` selector reads every different span of a document once and every context once, whatever the number of
+    candidates and strides; the vectors of spans are kept until the next document.
     """
 
     runs_a_model = True
@@ -57,13 +57,12 @@ class LearnedSelector:
           batch_size: texts that are encoded at once.
         """
         self.leaks_the_future = opened.inputs.leaks_the_future
-        # Tables add that it leaks.
         self.name = NAMES[opened.selector.config.kind] + ("_released_code" if self.leaks_the_future else "")
         self.fingerprint = fingerprint((opened.selector, opened.inputs), opened.params)
         self.num_encoded_tokens = 0
-        """Tokens that the encoder has read so far."""
+        """Tokens read by the encoder so far."""
         self.flops = 0.0
-        """Operations of the encoder so far (`models/flops.py`); those of the head are too few to count."""
+        """Operations of the encoder so far (`models/flops.py`); those of the head are negligible."""
         self._selector, self._params, self._inputs = opened.selector, opened.params, opened.inputs
         self._batch_size = batch_size
         self._document = -1
@@ -81,20 +80,20 @@ class LearnedSelector:
 
     @property
     def compile_seconds(self) -> float:
-        """Of all calls so far, what compilation took."""
+        """Time of compilation in all calls so far."""
         return sum(program.compile_seconds for program in (self._score, *self._project.values()))
 
     def scores(
         self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
     ) -> Float[np.ndarray, " m"]:
-        """As of `SpanScorer`."""
+        """See `SpanScorer`."""
         if stride.document != self._document:
             self._spans, self._document = {}, stride.document
         texts = {part: self._inputs.texts(part, document, stride, ends) for part in self._selector.parts}
         projected = {
             part: self._known(text) if part == "span" else self._encoded(part, text) for part, text in texts.items()
         }
-        # One program for all numbers of candidates: the rows are padded to the next power of two.
+        # Rows are padded to the next power of two, so that few programs are compiled.
         size = 2 ** (len(ends) - 1).bit_length()
         padded = {
             part: jnp.asarray(rows if part == "context" else np.pad(rows, ((0, size - len(rows)), (0, 0))))
@@ -103,7 +102,7 @@ class LearnedSelector:
         return np.asarray(self._score(self._params, padded))[: len(ends)]
 
     def _known(self, spans: Texts) -> Float[np.ndarray, "m w"]:
-        """Spans by their tokens, of which only those that are new are read."""
+        """The projected vectors of spans; only spans whose tokens are new are read."""
         keys = [row.tobytes() for row in spans.tokens]
         new = list({key: row for row, key in enumerate(keys) if key not in self._spans}.values())
         if new:
@@ -128,9 +127,9 @@ class LearnedSelector:
 
 
 def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store: TokenStore) -> list[LearnedSelector]:
-    """Selectors from their trainings' folders, for the documents of any store with the same vocabulary.
+    """Selectors from the folders of their trainings, for the documents of any store with the same vocabulary.
 
-    Those that would have the same name have their folder's name as well, or all of its path.
+    Selectors of the same kind get their folder's name, or its path, added to their own.
 
     Raises:
       UserError: there is no selector, it is given twice, or it was trained with another vocabulary or other spans.
