@@ -5,7 +5,7 @@
 #
 # The progress shown is that of process 0; what each process wrote lies in WORKDIR/logs. Ctrl-C and SIGTERM reach both,
 # which then save and end with status 75: the same command goes on. A second Ctrl-C ends them at once. When one fails, the
-# other gets GRACE seconds (default 20) to notice and is then ended. The exit status is the worse of the two.
+# other gets GRACE seconds (default 60) to notice and is then ended. The exit status is the worse of the two.
 # XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four devices of each process.
 set -euo pipefail
 # shellcheck source=launch/running.sh
@@ -68,8 +68,8 @@ while [[ "${statuses[*]}" == *running* ]]; do
     done
     if [[ "${statuses[*]}" != *running* ]] || ((worst == 0 || worst == SAVED)); then continue; fi
     if [[ -z "$deadline" ]]; then
-        say "Process $failed ended with status $worst; the other one has ${GRACE:-20} s to notice"
-        deadline=$((SECONDS + ${GRACE:-20}))
+        say "Process $failed ended with status $worst; the other one has ${GRACE:-60} s to notice"
+        deadline=$((SECONDS + ${GRACE:-60}))
     elif ((SECONDS >= deadline)); then
         say "Process $((1 - failed)) did not notice, and is killed"
         kill -KILL "${pids[1 - failed]}" 2>/dev/null || true

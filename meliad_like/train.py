@@ -4,8 +4,6 @@ With several processes the command is started once for each, with the same files
 where the cluster says who is who, otherwise with `--coordinator_address`, `--num_processes` and `--process_id`.
 """
 
-from contextlib import nullcontext
-
 from absl import flags
 
 from meliad_like import command_line
@@ -34,9 +32,9 @@ def main() -> int:
 
     profile_steps = parse_steps(PROFILE_STEPS.value) if PROFILE_STEPS.value else None
     place = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)
-    alone = not DISTRIBUTED.value and all(value is None for value in place)
-    with nullcontext() if alone else initialize_distributed(*place, JOIN_SECONDS.value):
-        return train(run, WORKDIR.value, LOAD_DIR.value, profile_steps)
+    if DISTRIBUTED.value or any(value is not None for value in place):
+        initialize_distributed(*place, JOIN_SECONDS.value)
+    return train(run, WORKDIR.value, LOAD_DIR.value, profile_steps)
 
 
 if __name__ == "__main__":

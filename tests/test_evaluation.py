@@ -130,6 +130,15 @@ def test_the_curve_by_position_of_windows_that_overlap():
     )
 
 
+def test_whole_segments_of_windows_that_overlap():
+    sizes = {"num_layers": 1, "model_width": 16, "num_heads": 2, "num_key_value_heads": 2, "head_size": 8}
+    config = PretrainedConfig(**sizes, feedforward_width=16, max_positions=WINDOW, window_length=WINDOW, overlap=5)
+    evaluator = make_evaluator(Model(config, CountedSplit.vocabulary_size), whole_segments=True)[0]
+    steps = range(evaluator._reader.num_steps)
+    starts = np.concatenate([evaluator._reader.batch(step, range(evaluator.num_lanes)).start for step in steps])
+    assert starts[:, 0].sum() == sum(length > 1 for length in LENGTHS) and not starts[:, 1:].any()
+
+
 def test_losses_by_token_are_what_an_evaluation_sums(evaluator, params, expected):
     losses = evaluator.token_losses(params)
     assert [len(nats) for nats in losses] == [length - 1 for length in LENGTHS]
@@ -200,13 +209,12 @@ os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_devi
 sys.path[:0] = sys.argv[3:]
 import jax
 from meliad_like.training.joining import initialize_distributed
-company = initialize_distributed(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+initialize_distributed(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 from test_evaluation import make_evaluator, make_model
 model = make_model()
 evaluator, shardings = make_evaluator(model, (2, 1, 2))
 params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))
 print([document.nats for document in evaluator(params).documents])
-company.leave()
 """
 
 

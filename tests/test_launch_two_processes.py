@@ -99,17 +99,17 @@ def test_a_signal_to_the_script_saves_both(start, tmp_path, name):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_when_one_is_killed_the_other_ends(start, tmp_path, number):
-    script = start("TrainingConfig.num_steps = 10000", GRACE="3")
+    script = start("TrainingConfig.num_steps = 10000")
     wait_for_steps(tmp_path / "a run", 2)
     os.kill(process(tmp_path / "a run", number), signal.SIGKILL)
     killed = time.monotonic()
     output, _ = script.communicate(timeout=LIMIT)
-    assert time.monotonic() - killed < 60
+    assert time.monotonic() - killed < 55
     assert script.returncode == 137, output
     statuses = re.search(r"== Ended with status (\w+) and (\w+);", output).groups()
-    assert statuses[number] == "137" and statuses[1 - number] == "1", output
+    assert statuses[number] == "137" and statuses[1 - number] not in ("0", "killed"), output
     log = (tmp_path / "a run" / "logs" / f"process_{1 - number}.log").read_text()
-    assert f"error: process {number} has died: this one, number {1 - number}, can't go on without it" in log
+    assert "another task died" in log
 
 
 def test_a_mistake_is_one_line_of_each(start):
