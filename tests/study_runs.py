@@ -17,7 +17,7 @@ from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
 from meliad_like.run import opening
 from meliad_like.run.opening import write_checkpoint
-from meliad_like.studies.readings import Request
+from meliad_like.studies.readings import StudyRequest
 
 EVIL = "</script><script>alert('document')</script><img src=x onerror=alert(1)> & Gomin met Gomin.\n\n"
 DOCUMENTS = {"one": EVIL * 4, "two": "A rose is a rose. " * 20, "three": "é" * 50}
@@ -64,7 +64,7 @@ def request(checkpoint, output, **changes):
         "documents": (), "num_documents": None, "unit": "auto", "top": 12, "clear_every": None,
         "context_tokens": None, "num_contexts": 2, "num_tokens": 20,
     }  # fmt: skip
-    return Request(checkpoint=checkpoint, output=Path(output), **(default | changes))
+    return StudyRequest(checkpoint=checkpoint, output=Path(output), **(default | changes))
 
 
 class Page(HTMLParser):

@@ -13,7 +13,7 @@ from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
 from meliad_like.history.evaluation import read_strides
-from meliad_like.history.opening import Request, open_request
+from meliad_like.history.opening import HistoryRequest, open_request
 from meliad_like.history.search import search
 from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import HistoryConfig, candidates
@@ -34,7 +34,7 @@ def scores(place):
 
 
 def request(place, *gin_params, **changes):
-    return Request(str(place / "model"), changes=read_changes((), gin_params), batch_size=8, **changes)
+    return HistoryRequest(str(place / "model"), changes=read_changes((), gin_params), batch_size=8, **changes)
 
 
 def test_every_candidate_has_its_score(place, scores, capsys):

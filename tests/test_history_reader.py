@@ -21,7 +21,7 @@ from meliad_like.history import commands
 from meliad_like.history.config import SELECTIONS, FileSelection, RandomSelection, RecentSelection
 from meliad_like.history.evaluation import evaluate
 from meliad_like.history.losses import TargetLosses
-from meliad_like.history.opening import Request
+from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.reader import HistoryReader, make_selection
 from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import HistoryConfig, separator_token, stride_of
@@ -224,7 +224,7 @@ def test_an_evaluation_with_the_reader_is_that_of_the_command(place):
 
 
 def test_selections_made_in_advance(place, tmp_path):
-    request = Request(str(place[0] / "model"), split="train", batch_size=8)
+    request = HistoryRequest(str(place[0] / "model"), split="train", batch_size=8)
     commands.select_spans(request, tmp_path / "train", ["recent"])
     run, store = run_of(place), TokenStore(place[0] / "store")
     split = store.split("train")
@@ -250,7 +250,7 @@ def test_selections_made_in_advance(place, tmp_path):
 
 def test_what_an_oracle_selected_says_in_every_output_that_it_leaks(place, tmp_path, capsys):
     for split in ("train", "test"):
-        request = Request(str(place[0] / "model"), split=split, batch_size=8)
+        request = HistoryRequest(str(place[0] / "model"), split=split, batch_size=8)
         commands.select_spans(request, tmp_path / split, ["overlap_oracle"])
     bindings = [
         "AncientHistoryReaderConfig.selection = 'file'",

@@ -14,7 +14,7 @@ from study_runs import Page, assert_safe
 from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
-from meliad_like.history.opening import Request
+from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.page_readings import Selection, find_spans
 from meliad_like.history.spans import Stride
 from meliad_like.history.stride_store import StrideStore
@@ -41,7 +41,7 @@ def place(tmp_path_factory):
 
 
 def asked(place, *more, split="train", **changes):
-    return Request(
+    return HistoryRequest(
         checkpoint=str(place / "model"),
         store=str(place / "store"),
         split=split,

@@ -26,7 +26,7 @@ from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, History
 from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
 from meliad_like.history.evaluation import BASELINE, VERSION
-from meliad_like.history.opening import Request
+from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.selectors.checkpoint import open_selector
 from meliad_like.resumable import write_json
 from meliad_like.run.opening import saved_config
@@ -109,11 +109,11 @@ class HistoryExperiment:
         """
         return write_report(self.folder, ROWS, self.scale_name)
 
-    def _request(self, run: RunConfig, settings: HistorySettings, split: str, **what: Any) -> Request:
+    def _request(self, run: RunConfig, settings: HistorySettings, split: str, **what: Any) -> HistoryRequest:
         def changes(saved: RunConfig, _: HistorySettings) -> tuple[RunConfig, HistorySettings]:
             return with_changes(saved, {"mesh": run.mesh} | self._model_changes), settings
 
-        return Request(
+        return HistoryRequest(
             checkpoint=self.load_dir,
             changes=changes,
             store=run.data.store,

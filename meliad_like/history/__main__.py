@@ -78,10 +78,10 @@ def main(command: str) -> int | None:
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.config import read_changes
     from meliad_like.history import commands
-    from meliad_like.history.opening import Request
+    from meliad_like.history.opening import HistoryRequest
     from meliad_like.history.search import search
 
-    request = Request(
+    request = HistoryRequest(
         checkpoint=CHECKPOINT.value,
         step=STEP.value,
         changes=read_changes(command_line.GIN_FILE.value, command_line.GIN_PARAM.value),

@@ -15,7 +15,7 @@ from meliad_like.history import report
 from meliad_like.history.documents import whole_documents
 from meliad_like.history.evaluation import VERSION, DocumentSums, Evaluation, evaluate
 from meliad_like.history.losses import TargetLosses
-from meliad_like.history.opening import Opened, Request, changed_config, open_request
+from meliad_like.history.opening import HistoryRequest, Opened, changed_config, open_request
 from meliad_like.history.page import write_history_page
 from meliad_like.history.page_readings import read_histories
 from meliad_like.history.scoring import Candidates
@@ -47,7 +47,7 @@ def scorers(opened: Opened, names: Collection[str], selectors: Sequence[str] = (
     return [*found, *open_selectors(selectors, opened.config, opened.store)]
 
 
-def score(request: Request, folder: Path) -> None:
+def score(request: HistoryRequest, folder: Path) -> None:
     """Makes a store of scores, or resumes it, and prints a summary."""
     opened = open_request(request)
     info = info_of(
@@ -84,7 +84,7 @@ def summary(store: StrideStore) -> Table:
     return Table(f"gains in nats, against the {store.info.config.baseline} baseline", ("", ""), list(rows.items()))
 
 
-def select_spans(request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
+def select_spans(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
     """Makes a store of the spans that one selection chooses, for training with it (`FileSelection.folder`).
 
     Args:
@@ -118,7 +118,7 @@ def select_spans(request: Request, folder: Path, names: Sequence[str], selectors
 
 
 def evaluate_selections(
-    request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str] = (), *, replace: bool = False
+    request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = (), *, replace: bool = False
 ) -> None:
     """Evaluates the baseline, the controls and the given selections, and writes evaluation.json and evaluation.md.
 
@@ -183,7 +183,7 @@ def evaluate_resumably(
     )
 
 
-def train(request: Request, folder: Path, scores: str) -> int:
+def train(request: HistoryRequest, folder: Path, scores: str) -> int:
     """Trains a selector, or resumes its training.
 
     Args:
@@ -253,7 +253,7 @@ def _check_history(history: HistoryConfig, scored: StrideStore) -> None:
             )
 
 
-def page(request: Request, folder: Path, names: Sequence[str], selectors: Sequence[str], num_terms: int) -> None:
+def page(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str], num_terms: int) -> None:
     """Writes the page of some documents.
 
     Args:

@@ -21,7 +21,7 @@ from meliad_like.history.stride_store import fingerprint
 from meliad_like.run.opening import OpenedCheckpoint, open_as, open_store, saved_config
 
 
-class Request(NamedTuple):
+class HistoryRequest(NamedTuple):
     """What the flags of the command line ask for."""
 
     checkpoint: str
@@ -80,7 +80,7 @@ class Opened:
         )
 
 
-def changed_config(request: Request, history: HistoryConfig | None = None) -> tuple[RunConfig, HistorySettings]:
+def changed_config(request: HistoryRequest, history: HistoryConfig | None = None) -> tuple[RunConfig, HistorySettings]:
     """The config of the checkpoint and the settings of the command, with the changes of the request.
 
     Args:
@@ -93,7 +93,7 @@ def changed_config(request: Request, history: HistoryConfig | None = None) -> tu
     return request.changes(dataclasses.replace(saved, data=LanesReaderConfig(**common)), settings)
 
 
-def open_request(request: Request) -> Opened:
+def open_request(request: HistoryRequest) -> Opened:
     """Opens all that a command needs.
 
     Raises:

@@ -12,13 +12,13 @@ from meliad_like.errors import UserError
 from meliad_like.history import report
 from meliad_like.history.commands import CONTROLS, evaluate_resumably
 from meliad_like.history.evaluation import BASELINE
-from meliad_like.history.opening import Request, open_request
+from meliad_like.history.opening import HistoryRequest, open_request
 from meliad_like.history.selection import Ranking, ScoreOracle
 from meliad_like.history.spans import HistoryConfig
 from meliad_like.tables import Table
 
 
-def search(request: Request, folder: Path, history_lengths: Sequence[int], span_lengths: Sequence[int]) -> None:
+def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int], span_lengths: Sequence[int]) -> None:
     """Evaluates the score oracle and the controls at all pairs of lengths that fit together.
 
     Args:

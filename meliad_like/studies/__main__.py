@@ -57,7 +57,7 @@ USED_BY = {
 """The flags that not all studies have."""
 
 FLAGS_OF_FIELDS = {"others": "other", "gin_params": "gin_param", "documents": "document"}
-"""The flags of those fields of `readings.Request` that have another name."""
+"""The flags of those fields of `readings.StudyRequest` that have another name."""
 
 
 def main(study: str) -> None:
@@ -67,9 +67,11 @@ def main(study: str) -> None:
         if flags.FLAGS[name].present and study not in studies:
             raise UserError(f"--{name} has no effect on {study}: it is for {' and '.join(studies)}")
     # Importing jax takes seconds: a mistyped flag is reported before.
-    from meliad_like.studies.readings import Request
+    from meliad_like.studies.readings import StudyRequest
 
-    request = Request(**{name: flags.FLAGS[FLAGS_OF_FIELDS.get(name, name)].value for name in Request._fields})
+    request = StudyRequest(
+        **{name: flags.FLAGS[FLAGS_OF_FIELDS.get(name, name)].value for name in StudyRequest._fields}
+    )
     if request.num_documents is None and study != "context_curve":
         request = request._replace(num_documents=5)
     request = request._replace(output=Path(request.output), num_documents=request.num_documents or None)

@@ -12,12 +12,12 @@ from meliad_like.studies.compare import settings
 from meliad_like.studies.comparison import ReadDocument
 from meliad_like.studies.comparison_page import compare_page
 from meliad_like.studies.page import Chart, Series, figure, paragraph, section
-from meliad_like.studies.readings import Request, choose, open_subject, read
+from meliad_like.studies.readings import StudyRequest, choose, open_subject, read
 
 MOST_STRETCHES = 64
 
 
-def run(request: Request) -> None:
+def run(request: StudyRequest) -> None:
     """Writes the study into the folder `request.output`.
 
     Raises:

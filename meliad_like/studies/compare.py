@@ -2,10 +2,10 @@
 
 from meliad_like.errors import UserError
 from meliad_like.studies.comparison_page import Settings, compare_page
-from meliad_like.studies.readings import Reading, Request, choose, open_subject, read, with_distinct_labels
+from meliad_like.studies.readings import Reading, StudyRequest, choose, open_subject, read, with_distinct_labels
 
 
-def run(request: Request) -> None:
+def run(request: StudyRequest) -> None:
     """Writes the study into the folder `request.output`.
 
     Raises:
@@ -29,7 +29,7 @@ def run(request: Request) -> None:
     )
 
 
-def settings(request: Request, first: Reading, window: int) -> Settings:
+def settings(request: StudyRequest, first: Reading, window: int) -> Settings:
     """The settings of the comparison; `window` is the other model's."""
     unit = request.unit
     if unit == "auto":

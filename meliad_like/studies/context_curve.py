@@ -11,7 +11,7 @@ import pandas as pd
 from jaxtyping import Float, Int
 
 from meliad_like.studies.page import Chart, Series, facts_table, figure, paragraph, section, tag, write_page
-from meliad_like.studies.readings import Chosen, Reading, Request, choose, open_subject, read, write_summary
+from meliad_like.studies.readings import Chosen, Reading, StudyRequest, choose, open_subject, read, write_summary
 
 FIRST_BIN = 32  # tokens, of which there are too few for smaller bins
 BINS_PER_OCTAVE = 4
@@ -73,7 +73,7 @@ def curves(losses: Sequence[Sequence[Float[np.ndarray, " targets"]]], first_bin:
     return Curves(edges, tokens, bits)
 
 
-def run(request: Request) -> None:
+def run(request: StudyRequest) -> None:
     """Writes the study into the folder `request.output`.
 
     Raises:

@@ -31,7 +31,7 @@ from meliad_like.studies.page import (
 )
 from meliad_like.studies.readings import (
     Chosen,
-    Request,
+    StudyRequest,
     Subject,
     choose,
     open_subject,
@@ -57,7 +57,7 @@ class Passage(NamedTuple):
     """By the model's label, then by REMEMBERED or FORGOTTEN."""
 
 
-def run(request: Request) -> None:
+def run(request: StudyRequest) -> None:
     """Writes the study into the folder `request.output`.
 
     Raises:
@@ -146,7 +146,7 @@ def _places(chosen: Chosen, length: int, most: int) -> list[tuple[int, int]]:
 
 
 def _write(
-    request: Request, subjects: list[Subject], chosen: Chosen, passages: list[Passage], context_tokens: int
+    request: StudyRequest, subjects: list[Subject], chosen: Chosen, passages: list[Passage], context_tokens: int
 ) -> None:
     shares = {"the document itself": [shared_words(passage.context, passage.original) for passage in passages]}
     for label in passages[0].written:

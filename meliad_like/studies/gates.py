@@ -31,7 +31,7 @@ from meliad_like.studies.page import (
     tag,
     write_page,
 )
-from meliad_like.studies.readings import Chosen, Request, Subject, choose, open_subject
+from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject
 from meliad_like.studies.state_trace import GATES, LAGS, GateMeans, Trace, Tracer
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -56,7 +56,7 @@ def time_constants(kept: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
     return -1 / np.log(kept)
 
 
-def run(request: Request) -> None:
+def run(request: StudyRequest) -> None:
     """Writes the study into the folder `request.output`.
 
     Raises:
@@ -230,7 +230,7 @@ def _title(name: str) -> str:
 
 
 def _write_numbers(
-    request: Request,
+    request: StudyRequest,
     subject: Subject,
     chosen: Chosen,
     kept: dict[str, np.ndarray],

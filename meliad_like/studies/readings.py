@@ -21,7 +21,7 @@ from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
 
 
-class Request(NamedTuple):
+class StudyRequest(NamedTuple):
     """What the command line asks for."""
 
     checkpoint: str
@@ -141,7 +141,7 @@ def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
     return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
 
 
-def choose(subjects: Sequence[Subject], request: Request) -> Chosen:
+def choose(subjects: Sequence[Subject], request: StudyRequest) -> Chosen:
     """The documents to read, of the requested store or of the one that the first model was trained with.
 
     Without names they are random, and the same ones each time.
