@@ -84,7 +84,7 @@ def changed_model(request):
 
 def test_the_table_is_made_once(tmp_path, monkeypatch):
     place = make_place(tmp_path)
-    monkeypatch.setattr(ancient_history, "bindings_of", lambda folder: [])
+    monkeypatch.setattr(ancient_history, "fields_of", lambda folder: {})
     made, scale = experiment(place)
     monkeypatch.setattr(HistoryExperiment, "scale", scale)
     monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: list(ROWS))
@@ -136,7 +136,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
 
 def test_what_is_done_is_of_one_model_and_its_documents(tmp_path, monkeypatch):
     place = make_place(tmp_path)
-    monkeypatch.setattr(ancient_history, "bindings_of", lambda folder: [])
+    monkeypatch.setattr(ancient_history, "fields_of", lambda folder: {})
     shutil.copytree(place / "model", place / "other")
     scored, bound = [], []
 

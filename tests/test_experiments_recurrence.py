@@ -21,7 +21,7 @@ from meliad_like.errors import UserError
 from meliad_like.experiments import report
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import on_front
-from meliad_like.experiments.pretrained import bindings_of
+from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.results import gather
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.tables import SUBJECTS
@@ -190,12 +190,12 @@ def test_what_is_no_pretrained_model_is_named(place, tmp_path):
     with pytest.raises(
         UserError, match=r"no pretrained model at --load_dir=.*/none: python -m meliad_like.convert hugg"
     ):
-        bindings_of(tmp_path / "none")
+        fields_of(tmp_path / "none")
     settings = place / "gpt2" / "checkpoints" / "vocabulary" / "vocabulary.json"
     saved = settings.read_text()
     settings.write_text(saved.replace('"tokenizers"', '"bytes"'))
     with pytest.raises(UserError, match="holds PretrainedConfig with a vocabulary of bytes, not a pretrained model"):
-        bindings_of(place / "gpt2")
+        fields_of(place / "gpt2")
     settings.write_text(saved)
 
 

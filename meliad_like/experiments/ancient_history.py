@@ -21,7 +21,7 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.experiments.history_report import write_report
 from meliad_like.experiments.jobs import device_name
-from meliad_like.experiments.pretrained import bindings_of
+from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
 from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
@@ -74,9 +74,9 @@ class HistoryExperiment:
         Raises:
           UserError: files and parameters make no run, or there is no pretrained model.
         """
-        bound = dict(self.scale.bindings) | dict((row and row.selector) or {})
+        bound = fields_of(Path(self.load_dir)) | dict(self.scale.bindings) | dict((row and row.selector) or {})
         scaled = [f"{name} = {value!r}" for name, value in bound.items()]
-        params = ["RunConfig.model = 'pretrained'", *bindings_of(Path(self.load_dir)), *scaled, *self.gin_params]
+        params = ["RunConfig.model = 'pretrained'", *scaled, *self.gin_params]
         run, settings = config.parse_with(self.gin_files, params, HistorySettings)
         if any(param.startswith("ReaderConfig.store") for param in self.gin_params):
             return run, settings

@@ -1,11 +1,12 @@
 """A table at a scale, on some documents, in a folder: trained, timed and reported."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from meliad_like.config import RunConfig
+from meliad_like.config import RunConfig, with_changes
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import STORE_NAME
 from meliad_like.experiments import report
@@ -18,7 +19,7 @@ from meliad_like.experiments.jobs import (
     run_processes,
     train_and_evaluate,
 )
-from meliad_like.experiments.pretrained import bindings_of
+from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.results import STEP_TIME_NAME, gather, read_timing, run_folder
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import TimedStep, in_shares, make_step, time_in_turn
@@ -92,16 +93,16 @@ class Experiment:
         )
 
     def _run(self, row: Row, seed: int) -> RunConfig:
-        params = [f"TrainingConfig.seed = {seed}", *self._pretrained, *self.gin_params]
-        run = configure(row, self.scale, self.gin_files, params)
-        if self.load_dir is None or any(param.startswith("ReaderConfig.store") for param in self.gin_params):
-            return run
-        # The task's documents in another vocabulary than the task's.
-        return replace(run, data=replace(run.data, store=f"{run.data.store}_{Path(self.load_dir).name}"))
+        run = configure(row, self.scale, self.gin_files, self.gin_params, self._pretrained)
+        changes: dict[str, Any] = {"training.seed": seed}
+        if self.load_dir is not None and not any(param.startswith("ReaderConfig.store") for param in self.gin_params):
+            # The task's documents in another vocabulary than the task's.
+            changes["data.store"] = f"{run.data.store}_{Path(self.load_dir).name}"
+        return with_changes(run, changes)
 
     @cached_property
-    def _pretrained(self) -> list[str]:
-        return [] if self.load_dir is None else bindings_of(Path(self.load_dir))
+    def _pretrained(self) -> dict[str, Any]:
+        return {} if self.load_dir is None else fields_of(Path(self.load_dir))
 
     def work(self, worker: str) -> int:
         """Does the work of one of the processes that `train` and `time_steps` start; returns the exit status."""

@@ -16,11 +16,11 @@ memory 128 windows. The 12-layer model of table 1 is at tiny 6 layers of width 6
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from meliad_like import config
-from meliad_like.config import RunConfig
+from meliad_like.config import RunConfig, with_changes
 from meliad_like.config.bindings import Binding, Bindings, collect
 from meliad_like.models.families import FAMILIES, family_name
 
@@ -41,28 +41,28 @@ class Scale:
     divisor: int = 1
     """Of lengths and widths; its square root is that of the number of heads and of their size."""
     layers: int = 1
-    """Divisor of the number of layers, and of the places of those that are special."""
+    """Divisor of the number of layers, and of the numbers of special layers."""
     bindings: Mapping[str, Any] = field(default_factory=dict)
-    """Taken instead of what the files say."""
+    """Values by `Class.field` that replace those of the files."""
     largest_vocabulary: int | None = None
-    """Rows with larger vocabularies of their own are only made when they are named."""
+    """Rows with larger vocabularies of their own are only made if they are named."""
     side_by_side: bool = False
-    """Whether the models are so small that a core each is the fastest way to train several."""
+    """Whether one core for each model is the fastest way to train several."""
     lengths: int = 0
-    """Divisor of lengths, where it is not that of widths."""
+    """Divisor of lengths; 0: the same as of widths."""
     keep_share_of_steps: bool = False
     """Whether first stages and warmup keep their share of the steps."""
     segments: int = 1
-    """Divisor of segments' lengths, where windows stay as they are."""
+    """Divisor of the lengths of segments alone; windows keep theirs."""
     lanes: int = 1
-    """Divisor of the number of lanes, of which one is left at least."""
+    """Divisor of the number of lanes; at least one lane is left."""
     targets: int = 0
-    """Where it is set, all rows are trained on so many targets (about): the more their windows repeat, the more steps
-    they have."""
+    """About the number of targets of each training, if it is not 0: rows whose windows repeat more tokens have more
+    steps."""
     max_tokens: int | None = None
-    """What is evaluated at most, of the beginnings of documents; None: everything."""
+    """The most tokens to evaluate, of the beginnings of documents; None: all."""
     timed_tokens: int = 1000
-    """Tokens that are evaluated token by token for the time alone."""
+    """The number of tokens that are evaluated one by one, for the time alone."""
 
     def rules(self, model: str) -> dict[str, Callable[[Any], Any]]:
         """What becomes of the value of a field, for a family's class of configs."""
@@ -120,14 +120,21 @@ SCALES = {
 }
 
 
-def configure(row: "Row", scale: Scale, gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunConfig:
+def configure(
+    row: "Row",
+    scale: Scale,
+    gin_files: Sequence[str] = (),
+    gin_params: Sequence[str] = (),
+    fixed: Mapping[str, Any] | None = None,
+) -> RunConfig:
     """The run of a row at a scale.
 
     Args:
       row: its files are at the paper's size.
-      scale: what is made of that.
-      gin_files: the task, and options for all rows; lengths in them are those of the paper's size, too.
-      gin_params: these win over everything, and are not scaled.
+      scale: how they become smaller.
+      gin_files: the task, and options for all rows; their lengths are those of the paper's size, too.
+      gin_params: bindings that win over everything, and are not scaled.
+      fixed: values by `Class.field` that win over files, and are not scaled.
 
     Raises:
       UserError: as `config.parse`.
@@ -139,28 +146,27 @@ def configure(row: "Row", scale: Scale, gin_files: Sequence[str] = (), gin_param
     family = FAMILIES[papers["RunConfig.model"].value].config
     defaults = {f"{family.__name__}.{f.name}": Binding(f.default, "its default") for f in fields(family)}
     bindings = defaults | collect([*row.files, *gin_files], params)
-    bindings |= _changed(bindings, _scaled(bindings, scale, family.__name__), scale)
+    bindings |= _changed(bindings, fixed or {}, "--load_dir")
+    origin = f"the scale 1/{scale.divisor}"
+    bindings |= _changed(bindings, _scaled(bindings, scale, family.__name__), origin)
     if scale.keep_share_of_steps:
         whole, steps = papers["TrainingConfig.num_steps"].value, bindings["TrainingConfig.num_steps"].value
-        bindings |= _changed(bindings, _with_share_of_steps(bindings, steps / whole), scale)
+        bindings |= _changed(bindings, _with_share_of_steps(bindings, steps / whole), origin)
     if scale.segments > 1 or scale.lanes > 1:
         n, tokens = (bindings[f"ReaderConfig.{name}"].value for name in ("segment_length", "tokens_per_step"))
         lanes, n = max(tokens // n // scale.lanes, 1), n // scale.segments
-        bindings |= _changed(bindings, {"ReaderConfig.segment_length": n}, scale)
+        bindings |= _changed(bindings, {"ReaderConfig.segment_length": n}, origin)
         # A segment that the user bound is the one whose lanes count.
         n = bindings["ReaderConfig.segment_length"].value
-        bindings |= _changed(bindings, {"ReaderConfig.tokens_per_step": n * lanes}, scale)
+        bindings |= _changed(bindings, {"ReaderConfig.tokens_per_step": n * lanes}, origin)
     run = config.build(bindings)
     if scale.targets and not bindings["TrainingConfig.num_steps"].origin.startswith("--"):
-        run = replace(run, training=replace(run.training, num_steps=_steps_of(run, scale.targets)))
-    if not own:
-        return run
-    return replace(run, data=replace(run.data, store=f"{run.data.store}_{row.name}"))
+        run = with_changes(run, {"training.num_steps": _steps_of(run, scale.targets)})
+    return with_changes(run, {"data.store": f"{run.data.store}_{row.name}"}) if own else run
 
 
-def _changed(bindings: Bindings, values: Mapping[str, Any], scale: Scale) -> Bindings:
-    """These values as bindings, but for those that the user settled."""
-    origin = f"the scale 1/{scale.divisor}"
+def _changed(bindings: Bindings, values: Mapping[str, Any], origin: str) -> Bindings:
+    """These values as bindings, without those that flags have set."""
     return {
         key: Binding(value, origin)
         for key, value in values.items()
@@ -191,7 +197,7 @@ def _with_share_of_steps(bindings: Bindings, share: float) -> dict[str, Any]:
 
 
 def _steps_of(run: RunConfig, targets: int) -> int:
-    """Steps in which a run of windows has so many targets."""
+    """The number of steps in which a run of windows has this number of targets."""
     window = run.model.window_length
     overlap = run.data.training_overlap(FAMILIES[family_name(run.model)].overlap(run.model))
     return math.ceil(targets / (run.data.tokens_per_step * (window - overlap) / window))
