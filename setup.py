@@ -31,6 +31,7 @@ setup(
         "gcs": ["gcsfs>=2025.3"],  # working folders and token stores on gs://
         "fairseq": ["torch>=2.6"],  # for reading its checkpoints, and for nothing else
         "dev": [
+            "beartype>=0.20",
             "gcsfs>=2025.3",
             "hypothesis>=6.100",
             "pre-commit>=4",

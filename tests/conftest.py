@@ -21,3 +21,14 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="meliad_like_compiled_")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+# jaxtyping imports jax, so it comes after the flags.
+import jax  # noqa: E402
+import jaxtyping  # noqa: E402
+import numpy as np  # noqa: E402
+
+# Annotated shapes are checked in every call. What JAX computes with may be an array of numpy's as well.
+jaxtyping.Array = jax.Array | np.ndarray
+jaxtyping.install_import_hook(
+    [f"meliad_like.{room}" for room in ("data", "layers", "mechanisms", "models")], "shape_checks.check_shapes"
+)

@@ -281,7 +281,7 @@ def test_ring_square():
     # By distance 1, 2, 3, 4. The query at offset 1 sees offset 0 of its own block at distance 1, and offsets 1 to 3 of
     # the block before at distances 4, 3, 2.
     np.testing.assert_array_equal(
-        ring_square(jnp.array([[1, 2, 3, 4], [10, 20, 30, 40]])),
+        ring_square(jnp.array([[1.0, 2, 3, 4], [10, 20, 30, 40]])),
         [
             [[4, 3, 2, 1], [1, 4, 3, 2], [2, 1, 4, 3], [3, 2, 1, 4]],
             [[40, 30, 20, 10], [10, 40, 30, 20], [20, 10, 40, 30], [30, 20, 10, 40]],

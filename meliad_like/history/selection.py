@@ -8,7 +8,7 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 from meliad_like.history.scoring import Candidates, SpanGains
 from meliad_like.history.spans import HistoryConfig, Stride, necessary_prefix, random_numbers
@@ -87,7 +87,7 @@ def overlap(
     ends: Int[np.ndarray, " m"],
     other: Int[np.ndarray, " n"],
     config: HistoryConfig,
-) -> Float[np.ndarray, " m"]:
+) -> Real[np.ndarray, " m"]:
     """How much each span has in common with other text, as `HistoryConfig.overlap` measures it.
 
     A token that a separator replaces is not part of the span.

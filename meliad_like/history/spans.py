@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt
 
 from meliad_like.errors import UserError
 from meliad_like.validation import check_choices, check_not_negative, check_positive
@@ -275,7 +275,7 @@ def check_finite(scores: np.ndarray, scorer: str, stride: Stride, document: str)
         )
 
 
-def random_numbers(stride: Stride, seed: int, count: int) -> Int[np.ndarray, " m"]:
+def random_numbers(stride: Stride, seed: int, count: int) -> UInt[np.ndarray, " m"]:
     """Random uint64 numbers: a pure function of the seed and of the stride's place in its split."""
     # numpy promises the same raw bits of a bit generator in every version, but not the same draws of a Generator.
     return np.random.PCG64([seed, stride.document, stride.number]).random_raw(count)
