@@ -23,7 +23,7 @@ GIN_PARAM = flags.DEFINE_multi_string(
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
-"""What a system says of a path that somebody has named. Commands look for missing files themselves, and say more."""
+"""Errors of the system about a path that the user gave. Commands check for missing files themselves."""
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status of a program that SIGINT (Ctrl-C) has ended, as a shell counts it."""
@@ -40,7 +40,7 @@ def read_config() -> "RunConfig":
 def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> None:
     """Parses the flags and exits with what `main` returns; a UserError is one line on stderr and exit status 2.
 
-    With `subjects`, the command takes one of these words beside its flags, and `main` is given it.
+    With `subjects`, the first argument of the command is one of these words, which is passed to `main`.
     """
 
     def report(argv: list[str]) -> int | None:
@@ -62,7 +62,7 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
             raise
         except bucket_errors() as error:
             said = " ".join(str(error).split())
-            return _fail(f"the object store does not do what it is asked: {said}; the same command tries it again")
+            return _fail(f"the object store failed: {said}; the same command tries again")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
@@ -75,8 +75,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
         words = flags.FLAGS(argv)
     except flags.Error as error:
         sys.exit(_fail(error))
-    # jax tells of every accelerator that it does not find; --verbosity=0 shows that, and warnings always show. To be
-    # set here, because absl takes INFO for the default of every program.
+    # jax logs every accelerator that it does not find; --verbosity=0 shows that, and warnings always show. Set here
+    # because absl has INFO as the default of every program.
     if flags.FLAGS["verbosity"].using_default_value:
         flags.FLAGS.verbosity = logging.WARNING
     return words

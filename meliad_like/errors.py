@@ -14,11 +14,11 @@ class UserError(ValueError):
 
 
 DAMAGED_NPZ = (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError)
-"""What numpy raises of an npz file that is none, empty, or damaged in what the archive says of itself or holds."""
+"""Errors of numpy about a file that is no npz file, or a damaged one."""
 
 
 def bucket_errors() -> tuple[type[Exception], ...]:
-    """What gcsfs raises, beside OSErrors, when it has asked a bucket again and again."""
+    """Errors of gcsfs, other than OSErrors, after its last attempt."""
     if "gcsfs" not in sys.modules:
         return ()
     from aiohttp import ClientError
@@ -29,5 +29,5 @@ def bucket_errors() -> tuple[type[Exception], ...]:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What disks and buckets raise where they refuse; for `except`, which asks when something has been raised."""
+    """Errors of disks and buckets, for `except`, which evaluates this only when something was raised."""
     return OSError, *bucket_errors()

@@ -21,7 +21,9 @@ SPLIT = flags.DEFINE_string("split", "test", "train, validation or test.")
 STORE = flags.DEFINE_string("store", None, "Token store. Default: the one that the model was trained with.")
 PREPARE = flags.DEFINE_bool("prepare", False, "Make the token store first, if it is not there.")
 OUTPUT = flags.DEFINE_string("output", None, "JSON file to write, with a row for each document.")
-MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Evaluate only some documents, of so many tokens at most.")
+MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", None, "Evaluate a random subset of the documents, of this number of tokens at most."
+)
 COMPARE = flags.DEFINE_bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
 PROTOCOL = flags.DEFINE_multi_enum(
     "protocol",
@@ -32,7 +34,7 @@ PROTOCOL = flags.DEFINE_multi_enum(
 STRIDE = flags.DEFINE_integer("stride", None, "New tokens of a window of --protocol=sliding.", lower_bound=1)
 WINDOWS = flags.DEFINE_integer("windows", 1, "Windows of --protocol=sliding that are read side by side.", lower_bound=1)
 CONCATENATED = flags.DEFINE_bool(
-    "concatenated", True, "Whether a --protocol reads all documents as one, in which nothing is forgotten."
+    "concatenated", True, "Whether a --protocol reads all documents as one, without a reset between them."
 )
 DETAILS = flags.DEFINE_bool("details", True, "Whether to show all figures, and the loss by position.")
 

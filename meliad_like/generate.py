@@ -1,4 +1,4 @@
-"""Goes on from a prompt: `python -m meliad_like.generate --checkpoint=DIR --prompt_file=BOOK.txt --tokens=500`."""
+"""Continues a prompt: `python -m meliad_like.generate --checkpoint=DIR --prompt_file=BOOK.txt --tokens=500`."""
 
 import os
 import sys
@@ -12,27 +12,29 @@ from meliad_like.errors import UserError
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True
 )
-PROMPT = flags.DEFINE_string("prompt", None, "Text to go on from.")
-PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "UTF-8 file with the text to go on from, of any length.")
-DOCUMENT = flags.DEFINE_string("document", None, "Name of a document of the token store, to go on from its beginning.")
+PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.")
+PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "UTF-8 file with the text to continue, of any length.")
+DOCUMENT = flags.DEFINE_string("document", None, "Name of a document of the token store whose beginning is continued.")
 DOCUMENT_TOKENS = flags.DEFINE_integer("document_tokens", 2000, "How much of --document is read.", lower_bound=1)
 STORE = flags.DEFINE_string("store", None, "Token store of --document. Default: the one of the training.")
-ECHO = flags.DEFINE_integer("echo", 0, "Show so many last characters of the prompt first.", lower_bound=0)
+ECHO = flags.DEFINE_integer("echo", 0, "Show this number of last characters of the prompt first.", lower_bound=0)
 TOKENS = flags.DEFINE_integer("tokens", 200, "Tokens to write, at most.", lower_bound=0)
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Below 1: more predictable; 0: always the most likely token.")
-TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from the so many most likely tokens; 0: from all.")
-TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens that reach this probability together.")
+TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from this number of most likely tokens; 0: from all.")
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens that reach this probability together.")
 SEED = flags.DEFINE_integer(
     "seed",
     None,
-    "Of the draws. Default: 0; with --load_carry they go on as they were.",
+    "Random seed. Default: 0, or the random state in --load_carry.",
     lower_bound=0,
     upper_bound=2**32 - 1,
 )
 STOP_AT_END = flags.DEFINE_bool(
-    "stop_at_end", True, "Whether the end of the document ends the text. If not, it is not drawn, or ends a line only."
+    "stop_at_end",
+    True,
+    "Whether the end of the document ends the text. If not, it is never sampled, or ends a line.",
 )
-SAVE_CARRY = flags.DEFINE_string("save_carry", None, "File for all that the model remembers, to go on from later.")
+SAVE_CARRY = flags.DEFINE_string("save_carry", None, "File for the carry, to resume from later.")
 LOAD_CARRY = flags.DEFINE_string("load_carry", None, "File of --save_carry; a prompt is read after what it remembers.")
 CHUNK = flags.DEFINE_integer("chunk", 8, "Tokens that are made before they are shown.", lower_bound=1)
 
@@ -67,7 +69,7 @@ def main() -> None:
     try:
         speed = write_text(opened, request, lambda text: print(text, end="", flush=True))
     except BrokenPipeError:
-        # Who reads has enough, such as `head`. What was not shown is held back until the exit, and must go somewhere.
+        # The reader of the output, such as `head`, has closed it; buffered text is still written at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if SAVE_CARRY.value is not None:
             raise UserError(
@@ -109,7 +111,7 @@ def _given_text() -> str | None:
 
 
 def _check_place() -> None:
-    """A place that can't be saved is told now, not when a book has been read."""
+    """Reports a file that can't be written now, not after a book has been read."""
     if SAVE_CARRY.value is None:
         return
     path = Path(SAVE_CARRY.value)

@@ -47,7 +47,7 @@ def any_path(path: epath.PathLike, schemes: Collection[str] = tuple(PACKAGES)) -
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, on one line: gcsfs adds the server's whole answer."""
+    """The message of an error on one line; that of gcsfs has the whole answer of the server."""
     return " ".join(str(error).split())[:300]
 
 
@@ -98,7 +98,7 @@ def copy_file(source: epath.Path, target: epath.Path) -> None:
 
 
 def copy_folder(source: epath.Path, target: epath.Path) -> None:
-    """Copies all files below a folder into another, which is made if need be."""
+    """Copies all files below a folder into another, which is made if needed."""
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""JSON that a program wrote, and that anything may have happened to since."""
+"""JSON files that may be damaged."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from meliad_like.errors import UserError
 
 
 def read_json(path: Path | epath.Path) -> Any:
-    """What a file holds.
+    """Parses a JSON file.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -21,7 +21,7 @@ def read_json(path: Path | epath.Path) -> Any:
 
 
 def parse_json(text: str | bytes, place: str) -> Any:
-    """What a text means.
+    """Parses JSON text.
 
     Args:
       place: for the message.

@@ -1,7 +1,7 @@
-"""Trains a model: `python -m meliad_like.train --gin_file=... --workdir=DIR`; the same command goes on after a stop.
+"""Trains a model: `python -m meliad_like.train --gin_file=... --workdir=DIR`; the same command resumes it.
 
 With several processes the command is started once for each, with the same files and working folder: `--distributed`
-where the cluster says who is who, otherwise with `--coordinator_address`, `--num_processes` and `--process_id`.
+on a cluster that jax detects, otherwise with `--coordinator_address`, `--num_processes` and `--process_id`.
 """
 
 from absl import flags

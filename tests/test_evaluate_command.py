@@ -216,7 +216,7 @@ def test_the_comparison():
     before, after = make_evaluation(1200), make_evaluation(words=2)
     table = report.comparison({"before": before, "after": after}, {"gzip -9": 2.5})
     assert table.to_markdown() == (
-        "test: a part, 2 of 9 documents, 150 bytes\n"
+        "test: a subset, 2 of 9 documents, 150 bytes\n"
         "\n"
         "|  | bits per byte | bits per token | word perplexity | accuracy |\n"
         "| --- | ---: | ---: | ---: | ---: |\n"

@@ -255,9 +255,9 @@ def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
     refused("recurrence.safetensors: insertion_layers=.* names a layer that 2 layers lack", insertion_layers=[7])
     refused(r"recurrence.safetensors: insertion_layers=\(\) is no recurrence", insertion_layers=[])
     refused("recurrence.safetensors: pooling='most' must be 'mean' or", pooling="most")
-    refused(r"layers/0/bias has shape \(5,\), and not \(6,\) as it says", recurrence_width=6)
+    refused(r"layers/0/bias has shape \(5,\), not \(6,\) as in its metadata", recurrence_width=6)
     fewer = {name: value for name, value in tensors.items() if name != "layer_scores"}
-    refused("has no tensor layer_scores: it is not the recurrence that it says it is", fewer)
+    refused("has no tensor layer_scores: the file does not fit its metadata", fewer)
     refused("has a tensor more that the recurrence has no place for", tensors | {"more": np.zeros(1, np.float32)})
     refused("doesn't say what recurrence it is of: write it again .* or remove it", another=1)
     safetensors.numpy.save_file(tensors, path)

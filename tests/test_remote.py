@@ -229,7 +229,7 @@ def test_metrics_that_can_not_be_copied_end_nothing_but_a_checkpoint(bucket, out
         out_of_order("metrics.jsonl")
         writer.write(1, {"loss": 1.0})
         assert f"warning: {why}this is tried again\n" in capsys.readouterr().out
-        with pytest.raises(UserError, match=f"^{why}the same command goes on from the last checkpoint$"):
+        with pytest.raises(UserError, match=f"^{why}the same command resumes from the last checkpoint$"):
             writer.upload()
         out_of_order("nothing")
         writer.write(2, {"loss": 1.0})
@@ -262,7 +262,7 @@ def test_a_bucket_that_is_out_of_order_anywhere_else_is_one_line(monkeypatch, ca
     monkeypatch.setattr(command_line.app, "run", lambda report, flags_parser: sys.exit(report(["train"])))
     with pytest.raises(SystemExit, match="2"):
         command_line.run(main)
-    why = "the object store does not do what it is asked: no answer, 503"
+    why = "the object store failed: no answer, 503"
     assert capsys.readouterr().err == f"error: {why}; the same command tries it again\n"
 
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from history_place import make_place
 
+from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.subset import Subset
 from meliad_like.data.token_store import TokenStore
-from meliad_like.experiments.evaluations import by_document
+from meliad_like.experiments.evaluations import Trained, by_document
 from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import open_with
 from meliad_like.studies import readings
@@ -22,11 +23,8 @@ def place(tmp_path_factory):
     return folder
 
 
-ANCIENT_HISTORY = ["ReaderConfig.kind = 'ancient_history'"]
-
-
 def test_studies_and_tables_read_a_run_of_ancient_history_with_its_spans(place, tmp_path):
-    opened, mesh = open_with(place / "model", ANCIENT_HISTORY)
+    opened, mesh = open_with(place / "model")
     store = TokenStore(opened.run.data.store)
     documents = Subset(store.split("test"), np.array([1, 0]))
 
@@ -34,17 +32,16 @@ def test_studies_and_tables_read_a_run_of_ancient_history_with_its_spans(place, 
         evaluator = make_evaluator(run, opened.model, store, "test", mesh, documents=documents)
         return np.array([document.nats for document in evaluator(opened.params).documents])
 
-    with_spans, without = (
-        evaluate(run)
-        for run in (opened.run, dataclasses.replace(opened.run, data=open_with(place / "model")[0].run.data))
-    )
+    in_order = dataclasses.replace(opened.run, data=LanesReaderConfig(segment_length=24, tokens_per_step=192))
+    with_spans, without = evaluate(opened.run), evaluate(in_order)
     assert abs(with_spans - without).max() > 0.01
 
-    subject = readings.open_subject(str(place / "model"), ANCIENT_HISTORY)
+    subject = readings.open_subject(str(place / "model"))
     read = readings.read(subject, readings.Chosen(store, "test", documents, 2))
     np.testing.assert_allclose([losses.sum(dtype=np.float64) for losses in read.losses], with_spans, rtol=1e-6)
 
-    by_document(opened.model, opened.params, store, documents, mesh, opened.run, "test", tmp_path / "test.json")
+    row = Trained(opened.run, opened.model, opened.params, opened.vocabulary, mesh, store, "test", documents)
+    by_document(row, tmp_path / "test.json")
     saved = json.loads((tmp_path / "test.json").read_text())
     np.testing.assert_allclose([document["nats"] for document in saved["documents"]], with_spans, rtol=1e-6)
 

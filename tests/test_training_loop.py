@@ -215,7 +215,7 @@ def test_checkpoints_written_beside_the_steps_hold_the_states_of_their_steps(bin
 def test_a_finished_run_says_so_and_changes_nothing(bindings, straight, capsys):
     before = (straight / "metrics.jsonl").read_bytes()
     assert train(parse(bindings, *EXTRAS), straight) == 0
-    assert f"{straight} is at step 40 of 40: nothing left to do; raise num_steps to go on" in capsys.readouterr().out
+    assert f"{straight} is at step 40 of 40: nothing left to do; raise num_steps" in capsys.readouterr().out
     assert (straight / "metrics.jsonl").read_bytes() == before
 
 
@@ -265,7 +265,7 @@ def test_evaluation_on_the_way(straight):
 
 def test_samples_on_the_way(straight, setup):
     (sample,) = (straight / "samples").iterdir()
-    prompt, _, continuation = sample.read_text().partition("\n--- step 40 goes on: ---\n")
+    prompt, _, continuation = sample.read_text().partition("\n--- continued by step 40: ---\n")
     split = setup.store.split("validation")
     assert setup.store.vocabulary.decode(split.tokens(0, 0, 64)) == prompt
     assert continuation.strip()

@@ -29,7 +29,7 @@ def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
 
     Args:
       path: an npz file of such names, or an orbax folder of nested dictionaries; the parameters may lie under
-        `params`, `target` or `optimizer/target`, and what lies beside them is left out.
+        `params`, `target` or `optimizer/target`, and other entries are left out.
 
     Raises:
       UserError: it is neither, or there are no such parameters in it.
@@ -66,7 +66,7 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
     checkpointer = ocp.PyTreeCheckpointer()
     place = epath.Path(candidates[0].resolve())
     tree = checkpointer.metadata(place).item_metadata.tree
-    # As numpy arrays, whatever devices they were saved from.
+    # As numpy arrays, for any devices that they were saved from.
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     restored = checkpointer.restore(place, restore_args=as_numpy)
     return {

@@ -82,7 +82,7 @@ def from_fairseq(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> 
 
 
 def _is_table(name: str) -> bool:
-    """Whether rows are words: such an array, and a vector, is ours as it is."""
+    """Whether rows are words; such an array, and a vector, is not transposed."""
     return bool(re.fullmatch(r"embed_tokens\.embeddings\.\d+\.0\.weight", name))
 
 

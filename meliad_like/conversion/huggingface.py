@@ -44,7 +44,7 @@ class Pretrained(NamedTuple):
 def read_huggingface(folder: str | Path) -> Pretrained:
     """A model from config.json and `model.safetensors`, or from several files and their index.
 
-    With the recurrence that `write_huggingface` has put beside them, if there is one, and its windows.
+    Includes the recurrence that `write_huggingface` may have saved in the folder, and its windows.
 
     Raises:
       UserError: a file is missing, damaged, or not of such a model; or the config asks for what we can't do.
@@ -76,7 +76,7 @@ def read_huggingface(folder: str | Path) -> Pretrained:
 def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str | Path) -> list[Path]:
     """Writes what `transformers` reads into an existing folder; the tokenizer is not among it.
 
-    A recurrence, which config.json can't express, goes into a file of its own, with what the config says of it.
+    A recurrence, which config.json can't express, is saved in a file of its own, with its fields of the config.
 
     Returns:
       The files.
@@ -122,11 +122,11 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
     def fill(tree_path, leaf) -> jax.Array:
         name = _name(tree_path)
         if name not in names:
-            raise UserError(f"{path} has no tensor {name}: it is not the recurrence that it says it is")
+            raise UserError(f"{path} has no tensor {name}: the file does not fit its metadata")
         names.discard(name)
         found = _read_tensor(path, name)
         if found.shape != leaf.shape:
-            raise UserError(f"{path}: {name} has shape {found.shape}, and not {leaf.shape} as it says")
+            raise UserError(f"{path}: {name} has shape {found.shape}, not {leaf.shape} as in its metadata")
         return jnp.asarray(found, jnp.float32)
 
     params = jax.tree.map_with_path(fill, template)

@@ -51,7 +51,7 @@ def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunC
     """The run that a pretrained model and some bindings make.
 
     Raises:
-      UserError: a binding says something else about the model than its file does.
+      UserError: a binding contradicts the file of the model.
     """
     decided = DECODER_FIELDS + (RECURRENCE_FIELDS if pretrained.config.recurrent else ())
     here = {f"PretrainedConfig.{name}": getattr(pretrained.config, name) for name in decided}
@@ -60,7 +60,7 @@ def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunC
         bound = bindings.get(key)
         if bound is None or bound.of_base:
             continue
-        # What is a list in gin is a tuple in a config.
+        # Lists in gin are tuples in a config.
         if (tuple(bound.value) if isinstance(bound.value, list) else bound.value) != value:
             raise UserError(f"{bound.origin}: {key} = {bound.value!r}, but {path} has {value!r}")
     defaults = {
@@ -79,7 +79,7 @@ def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunC
         defaults["ReaderConfig.tokens_per_step"] = given["ReaderConfig.segment_length"].value
     made = {key: Binding(value, str(path)) for key, value in (defaults | here).items()}
     free = {key: given[key] for key in given if key not in here}
-    # What was given first: if it is wrong it is named, and not what was made of it.
+    # Bindings of the user come first, so that messages name them and not what follows from them.
     return build(free | bindings | made | free)
 
 

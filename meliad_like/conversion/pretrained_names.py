@@ -22,7 +22,7 @@ class Place(NamedTuple):
     part: int | None = None
     """It is this third of the tensor's last axis: GPT-2 keeps queries, keys and values in one."""
     interleaved: bool = False
-    """Whether the rotary pairs lie side by side there, as in GGUF. Ours are half a head apart."""
+    """Whether the rotary pairs lie side by side there, as in GGUF. In ours their distance is half a head."""
 
 
 def _linear(ours: str, theirs: str, **how: Any) -> dict[str, Place]:
@@ -107,7 +107,7 @@ def read_parameters(
     read: Callable[[str], np.ndarray],
     owner: str,
 ) -> dict[str, Any]:
-    """Our parameters, float32, read one after the other: beside them only one tensor is ever in memory.
+    """Our parameters, float32, read one after the other, so that only one further tensor is in memory.
 
     Args:
       table: of the kind of file.
@@ -147,7 +147,7 @@ def read_parameters(
 
     leaves, structure = jax.tree.flatten_with_path(template)
     filled: list[Any] = [None] * len(leaves)
-    # The largest first, while there is nothing beside it.
+    # The largest first, while memory is free.
     for i in sorted(range(len(leaves)), key=lambda i: -leaves[i][1].size):
         filled[i] = fill(*leaves[i])
     params = jax.tree.unflatten(structure, filled)

@@ -1,4 +1,4 @@
-"""What general-purpose compressors make of the same documents.
+"""General-purpose compressors on the same documents, for comparison.
 
 Each document is compressed alone, as the model reads it: it remembers nothing of the one before. All documents together
 would compress better, and a model that reads on without forgetting could as well.

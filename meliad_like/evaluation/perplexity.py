@@ -1,6 +1,6 @@
 """How well a model predicts documents: every token of every document once, in order, with all that it remembers.
 
-What is counted. A document of L tokens, the last of which ends it, has L - 1 targets: all tokens but the first, which
+Targets and bytes: a document of L tokens, the last of which ends it, has L - 1 targets: all tokens but the first, which
 nothing precedes. The end of the document is a target too, although it is no byte. Bits per byte are the bits of all
 targets over all bytes of the documents, so a document's first token is the one that is not paid for: of a byte
 vocabulary one byte in each document, of others at most the longest piece.
@@ -42,12 +42,12 @@ class _Losses(NamedTuple):
     position: Int[AnyArray, "b c"]
 
     def by_token(self, of_block: Int[AnyArray, "b c"]) -> Int[np.ndarray, " counted"]:
-        """What a token's block has, for every token that counts."""
+        """The value of its block for every token that counts."""
         return np.repeat(of_block, self.counted.shape[1] // of_block.shape[1], axis=1)[np.asarray(self.counted)]
 
 
 class Evaluator:
-    """Evaluates a model on a split, as often as asked and compiled once.
+    """Evaluates a model on a split, any number of times and compiled once.
 
     Every token's loss comes to the host, and is summed there in float64: the number of lanes, the segment length and
     the mesh don't matter.
@@ -76,12 +76,12 @@ class Evaluator:
           segment_length: tokens that a lane reads in a step; a multiple of the window.
           max_lanes: documents that are read side by side, at most (up to a multiple that the mesh divides). Fewer are,
             where more would only wait for the longest document.
-          max_tokens: evaluate a part: whole documents of about so many tokens, the same ones each time.
+          max_tokens: evaluate a random subset of whole documents, the same each time, of this number of tokens at most.
           loss_slice: tokens of a lane whose logits exist at once.
           whole_segments: every document begins with a segment, so that what is done at segment boundaries
             (`clear_states`) is done at the same positions of every document.
-          read: a reader of all documents once, in so many lanes; None: the one of models that read in order. Of one
-            whose attribute `leaks_the_future` is true, the report says so.
+          read: (documents, number of lanes) -> a reader of all documents once; None: a reader in order. Results of
+            a reader whose attribute `leaks_the_future` is true are marked in the report.
 
         Raises:
           UserError: the segment is not made of whole windows, or can't be cut as the mesh would; or no document has a
@@ -119,7 +119,7 @@ class Evaluator:
 
         carry = carry_shardings(mesh, self.num_lanes, jax.eval_shape(init_carry, model.abstract_params))
         self._init_carry = jax.jit(init_carry, out_shardings=carry)
-        # Every host needs the losses of all lanes; beside the logits they are small.
+        # Every host needs the losses of all lanes; compared with the logits they are small.
         self._step = jax.jit(
             functools.partial(evaluation_step, model, loss_slice),
             donate_argnums=1,
@@ -131,7 +131,7 @@ class Evaluator:
 
         Args:
           params: on the evaluator's mesh.
-          on_progress: told the number of tokens predicted so far, and of all that will be.
+          on_progress: called with the number of tokens predicted so far, and of all tokens to predict.
         """
         began = time.perf_counter()
         by_document = _Sums(len(self._targets))
@@ -185,7 +185,7 @@ class Evaluator:
     def _read(
         self, params: Any, add: Callable[[_Losses], None], on_progress: Callable[[int, int], None] | None
     ) -> None:
-        """Reads all documents and gives `add` the losses of each step in turn, as numpy arrays."""
+        """Reads all documents and calls `add` with the losses of each step, as numpy arrays."""
         done, total = 0, int(self._targets.sum())
 
         def fetch(losses: _Losses) -> None:

@@ -64,7 +64,7 @@ def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, o
       curves: each with its own line; many points are also averaged into a bold one.
       levels: horizontal lines, for comparison.
       label: of the vertical axis.
-      output: a file whose ending says the format; its folder is made if need be.
+      output: a file, with the format as its ending; its folder is made if needed.
 
     Raises:
       UserError: matplotlib writes no such format.
@@ -86,7 +86,7 @@ def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, o
     for name, value in levels.items():
         axes.axhline(value, color="#777777", linestyle="--", linewidth=1)
         axes.annotate(f" {name}", (1, value), xycoords=("axes fraction", "data"), va="center", annotation_clip=False)
-    # What happens at the beginning is far above all that follows.
+    # The beginning of a curve is far above the rest.
     shown = np.concatenate([values[len(values) // SMOOTHED_PARTS :] for _, values in curves.values()])
     highest, lowest = max([*shown, *levels.values()]), min([*shown, *levels.values()])
     margin = 0.05 * (highest - lowest) or 1.0

@@ -1,6 +1,6 @@
 """Ways to predict the same tokens, with more or less before each of them, at more or less cost.
 
-Shortformer, sections 2 and 5: `segments` are disjoint, and a model that remembers goes on from one to the next;
+Shortformer, sections 2 and 5: `segments` are disjoint, and the carry of a model passes from one to the next;
 `sliding` windows repeat what is before their `stride` new tokens, and are read from nothing each; `token_by_token` is
 how text is written, one token at a time with all that the model remembers. For a model that remembers nothing the
 paper's token-by-token figures are those of `sliding` windows with a stride of 1. One lane at a time, windows excepted.
@@ -31,7 +31,7 @@ ProtocolName = Literal["segments", "sliding", "token_by_token"]
 
 @dataclass(frozen=True)
 class ProtocolScore:
-    """What a protocol found, and what it took."""
+    """The results of a protocol, and its cost."""
 
     protocol: str
     num_tokens: int
@@ -70,7 +70,7 @@ class Row(NamedTuple):
     repeated: int
     """Inputs whose targets don't count, because an earlier row has them."""
     fresh: bool
-    """Whether nothing is remembered before it."""
+    """Whether the carry is empty before it."""
 
 
 def rows_of(lengths: np.ndarray, protocol: ProtocolName, n: int, stride: int) -> Iterator[Row]:
@@ -122,7 +122,7 @@ def evaluate(
         stride: new tokens of a sliding window.
         num_windows: sliding windows that are read side by side.
         loss_slice: tokens of a lane whose logits exist at once.
-        on_progress: told the number of tokens predicted so far, and of all that will be.
+        on_progress: called with the number of tokens predicted so far, and of all tokens to predict.
 
     Raises:
         UserError: the lengths do not fit, the model's own windows repeat tokens, or there is nothing to predict.

@@ -89,15 +89,15 @@ def protocols(scores: Sequence[ProtocolScore]) -> Table:
 
 
 def title(evaluation: Evaluation) -> str:
-    """What was evaluated; says so where that is a part."""
+    """What was evaluated, with the size of a subset."""
     shown, whole = evaluation.num_documents, evaluation.documents_in_split
-    documents = f"{shown:,} documents" if shown == whole else f"a part, {shown:,} of {whole:,} documents"
+    documents = f"{shown:,} documents" if shown == whole else f"a subset, {shown:,} of {whole:,} documents"
     split = label(evaluation.split, evaluation.leaks_the_future)
     return f"{split}: {documents}, {evaluation.num_bytes:,} bytes"
 
 
 def with_progress(title: str, work: Callable[[Callable[[int, int], None]], Result]) -> Result:
-    """What `work` returns, which is given a function to tell how much of how much is done; a bar shows it."""
+    """Runs `work` with a callback for its progress, (done, total), which a bar shows; returns the result of `work`."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=None)
         return work(lambda done, total: progress.update(task, completed=done, total=total))
@@ -108,7 +108,7 @@ def write(evaluation: Evaluation, path: epath.PathLike, **details: Any) -> None:
 
     Args:
       evaluation: what `read` gives back.
-      path: the file; its folder is made if need be.
+      path: the file; its folder is made if needed.
       **details: more for the file, such as the checkpoint; JSON has no NaN, so such figures are written as null.
     """
     saved = details | {

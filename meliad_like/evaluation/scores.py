@@ -47,7 +47,7 @@ class PositionScore(Score):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one set of parameters reaches on a split."""
+    """The results of one set of parameters on a split."""
 
     split: str
     documents: tuple[DocumentScore, ...]
@@ -59,7 +59,7 @@ class Evaluation:
     seconds: float
     """Wall time, compilation included where this was the evaluator's first call."""
     leaks_the_future: bool = False
-    """Whether what was read was chosen by what reads the targets."""
+    """Whether the reader's selections were made with knowledge of the targets (`data.readers.leaks_the_future`)."""
 
     @property
     def num_documents(self) -> int:

@@ -1,4 +1,4 @@
-"""How the next token is drawn from the logits."""
+"""How the next token is sampled from the logits."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ class SamplingConfig:
     temperature: float = 1.0
     """Logits are divided by it, which is between 1e-6 and 1e6; 0 takes the most likely token."""
     top_k: int = 0
-    """Only the so many most likely tokens; 0: all."""
+    """Sample from this number of most likely tokens; 0: from all."""
     top_p: float = 1.0
     """Only the most likely tokens that together reach this probability (Holtzman et al. 2020); always at least one."""
 

@@ -1,4 +1,4 @@
-"""A place in a document as one file, so that reading a book, stopping and going on next week is possible."""
+"""A carry as one file, so that reading a book can be interrupted and resumed."""
 
 import dataclasses
 import hashlib
@@ -19,10 +19,10 @@ SAMPLED = 1000
 
 
 def identity(config: ModelConfig, params: Any, step: int, vocabulary_fingerprint: str) -> dict[str, Any]:
-    """What a saved carry and a checkpoint must have in common, as JSON holds it."""
+    """What a saved carry shares with its checkpoint, for JSON."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
-        # A sample tells two trainings apart, and takes no time with large models.
+        # A sample distinguishes two trainings, and takes no time with large models.
         digest.update(np.asarray(leaf.reshape(-1)[:SAMPLED]).tobytes())
     fields = {f"model.{name}": value for name, value in dataclasses.asdict(config).items()}
     identity = {
@@ -38,7 +38,7 @@ def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity
     """Writes the file, or leaves the one before as it is.
 
     Args:
-      unfinished: the bytes of a character that was begun.
+      unfinished: bytes of an incomplete character at the end.
       identity: of the checkpoint that made it.
 
     Raises:
@@ -60,11 +60,11 @@ def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity
 
 
 def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[Reading, bytes]:
-    """Reads what `save_reading` wrote: the place, and the bytes of a character that was begun.
+    """Reads what `save_reading` wrote: the state, and the bytes of an incomplete character.
 
     Args:
       abstract_carry: shapes and dtypes.
-      identity: of the checkpoint that is to go on.
+      identity: of the checkpoint that resumes.
 
     Raises:
       UserError: there is no such file, it can't be read, it is damaged, or it is of another checkpoint.

@@ -1,4 +1,4 @@
-"""Reading a prompt of any length, and going on from it token by token at a constant cost."""
+"""Reading a prompt of any length, and continuing it token by token at a constant cost."""
 
 import functools
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from meliad_like.models.model import Model
 
 
 class Reading(NamedTuple):
-    """A place in a document. What is done with it uses it up: the carry's buffers go to the next one."""
+    """The state of a generator in a document. Each use consumes it: the buffers of its carry are donated."""
 
     carry: Any
     """What the model remembers of the tokens before `token`; one lane."""
@@ -26,12 +26,12 @@ class Reading(NamedTuple):
     num_read: int
     """Tokens that the carry has read."""
     ended: bool = False
-    """Whether `token` is an end of the document that was written. What was read goes on, even where it ends with that
-    token: in vocabularies of whole words it also ends lines."""
+    """Whether `token` is the end of a document that was written. A text that was read can be continued even after that
+    token, which in vocabularies of whole words also ends lines."""
 
 
 class Generator:
-    """Reads and writes one document with fixed parameters. What it writes depends on no way of cutting the work up."""
+    """Reads and writes one document with fixed parameters. The text does not depend on how the calls divide it."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Generator:
         """
         Args:
           segment_length: tokens of a prompt that are read at once, a multiple of the model's window.
-          end_of_document: the token that ends a document; None: whatever token is drawn, writing goes on.
+          end_of_document: the token that ends a document; None: no token ends the text.
           stop_at_end: whether that token ends the writing; if not, it is never drawn. (A model has learned to write
             it, never to read it.)
           chunk: tokens that are made between two returns to the host.
@@ -109,9 +109,9 @@ class Generator:
           UserError: nothing was read, or the document has ended.
         """
         if reading.token is None:
-            raise UserError("there is nothing to go on from: the prompt is empty")
+            raise UserError("there is nothing to continue: the prompt is empty")
         if reading.ended:
-            raise UserError("the document has ended, there is nothing to write: give a prompt to go on with")
+            raise UserError("the document has ended, there is nothing to write: give a prompt to continue with")
         while num_tokens > 0 and not reading.ended:
             token = np.array([reading.token], np.int32)
             carry, key, written, count = _write_tokens(
@@ -133,7 +133,7 @@ class Generator:
             yield tokens, reading
 
 
-# Compiled once for a model, whatever number of generators there are.
+# Compiled once for a model, for any number of generators.
 
 
 @functools.partial(jax.jit, static_argnums=0)

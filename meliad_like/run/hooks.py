@@ -1,4 +1,4 @@
-"""What happens beside training every so many steps."""
+"""Evaluations and samples of a training, made after every given number of steps."""
 
 import operator
 from collections.abc import Callable
@@ -22,8 +22,9 @@ from meliad_like.training.state import TrainState
 
 
 def check_hooks(setup: Setup) -> None:
-    """Finds mistakes now that would otherwise stop the run at its first evaluation or sample, which come before the
-    checkpoint of their step: nothing would be left of the steps until then, however often the run is started again.
+    """Finds mistakes before the first step that would otherwise end the run at its first evaluation or sample.
+
+    These come before the checkpoint of their step, so that all steps until then would be lost at every start.
 
     Raises:
       UserError: there are no documents to evaluate on or to sample from, or the model can't write.
@@ -90,7 +91,7 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Ca
 
 
 def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState], None]:
-    """Writes, in `step_N.txt`, how the model goes on from the first tokens of a held-out document.
+    """Writes a continuation of the first tokens of a held-out document to `step_N.txt`.
 
     Each process makes the sample, because its parameters may be spread over all of them; the first one writes it.
     """
@@ -104,7 +105,7 @@ def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState
         tokens = [token for written, _ in generator.write(reading, run.training.sample_tokens) for token in written]
         if jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            text = f"{vocabulary.decode(prompt)}\n--- step {step} goes on: ---\n{vocabulary.decode(tokens)}\n"
+            text = f"{vocabulary.decode(prompt)}\n--- continued by step {step}: ---\n{vocabulary.decode(tokens)}\n"
             (folder / f"step_{step}.txt").write_text(text)
 
     return write

@@ -1,4 +1,4 @@
-"""A checkpoint folder: what lies beside its arrays, and how that folder alone becomes a model that runs."""
+"""Checkpoint folders: what is saved with the arrays, and how the folder alone becomes a model that runs."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ class OpenedCheckpoint(NamedTuple):
 def checkpoint_metadata(
     run: RunConfig, vocabulary: Vocabulary, step: int, store_fingerprint: str | None
 ) -> dict[str, Any]:
-    """What is saved with every checkpoint; `store_fingerprint` is None where the documents are not known."""
+    """The metadata of a checkpoint; `store_fingerprint` is None where the documents are not known."""
     return {
         "config": to_dict(run),
         "vocabulary_size": vocabulary.size,
@@ -56,7 +56,7 @@ def checkpoint_metadata(
 
 
 def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
-    """Puts the vocabulary into a checkpoint folder, which is made if need be."""
+    """Saves the vocabulary in a checkpoint folder, which is made if needed."""
     with written_locally(epath.Path(folder) / VOCABULARY_FOLDER) as target:
         vocabulary.save(target)
 
@@ -64,10 +64,10 @@ def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
 def write_checkpoint(
     folder: epath.PathLike, params: Any, run: RunConfig, vocabulary: Vocabulary, step: int = 0
 ) -> None:
-    """Makes a checkpoint folder of parameters that no training here has made, which `open_checkpoint` opens.
+    """Makes a checkpoint folder, as `open_checkpoint` reads it, of parameters that come from elsewhere.
 
     Args:
-      folder: made if need be.
+      folder: made if needed.
 
     Raises:
       UserError: there are checkpoints already.
@@ -86,10 +86,10 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
     Args:
       folder: nothing in it is changed.
       step: which checkpoint; None: the newest that is not damaged.
-      mesh: where the parameters shall lie; None: on the first device.
+      mesh: on which the parameters are placed; None: on the first device.
 
     Raises:
-      UserError: there is no usable checkpoint, or its vocabulary is missing or another one.
+      UserError: there is no usable checkpoint, or its vocabulary is missing or was replaced.
     """
     folder = _checkpoints_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:
@@ -112,7 +112,7 @@ def _checkpoints_folder(folder: epath.PathLike) -> epath.Path:
 
 
 def _placed(model: Model, mesh: Mesh | None) -> Any:
-    """Shapes of the parameters with where they shall lie."""
+    """Shapes of the parameters with their shardings."""
     abstract = model.abstract_params
     if mesh is None:
         device = SingleDeviceSharding(jax.devices()[0])
@@ -125,9 +125,9 @@ def _placed(model: Model, mesh: Mesh | None) -> Any:
 
 
 def saved_config(folder: str | Path, step: int | None = None) -> RunConfig:
-    """The config that a checkpoint was saved with, but for its mesh, which belongs to the machine of the training.
+    """The config of a checkpoint, with a mesh for this machine instead of the one of the training.
 
-    In its place every device has all parameters and lanes of its own.
+    Every device has all parameters, and lanes of its own.
 
     Raises:
       UserError: there is no usable checkpoint.
@@ -167,16 +167,16 @@ def open_with(
 
 
 def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, prepare: bool) -> TokenStore:
-    """The documents.
+    """Opens the token store of a checkpoint.
 
     Args:
       opened: the checkpoint in `folder`, or in its folder `checkpoints`.
       folder: of the checkpoint.
-      store: of the token store; None: the one that the config names.
-      prepare: make the store where there is none, from the config's documents and the checkpoint's own vocabulary.
+      store: folder of the token store; None: the one in the config.
+      prepare: whether to make a missing store, from the documents in the config and the vocabulary of the checkpoint.
 
     Raises:
-      UserError: there is no store, or one of another vocabulary.
+      UserError: there is no store, or it has another vocabulary.
     """
     place = any_path(store or opened.run.data.store)
     if not (place / STORE_NAME).exists():
@@ -200,7 +200,7 @@ def _prepare(opened: OpenedCheckpoint, folder: epath.Path, place: epath.Path) ->
     checkpoints = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     saved = checkpoints / VOCABULARY_FOLDER
     if vocabulary.kind == "sentencepiece":
-        # Trained anew on what documents there are here, it could be another one.
+        # Training it again, on the documents that are here, could give another vocabulary.
         vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / MODEL_NAME))
     elif vocabulary.kind == "dictionary":
         vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / DICTIONARY_NAME))

@@ -1,4 +1,4 @@
-"""A run before its first step: documents, mesh, shardings, and the compiled step."""
+"""Set-up of a training: documents, reader, mesh and program, and the state to begin with."""
 
 from typing import NamedTuple
 
@@ -27,12 +27,12 @@ from meliad_like.training.state import TrainState
 
 
 class Setup(NamedTuple):
-    """A stage of a run before its first step: what is a function of the config, the documents and the devices."""
+    """One stage of a run before its first step: all that follows from the config, the documents and the devices."""
 
     run: RunConfig
     """The config of this stage."""
     whole_run: RunConfig
-    """That of all stages."""
+    """The config of all stages."""
     stage: Stage
     store: TokenStore
     reader: Reader
@@ -51,7 +51,7 @@ class Setup(NamedTuple):
         return self.program.abstract_state
 
     def begin_stage(self, state: TrainState) -> TrainState:
-        """The state that the stage before left, with nothing remembered, for the lanes of this one."""
+        """The last state of the stage before, with an empty carry for the lanes of this stage."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state.carry)
         init_carry = jax.jit(
             lambda params: self.model.bind(params).init_carry(self.reader.num_lanes), out_shardings=shardings
@@ -63,8 +63,8 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
     """Opens the documents and lays out the devices. Nothing is compiled yet, so that mistakes are found in seconds.
 
     Args:
-      whole_run: all stages.
-      stage: one of them; None: the last one, which most runs have alone.
+      whole_run: the config of all stages.
+      stage: the stage to set up; None: the last one, which is the only one of most runs.
 
     Raises:
       UserError: the token store is missing or was made by other settings, or the mesh does not fit.
@@ -80,7 +80,7 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
 
 
 def vocabulary_size(run: RunConfig) -> int:
-    """Tokens of the vocabulary: the token store's; where there is no store yet, as many as the settings say."""
+    """Size of the vocabulary: that of the token store, or, where there is no store yet, that of the settings."""
     if (any_path(run.data.store) / STORE_NAME).exists():
         return TokenStore(run.data.store).vocabulary.size
     settings = run.vocabulary
@@ -90,7 +90,7 @@ def vocabulary_size(run: RunConfig) -> int:
 
 
 def make_reader(stage: Stage, store: TokenStore) -> Reader:
-    """The reader of the training documents that the config asks for; its steps are those of the stage."""
+    """The reader of the training documents; its step 0 is the first of the stage."""
     run = stage.run
     return run.data.make(
         ReaderInputs(
@@ -100,17 +100,17 @@ def make_reader(stage: Stage, store: TokenStore) -> Reader:
             run.data.num_lanes,
             run.model.window_length,
             Model(run.model, store.vocabulary.size).overlap,
-            # Each stage has an order of its own: it would otherwise begin with what the first one began with.
+            # Each stage has its own order of documents; with one seed all would begin with the same documents.
             seed=run.training.seed + (stage.index << 32),
         )
     )
 
 
 def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None) -> TrainState:
-    """Where to begin. In order of precedence:
+    """The state to begin with. In order of precedence:
 
     1. the newest usable checkpoint of this working folder;
-    2. the parameters of another run's (`load_dir`), everything else fresh;
+    2. the parameters of another run (`load_dir`), with everything else fresh;
     3. fresh parameters.
     """
     if checkpoints.steps():
@@ -118,7 +118,7 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
         fingerprints = ("vocabulary_fingerprint", "store_fingerprint")
         here = metadata(setup, saved["step"])
         check_same(checkpoints.folder, {k: saved[k] for k in fingerprints}, {k: here[k] for k in fingerprints})
-        # What is in the file is the state after its last good step, so a halted run can go on under another policy.
+        # The saved state is that of the last finite step, so that a halted run can be resumed with another policy.
         return state._replace(halted=jax.device_put(jnp.zeros((), bool), replicated(setup.mesh)))
     state = setup.program.initialise()
     if load_dir is None:
@@ -128,10 +128,10 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
     wanted = setup.whole_run.model
     if not extends(wanted, opened.run.model):
         raise UserError(f"--load_dir={load_dir} holds another model: {opened.run.model}, not {wanted}")
-    # What a pretrained model did not have, such as a recurrence, begins fresh.
+    # Parameters that a pretrained model does not have, such as those of a recurrence, are fresh.
     return state._replace(params={**state.params, **opened.params})
 
 
 def metadata(setup: Setup, step: int) -> dict:
-    """What is saved with the checkpoint of a step."""
+    """The metadata of the checkpoint of a step."""
     return checkpoint_metadata(setup.whole_run, setup.store.vocabulary, step, setup.store.fingerprint)

@@ -1,4 +1,4 @@
-"""Text in, text out: a prompt and a saved place in, a stream of complete characters out."""
+"""Writing of text: a prompt and a saved carry in, a stream of complete characters out."""
 
 import dataclasses
 import time
@@ -22,7 +22,7 @@ UNKNOWN = "\u2047"
 
 @dataclasses.dataclass(frozen=True)
 class TextRequest:
-    """What to read, what to write, and where it is kept."""
+    """The text to read, how to continue it, and files for the carry."""
 
     prompt: str
     """Read first; may be empty where `load_carry` is given."""
@@ -30,21 +30,21 @@ class TextRequest:
     """To write, at most."""
     sampling: SamplingConfig
     seed: int | None = None
-    """Of the draws; None: 0, or as `load_carry` has it."""
+    """The random seed; None: 0, or the random state in `load_carry`."""
     stop_at_end: bool = True
-    """Whether the end of the document ends the text; if not, it is never drawn, or ends no more than a line where it
-    does that, too (in vocabularies of whole words)."""
+    """Whether the end of the document ends the text. If not, this token is never sampled, but in vocabularies of whole
+    words, where it ends lines, too."""
     load_carry: str | None = None
-    """File to go on from; the prompt is read after what it remembers."""
+    """File of a saved carry to resume from; the prompt is read after its text."""
     save_carry: str | None = None
-    """File to go on from later."""
+    """File to save the carry in."""
     chunk: int = 8
     """Tokens that are made before they are shown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextSpeed:
-    """How long it took, compilation included unless said otherwise."""
+    """Measured times; they include compilation unless stated otherwise."""
 
     tokens_read: int
     read_seconds: float
@@ -57,7 +57,7 @@ def write_text(opened: OpenedCheckpoint, request: TextRequest, show: Callable[[s
     """Reads the prompt and hands the text that follows to `show`, piece by piece as it is made.
 
     Raises:
-      UserError: there is nothing to go on from, or the prompt or the saved carry does not suit the checkpoint.
+      UserError: there is neither a prompt nor a carry, or one of them does not fit the checkpoint.
     """
     vocabulary = opened.vocabulary
     tokens = encode_prompt(vocabulary, request.prompt)
@@ -99,7 +99,7 @@ def write_text(opened: OpenedCheckpoint, request: TextRequest, show: Callable[[s
 
 
 def carry_identity(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """What a saved carry and this checkpoint must have in common."""
+    """The identity that a saved carry shares with its checkpoint."""
     return identity(opened.run.model, opened.params, opened.step, opened.vocabulary.fingerprint)
 
 
@@ -125,7 +125,7 @@ def read_document(opened: OpenedCheckpoint, store: str | None, name: str, num_to
     """The text of a document's first `num_tokens` tokens, without its end or half a character.
 
     Args:
-      opened: the model that is to go on.
+      opened: the model that will continue the text.
       store: of the documents; None: the one that the model was trained with.
       name: of the document, looked for among those held out first.
 

@@ -45,7 +45,7 @@ class Outputs(NamedTuple):
 def train(
     run: RunConfig, workdir: str | Path, load_dir: str | None = None, profile_steps: tuple[int, int] | None = None
 ) -> int:
-    """Trains until `num_steps`, stage after stage, going on from the working folder's newest checkpoint.
+    """Trains until `num_steps`, stage after stage, from the newest checkpoint of the working folder.
 
     Args:
       workdir: on a disk that all processes see, or on gs://.
@@ -69,7 +69,7 @@ def train(
     _check_parameters(setups)
     for setup in setups:
         check_hooks(setup)
-    # By every process, and before the first one writes: where one alone found a mistake, the others would wait for it.
+    # Checked by every process before the first one writes: if one process alone failed, the others would wait for it.
     configuration.check_workdir(run, folder)
     multihost_utils.sync_global_devices("the working folder is this run's")
     with Ownership(folder) as ownership:
@@ -97,7 +97,7 @@ def _train(
         start_step = checkpoints.read_metadata()["step"] if checkpoints.steps() else 0
         if start_step >= num_steps:
             if jax.process_index() == 0:
-                print(f"{folder} is at step {start_step} of {num_steps}: nothing left to do; raise num_steps to go on")
+                print(f"{folder} is at step {start_step} of {num_steps}: nothing left to do; raise num_steps")
             return 0
         # A stage's last checkpoint holds what that stage remembered.
         first = next(i for i, setup in enumerate(setups) if start_step <= setup.stage.last_step)
@@ -139,7 +139,7 @@ def _train_stage(setup: Setup, state: TrainState, outputs: Outputs, preempted: P
     folder, ownership, checkpoints, writer, profiler = outputs
 
     def save(step: int, state: TrainState) -> None:
-        # What stops a run often comes at a step that was saved anyway.
+        # A run is often stopped at a step that was saved anyway.
         if step not in checkpoints.steps():
             setup.store.check_unchanged()
             ownership.check()
@@ -204,17 +204,17 @@ def _report(
         state = set_up(setup.whole_run, before).begin_stage(state)
     save(good_step, state)
     raise UserError(
-        f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {good_step} is saved: go "
-        "on with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another run from there with "
-        f"a smaller learning rate: --load_dir={folder} --workdir=NEW"
+        f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {good_step} is saved: "
+        "resume with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another run from there "
+        f"with a smaller learning rate: --load_dir={folder} --workdir=NEW"
     )
 
 
 def _culprit(setup: Setup, step: int, metrics: StepMetrics) -> str:
-    """What in a step was not finite; its documents are those of the first lane with a bad loss."""
+    """Describes what was not finite in a step, with the documents of the first lane whose loss was not."""
     lanes = np.flatnonzero(~metrics.lane_finite)
     if not lanes.size:
-        return "every loss is, but not the gradient or the update"
+        return "all losses are, but the gradient or the update is not"
     documents = np.unique(setup.reader.batch(step - 1 - setup.stage.first_step, lanes[:1].tolist()).document)
     names = setup.store.split("train").names
     named = ", ".join(names[i] for i in documents if i >= 0)

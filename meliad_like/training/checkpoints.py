@@ -1,9 +1,9 @@
 """Checkpoints: asynchronous, atomic, checked for damage, and restored onto any mesh bit for bit.
 
 orbax writes a checkpoint into a temporary folder and renames that when all is there. Before the rename process 0 adds a
-manifest of checksums, so whatever happens to the files later is noticed and the checkpoint before is used. Arrays are
+manifest of checksums, so that later damage of a file is noticed and the checkpoint before is used. Arrays are
 stored under the names of their paths (`optimizer_state/0/v_row/embedding`), not under the classes of the tree, and
-parameters apart from the rest, so that evaluation reads nothing else.
+the parameters separately, so that evaluation reads nothing else.
 """
 
 import errno
@@ -48,9 +48,9 @@ class Checkpoints:
         """
         Args:
           folder: where the steps' folders lie; local or gs://. Other files and folders in it are left alone.
-          keep_last: the newest so many are kept.
+          keep_last: number of newest checkpoints that are kept.
           keep_every: steps that this divides are kept forever.
-          read_only: for evaluation, beside a run that may still be writing: nothing is created, moved or deleted.
+          read_only: for evaluation while a run may still be writing: nothing is created, moved or deleted.
         """
         if keep_last < 1:
             raise UserError(f"keep_last={keep_last} must be at least 1")
@@ -68,7 +68,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
             create=not read_only,
-            # What a killed run was writing. On gs:// it would take every folder for that which is no checkpoint.
+            # Deletes what a killed run was writing. On gs:// it would delete every folder that is no checkpoint.
             cleanup_tmp_directories=not read_only and not is_remote(folder),
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_manifest),
         )
@@ -85,8 +85,8 @@ class Checkpoints:
 
         Args:
           step: higher than the ones before.
-          state: a tree of arrays with a field or key `params` and something beside.
-          metadata: whatever JSON holds.
+          state: a tree of arrays with a field or key `params` and at least one more.
+          metadata: for JSON.
 
         Raises:
           UserError: the disk is full, now or when the checkpoint before was written.
@@ -106,7 +106,7 @@ class Checkpoints:
                     rest=ocp.args.StandardSave(rest),
                     metadata=ocp.args.JsonSave({"metadata": dict(metadata), "arrays": shapes}),
                 ),
-                # Whether it is time for a checkpoint is the training loop's decision.
+                # The training loop decides when a checkpoint is due.
                 force=True,
             )
 
@@ -114,7 +114,7 @@ class Checkpoints:
         """Loads a whole state.
 
         Args:
-          abstract_state: tree of jax.ShapeDtypeStruct with the shardings wanted, whatever mesh it was saved from.
+          abstract_state: tree of jax.ShapeDtypeStruct with the wanted shardings, which may differ from the saved ones.
           step: which one; None: the newest that is not damaged. Those after it, which are, are then moved aside
             (`damaged-STEP`), so that the run can write these steps again. Where none is good, none is moved.
 
@@ -253,7 +253,7 @@ class Checkpoints:
         self._manager.reload()
 
     def _delete_unfinished(self) -> None:
-        """What a killed run was writing to gs://, where a file says that a checkpoint is complete."""
+        """Deletes what a killed run was writing to gs://, where a file marks a complete checkpoint."""
         if jax.process_index() == 0 and self.folder.is_dir():
             for path in self.folder.iterdir():
                 if path.name.isdecimal() and not (path / COMMIT_SUCCESS_FILE).exists():
@@ -284,7 +284,7 @@ class Checkpoints:
             if is_remote(self.folder):
                 raise UserError(
                     f"checkpoint {step} could not be written ({one_line(error)}); the ones before it are kept: the "
-                    "same command goes on from there"
+                    "same command resumes from there"
                 ) from error
             raise
 
@@ -302,14 +302,14 @@ def read_metadata(folder: epath.PathLike) -> dict[str, Any]:
 def keep_best(
     folder: epath.PathLike, step: int, state: Any, metadata: Mapping[str, Any], measure: Callable[[Any], float]
 ) -> None:
-    """Keeps the parameters of a step in a folder of their own, unless those there measure as little.
+    """Keeps the parameters of a step in a folder of their own, unless those in it are as good.
 
     Args:
       folder: a damaged checkpoint in it is moved aside, and counts as none.
       step: one that is done again after a kill may be there already, and stays.
       state: its fields `step` and `params` are kept.
-      metadata: as of `Checkpoints.save`.
-      measure: metadata to what shall be small; a step that has no number for it is not kept.
+      metadata: as for `Checkpoints.save`.
+      measure: metadata -> the number to minimise; a step for which it is NaN is not kept.
 
     Raises:
       UserError: the disk is full.

@@ -1,4 +1,4 @@
-"""What the training loop is told."""
+"""The config of the training loop."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +17,7 @@ def _compares_no_evaluations(old: Any, new: Any) -> bool:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long training goes on, and what happens how often. Every `..._every` counts steps; 0 is never."""
+    """The number of steps, and what happens how often. Every `..._every` is a number of steps; 0 is never."""
 
     num_steps: int = resumable(500_000, lambda old, new: not new.schedule.reads_num_steps)
     """A run may resume with another number, unless the learning rates of earlier steps depend on it."""
@@ -36,13 +36,13 @@ class TrainingConfig:
     evaluate_every: int = resumable(0)
     evaluate_split: str = resumable("validation", _compares_no_evaluations)
     evaluate_max_tokens: int | None = resumable(None, _compares_no_evaluations)
-    """Evaluate on the way only some documents of that split, of so many tokens at most; None: all of them."""
+    """These evaluations read a random subset of the split, of this number of tokens at most; None: all of it."""
     keep_best: bool = resumable(False)
     """Whether the parameters with the fewest bits per token in these evaluations are kept, in the run's folder `best`,
     which is a checkpoint folder of its own."""
     checkpoint_every: int = resumable(1000)
     checkpoints_kept: int = resumable(3)
-    """The newest so many stay."""
+    """Number of newest checkpoints that are kept."""
     checkpoint_keep_every: int = resumable(0)
     """Checkpoints of steps that are a multiple of this stay for good."""
     sample_every: int = resumable(0)

@@ -1,4 +1,4 @@
-"""What the device could do at most, to compare with what the model does."""
+"""The peak rate and memory of a device, to compare with those of the model."""
 
 import functools
 import resource

@@ -21,7 +21,7 @@ def write_manifest(folder: epath.Path) -> None:
 
 
 def find_damage(folder: epath.Path) -> str | None:
-    """What is wrong with the files under `folder`, in a few words; None where all are as they were written."""
+    """Describes the first damage of the files under `folder`; None: all are as they were written."""
     try:
         files = read_json(folder / MANIFEST)["files"]
         entries = [(name, size, checksum) for name, (size, checksum) in files.items()]

@@ -97,7 +97,7 @@ class MetricsWriter:
         try:
             self._copy()
         except refusals() as error:
-            raise UserError(f"{self._refused(error)}; the same command goes on from the last checkpoint") from error
+            raise UserError(f"{self._refused(error)}; the same command resumes from the last checkpoint") from error
 
     def _try_to_upload(self, otherwise: str) -> None:
         try:
@@ -165,7 +165,7 @@ def complete_lines(path: epath.Path) -> list[str]:
 
 
 def read_rows(path: epath.Path) -> list[dict[str, Any]]:
-    """What each complete line of a metrics file holds.
+    """The rows of a metrics file, one for each complete line.
 
     Raises:
       UserError: a line that is none of ours, by its number.

@@ -17,7 +17,7 @@ from meliad_like.errors import UserError, refusals
 from meliad_like.remote import is_remote, one_line
 
 LOCK_NAME = ".lock"
-# What file systems say that have no locks.
+# Errors of file systems without locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -31,7 +31,7 @@ class Ownership:
     def __init__(self, workdir: epath.PathLike):
         """
         Args:
-          workdir: made if need be.
+          workdir: made if needed.
         """
         self._workdir = epath.Path(workdir)
         self._path = self._workdir / LOCK_NAME
@@ -69,7 +69,7 @@ class Ownership:
                 found = f"{LOCK_NAME} has been deleted"
             except refusals() as error:
                 found = None
-                problem = f"{self._path} can't be read: {one_line(error)}; the same command goes on"
+                problem = f"{self._path} can't be read: {one_line(error)}; the same command resumes"
             if found is not None and found != self._name:
                 problem = f"another training has taken {self._workdir}: {found}; this one ends, and saves nothing more"
         _agree(problem)
@@ -105,4 +105,4 @@ def _agree(problem: str | None) -> None:
     if jax.process_count() > 1:
         met = bool(multihost_utils.broadcast_one_to_all(np.asarray(met)))
     if met:
-        raise UserError(problem or "process 0 can't go on, and says why")
+        raise UserError(problem or "process 0 can't continue, and its output says why")

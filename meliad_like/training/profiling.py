@@ -42,7 +42,7 @@ class Profiler:
     def before(self, step: int, state: Any) -> None:
         """To be called before a step is dispatched, with the state that it starts from."""
         if self._local is None and self._first <= step <= self._last:
-            # What was dispatched before is not to be seen.
+            # Steps that were dispatched before must not be in the trace.
             jax.block_until_ready(state)
             self._local = tempfile.TemporaryDirectory()
             jax.profiler.start_trace(self._local.name)

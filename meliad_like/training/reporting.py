@@ -58,7 +58,7 @@ class Reporter:
             return
         now = time.perf_counter()
         seconds = max(now - self._began - self._seconds_out, 1e-9)
-        # What a skipped step measured is not part of the run.
+        # Metrics of skipped steps are not part of the run.
         taken = [m for m in self._gathered if m.finite]
         loss, accuracy = (_by_token(taken, name) for name in ("loss", "accuracy"))
         bits = loss / math.log(2)

@@ -32,7 +32,7 @@ class ScheduleConfig:
     """The highest rate. None: 0.01, or 0.05 for scaled_inverse_square_root. inverse_square_root has none."""
     min_rate: float = 0.001
     """The rate at the last scheduled step. Cosine and linear then halve every num_steps; cosine_after_warmup stays
-    there; exponential and the inverse square roots go on as they are."""
+    there; exponential and the inverse square roots continue."""
     warmup_steps: int = 1000
     """Steps over which the rate grows from first_rate; 0: none."""
     first_rate: float = 0.0

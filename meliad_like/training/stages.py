@@ -15,7 +15,7 @@ class StagesConfig:
     """The stages before the last, one number for each of them in every field; (): no such stages.
 
     The last stage is what the rest of the config describes. Parameters, optimizer state and the learning rate's
-    schedule go on from stage to stage; what the lanes remember does not. All stages have the same tokens per step, so
+    schedule continue from stage to stage; the carry of the lanes does not. All stages have the same tokens per step, so
     the number of lanes follows from the segment length.
     """
 

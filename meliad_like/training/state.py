@@ -1,4 +1,4 @@
-"""All that training goes on from, as one tree."""
+"""The state of a training, as one tree."""
 
 from typing import Any, NamedTuple
 

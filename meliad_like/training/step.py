@@ -109,7 +109,7 @@ def make_step(
         params = choose(optax.apply_updates(state.params, updates), state.params)
         optimizer_state = choose(optimizer_state, state.optimizer_state)
         if config.nonfinite == "skip":
-            # What the lanes now remember is not to be trusted either.
+            # The carry may not be finite either.
             carry = choose(carry, objective.init_carry(params, lane_finite.shape[0]))
             new_state = TrainState(
                 state.step + 1, params, optimizer_state, carry, state.num_skipped + ~finite, state.halted
