@@ -223,7 +223,7 @@ def test_an_index_that_names_no_files_is_refused(tmp_path):
     shutil.copy(FOLDER / "config.json", tmp_path)
     for index, message in [
         ('{"weight_map": {"a": 5}}', "model.safetensors.index.json has no weight_map from tensors to files"),
-        ("[" * 100_000, "model.safetensors.index.json is no JSON: "),
+        ("[" * 100_000, "model.safetensors.index.json is not JSON: "),
     ]:
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(UserError, match=message):

@@ -17,7 +17,7 @@ from meliad_like.conversion.pretrained_names import GPT2, LLAMA, check_num_layer
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import RECURRENCE_FIELDS, PretrainedConfig
-from meliad_like.saved_json import parse_json
+from meliad_like.saved_json import parse_json, read_json
 
 CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
@@ -182,12 +182,9 @@ def _read_tensor(path: Path, name: str) -> np.ndarray:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        saved = json.loads(path.read_text())
+        saved = read_json(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    # RecursionError: a million brackets.
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is no JSON: {error}") from None
     if not isinstance(saved, dict):
         raise UserError(f"{path} is no JSON object")
     return saved

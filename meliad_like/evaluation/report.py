@@ -131,8 +131,7 @@ def read(path: epath.PathLike) -> Evaluation:
         return Evaluation(
             documents=tuple(DocumentScore(**document) for document in saved["documents"]),
             positions=tuple(PositionScore(**score) for score in saved["positions"]),
-            **{name: saved[name] for name in ("split", "documents_in_split", "seconds")},
-            leaks_the_future=saved.get("leaks_the_future", False),
+            **{name: saved[name] for name in ("split", "documents_in_split", "seconds", "leaks_the_future")},
         )
     except FileNotFoundError:
         raise UserError(f"there is no evaluation {path}") from None

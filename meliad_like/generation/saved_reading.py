@@ -85,9 +85,7 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
             raise
         raise UserError(f"{path} is not a saved carry, or it is damaged") from None
     carry = jax.tree.unflatten(jax.tree.structure(abstract_carry), leaves)
-    # Files of earlier versions don't say whether the document has ended.
-    ended = facts.get("ended", False)
-    reading = Reading(jax.device_put(carry), facts["token"], jax.device_put(key), facts["num_read"], ended)
+    reading = Reading(jax.device_put(carry), facts["token"], jax.device_put(key), facts["num_read"], facts["ended"])
     return reading, bytes.fromhex(facts["unfinished"])
 
 

@@ -197,8 +197,7 @@ def _prepare(opened: OpenedCheckpoint, folder: epath.Path, place: epath.Path) ->
     from meliad_like.data.preparation import prepare
 
     vocabulary = opened.run.vocabulary
-    checkpoints = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    saved = checkpoints / VOCABULARY_FOLDER
+    saved = _checkpoints_folder(folder) / VOCABULARY_FOLDER
     if vocabulary.kind == "sentencepiece":
         # Training it again, on the documents that are here, could give another vocabulary.
         vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / MODEL_NAME))
