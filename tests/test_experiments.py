@@ -21,6 +21,7 @@ from meliad_like.errors import UserError
 from meliad_like.experiments import report
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.jobs import environment, run_processes, train_and_evaluate
+from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.results import gather
 from meliad_like.experiments.scales import SCALES, Scale
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
@@ -279,18 +280,18 @@ def test_a_mean_does_not_leave_out_the_run_that_was_not_finite(tmp_path):
     for measure in ("bits_per_byte", "difference"):
         assert np.isnan(results.mean(table.row("fixed_skip"), measure))
         assert np.isnan(results.error(table.row("fixed_skip"), measure))
-    report.draw(table, results, tmp_path / "drawn.png")
+    draw(table, results, tmp_path / "drawn.png")
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_has_a_picture_of_whatever_is_there(tmp_path, name):
     table = TABLES[name]
-    report.draw(table, gather(table, tmp_path, [0], "test"), tmp_path / "empty.png")
+    draw(table, gather(table, tmp_path, [0], "test"), tmp_path / "empty.png")
     for row in table.rows[:-1]:
         if not row.shares:
             write_result(tmp_path, row.name, 0, 2.0)
     results = gather(table, tmp_path, [0], "test")
-    report.draw(table, results, tmp_path / "full.png")
+    draw(table, results, tmp_path / "full.png")
     assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size
     text = report.to_markdown(table, results, [])
     assert all(f"| {row.label} |" in text for row in table.rows)

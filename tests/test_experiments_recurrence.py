@@ -18,9 +18,8 @@ from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained
 from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import _byte_characters
 from meliad_like.errors import UserError
-from meliad_like.experiments import report
 from meliad_like.experiments.experiment import Experiment
-from meliad_like.experiments.pictures import on_front
+from meliad_like.experiments.pictures import draw, on_front
 from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.results import gather
 from meliad_like.experiments.scales import Scale, configure
@@ -245,8 +244,8 @@ def test_the_report(tmp_path):
 
 
 def test_the_picture(tmp_path):
-    report.draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
+    draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
     for i, row in enumerate(TABLE.rows):
         write_result(tmp_path, row, 60.0 - i)
-    report.draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
+    draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
     assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size

@@ -12,8 +12,8 @@ from tiny_run import mesh_of_the_first_devices
 from meliad_like import config
 from meliad_like.config.search import shipped_files
 from meliad_like.data.subset import beginnings
-from meliad_like.experiments import report
 from meliad_like.experiments.experiment import Experiment
+from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.results import gather
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import in_shares
@@ -233,8 +233,8 @@ def test_the_report(tmp_path):
 
 
 def test_the_picture(tmp_path):
-    report.draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
+    draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
     for row in TABLE.rows:
         write_result(tmp_path, row.name, 0, 7.5, single_tokens_per_second=900.0)
-    report.draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
+    draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
     assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size

@@ -17,7 +17,7 @@ from meliad_like.models.model import Model
 from meliad_like.run.evaluator import make_evaluator
 
 STRIDES_IN_WINDOW = 6
-"""Of sliding windows; the paper's are of 512 new tokens in 3,072 (section 4.2)."""
+"""Sliding windows have a stride of a sixth; in the paper 512 of 3,072 tokens (section 4.2)."""
 
 
 class Trained(NamedTuple):

@@ -19,6 +19,7 @@ from meliad_like.experiments.jobs import (
     run_processes,
     train_and_evaluate,
 )
+from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.results import STEP_TIME_NAME, gather, read_timing, run_folder
 from meliad_like.experiments.scales import Scale, configure
@@ -44,7 +45,7 @@ class Experiment:
     gin_files: tuple[str, ...]
     """The task, and options for all rows."""
     gin_params: tuple[str, ...]
-    """For all rows; they are not scaled."""
+    """Bindings for all rows; they are not scaled."""
     folder: Path
     """Contains a folder for each run, and the results."""
     seeds: tuple[int, ...]
@@ -160,7 +161,7 @@ class Experiment:
         markdown = report.to_markdown(self.table, results, report.notes(results, self.scale_name))
         (self.folder / f"{self.table.name}.md").write_text(markdown)
         report.write_csv(self.table, results, self.folder / f"{self.table.name}.csv")
-        report.draw(self.table, results, self.folder / f"{self.table.name}.png")
+        draw(self.table, results, self.folder / f"{self.table.name}.png")
         return markdown
 
     def _start(self, workers: Workers, side_by_side: int, failed: list[str]) -> int:

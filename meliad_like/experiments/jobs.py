@@ -50,11 +50,11 @@ class Job:
     """The run that is evaluated: the same, but for rows whose training is that of another row."""
     workdir: Path
     by_protocol: bool = False
-    """As of `Table`."""
+    """See `Table.by_protocol`."""
     max_tokens: int | None = None
     """The most tokens to evaluate, of the beginnings of documents; None: the whole split."""
     timed_tokens: int = 0
-    """As of `Scale`."""
+    """See `Scale.timed_tokens`."""
     load_dir: str | None = None
     """Checkpoint folder whose parameters training begins with."""
 

@@ -1,4 +1,4 @@
-"""Tables as pictures: ours, and the paper's, which are of other documents."""
+"""Pictures of a table: our figures, and the paper's, which are of other documents."""
 
 import math
 from pathlib import Path
@@ -37,7 +37,7 @@ def draw(table: Table, results: Results, path: Path) -> None:
 
 
 def on_front(points: Float[np.ndarray, "points 2"]) -> Bool[np.ndarray, " points"]:
-    """Which points no other one beats: none is at most as large in both coordinates, and smaller in one of them."""
+    """The Pareto front: points for which no other point is as small in both coordinates, and smaller in one of them."""
     at_most = (points[None] <= points[:, None]).all(axis=-1)
     smaller = (points[None] < points[:, None]).any(axis=-1)
     return np.logical_not((at_most & smaller).any(axis=1))

@@ -1,4 +1,4 @@
-"""A table as Markdown, as CSV, and as a picture, with the paper's own figures beside ours."""
+"""A table as Markdown, CSV and a picture, with the paper's figures beside ours."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.results import Results
 from meliad_like.experiments.tables import Grid, Row, Table
 from meliad_like.tables import Table as TextTable
 from meliad_like.tables import number, with_error
 
-__all__ = ["draw", "notes", "to_markdown", "write_csv"]
-
-# Header of a measure, and the format of its numbers. What a run measures has a standard error beside it.
+# The header of each measure, and the format of its numbers.
 COLUMNS: dict[str, tuple[str, str]] = {
     "segment_length": ("segment", ",.0f"),
     "window_length": ("window", ",.0f"),

@@ -1,17 +1,17 @@
 """One table at three scales: as in the paper, or with every row made smaller by the same rule.
 
-This is what the Block-Recurrent tables are made of; those of other papers have theirs beside their rows.
+These are the scales of the Block-Recurrent tables; other papers' scales are in the modules of their rows.
 
 | scale | lengths and widths | heads, head size | layers | tokens a step | steps | meant for |
 |---|---|---|---|---|---|---|
 | tiny | 1/16 | 1/4 | 1/2 | 2,048 | 800 | two CPU cores: the 42 runs of table 1 in less than an hour |
-| small | 1/4 | 1/2 | as they are | 8,192 | 5,000 | one GPU, or a patient laptop |
-| paper | as they are | | | 131,072 | 500,000 | the gin files, unchanged |
+| small | 1/4 | 1/2 | unchanged | 8,192 | 5,000 | one GPU, or days of a laptop |
+| paper | unchanged | | | 131,072 | 500,000 | the gin files |
 
 Lengths are those of windows, segments, states and memories, so XL:2048 keeps four times the window of XL:512, and a
-memory 128 windows. The 12-layer model of table 1 is at tiny 6 layers of width 64 with 2 heads of 32, feed-forward 256,
+memory 128 windows. The 12-layer model of table 1 has at tiny 6 layers of width 64 with 2 heads of 32, feed-forward 256,
 32 states and a window of 32 in segments of 256; at small 12 layers of width 256 with 4 heads of 64, window 128. A
-13-layer baseline keeps one layer more than its size. What a user binds with --gin_param is taken as it is.
+13-layer baseline keeps one layer more. Values that a user binds with --gin_param are not scaled.
 """
 
 import math
@@ -39,7 +39,7 @@ class Scale:
     """How much smaller than in the paper the rows of a table are."""
 
     divisor: int = 1
-    """Of lengths and widths; its square root is that of the number of heads and of their size."""
+    """Divisor of lengths and widths; its square root divides the number of heads and their size."""
     layers: int = 1
     """Divisor of the number of layers, and of the numbers of special layers."""
     bindings: Mapping[str, Any] = field(default_factory=dict)

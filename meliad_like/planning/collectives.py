@@ -36,7 +36,7 @@ class _Collective(NamedTuple):
     kind: str
     num_bytes: int
     chain: tuple[str, ...] | None
-    """The same in all fusions that belong to one asynchronous collective."""
+    """Equal in all fusions that belong to one asynchronous collective."""
 
 
 def traffic(hlo: str) -> dict[str, Traffic]:

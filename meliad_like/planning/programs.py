@@ -50,11 +50,7 @@ class Need(NamedTuple):
 
 
 def needs(
-    run: RunConfig,
-    vocabulary_size: int,
-    topology: Topology,
-    programs: Sequence[str] = PROGRAMS,
-    quick: bool = False,
+    run: RunConfig, vocabulary_size: int, topology: Topology, programs: Sequence[str] = PROGRAMS, quick: bool = False
 ) -> Iterator[Need]:
     """Compiles the programs of a run, in turn.
 

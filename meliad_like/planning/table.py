@@ -65,7 +65,7 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The same for all entries that compile to the same program, which is then compiled once.
+        """Equal for all entries with the same program, which is then compiled once.
 
         The overlap of windows is left out: it decides which targets count, and not what is computed.
         """

@@ -61,7 +61,7 @@ class ReadDocument(NamedTuple):
 
 
 def compare(first: Reading, other: Reading, chosen: Chosen, unit: str, segment: int) -> list[ReadDocument]:
-    """Puts two readings of the chosen documents beside each other.
+    """Compares two readings of the chosen documents.
 
     Args:
       first, other: of the chosen documents.

@@ -53,7 +53,7 @@ class Settings(NamedTuple):
     top: int
     """The number of units with the largest gains, and losses, that are listed for each document."""
     window: int
-    """Of the other model, in tokens."""
+    """The window of the other model, in tokens."""
     segment: int
 
 

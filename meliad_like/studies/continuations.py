@@ -54,7 +54,7 @@ class Passage(NamedTuple):
     original: str
     """The document's own continuation."""
     written: dict[str, dict[str, str]]
-    """By the model's label, then by REMEMBERED or FORGOTTEN."""
+    """Continuations by the model's label, then by REMEMBERED or FORGOTTEN."""
 
 
 def run(request: StudyRequest) -> None:

@@ -75,13 +75,7 @@ def figure(chart: Chart) -> Element:
     caption = [tag("p", chart.caption, class_="note")] if chart.caption else []
     drawing = tag("div", class_="drawing", role="img", aria_label=f"{chart.title}: {chart.y_label} by {chart.x_label}")
     return tag(
-        "figure",
-        tag("figcaption", chart.title),
-        drawing,
-        *caption,
-        _json(asdict(chart)),
-        class_="chart",
-        **attributes,
+        "figure", tag("figcaption", chart.title), drawing, *caption, _json(asdict(chart)), class_="chart", **attributes
     )
 
 

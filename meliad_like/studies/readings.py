@@ -54,7 +54,7 @@ class Subject(NamedTuple):
 
     label: str
     folder: str
-    """Of the checkpoint."""
+    """The checkpoint's folder."""
     gin_params: tuple[str, ...]
     """What is changed of its config."""
     opened: OpenedCheckpoint
@@ -105,7 +105,7 @@ class Reading:
 
     subject: Subject
     losses: list[Float[np.ndarray, " targets"]]
-    """Nats of the tokens of each document, but for its first."""
+    """Nats of the tokens of each document, without its first."""
 
     @property
     def label(self) -> str:

@@ -155,10 +155,7 @@ def _in_titles(units: Units) -> Bool[np.ndarray, " units"]:
     starts = np.cumsum([0, *(len(line) + 1 for line in lines[:-1])])
     texts = [line.strip().decode("utf-8", "replace") if len(line) < 4 * LONGEST_TITLE else "x" * 99 for line in lines]
     padded = ["", *texts, ""]
-    titles = np.array(
-        [is_title(text, not padded[i] and not padded[i + 2]) for i, text in enumerate(texts)],
-        bool,
-    )
+    titles = np.array([is_title(text, not padded[i] and not padded[i + 2]) for i, text in enumerate(texts)], bool)
     return titles[np.searchsorted(starts, units.word, side="right") - 1]
 
 

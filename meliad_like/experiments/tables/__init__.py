@@ -1,6 +1,6 @@
-"""The tables, by the name of their subject: what their rows are, and what the papers say of them.
+"""The tables, by the names of their subjects: their rows, and the papers' figures.
 
-table            what a row, a picture and a table are
+table            the classes of a row, a picture and a table
 block_recurrent  tables 1, 3, 4 and 5 of Block-Recurrent Transformers
 shortformer      tables 1 to 5 and figure 3 of Shortformer
 recurrence       tables 1 and 2 and figures 4 and 5 of Adding Recurrence to Pretrained Transformers
@@ -12,6 +12,6 @@ from meliad_like.experiments.tables.table import Grid, Panel, Row, Table
 __all__ = ["SUBJECTS", "TABLES", "Grid", "Panel", "Row", "Table"]
 
 TABLES = block_recurrent.TABLES
-"""Those of the Block-Recurrent paper."""
+"""The tables of the Block-Recurrent paper."""
 SUBJECTS = TABLES | {table.name: table for table in (shortformer.TABLE, recurrence.TABLE)}
-"""All that the command makes."""
+"""All tables of the command."""

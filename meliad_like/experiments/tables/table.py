@@ -32,7 +32,7 @@ class Row:
     series: str = ""
     """The line of the picture to which it belongs."""
     vocabulary_size: int = 0
-    """Of a row with a vocabulary of its own; 0: the task's."""
+    """The size of the row's own vocabulary; 0: it has the task's."""
     more_files: tuple[str, ...] = ()
     """Further gin files, of a row that consists of several."""
     trained_as: str = ""
@@ -90,7 +90,7 @@ class Grid:
     measure: str
     paper: str
     rows: Mapping[str, Mapping[str, str]]
-    """By the heads of line and column: the row's name."""
+    """Names of rows, by the headers of line and column."""
 
 
 @dataclass(frozen=True)
