@@ -68,6 +68,11 @@ def number(value: Any, form: str = "") -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
+def signed(value: float, digits: int) -> str:
+    """A difference with its sign and this number of decimals, for text that people read."""
+    return number(value, f"+,.{digits}f").replace("-", "\N{MINUS SIGN}")
+
+
 def with_error(mean: float, error: float, form: str) -> str:
     """A mean and its standard error, which is left out where there is none."""
     return number(mean, form) + (f" ± {error:.4f}" if math.isfinite(error) else "")

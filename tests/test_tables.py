@@ -7,7 +7,7 @@ from xml.etree.ElementTree import tostring
 import pandas as pd
 from rich.console import Console
 
-from meliad_like.tables import Table, number, with_error
+from meliad_like.tables import Table, number, signed, with_error
 
 FRAME = pd.DataFrame({"model": ["Slide", "[b]XL & co"], "bits": [1.25, math.nan], "steps": [12_000, 3]})
 
@@ -36,3 +36,7 @@ def test_html_is_escaped():
 def test_numbers_that_are_missing():
     assert [number(value, ".1f") for value in (None, math.inf, math.nan, "text", 2)] == ["-", "-", "-", "text", "2.0"]
     assert with_error(1.5, 0.25, ".2f") == "1.50 ± 0.2500" and with_error(1.5, math.nan, ".2f") == "1.50"
+
+
+def test_a_sign_is_a_minus():
+    assert [signed(value, 2) for value in (-1234.5, 0.125, math.nan)] == ["−1,234.50", "+0.12", "−"]

@@ -15,7 +15,7 @@ from meliad_like.training.metrics import FILE_NAME, read_rows
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps and values."""
 
-COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c", "#7a4fa3")
+COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c", "#8a4fa3", "#b0892c", "#4aa3b5", "#c2477a")
 SMOOTHED_PARTS = 25  # of a curve, over each of which the bold line is averaged
 
 

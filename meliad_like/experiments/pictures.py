@@ -8,10 +8,10 @@ from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from meliad_like.evaluation.pictures import COLOURS
 from meliad_like.experiments.results import Results
 from meliad_like.experiments.tables import Panel, Row, Table
 
-COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c", "#8a4fa3", "#b0892c", "#4aa3b5", "#c2477a")
 FRONT = "#222222"
 
 

@@ -26,6 +26,7 @@ from meliad_like.studies.page import (
     write_page,
 )
 from meliad_like.studies.text_view import pack, text_view
+from meliad_like.tables import signed
 
 SHOWN_SPANS = 10  # number of those that were selected most often
 WIDTH = 1000  # of a picture, in its own coordinates
@@ -98,7 +99,7 @@ def _lead(histories: Sequence[ReadHistory], scorer: SpanScorer, config: HistoryC
     better = np.mean([selection.gain > 0 for selection in selections])
     correlation = ""
     if gains.std() and predicted.std():
-        correlation = f"; their correlation with the scores is {_signed(np.corrcoef(gains, predicted)[0, 1], 2)}"
+        correlation = f"; their correlation with the scores is {signed(np.corrcoef(gains, predicted)[0, 1], 2)}"
     return [
         *lead,
         paragraph(
@@ -108,11 +109,11 @@ def _lead(histories: Sequence[ReadHistory], scorer: SpanScorer, config: HistoryC
             tag("span", f"{with_spans:.4f} bits", class_="first"),
             f" each {WITH}, and ",
             tag("span", f"{without:.4f} bits", class_="other"),
-            f" {WITHOUT}: a gain of {_signed(without - with_spans, 4)}. {better:.0%} of the windows were better.",
+            f" {WITHOUT}: a gain of {signed(without - with_spans, 4)}. {better:.0%} of the windows were better.",
         ),
         paragraph(
             f"Alone before the recent text, {(gains > 0).mean():.0%} of the {len(gains):,} selected spans help; they "
-            f"are worth {_signed(gains.mean(), 2)} nats on average (equation 2){correlation}."
+            f"are worth {signed(gains.mean(), 2)} nats on average (equation 2){correlation}."
         ),
     ]
 
@@ -168,7 +169,7 @@ class _DocumentPart:
             self._span(
                 span.end,
                 f"in {span.num_windows:,} window{'s' if span.num_windows > 1 else ''} · worth "
-                f"{_signed(span.mean_gain, 2)} nats on average · tokens {span.end - self._config.span_length:,} to "
+                f"{signed(span.mean_gain, 2)} nats on average · tokens {span.end - self._config.span_length:,} to "
                 f"{span.end - 1:,}",
             )
             for span in find_spans(self._history.selections)[:SHOWN_SPANS]
@@ -185,7 +186,7 @@ class _DocumentPart:
             heading = tag(
                 "summary",
                 f"tokens {stride.first:,} to {stride.end - 1:,}: ",
-                tag("span", f"{_signed(selection.gain_per_token, 3)} bits per token", class_=_side(selection.gain)),
+                tag("span", f"{signed(selection.gain_per_token, 3)} bits per token", class_=_side(selection.gain)),
                 f", {len(selection.ends)} spans" + (" (the largest gain)" if selection is best else ""),
             )
             blocks.append(
@@ -209,8 +210,8 @@ class _DocumentPart:
             self._span(
                 end,
                 "worth ",
-                tag("span", f"{_signed(float(gain), 2)} nats", class_=_side(gain)),
-                f" · its score is {_signed(float(predicted), 2)} · tokens {end - self._config.span_length:,} to "
+                tag("span", f"{signed(float(gain), 2)} nats", class_=_side(gain)),
+                f" · its score is {signed(float(predicted), 2)} · tokens {end - self._config.span_length:,} to "
                 f"{end - 1:,}, {selection.stride.first - end:,} before the first that is predicted",
             )
             for end, predicted, gain in zip(selection.ends.tolist(), selection.predicted, selection.gains, strict=True)
@@ -256,9 +257,9 @@ def term_tables(terms: Sequence[Term], most: int) -> list[Element]:
             (
                 term.text,
                 f"{term.num_windows:,}",
-                _signed(term.gain_per_token, 4),
+                signed(term.gain_per_token, 4),
                 f"{term.num_predicted:,}",
-                _signed(term.own_gain, 2),
+                signed(term.own_gain, 2),
             )
             for term in chosen
         ]
@@ -269,10 +270,6 @@ def term_tables(terms: Sequence[Term], most: int) -> list[Element]:
 
 def _side(gain: float) -> str:
     return "first" if gain > 0 else "other"
-
-
-def _signed(value: float, digits: int) -> str:
-    return f"{value:+,.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def _summary(history: ReadHistory, terms: Sequence[Term]) -> dict[str, Any]:

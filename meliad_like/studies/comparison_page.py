@@ -25,7 +25,7 @@ from meliad_like.studies.page import (
 )
 from meliad_like.studies.readings import Chosen, Reading, changed_settings, write_summary
 from meliad_like.studies.text_view import pack, text_view
-from meliad_like.tables import Table, number
+from meliad_like.tables import Table, signed
 
 SHOWN = 10  # of the top units, before one asks for more
 
@@ -126,7 +126,7 @@ def _lead(
             tag("span", first.label, class_="first"),
             f" pays {first.bits_per_token:.4f} bits per token, ",
             tag("span", other.label, class_="other"),
-            f" {other.bits_per_token:.4f}: a gain of {_signed(gain, 4)}. The first predicts {better:.0%} of the "
+            f" {other.bits_per_token:.4f}: a gain of {signed(gain, 4)}. The first predicts {better:.0%} of the "
             f"{settings.unit}s better and {worse:.0%} worse (by more than 0.005 bits).",
         ),
         tag("p", f"{chosen.title}; {first.num_targets:,} predicted tokens.", class_="about"),
@@ -166,10 +166,6 @@ def _document_part(
     return document_part(document.index, figure(spread), figure(total), *lists)
 
 
-def _signed(value: float, digits: int) -> str:
-    return number(value, f"+,.{digits}f").replace("-", "\N{MINUS SIGN}")
-
-
 def _places(excerpts: pd.DataFrame) -> list[Element]:
     items = [_item(excerpt) for excerpt in excerpts.itertuples()]
     if not items:
@@ -185,7 +181,7 @@ def _item(excerpt: Any) -> Element:
     seen = f"the same {excerpt.distance:,} tokens before, " if excerpt.distance else ""
     facts = tag(
         "div",
-        f"{_signed(excerpt.gain, 2)} bits: ",
+        f"{signed(excerpt.gain, 2)} bits: ",
         tag("span", f"{excerpt.first_bits:.2f}", class_="first"),
         " instead of ",
         tag("span", f"{excerpt.other_bits:.2f}", class_="other"),
@@ -253,8 +249,8 @@ def _group_table(
             "": found.index.map(names).astype(str),
             f"{unit}s": found["units"],
             "share": found["units"] / found["units"].sum(),
-            "gain, bits": [_signed(gain, 1) for gain in found["gain_bits"]],
-            f"per {unit}": [_signed(mean, 4) for mean in found["gain_bits"] / found["units"]],
+            "gain, bits": [signed(gain, 1) for gain in found["gain_bits"]],
+            f"per {unit}": [signed(mean, 4) for mean in found["gain_bits"] / found["units"]],
             f"of the top {len(top):,}": top[by].value_counts().reindex(found.index),
         }
     )
@@ -268,7 +264,7 @@ def _document_table(documents: list[ReadDocument]) -> Element:
     for document in documents:
         targets = max(len(document.tokens) - 1, 1)
         first, other = document.first.sum() / targets, document.other.sum() / targets
-        rows.append((document.name, f"{targets:,}", f"{first:.4f}", f"{other:.4f}", _signed(other - first, 4)))
+        rows.append((document.name, f"{targets:,}", f"{first:.4f}", f"{other:.4f}", signed(other - first, 4)))
     header = ("document", "tokens", "first", "other", "gain")
     return section("By document", table(header, rows, "Bits per token."))
 
