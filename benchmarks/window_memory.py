@@ -16,8 +16,8 @@ from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.training.optimizers import make_optimizer
-from meliad_like.training.schedules import make_schedule
+from meliad_like.optimization.optimizers import make_optimizer
+from meliad_like.optimization.schedules import make_schedule
 from meliad_like.training.state import init_state
 from meliad_like.training.step import make_train_step
 

@@ -268,8 +268,8 @@ def test_what_a_run_can_not_go_on_with(tmp_path, binding, message):
     [
         # The rates of earlier steps were those of a run of another length.
         (
-            ["ScheduleConfig.name = 'cosine'", "TrainingConfig.num_steps = 1000"],
-            ["ScheduleConfig.name = 'cosine'", "TrainingConfig.num_steps = 2000"],
+            ["RunConfig.schedule = 'cosine'", "TrainingConfig.num_steps = 1000"],
+            ["RunConfig.schedule = 'cosine'", "TrainingConfig.num_steps = 2000"],
             "training.num_steps is 1000 there, 2000 here",
         ),
         # Steps that were skipped would have stopped the run.
@@ -293,7 +293,7 @@ def test_what_a_run_can_not_resume_with_depends_on_the_rest(tmp_path, before, af
 
 
 def test_the_number_of_steps_may_change_where_the_schedule_has_a_length_of_its_own(tmp_path):
-    params = ["ScheduleConfig.name = 'cosine'", "ScheduleConfig.max_scheduled_steps = 1000"]
+    params = ["RunConfig.schedule = 'cosine'", "CosineSchedule.max_scheduled_steps = 1000"]
     config.save(config.parse(gin_params=params), tmp_path)
     config.save(config.parse(gin_params=[*params, "TrainingConfig.num_steps = 2000"]), tmp_path)
 

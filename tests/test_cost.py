@@ -10,11 +10,11 @@ from tiny_run import mesh_of_the_first_devices, parse
 
 from meliad_like import config
 from meliad_like.models.model import Model
+from meliad_like.optimization.optimizers import make_optimizer
+from meliad_like.optimization.schedules import make_schedule
 from meliad_like.run.training import train
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.optimizers import make_optimizer
 from meliad_like.training.program import abstract_batch
-from meliad_like.training.schedules import make_schedule
 from meliad_like.training.state import init_state
 from meliad_like.training.step import make_train_step
 

@@ -79,7 +79,7 @@ def test_a_run_is_done_once_and_goes_on_from_where_it_was(bindings, tmp_path, mo
 
     def job(num_steps: int, *more: str):
         # A cosine would depend on the number of steps, and could not be resumed with another one.
-        schedule = "ScheduleConfig.name = 'inverse_square_root'"
+        schedule = "RunConfig.schedule = 'inverse_square_root'"
         params = (*bindings, schedule, f"TrainingConfig.num_steps = {num_steps}", *more)
         made = experiment(tmp_path, gin_params=params, split="validation")
         return made.job(made.table.row("slide_12l"), seed=1)

@@ -11,6 +11,7 @@ from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
+from meliad_like.config.stages import stages_of
 from meliad_like.data.subset import beginnings
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import draw
@@ -18,7 +19,6 @@ from meliad_like.experiments.results import gather
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import in_shares
 from meliad_like.experiments.tables import SUBJECTS
-from meliad_like.training.stages import stages_of
 
 TABLE = SUBJECTS["shortformer"]
 EPOCH = 1401

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meliad_like.config.training import TrainingConfig
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
 from meliad_like.layers.attention import attend, ring_distance, unit
@@ -16,9 +17,8 @@ from meliad_like.layers.positions import T5Bias, t5_bucket
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.decoder_layer import LayerCarry
 from meliad_like.models.model import Model
-from meliad_like.training.config import TrainingConfig
-from meliad_like.training.optimizers import OptimizerConfig, make_optimizer
-from meliad_like.training.schedules import ScheduleConfig, make_schedule
+from meliad_like.optimization.optimizers import Adafactor, make_optimizer
+from meliad_like.optimization.schedules import CosineSchedule, make_schedule
 from meliad_like.training.state import init_state
 from meliad_like.training.step import make_train_step
 
@@ -182,8 +182,8 @@ def test_language_model_over_segments(name):
 @pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])
 def test_eight_training_steps(name):
     arrays, model, params = language_model(name)
-    schedule = make_schedule(ScheduleConfig(warmup_steps=4), 20)
-    optimizer = make_optimizer(OptimizerConfig(), schedule)
+    schedule = make_schedule(CosineSchedule(warmup_steps=4), 20)
+    optimizer = make_optimizer(Adafactor(), schedule)
     state = init_state(model, optimizer, 2, jax.random.key(0))._replace(
         params=params, optimizer_state=optimizer.init(params)
     )

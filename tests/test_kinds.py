@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from meliad_like import config
 from meliad_like.config import construction, saved, search
 from meliad_like.config.bindings import Binding
 from meliad_like.errors import UserError
+from meliad_like.optimization.schedules import ConstantSchedule
 from meliad_like.registry import Registry, fingerprint, kind_field, resumable, to_plain
 
 MEMORIES, NETWORKS = Registry("memory"), Registry("network")
@@ -86,16 +88,16 @@ def test_a_kind_is_chosen_by_its_name_and_bound_by_its_class():
 
 
 def test_kinds_are_added_by_binding_one_of_their_fields():
-    config = build(base=["Lookup.size = 128"], file=["States.layers = [1]", "Gate.bias = 0"])
-    assert config.network.memories == (Window(), States((1,), gate=Gate(0.0)))
+    made = build(base=["Lookup.size = 128"], file=["States.layers = [1]", "Gate.bias = 0"])
+    assert made.network.memories == (Window(), States((1,), gate=Gate(0.0)))
     # The default's first, then by name; what base.gin says is a default and adds nothing.
-    config = build(base=["Lookup.size = 128"], file=["States.number = 1", "Lookup.layers = (2,)"])
-    assert config.network.memories == (Window(), Lookup((2,), 128), States(number=1))
+    made = build(base=["Lookup.size = 128"], file=["States.number = 1", "Lookup.layers = (2,)"])
+    assert made.network.memories == (Window(), Lookup((2,), 128), States(number=1))
 
 
 def test_kinds_are_chosen_by_a_list_of_names():
-    config = build(file=["Stack.memories = ['states']", "Lookup.size = 1"])
-    assert config.network.memories == (States(), Lookup(size=1))
+    made = build(file=["Stack.memories = ['states']", "Lookup.size = 1"])
+    assert made.network.memories == (States(), Lookup(size=1))
 
 
 def test_a_field_is_bound_by_a_base_class_for_all_kinds_that_have_it():
@@ -136,6 +138,19 @@ def test_a_binding_that_nothing_reads_is_an_error(file, expected):
     assert expected in message(file=file)
 
 
+def test_a_parameter_that_chooses_another_kind_replaces_what_a_file_binds_of_the_first(tmp_path):
+    (tmp_path / "mine.gin").write_text("RunConfig.schedule = 'linear'\nLinearSchedule.max_rate = 0.5\n")
+    file = [str(tmp_path / "mine.gin")]
+    constant = "RunConfig.schedule = 'constant'"
+    assert config.parse(file, [constant]).schedule == ConstantSchedule()
+    with pytest.raises(UserError, match="nothing reads LinearSchedule.min_rate: RunConfig.schedule is 'constant'"):
+        config.parse(file, [constant, "LinearSchedule.min_rate = 0.1"])
+    # Nothing in this file has chosen the kind.
+    (tmp_path / "other.gin").write_text("LinearSchedule.max_rate = 0.5\n")
+    with pytest.raises(UserError, match="other.gin:1: nothing reads LinearSchedule.max_rate"):
+        config.parse([str(tmp_path / "other.gin")], [constant])
+
+
 def test_bindings_of_base_for_other_kinds_are_defaults():
     assert build(base=["Table.rows = 5", "Gate.bias = 0.0"]) == Root()
     assert build(base=["Table.rows = 5"], file=["Root.network = 'table'"]) == Root(Table(rows=5))
@@ -150,11 +165,11 @@ def test_a_config_is_changed_by_bindings():
 
 
 def test_what_is_saved_is_read_back():
-    config = Root(Stack(5, (States((1,), gate=Gate(2.0)), Window(3))), 7)
-    plain = to_plain(config)
+    made = Root(Stack(5, (States((1,), gate=Gate(2.0)), Window(3))), 7)
+    plain = to_plain(made)
     assert plain["network"]["memories"][0] == {"kind": "states", "layers": (1,), "number": 4, "gate": {"bias": 2.0}}
-    assert saved.from_plain(Root, plain) == config
-    assert construction.build(construction.to_bindings(config), Root) == (config,)
+    assert saved.from_plain(Root, plain) == made
+    assert construction.build(construction.to_bindings(made), Root) == (made,)
     del plain["network"]["memories"][0]["gate"]
     assert saved.from_plain(Root, plain).network.memories[0].gate == Gate()
 

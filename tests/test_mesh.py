@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from meliad_like import mesh as mesh_lib
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.training.optimizers import OptimizerConfig, make_optimizer
+from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, make_optimizer
 
 AXES = {
     "embedding": ("vocabulary", "model"),
@@ -37,7 +37,8 @@ def make_params(seed: int):
 
 
 def optimizer_of(name: str):
-    return make_optimizer(OptimizerConfig(name=name, adafactor_size=8), lambda step: jnp.float32(0.01))
+    config = Adafactor(factored_size=8) if name == "adafactor" else OPTIMIZERS[name]()
+    return make_optimizer(config, lambda step: jnp.float32(0.01))
 
 
 def two_updates(optimizer, params, state):

@@ -4,10 +4,10 @@ import pytest
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
+from meliad_like.config.stages import stages_of
 from meliad_like.data.readers import READERS
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
-from meliad_like.training.stages import stages_of
 
 FILES = [name for name in shipped_files() if name.startswith("shortformer/")]
 EPOCH = 1401

@@ -11,13 +11,13 @@ import tiny_run
 from tiny_run import assert_same_bits, mesh_of_the_first_devices, parse, read_metrics, run_and_act
 
 from meliad_like import config
+from meliad_like.config.stages import stages_of
 from meliad_like.errors import UserError
 from meliad_like.run.setup import set_up
 from meliad_like.run.training import train
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.program import Program
-from meliad_like.training.stages import stages_of
 from meliad_like.training.step import make_train_step
 
 # Segments of 16, 32 and at last 64 tokens, in windows of 8, 16 and 16: 32, 16 and 8 lanes.
@@ -48,7 +48,7 @@ SHORTFORMER = (
     "StagesConfig.cache_length = (16,)",
     "ReaderConfig.segment_length = 32",
     "RunConfig.data = 'stream'",
-    "OptimizerConfig.name = 'nag'",
+    "RunConfig.optimizer = 'nag'",
     "OptimizerConfig.clip_norm = 0.1",
     "TrainingConfig.num_steps = 6",
     "TrainingConfig.checkpoint_every = 1",
@@ -64,7 +64,8 @@ def _one_device(monkeypatch):
 
 @pytest.fixture(scope="module")
 def bindings(tmp_path_factory):
-    return tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
+    made = tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
+    return [binding for binding in made if not binding.startswith("Adafactor.")]
 
 
 @pytest.fixture(scope="module")

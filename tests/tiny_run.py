@@ -38,7 +38,7 @@ def make_bindings(folder: Path) -> list[str]:
         "VocabularyConfig.size_multiple = 8",
         "ReaderConfig.tokens_per_step = 512",
         # Second moments in factors, as those of a large model.
-        "OptimizerConfig.adafactor_size = 16",
+        "Adafactor.factored_size = 16",
         "ScheduleConfig.warmup_steps = 5",
         "TrainingConfig.log_every = 1",
     ]

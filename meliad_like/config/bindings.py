@@ -7,7 +7,7 @@ binding nobody consumes is silently dropped; both have trained the wrong model b
 import io
 import tokenize
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from etils import epath
@@ -23,6 +23,10 @@ class Binding:
 
     value: Any
     origin: str
+    replaced: "Binding | None" = None
+    """What a file says of the same name, where a parameter (or the file that includes it) says something else."""
+    optional: bool = False
+    """Whether it does not matter that nothing reads it, as of the bindings of base.gin."""
 
     @property
     def of_base(self) -> bool:
@@ -82,11 +86,11 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     paths = {name: search.find(name) for name in gin_files}
     others = {name: path for name, path in paths.items() if path.resolve() != base_path.resolve()}
     files = _merge([_read_file(path, name, settled) for name, path in others.items()], settled)
-    bindings = base | files | parameters
+    bindings = override(override(base, files), parameters)
 
     read: set[str] = set()
     resolved = {
-        key: Binding(_resolve(binding.value, bindings, read, binding.origin), binding.origin)
+        key: replace(binding, value=_resolve(binding.value, bindings, read, binding.origin))
         for key, binding in bindings.items()
         if "." in key
     }
@@ -98,6 +102,13 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
             hint = "" if name in base else search.nearest(name, known)
             raise UserError(f"{binding.origin}: nothing reads {name}{hint}")
     return resolved
+
+
+def override(lower: Bindings, upper: Bindings) -> Bindings:
+    """Both; where they bind the same name, the upper binding, which remembers the lower one."""
+    return lower | {
+        key: replace(binding, replaced=lower[key]) if key in lower else binding for key, binding in upper.items()
+    }
 
 
 def _read_file(path: epath.Path, name: str, settled: Set[str], including: tuple[str, ...] = ()) -> Bindings:
@@ -113,7 +124,7 @@ def _read_file(path: epath.Path, name: str, settled: Set[str], including: tuple[
         raise UserError(f"{name} is not UTF-8: {error}") from None
     own, includes = _read_text(text, name, settled)
     inner = [_read_file(search.find(include), include, settled, (*including, name)) for include in includes]
-    return _merge(inner, settled) | own
+    return override(_merge(inner, settled), own)
 
 
 def _read_text(text: str, name: str, settled: Set[str]) -> tuple[Bindings, list[str]]:

@@ -132,7 +132,7 @@ class _Builder:
           UserError: nothing has read a binding that is not one of base.gin.
         """
         for key, binding in self._bindings.items():
-            if key in self._read or binding.of_base:
+            if key in self._read or binding.of_base or binding.optional:
                 continue
             class_name, _, parameter = key.rpartition(".")
             if class_name in self._built:
@@ -145,9 +145,20 @@ class _Builder:
                 known = [*self._built, *others]
                 raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}")
             choice_key, name = others[class_name]
+            if self._was_replaced(choice_key, name, binding):
+                continue
             names, origin = self._choices[choice_key]
             chosen = repr(names[0]) if len(names) == 1 else names
             raise UserError(f"{binding.origin}: nothing reads {key}: {choice_key} is {chosen} ({origin}), not {name!r}")
+
+    def _was_replaced(self, choice_key: str, name: str, binding: Binding) -> bool:
+        """Whether a kind was chosen beside this binding, and something of higher precedence has chosen another one."""
+        choice = self._bindings.get(choice_key)
+        while choice is not None and choice.replaced is not None:
+            choice = choice.replaced
+            if choice.value == name and binding.rank >= choice.rank:
+                return True
+        return False
 
     def _others(self, roots: Sequence[Any]) -> Iterator[tuple[str, tuple[str, str]]]:
         """Names of the classes that were not built, each with the field and the kind that would have built it."""

@@ -6,6 +6,8 @@ from typing import Any
 
 from meliad_like.config import construction
 from meliad_like.config.bindings import Bindings, collect
+from meliad_like.config.stages import StagesConfig, stages_of
+from meliad_like.config.training import TrainingConfig
 from meliad_like.data.documents import SourceConfig
 from meliad_like.data.readers import READERS, LanesReaderConfig, ReaderConfig
 from meliad_like.data.vocabulary import VocabularyConfig
@@ -13,11 +15,9 @@ from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import FAMILIES, ModelConfig
+from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, OptimizerConfig
+from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
 from meliad_like.registry import Registry, kind_field
-from meliad_like.training.config import TrainingConfig
-from meliad_like.training.optimizers import OptimizerConfig
-from meliad_like.training.schedules import ScheduleConfig
-from meliad_like.training.stages import StagesConfig, stages_of
 
 MODELS = Registry("model")
 for _name, _family in FAMILIES.items():
@@ -36,9 +36,9 @@ class RunConfig:
     """How text becomes tokens."""
     data: ReaderConfig = kind_field(READERS, LanesReaderConfig)
     """How documents become batches."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = kind_field(OPTIMIZERS, Adafactor)
     """What turns gradients into updates."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig = kind_field(SCHEDULES, CosineSchedule)
     """The learning rate of each step."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """The loop: number of steps, seed, what happens how often."""

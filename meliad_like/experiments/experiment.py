@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meliad_like.config import RunConfig, with_changes
+from meliad_like.config.stages import stages_of
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import STORE_NAME
 from meliad_like.experiments import report
@@ -28,7 +29,6 @@ from meliad_like.experiments.tables import Row, Table
 from meliad_like.mesh import make_mesh
 from meliad_like.resumable import write_json
 from meliad_like.run.setup import vocabulary_size
-from meliad_like.training.stages import stages_of
 
 STEP_TIME = "step_time"
 Workers = dict[str, tuple[str, Path]]

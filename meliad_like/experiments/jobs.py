@@ -19,6 +19,7 @@ import numpy as np
 
 from meliad_like import config
 from meliad_like.config import RunConfig
+from meliad_like.config.stages import stages_of
 from meliad_like.data.readers import label
 from meliad_like.data.subset import beginnings
 from meliad_like.data.token_store import TokenStore
@@ -32,7 +33,6 @@ from meliad_like.run.opening import open_checkpoint
 from meliad_like.run.training import train
 from meliad_like.training import preemption
 from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
-from meliad_like.training.stages import stages_of
 
 RESULT_NAME = "result.json"
 LOG_NAME = "log.txt"

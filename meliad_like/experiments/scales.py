@@ -89,8 +89,8 @@ SCALES = {
         bindings={
             "DecoderConfig.dropout_rate": 0.0,
             "ReaderConfig.tokens_per_step": 2048,
-            "ScheduleConfig.name": "cosine",
-            "ScheduleConfig.max_rate": 0.05,
+            "RunConfig.schedule": "cosine",
+            "CosineSchedule.max_rate": 0.05,
             "ScheduleConfig.multiplier": 1.0,
             "ScheduleConfig.warmup_steps": 50,
             "TrainingConfig.num_steps": 800,
@@ -105,8 +105,8 @@ SCALES = {
         divisor=4,
         bindings={
             "ReaderConfig.tokens_per_step": 8192,
-            "ScheduleConfig.name": "cosine",
-            "ScheduleConfig.max_rate": 0.02,
+            "RunConfig.schedule": "cosine",
+            "CosineSchedule.max_rate": 0.02,
             "ScheduleConfig.multiplier": 1.0,
             "ScheduleConfig.warmup_steps": 200,
             "TrainingConfig.num_steps": 5000,
@@ -168,7 +168,7 @@ def configure(
 def _changed(bindings: Bindings, values: Mapping[str, Any], origin: str) -> Bindings:
     """These values as bindings, without those that flags have set."""
     return {
-        key: Binding(value, origin)
+        key: Binding(value, origin, replaced=bindings.get(key), optional=True)
         for key, value in values.items()
         if key not in bindings or not bindings[key].origin.startswith("--")
     }

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
+from meliad_like.config.stages import Stage, stages_of
 from meliad_like.data.readers import Reader, ReaderInputs
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import make_vocabulary
@@ -22,7 +23,6 @@ from meliad_like.resumable import check_same
 from meliad_like.run.opening import checkpoint_metadata, open_checkpoint
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.program import Program, make_program
-from meliad_like.training.stages import Stage, stages_of
 from meliad_like.training.state import TrainState
 
 

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 
 from meliad_like import config as configuration
 from meliad_like.config import RunConfig
+from meliad_like.config.stages import stages_of
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import leaks_the_future
 from meliad_like.errors import UserError
@@ -27,7 +28,6 @@ from meliad_like.training.ownership import Ownership
 from meliad_like.training.preemption import EXIT_STATUS, Preemption
 from meliad_like.training.profiling import Profiler
 from meliad_like.training.reporting import Reporter, bytes_per_target
-from meliad_like.training.stages import stages_of
 from meliad_like.training.state import TrainState
 from meliad_like.training.step import StepMetrics
 

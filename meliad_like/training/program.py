@@ -21,8 +21,8 @@ from meliad_like.mesh import (
 )
 from meliad_like.models.families import check_sequence
 from meliad_like.models.model import Model
-from meliad_like.training.optimizers import at_rates, make_optimizer
-from meliad_like.training.schedules import make_schedule
+from meliad_like.optimization.optimizers import at_rates, make_optimizer
+from meliad_like.optimization.schedules import make_schedule
 from meliad_like.training.state import TrainState, init_state
 from meliad_like.training.step import make_train_step
 

@@ -11,10 +11,10 @@ from meliad_like.config import RunConfig
 from meliad_like.data.loading import BatchIterator
 from meliad_like.data.readers import ReaderConfig, label
 from meliad_like.data.token_store import Totals
+from meliad_like.optimization.optimizers import applied_rate
+from meliad_like.optimization.schedules import make_schedule
 from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.optimizers import applied_rate
-from meliad_like.training.schedules import make_schedule
 from meliad_like.training.step import StepMetrics
 
 

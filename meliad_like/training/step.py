@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from meliad_like.config.training import TrainingConfig
 from meliad_like.data.batch import Batch
 from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
-from meliad_like.training.config import TrainingConfig
 from meliad_like.training.state import TrainState
 
 

@@ -59,8 +59,7 @@ SCALES = {
             "PretrainedConfig.dropout_rate": 0.0,
             # One gradient of 20 times the usual norm would make Adam's steps small for the rest of so short a run.
             "OptimizerConfig.clip_norm": 1.0,
-            "ScheduleConfig.max_rate": 1e-4,
-            "ScheduleConfig.min_rate": 1e-4,
+            "ConstantSchedule.rate": 1e-4,
             "ScheduleConfig.warmup_steps": 10,
             "TrainingConfig.log_every": 5,
             # In so few steps the last parameters are the best ones.

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from meliad_like.config.training import TrainingConfig
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import label
 from meliad_like.data.vocabulary import Vocabulary
@@ -34,13 +35,12 @@ from meliad_like.history.selectors.pairs import (
 )
 from meliad_like.history.selectors.vectors import encode_places, moments
 from meliad_like.mesh import lane_sharding
+from meliad_like.optimization.optimizers import leave_fixed
 from meliad_like.resumable import check_same, write_json
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.training.checkpoints import Checkpoints, keep_best
-from meliad_like.training.config import TrainingConfig
 from meliad_like.training.loop import Hook, Loop
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.optimizers import leave_fixed
 from meliad_like.training.preemption import EXIT_STATUS, Preemption
 from meliad_like.training.profiling import Profiler
 from meliad_like.training.program import Program, lay_out

@@ -18,53 +18,107 @@ import optax
 from jaxtyping import Array, Int
 
 from meliad_like.errors import UserError
+from meliad_like.registry import Registry
 from meliad_like.validation import check_not_negative, check_shares
 
-DEFAULT_BASE_RATE = {"adafactor": 1.0, "adam": 0.05, "nag": 1.0}
-DEFAULT_WEIGHT_DECAY = {"adafactor": 0.0, "adam": 1e-4, "nag": 0.0}
+OPTIMIZERS = Registry("optimizer")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Which optimizer, and its settings. The defaults are the reference's."""
+    """The fields that all optimizers have. The defaults are the reference's."""
 
-    name: str = "adafactor"
-    """adafactor, adam, or nag (Nesterov's accelerated gradient)."""
-    base_rate: float | None = None
-    """Factor on the schedule's learning rate. None: 1 for adafactor (whose steps are also scaled by each parameter's
-    own size) and for nag, 0.05 for adam."""
-    momentum: float = 0.9
-    """Adafactor: average of the scaled updates, 0 for none (and no memory for it). Adam: its first decay. NAG: the
-    momentum."""
-    adafactor_decay: float = 0.8
-    """Adafactor: after t updates the second moment's decay is 1 - t ** -adafactor_decay."""
-    adafactor_size: int = 128
-    """Adafactor: a parameter's second moment is kept as two vectors when its two largest dimensions reach this."""
-    adam_second_decay: float = 0.98
-    """Adam: decay of the second moment."""
-    weight_decay: float | None = None
-    """Share of a parameter removed by a step: for adam (AdamW) and nag times the learning rate, for adafactor as it is.
-    Parameters with fewer than two dimensions (norms and biases) keep all. None: 0 for adafactor and nag, 1e-4 for
-    adam."""
+    base_rate: float = 1.0
+    """Factor on the schedule's learning rate."""
+    weight_decay: float = 0.0
+    """Share of a parameter removed by a step, times the learning rate. Parameters with fewer than two dimensions (norms
+    and biases) keep all."""
     clip_norm: float | None = None
     """Largest norm of the whole gradient (of the loss per position); None: no clipping."""
 
     def __post_init__(self):
-        if self.name not in DEFAULT_BASE_RATE:
-            raise UserError(f"OptimizerConfig.name={self.name!r} is none of {', '.join(DEFAULT_BASE_RATE)}")
-        check_shares(self, ("momentum", "adam_second_decay"))
-        check_not_negative(self, ("adafactor_decay",))
         for field in ("base_rate", "clip_norm"):
             if getattr(self, field) is not None and getattr(self, field) <= 0:
                 raise UserError(f"{field}={getattr(self, field)} must be positive")
-        if self.weight_decay is not None and self.weight_decay < 0:
+        if self.weight_decay < 0:
             raise UserError(f"weight_decay={self.weight_decay} must not be negative")
+
+    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        """The optimizer at this learning rate, without clipping."""
+        raise NotImplementedError
+
+
+@OPTIMIZERS.register("adafactor")
+@dataclass(frozen=True)
+class Adafactor(OptimizerConfig):
+    """Adafactor, whose steps are also scaled by each parameter's own size. Weight decay is not scaled by the rate."""
+
+    momentum: float = 0.9
+    """Average of the scaled updates; 0: none, and no memory for it."""
+    decay: float = 0.8
+    """After t updates the second moment's decay is 1 - t ** -decay."""
+    factored_size: int = 128
+    """A parameter's second moment is kept as two vectors when its two largest dimensions reach this."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_shares(self, ("momentum",))
+        check_not_negative(self, ("decay",))
+
+    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        return optax.adafactor(
+            rate,
+            min_dim_size_to_factor=self.factored_size,
+            decay_rate=self.decay,
+            multiply_by_parameter_scale=True,
+            clipping_threshold=1.0,
+            momentum=self.momentum or None,
+            weight_decay_rate=self.weight_decay or None,
+            weight_decay_mask=decayed,
+            eps=1e-30,
+        )
+
+
+@OPTIMIZERS.register("adam")
+@dataclass(frozen=True)
+class Adam(OptimizerConfig):
+    """AdamW."""
+
+    base_rate: float = 0.05
+    weight_decay: float = 1e-4
+    first_decay: float = 0.9
+    """Decay of the first moment."""
+    second_decay: float = 0.98
+    """Decay of the second moment."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_shares(self, ("first_decay", "second_decay"))
+
+    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        return optax.adamw(
+            rate, b1=self.first_decay, b2=self.second_decay, weight_decay=self.weight_decay, mask=decayed
+        )
+
+
+@OPTIMIZERS.register("nag")
+@dataclass(frozen=True)
+class Nesterov(OptimizerConfig):
+    """Nesterov's accelerated gradient, as fairseq has it."""
+
+    momentum: float = 0.9
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_shares(self, ("momentum",))
+
+    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        return nesterov(rate, self.momentum, self.weight_decay)
 
 
 def applied_rate(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Schedule:
     """The learning rate that the optimizer applies at a step, for the optimizer and for the logs."""
-    base_rate = DEFAULT_BASE_RATE[config.name] if config.base_rate is None else config.base_rate
-    return lambda step: base_rate * schedule(step)
+    return lambda step: config.base_rate * schedule(step)
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -72,26 +126,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
 
     The first update uses the schedule's rate of step 0, which with a warmup is 0.
     """
-    rate = applied_rate(config, schedule)
-    weight_decay = DEFAULT_WEIGHT_DECAY[config.name] if config.weight_decay is None else config.weight_decay
-    if config.name == "adafactor":
-        optimizer = optax.adafactor(
-            rate,
-            min_dim_size_to_factor=config.adafactor_size,
-            decay_rate=config.adafactor_decay,
-            multiply_by_parameter_scale=True,
-            clipping_threshold=1.0,
-            momentum=config.momentum or None,
-            weight_decay_rate=weight_decay or None,
-            weight_decay_mask=decayed,
-            eps=1e-30,
-        )
-    elif config.name == "nag":
-        optimizer = nesterov(rate, config.momentum, weight_decay)
-    else:
-        optimizer = optax.adamw(
-            rate, b1=config.momentum, b2=config.adam_second_decay, weight_decay=weight_decay, mask=decayed
-        )
+    optimizer = config.transformation(applied_rate(config, schedule))
     if config.clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
