@@ -14,7 +14,7 @@ from meliad_like.experiments.step_time import random_batch
 from meliad_like.experiments.tables import TABLES
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.optimization.schedules import CosineSchedule
+from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule
 from meliad_like.training.program import make_program
 
 ROWS = {row.file: row for table in TABLES.values() for row in table.rows}
@@ -58,7 +58,7 @@ def test_the_scaling_study_alone_has_a_cosine():
         row.file for row in TABLES["table4"].rows
     }
     assert {(s.max_rate, s.min_rate) for s in schedules.values() if isinstance(s, CosineSchedule)} == {(0.01, 0.001)}
-    assert {s.name for s in schedules.values()} == {"cosine", "inverse_square_root"}
+    assert {SCHEDULES.name_of(s) for s in schedules.values()} == {"cosine", "inverse_square_root"}
 
 
 @pytest.mark.parametrize("window", [128, 256, 512])
