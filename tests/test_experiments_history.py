@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
 
@@ -13,16 +12,14 @@ import tiny_run
 from history_runs import BINDINGS, make_place
 
 from meliad_like import config
-from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
 from meliad_like.experiments import ancient_history, history_report
 from meliad_like.experiments.ancient_history import HistoryExperiment
 from meliad_like.experiments.tables.ancient_history import ALWAYS, PAPER, ROWS, SCALES, rows_of
-from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
+from meliad_like.history.losses import TargetLosses
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
-from meliad_like.run.opening import saved_config
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +72,6 @@ def experiment(place, **changes):
     return made, scale
 
 
-def changed_model(request):
-    """Which fields of the checkpoint's model a request changes."""
-    saved = saved_config(request.checkpoint)
-    changed, _ = request.changes(saved, HistorySettings())
-    return {path: new for path, (_, new) in config.differences(saved, changed).items() if path.startswith("model.")}
-
-
 def test_the_table_is_made_once(tmp_path, monkeypatch):
     place = make_place(tmp_path)
     monkeypatch.setattr(ancient_history, "fields_of", lambda folder: {})
@@ -90,7 +80,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: list(ROWS))
     assert made.make() == 0
     text = made.report()
-    header, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    header, _, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     rows = {line[0]: dict(zip(header, line)) for line in lines}
     assert list(rows) == [
         "original: the most recent text", "random spans", "the most recent spans", "overlap with the prefix",
@@ -109,59 +99,29 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     assert table["learned_selector_released_code"]["leaks_the_future"] == "True"
     assert (place / "table" / "ancient_history.png").stat().st_size > 10_000
 
-    def never(request, *_, **__):
-        raise AssertionError(f"it is done, with {changed_model(request)}")
+    def refuse(*_):
+        raise AssertionError("the model reads again")
 
+    before = (place / "table" / "evaluation" / "evaluation.json").read_text()
     with monkeypatch.context() as patch:
-        for module, name in ((commands, "score"), (commands, "train"), (commands, "evaluate_selections")):
-            patch.setattr(module, name, never)
+        patch.setattr(TargetLosses, "__call__", refuse)
         assert experiment(place)[0].make() == 0
-        with pytest.raises(AssertionError, match="it is done"):
+        assert (place / "table" / "evaluation" / "evaluation.json").read_text() == before
+        with pytest.raises(AssertionError, match="the model reads again"):
             experiment(place, split="train")[0].make()
-        rounded = dataclasses.replace(made, gin_params=(*made.gin_params, "PretrainedConfig.matmul_dtype = 'bfloat16'"))
-        with pytest.raises(AssertionError, match="'model.matmul_dtype': 'bfloat16'"):
-            rounded.make()
-        # Another selector in the place of one that was evaluated, although it is the best at the same step.
-        patch.setattr(HistoryExperiment, "_train", lambda self, row: 0)
-        faster = dataclasses.replace(made, gin_params=(*made.gin_params, "SelectorTrainingConfig.learning_rate = 1.0"))
-        with pytest.raises(AssertionError, match="it is done"):
-            faster.make()
+    # How the model computes is part of it, and decides the scores.
+    rounded = dataclasses.replace(made, gin_params=(*made.gin_params, "PretrainedConfig.matmul_dtype = 'bfloat16'"))
+    with pytest.raises(UserError, match="scores belongs to another config: maker is"):
+        rounded.make()
+    faster = dataclasses.replace(made, gin_params=(*made.gin_params, "SelectorTrainingConfig.learning_rate = 1.0"))
+    with pytest.raises(UserError, match="learned_selector belongs to another config: training.learning_rate is"):
+        faster.make()
 
     # Other rows of other documents take the place of what was evaluated, without being told to.
     monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: [row for row in ROWS if row.name in ALWAYS])
     assert experiment(place, split="train")[0].make() == 0
     saved = json.loads((place / "table" / "evaluation" / "evaluation.json").read_text())
     assert (saved["split"], [row["name"] for row in saved["selections"]]) == ("train", list(ALWAYS))
-
-
-def test_what_is_done_is_of_one_model_and_its_documents(tmp_path, monkeypatch):
-    place = make_place(tmp_path)
-    monkeypatch.setattr(ancient_history, "fields_of", lambda folder: {})
-    shutil.copytree(place / "model", place / "other")
-    scored, bound = [], []
-
-    def score(request, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        scored.append((request.checkpoint, request.store))
-        bound.append(changed_model(request))
-
-    monkeypatch.setattr(commands, "score", score)
-    made, _ = experiment(place)
-    made._score()
-    made._score()
-    assert len(scored) == 1
-    dataclasses.replace(made, load_dir=str(place / "other"))._score()
-    assert scored[1:] == [(str(place / "other"), str(place / "store"))]
-    (place / "documents" / "train" / "four.txt").write_text("Gomin met Arodan. " * 9)
-    run, _ = made.run()
-    prepare(run.source, run.vocabulary, place / "more", num_workers=1)
-    more = tuple(param.replace(str(place / "store"), str(place / "more")) for param in made.gin_params)
-    dataclasses.replace(made, load_dir=str(place / "other"), gin_params=more)._score()
-    assert scored[2:] == [(str(place / "other"), str(place / "more"))]
-    # What is said of how the model computes is heard, and is another reading.
-    rounded = "PretrainedConfig.activation_dtype = 'bfloat16'"
-    dataclasses.replace(made, gin_params=(*made.gin_params, rounded))._score()
-    assert bound == [{}, {}, {}, {"model.activation_dtype": "bfloat16"}]
 
 
 @pytest.mark.parametrize(("oracle", "end"), [(2.0, "the best ones +2.00: 50% of the way."), (1.0, "best ones +1.00.")])

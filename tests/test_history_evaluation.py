@@ -11,7 +11,7 @@ import pytest
 from meliad_like.errors import UserError
 from meliad_like.history import evaluation as evaluation_module
 from meliad_like.history import report
-from meliad_like.history.evaluation import BASELINE, Cost, Evaluation, Sums, evaluate, read_strides
+from meliad_like.history.evaluation import BASELINE, Cost, DocumentSums, Evaluation, evaluate, read_strides
 from meliad_like.history.losses import Sequence, TargetLosses
 from meliad_like.history.scoring import SpanGains
 from meliad_like.history.selection import Ranking, ScoreOracle
@@ -84,14 +84,14 @@ def plain_loop(windows, tokens, rank=None):
 
 def test_the_baseline_is_a_sliding_window(windows, evaluation):
     expected = [plain_loop(windows, tokens) for tokens in DOCUMENTS.all_tokens]
-    np.testing.assert_allclose(evaluation[BASELINE].nats, expected, rtol=1e-6)
+    np.testing.assert_allclose(evaluation.nats(BASELINE), expected, rtol=1e-6)
     assert evaluation.num_tokens.tolist() == [60, 0, 19, 45]
 
 
 def test_selections_fill_the_same_windows(windows):
-    (recent,) = evaluate(windows, DOCUMENTS, [Ranking("recent", CONFIG)], CONFIG, SEPARATOR).selections[1:]
+    found = evaluate(windows, DOCUMENTS, [Ranking("recent", CONFIG)], CONFIG, SEPARATOR)
     expected = [plain_loop(windows, tokens, rank=lambda i, index: index) for tokens in DOCUMENTS.all_tokens]
-    np.testing.assert_allclose(recent.nats, expected, rtol=1e-6)
+    np.testing.assert_allclose(found.nats("recent"), expected, rtol=1e-6)
 
 
 def test_the_most_recent_spans_are_among_all_candidates():
@@ -111,9 +111,9 @@ def no_losses(sequences):
 def test_the_score_oracle_is_better_than_chance_on_average(model, windows, evaluation):
     oracle = ScoreOracle(SpanGains(MODEL, *model, CONFIG, SEPARATOR, batch_size=8))
     found = evaluate(windows, Documents([100] * 6), [Ranking("random", CONFIG), oracle], CONFIG, SEPARATOR)
-    assert found["score_oracle"].nats.sum() < found["random"].nats.sum() - 10
-    assert found["score_oracle"].nats.sum() < found[BASELINE].nats.sum() - 10
-    assert (evaluation["score_oracle"].leaks_the_future, evaluation["random"].leaks_the_future) == (True, False)
+    assert found.nats("score_oracle").sum() < found.nats("random").sum() - 10
+    assert found.nats("score_oracle").sum() < found.nats(BASELINE).sum() - 10
+    assert evaluation.selections == {BASELINE: False, "random": False, "score_oracle": True}
 
 
 def test_of_single_spans_the_score_oracle_takes_the_best(model, windows):
@@ -136,8 +136,8 @@ def test_only_windows_that_select_differ(windows, evaluation):
     # Of document 2 one window reaches back to its beginning, and so all of it does.
     assert evaluation.num_tokens_where_selected.tolist() == [41, 0, 0, 26]
     for name in ("random", "score_oracle"):
-        different = evaluation[name].nats - evaluation[BASELINE].nats
-        where = evaluation[name].nats_where_selected - evaluation[BASELINE].nats_where_selected
+        different = evaluation.nats(name) - evaluation.nats(BASELINE)
+        where = evaluation.nats_where_selected(name) - evaluation.nats_where_selected(BASELINE)
         np.testing.assert_allclose(different, where, atol=1e-6)
         assert different[2] == 0 and abs(different[0]) > 1e-3
     for reading in read_strides(windows, DOCUMENTS, [Ranking("random", CONFIG)], CONFIG, SEPARATOR):
@@ -151,12 +151,12 @@ def test_the_released_codes_first_token(windows, evaluation):
     # A document of one token has nothing to take the mean of.
     assert released.num_tokens.tolist() == [61, 0, 20, 46]
     np.testing.assert_allclose(
-        released[BASELINE].nats - evaluation[BASELINE].nats, [first[0], 0, *first[1:]], rtol=1e-4
+        released.nats(BASELINE) - evaluation.nats(BASELINE), [first[0], 0, *first[1:]], rtol=1e-4
     )
 
 
 def test_costs(evaluation):
-    costs = {sums.name: report.costs(evaluation, sums) for sums in evaluation.selections}
+    costs = {name: evaluation.costs(name) for name in evaluation.selections}
     layer = 4 * 2 * 8 * 8 + 2 * 2 * 20 * 8 + 2 * 2 * 8 * 8
     # 16, 1, 5 and 12 strides; 124 tokens are predicted.
     assert costs[BASELINE]["model_flops"] == 34 * (20 * layer + 4 * 2 * 8 * 40) / 124
@@ -187,34 +187,41 @@ def test_compilation_is_no_cost_of_a_selection(monkeypatch):
 
 
 def of_nats(*nats_by_selection, tokens=(100, 200, 300)):
-    names = (BASELINE, "score_oracle", "random")
+    names = (BASELINE, "score_oracle", "random")[: len(nats_by_selection)]
+    rows = [
+        DocumentSums(
+            num_tokens=count,
+            num_tokens_where_selected=where,
+            nats=dict(zip(names, nats)),
+            nats_where_selected=dict(zip(names, np.array(nats) / 2)),
+            costs=dict.fromkeys(names, Cost(1.0, 2.0, 3)),
+            num_windows=3,
+            seconds=0.3,
+        )
+        for count, where, nats in zip(tokens, (50, 0, 100), zip(*nats_by_selection))
+    ]
     return Evaluation(
         config=CONFIG,
         names=("a", "b", "c"),
-        num_tokens=np.array(tokens),
-        num_tokens_where_selected=np.array([50, 0, 100]),
         num_words=np.array(tokens) // 2,
         num_bytes=4 * np.array(tokens),
-        selections=tuple(
-            Sums(name, name == "score_oracle", np.array(nats), np.array(nats) / 2, Cost(1.0, 2.0, 3))
-            for name, nats in zip(names, nats_by_selection)
-        ),
+        rows=rows,
+        selections={name: name == "score_oracle" for name in names},
         flops_per_window=10.0,
-        seconds_per_window=0.1,
     )
 
 
 def test_figures():
     evaluation = of_nats([300.0, 500.0, 1000.0], [270.0, 450.0, 900.0], [330.0, 550.0, 1100.0])
     bootstrap = report.Bootstrap(3)
-    figures = report.figures(evaluation, evaluation["score_oracle"], bootstrap)
+    figures = report.figures(evaluation, "score_oracle", bootstrap)
     assert figures["perplexity"].value == pytest.approx(math.exp(1620 / 600))
     assert figures["word_perplexity"].value == pytest.approx(math.exp(1620 / 300))
     assert figures["byte_perplexity"].value == pytest.approx(math.exp(1620 / 2400))
     assert figures["change"].value == pytest.approx(math.exp(-180 / 600) - 1)
     assert figures["perplexity_where_selected"].value == pytest.approx(math.exp(810 / 150))
     assert figures["share_of_oracle"].value == 1
-    assert report.figures(evaluation, evaluation["random"], bootstrap)["share_of_oracle"].value == -1
+    assert report.figures(evaluation, "random", bootstrap)["share_of_oracle"].value == -1
     for estimate in figures.values():
         assert estimate.low <= estimate.value <= estimate.high
 
@@ -237,7 +244,7 @@ def test_intervals_over_documents():
 def test_differences_are_paired():
     # Documents differ more than selections do.
     evaluation = of_nats([100.0, 500.0, 1500.0], [99.0, 498.0, 1497.0], [99.0, 498.0, 1497.0])
-    figures = report.figures(evaluation, evaluation["random"], report.Bootstrap(3))
+    figures = report.figures(evaluation, "random", report.Bootstrap(3))
     assert figures["change"].high < 0
     assert figures["perplexity"].high > figures["perplexity"].value * 1.2
 

@@ -219,8 +219,8 @@ def test_an_evaluation_with_the_reader_is_that_of_the_command(place):
     losses = TargetLosses(opened.model, params, single, length=24, max_targets=4, batch_size=4)
     separator = separator_token(run.data.history, store.vocabulary)
     evaluation = evaluate(losses, split, [Ranking("random", run.data.history)], run.data.history, separator)
-    np.testing.assert_allclose(nats, evaluation["random"].nats, rtol=1e-5)
-    assert abs(evaluation["random"].nats - evaluation["baseline"].nats).max() > 0.01
+    np.testing.assert_allclose(nats, evaluation.nats("random"), rtol=1e-5)
+    assert abs(evaluation.nats("random") - evaluation.nats("baseline")).max() > 0.01
 
 
 def test_selections_made_in_advance(place, tmp_path):

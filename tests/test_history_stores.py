@@ -84,9 +84,15 @@ def test_other_documents_are_named(store, tmp_path):
     ("damage", "message"),
     [
         (lambda text: text[:50], "store.json is not JSON: "),
-        (lambda text: text.replace('"lengths"', '"length"'), "store.json is damaged, or of another version, .* length"),
-        (lambda text: text.replace('"stride": 4', '"stride": "4"'), "store.json: stride='4' must be int"),
-        (lambda text: text.replace('"stride"', '"step"'), "store.json is damaged, or of another version, .* in step"),
+        (
+            lambda text: text.replace('"lengths"', '"length"'),
+            "store.json is damaged, or of .*: .* field length",
+        ),
+        (lambda text: text.replace('"stride": 4', '"stride": "4"'), "store.json is .*config.stride='4' must be int"),
+        (
+            lambda text: text.replace('"stride"', '"step"'),
+            "store.json is damaged, or of .*: .* field config.step",
+        ),
         (lambda text: text.replace('"what": "scores"', '"what": "score"'), "what='score' must be 'scores' or"),
         (lambda text: text.replace('"version": 1', '"version": 2'), "has format version 2, this program reads 1"),
     ],

@@ -2,14 +2,12 @@
 
 scores/         gains of spans of training documents (equation 2)
 SELECTOR/       a trained selector
-evaluation/     what all rows reach on the same documents; of other rows, documents or settings, what comes last
+evaluation/     the results of all rows on the same documents; those of other rows or settings are replaced
 ancient_history.md, .csv and .png
+
+Each command resumes its own work, and finds at once that it is finished.
 """
 
-import dataclasses
-import json
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,20 +16,15 @@ from typing import Any
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
 from meliad_like.data.preparation import prepare
-from meliad_like.data.token_store import STORE_NAME, TokenStore
+from meliad_like.data.token_store import STORE_NAME
 from meliad_like.experiments.history_report import write_report
-from meliad_like.experiments.jobs import device_name
 from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
 from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
-from meliad_like.history.evaluation import BASELINE, VERSION
+from meliad_like.history.evaluation import BASELINE
 from meliad_like.history.opening import HistoryRequest
-from meliad_like.history.selectors.checkpoint import open_selector
-from meliad_like.resumable import write_json
 from meliad_like.run.opening import saved_config
-
-DONE_NAME = "done.json"
 
 
 @dataclass(frozen=True)
@@ -45,17 +38,17 @@ class HistoryExperiment:
     """For all rows, and never scaled."""
     folder: Path
     load_dir: str
-    """The pretrained model, which predicts, scores, and is what selectors begin with."""
+    """The pretrained model, which predicts, scores, and initialises the selectors."""
     chosen: tuple[str, ...] = ()
     """Names of rows; none: all of the scale."""
     split: str = "test"
-    """Is evaluated."""
+    """The split that is evaluated."""
     max_tokens: int | None = None
-    """Documents are evaluated as long as they have so many tokens in all; None: all."""
+    """Largest number of tokens that are evaluated; None: all."""
     scored_tokens: int | None = None
-    """The same of training documents that are scored; None: as the scale says."""
+    """Largest number of tokens of training documents that are scored; None: that of the scale."""
     document_tokens: int | None = None
-    """Of each document that is scored or evaluated, so many tokens from its beginning; None: as the scale says."""
+    """Tokens that are read of each document, from its beginning; None: that of the scale."""
 
     @property
     def scale(self) -> HistoryScale:
@@ -69,7 +62,7 @@ class HistoryExperiment:
         return rows_of(self.scale_name, self.chosen)
 
     def run(self, row: HistoryRow | None = None) -> tuple[RunConfig, HistorySettings]:
-        """The config of a row, and the settings of its commands; None: what all rows have in common.
+        """The config of a row, and the settings of its commands; None: those that all rows share.
 
         Raises:
           UserError: files and parameters make no run, or there is no pretrained model.
@@ -84,32 +77,41 @@ class HistoryExperiment:
         return with_changes(run, {"data.store": f"{run.data.store}_{Path(self.load_dir).name}"}), settings
 
     def make(self) -> int:
-        """Does what is not done yet, and writes the table.
+        """Scores, trains and evaluates what is not finished yet.
 
         Returns:
-          The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM while a selector was trained.
+          The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM or Ctrl-C while a selector was trained.
         """
         common, _ = self.run()
         if not (Path(common.data.store).expanduser() / STORE_NAME).exists():
             prepare(common.source, common.vocabulary, common.data.store)
-        trained = [row for row in self.rows if row.selector is not None]
+        trained, scores = [row for row in self.rows if row.selector is not None], self.folder / "scores"
         if trained:
-            self._score()
+            amount = {"document_tokens": self.scale.scored_document_tokens, "max_tokens": self.scale.scored_tokens}
+            commands.score(self._request("train", **amount), scores)
         for row in trained:
-            if status := self._train(row):
+            if status := commands.train(self._request("train", row), self.folder / row.name, str(scores)):
                 return status
-        self._evaluate(trained)
+        # The plain window is always there.
+        names = [row.name for row in self.rows if row.selector is None and row.name != BASELINE]
+        folders = [str(self.folder / row.name) for row in trained]
+        amount = {"document_tokens": self.scale.evaluated_document_tokens, "max_tokens": self.max_tokens}
+        request = self._request(self.split, **amount)
+        commands.evaluate_selections(request, self.folder / "evaluation", names, folders, replace=True)
         return 0
 
     def report(self) -> str:
-        """Writes the table of what is there; returns its Markdown.
+        """Writes the table of the results so far; returns its Markdown.
 
         Raises:
-          UserError: nothing is there.
+          UserError: there are none.
         """
         return write_report(self.folder, ROWS, self.scale_name)
 
-    def _request(self, run: RunConfig, settings: HistorySettings, split: str, **what: Any) -> HistoryRequest:
+    def _request(self, split: str, row: HistoryRow | None = None, **amount: int | None) -> HistoryRequest:
+        """The request of a command for a row; None: for all rows."""
+        run, settings = self.run(row)
+
         def changes(saved: RunConfig, _: HistorySettings) -> tuple[RunConfig, HistorySettings]:
             return with_changes(saved, {"mesh": run.mesh} | self._model_changes), settings
 
@@ -119,17 +121,8 @@ class HistoryExperiment:
             store=run.data.store,
             split=split,
             batch_size=self.scale.batch_size,
-            **what,
+            **amount,
         )
-
-    def _reading(self, run: RunConfig, settings: HistorySettings) -> dict[str, Any]:
-        """Which documents are read, by which model, and how."""
-        return {
-            "store": TokenStore(run.data.store).fingerprint,
-            "load_dir": str(Path(self.load_dir).resolve()),
-            "history": dataclasses.asdict(settings.history),
-            "model": self._model_changes,
-        }
 
     @cached_property
     def _model_changes(self) -> dict[str, Any]:
@@ -137,72 +130,3 @@ class HistoryExperiment:
         saved = saved_config(self.load_dir)
         changed, _ = config.read_changes(self.gin_files, self.gin_params)(saved, HistorySettings())
         return {path: new for path, (_, new) in config.differences(saved, changed).items() if path.startswith("model.")}
-
-    @property
-    def _amounts(self) -> dict[str, int | None]:
-        """What is scored."""
-        return {"tokens": self.scale.scored_tokens, "document_tokens": self.scale.scored_document_tokens}
-
-    def _score(self) -> None:
-        request = self._request(
-            *self.run(),
-            "train",
-            document_tokens=self.scale.scored_document_tokens,
-            max_tokens=self.scale.scored_tokens,
-        )
-        settings = self._reading(*self.run()) | self._amounts
-        if not self._done("scores", settings):
-            began = time.perf_counter()
-            commands.score(request, self.folder / "scores")
-            self._finish("scores", settings, began)
-
-    def _training(self, row: HistoryRow) -> dict[str, Any]:
-        """What decides a selector."""
-        run, settings = self.run(row)
-        return dataclasses.asdict(settings) | self._reading(run, settings) | self._amounts
-
-    def _train(self, row: HistoryRow) -> int:
-        settings = self._training(row)
-        if self._done(row.name, settings):
-            return 0
-        began = time.perf_counter()
-        folder = self.folder / row.name
-        status = commands.train(self._request(*self.run(row), "train"), folder, str(self.folder / "scores"))
-        if not status:
-            self._finish(row.name, settings, began)
-        return status
-
-    def _evaluate(self, trained: list[HistoryRow]) -> None:
-        request = self._request(
-            *self.run(), self.split, document_tokens=self.scale.evaluated_document_tokens, max_tokens=self.max_tokens
-        )
-        # Another selector may be the best at the same step.
-        selectors = {
-            row.name: self._training(row) | {"step": open_selector(self.folder / row.name).step} for row in trained
-        }
-        settings = self._reading(*self.run()) | {
-            "version": VERSION,
-            "rows": [row.name for row in self.rows],
-            "split": self.split,
-            "max_tokens": self.max_tokens,
-            "document_tokens": self.scale.evaluated_document_tokens,
-            "selectors": selectors,
-        }
-        if self._done("evaluation", settings):
-            return
-        began = time.perf_counter()
-        # The plain window is always there.
-        names = [row.name for row in self.rows if row.selector is None and row.name != BASELINE]
-        folders = [str(self.folder / row.name) for row in trained]
-        commands.evaluate_selections(request, self.folder / "evaluation", names, folders, replace=True)
-        self._finish("evaluation", settings, began)
-
-    def _done(self, part: str, settings: Mapping[str, Any]) -> bool:
-        path = self.folder / part / DONE_NAME
-        # Through JSON, so that a tuple equals the list that it was saved as.
-        return path.exists() and json.loads(path.read_text())["settings"] == json.loads(json.dumps(settings))
-
-    def _finish(self, part: str, settings: Mapping[str, Any], began: float) -> None:
-        seconds = time.perf_counter() - began
-        done = {"settings": settings, "seconds": seconds, "device": device_name()}
-        write_json(self.folder / part / DONE_NAME, done)

@@ -1,12 +1,11 @@
-"""Table 1 of Ancient History Language Models as Markdown, CSV and a picture, from an evaluation that is there."""
+"""Table 1 of Ancient History Language Models as Markdown, CSV and a picture, from an evaluation."""
 
-import csv
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
@@ -14,27 +13,32 @@ from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.experiments.pictures import COLOURS
 from meliad_like.experiments.tables.ancient_history import NAME, PAPER, HistoryRow
-from meliad_like.history.report import among
+from meliad_like.history.report import Estimate, among
+from meliad_like.tables import Table
 
 FIGURES = {
-    "perplexity": ("perplexity", "{:.4g}"),
-    "change": ("change", "{:+.2%}"),
-    "perplexity_where_selected": ("perplexity where selected", "{:.4g}"),
-    "change_where_selected": ("change there", "{:+.2%}"),
-    "share_of_oracle": ("of the score oracle's gain", "{:.0%}"),
+    "perplexity": ("perplexity", ".4g"),
+    "change": ("change", "+.2%"),
+    "perplexity_where_selected": ("perplexity where selected", ".4g"),
+    "change_where_selected": ("change there", "+.2%"),
+    "share_of_oracle": ("of the score oracle's gain", ".0%"),
 }
-"""Of `history.report.figures`, which have intervals: header, and how a number is written."""
-COSTS = {
-    "model_flops": "model, MFLOP a token",
-    "selection_flops": "selection, MFLOP a token",
-}
+"""Figures of `history.report.figures`, which have intervals: their headers, and format specifications."""
+COSTS = {"model_flops": "model, MFLOP a token", "selection_flops": "selection, MFLOP a token"}
+EXPLANATION = (
+    "Perplexity is by token; in brackets are {level:.0%} intervals over documents, by bootstrap; changes are against "
+    "the original on the same documents. Operations are counted (`models/flops.py`) per predicted token: the model "
+    "reads a window for each stride, and a learned selection reads candidates; the last column before the paper's is "
+    "their ratio. Overlaps and random spans cost no operations of a model. What leaks the future reads the tokens that "
+    "are to be predicted. The paper's figures are validation perplexities on other documents."
+)
 
 
 def write_report(folder: Path, rows: Sequence[HistoryRow], scale: str) -> str:
     """Writes the files into the folder of an experiment; returns the Markdown.
 
     Raises:
-      UserError: nothing was evaluated there yet.
+      UserError: nothing has been evaluated there.
     """
     path = folder / "evaluation" / "evaluation.json"
     if not path.exists():
@@ -42,62 +46,74 @@ def write_report(folder: Path, rows: Sequence[HistoryRow], scale: str) -> str:
     evaluation = json.loads(path.read_text())
     found = {selection["name"]: selection for selection in evaluation["selections"]}
     rows = [row for row in rows if row.name in found]
-    lines = [_notes(folder, evaluation, scale), _table(rows, found, evaluation["level"]), *_selectors(folder, rows)]
-    markdown = "\n\n".join(["# Table 1: ancient history in the context window", *lines]) + "\n"
+    table = _table(rows, found).to_markdown().rstrip()
+    parts = [
+        "# Table 1: ancient history in the context window",
+        _notes(evaluation, scale),
+        f"{table}\n\n{EXPLANATION.format(level=evaluation['level'])}",
+        *_selectors(folder, rows),
+    ]
+    markdown = "\n\n".join(parts) + "\n"
     (folder / f"{NAME}.md").write_text(markdown)
-    _write_csv(rows, found, folder / f"{NAME}.csv")
+    _frame(rows, found).to_csv(folder / f"{NAME}.csv", index=False)
     _draw(rows, found, folder / f"{NAME}.png")
     return markdown
 
 
-def _name(row: HistoryRow, found: Mapping[str, Any]) -> str:
-    return label(row.label, found[row.name]["leaks_the_future"])
-
-
-def _cost(selection: Mapping[str, Any], measure: str) -> float:
-    return selection["cost_per_token"][measure] / 1e6
-
-
-def _notes(folder: Path, evaluation: Mapping[str, Any], scale: str) -> str:
+def _notes(evaluation: Mapping[str, Any], scale: str) -> str:
     documents, window = evaluation["documents"], evaluation["config"]
-    done = json.loads((folder / "evaluation" / "done.json").read_text())
     tokens, selected = (sum(d[name] for d in documents) for name in ("num_tokens", "num_tokens_where_selected"))
     return (
-        f"Scale {scale}: windows of k = {window['window_length']:,} tokens, j = {window['history_length']:,} for spans "
-        f"of l = {window['span_length']}, s = {window['stride']:,} targets"
-        f"{among(window['max_candidates'])}. Evaluated on {evaluation['split']}: {tokens:,} tokens of "
-        f"{len(documents):,} documents; spans are selected for {selected:,} of them. On {done['device']} it took "
-        f"{done['seconds']:,.0f} s."
+        f"Scale {scale}: windows of {window['window_length']:,} tokens, {window['history_length']:,} of them for spans "
+        f"of {window['span_length']}, that predict {window['stride']:,} targets{among(window['max_candidates'])}. "
+        f"Evaluated on {evaluation['split']}: {tokens:,} tokens of {len(documents):,} documents; spans are selected "
+        f"for {selected:,} of them. Evaluated with {evaluation['device']}."
     )
 
 
-def _table(rows: Sequence[HistoryRow], found: Mapping[str, Any], level: float) -> str:
+def _costs(selection: Mapping[str, Any]) -> list[float]:
+    return [selection["cost_per_token"][name] / 1e6 for name in COSTS]
+
+
+def _estimate(selection: Mapping[str, Any], name: str) -> Estimate:
+    """A figure of a selection; NaN where there is none."""
+    saved = selection.get(name) or {}
+    return Estimate(*(float("nan") if saved.get(end) is None else saved[end] for end in ("value", "low", "high")))
+
+
+def _table(rows: Sequence[HistoryRow], found: Mapping[str, Any]) -> Table:
     header = ["model", *(head for head, _ in FIGURES.values()), *COSTS.values(), "selection / model"]
-    header += [f"paper: {name}" for name in PAPER]
-    lines = [f"| {' | '.join(header)} |", "|" + "|".join(["---"] + ["---:"] * (len(header) - 1)) + "|"]
+    lines = []
     for row in rows:
         selection = found[row.name]
-        cells = [_name(row, found)]
-        for measure, (_, form) in FIGURES.items():
-            # The original is what all others are compared with.
-            compared = row.name != "baseline" or measure.startswith("perplexity")
-            cells.append(_estimate(selection.get(measure), form) if compared else "")
-        costs = [_cost(selection, measure) for measure in COSTS]
-        cells += [f"{cost:,.4g}" for cost in costs] + [f"{costs[1] / costs[0]:.3g}"]
-        cells += ["" if name not in row.paper else f"{row.paper[name]:.2f}" for name in PAPER]
-        lines.append(f"| {' | '.join(cells)} |")
-    explained = (
-        f"Perplexity is by token; in brackets are {level:.0%} intervals over documents, by bootstrap, and changes are "
-        "against the original on the same documents. Operations are counted (`models/flops.py`), for each token that "
-        "is predicted: the model reads a window for each stride, and a learned selection reads candidates; the last "
-        "column before the paper's is the one over the other. Overlaps and chance cost no operations of a model. What "
-        "leaks the future reads the tokens that are to be predicted. The paper's figures are validation perplexities "
-        "of other documents."
-    )
-    return "\n".join(lines) + f"\n\n{explained}"
+        # The original is what all others are compared with.
+        figures = [
+            _estimate(selection, name).to_text(form) if row.name != "baseline" or name.startswith("perplexity") else ""
+            for name, (_, form) in FIGURES.items()
+        ]
+        model, select = _costs(selection)
+        paper = [f"{row.paper[name]:.2f}" if name in row.paper else "" for name in PAPER]
+        costs = [f"{model:,.4g}", f"{select:,.4g}", f"{select / model:.3g}"]
+        lines.append([label(row.label, selection["leaks_the_future"]), *figures, *costs, *paper])
+    return Table("", [*header, *(f"paper: {name}" for name in PAPER)], lines)
+
+
+def _frame(rows: Sequence[HistoryRow], found: Mapping[str, Any]) -> pd.DataFrame:
+    """One line for each row, with numbers."""
+    lines = []
+    for row in rows:
+        selection = found[row.name]
+        line: dict[str, Any] = {"row": row.name, "leaks_the_future": selection["leaks_the_future"]}
+        for name in FIGURES:
+            estimate = _estimate(selection, name)
+            line |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        line |= {name: selection["cost_per_token"][name] for name in COSTS}
+        lines.append(line | {f"paper: {name}": row.paper.get(name) for name in PAPER})
+    return pd.DataFrame(lines)
 
 
 def _selectors(folder: Path, rows: Sequence[HistoryRow]) -> list[str]:
+    """How the training of each selector went."""
     lines = []
     for row in rows:
         path = folder / row.name / "metrics.jsonl"
@@ -107,63 +123,34 @@ def _selectors(folder: Path, rows: Sequence[HistoryRow]) -> list[str]:
         saved = json.loads((folder / row.name / "selector.json").read_text())
         kind = label("validation", saved["leaks_the_future"])
         best = min((line for line in metrics if line["kind"] == kind), key=lambda line: line["loss"])
-        way = best["oracle_gain"] - best["random_gain"]
+        possible = best["oracle_gain"] - best["random_gain"]
         # Where there are no more candidates than places, all are chosen.
-        reached = f": {(best['chosen_gain'] - best['random_gain']) / way:.0%} of the way" if way > 1e-9 else ""
+        share = (best["chosen_gain"] - best["random_gain"]) / possible if possible > 1e-9 else None
         lines.append(
             f"- {label(row.label, saved['leaks_the_future'])}: {saved['trained_on']['num_pairs']:,} pairs of "
             f"{saved['trained_on']['num_documents']:,} documents, the best of {metrics[-1]['step']:,} steps is "
             f"{best['step']:,}. On documents held out its predictions correlate with the gains by "
             f"{best['correlation']:.2f}; a span that it would choose is worth {best['chosen_gain']:+.2f} nats alone, "
-            f"one by chance {best['random_gain']:+.2f}, the best ones {best['oracle_gain']:+.2f}{reached}."
+            f"a random one {best['random_gain']:+.2f}, the best ones {best['oracle_gain']:+.2f}"
+            f"{'' if share is None else f': {share:.0%} of the way'}."
         )
     return ["## Training of the selectors", "\n".join(lines)] if lines else []
 
 
-def _estimate(estimate: Mapping[str, float | None] | None, form: str) -> str:
-    if estimate is None or estimate["value"] is None:
-        return "-"
-    if estimate["low"] is None:
-        return form.format(estimate["value"])
-    return f"{form.format(estimate['value'])} ({form.format(estimate['low'])} to {form.format(estimate['high'])})"
-
-
-def _write_csv(rows: Sequence[HistoryRow], found: Mapping[str, Any], path: Path) -> None:
-    """One line for each row, numbers as they are; an empty field is a figure that isn't there."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        estimates = [f"{name}{end}" for name in FIGURES for end in ("", "_low", "_high")]
-        writer.writerow(["row", "leaks_the_future", *estimates, *COSTS, *(f"paper: {name}" for name in PAPER)])
-        for row in rows:
-            selection = found[row.name]
-            numbers = [
-                selection.get(name, {}).get(end) if selection.get(name) else None
-                for name in FIGURES
-                for end in ("value", "low", "high")
-            ]
-            numbers += [selection["cost_per_token"][name] for name in COSTS]
-            numbers += [row.paper.get(name) for name in PAPER]
-            writer.writerow([row.name, selection["leaks_the_future"], *("" if n is None else n for n in numbers)])
-
-
 def _draw(rows: Sequence[HistoryRow], found: Mapping[str, Any], path: Path) -> None:
-    """The change of the perplexity with its interval, by row, and by what model and selection cost together."""
+    """The change of the perplexity with its interval, by row, and by the cost of model and selection together."""
     picture = Figure(figsize=(11, 0.42 * len(rows) + 1.6), dpi=120, layout="constrained")
     by_row, by_cost = picture.subplots(1, 2, width_ratios=(3, 2))
     others = [row for row in rows if row.name != "baseline"]
     for place, row in enumerate(others):
-        selection = found[row.name]
-        value, low, high = (
-            100 * (math.nan if selection["change"][end] is None else selection["change"][end])
-            for end in ("value", "low", "high")
-        )
-        error = [[value - low], [high - value]] if math.isfinite(low) else None
-        colour = COLOURS[place % len(COLOURS)]
-        marker = "s" if selection["leaks_the_future"] else "o"
-        by_row.errorbar([value], [place], xerr=error, fmt=marker, color=colour, capsize=3)
-        cost = sum(_cost(selection, measure) for measure in COSTS)
-        by_cost.errorbar([cost], [value], yerr=error, fmt=marker, color=colour, capsize=3)
-    by_row.set_yticks(range(len(others)), [_name(row, found) for row in others])
+        selection, change = found[row.name], _estimate(found[row.name], "change")
+        # Without an interval the error is NaN, and nothing is drawn.
+        error = [[100 * (change.value - change.low)], [100 * (change.high - change.value)]]
+        marker, colour = "s" if selection["leaks_the_future"] else "o", COLOURS[place % len(COLOURS)]
+        style = {"fmt": marker, "color": colour, "capsize": 3}
+        by_row.errorbar([100 * change.value], [place], xerr=error, **style)
+        by_cost.errorbar([sum(_costs(selection))], [100 * change.value], yerr=error, **style)
+    by_row.set_yticks(range(len(others)), [label(row.label, found[row.name]["leaks_the_future"]) for row in others])
     by_row.invert_yaxis()
     for axes in (by_row, by_cost):
         axes.grid(alpha=0.25)

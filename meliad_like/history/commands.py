@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -139,6 +140,7 @@ def evaluate_selections(
         "split": request.split,
         "store_fingerprint": opened.store.fingerprint,
         "document_tokens": request.document_tokens,
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
     evaluation = dataclasses.replace(evaluation, extra=extra)
     console = Console()

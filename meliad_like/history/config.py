@@ -94,5 +94,5 @@ class HistorySettings:
     @classmethod
     def of(cls, run: RunConfig) -> "HistorySettings":
         """The defaults for a checkpoint: the spans that it was trained with, if it was."""
-        reader = run.data
+        reader: Any = run.data
         return cls(reader.history) if isinstance(reader, AncientHistoryReaderConfig) else cls()

@@ -162,41 +162,52 @@ class DocumentSums:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
-    """One selection on all documents."""
-
-    name: str
-    leaks_the_future: bool
-    nats: Float[np.ndarray, " documents"]
-    """Losses of all tokens that count, float64."""
-    nats_where_selected: Float[np.ndarray, " documents"]
-    """Losses of the targets for which spans are selected."""
-    cost: Cost
-
-
-@dataclasses.dataclass(frozen=True)
 class Evaluation:
     """What selections reach on the same documents."""
 
     config: HistoryConfig
     names: tuple[str, ...]
     """Names of the documents."""
-    num_tokens: Int[np.ndarray, " documents"]
-    """Tokens of each document that count."""
-    num_tokens_where_selected: Int[np.ndarray, " documents"]
-    """Number of them for which spans are selected."""
     num_words: Int[np.ndarray, " documents"]
     num_bytes: Int[np.ndarray, " documents"]
-    selections: tuple[Sums, ...]
-    """The baseline first."""
+    rows: Sequence[DocumentSums]
+    """The sums of each document."""
+    selections: dict[str, bool]
+    """Names of the selections, the baseline first, and whether they leak the future."""
     flops_per_window: float
-    seconds_per_window: float
-    """Of the model, without compilation."""
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further contents of the JSON file."""
 
-    def __getitem__(self, name: str) -> Sums:
-        return next(sums for sums in self.selections if sums.name == name)
+    @property
+    def num_tokens(self) -> Int[np.ndarray, " documents"]:
+        """Tokens of each document that count."""
+        return np.asarray([row.num_tokens for row in self.rows])
+
+    @property
+    def num_tokens_where_selected(self) -> Int[np.ndarray, " documents"]:
+        """Number of them for which spans are selected."""
+        return np.asarray([row.num_tokens_where_selected for row in self.rows])
+
+    def nats(self, name: str) -> Float[np.ndarray, " documents"]:
+        """Losses of a selection on all tokens that count, float64."""
+        return np.asarray([row.nats[name] for row in self.rows])
+
+    def nats_where_selected(self, name: str) -> Float[np.ndarray, " documents"]:
+        """Losses of a selection on the targets for which spans are selected."""
+        return np.asarray([row.nats_where_selected[name] for row in self.rows])
+
+    def costs(self, name: str) -> dict[str, float]:
+        """Operations and seconds per predicted token: of the model that predicts, and of a selection."""
+        tokens = self.num_tokens.sum()
+        seconds, flops, num_windows = np.sum([dataclasses.astuple(row.costs[name]) for row in self.rows], axis=0)
+        per_window = sum(row.seconds for row in self.rows) / sum(row.num_windows for row in self.rows)
+        costs = {
+            "model_flops": num_windows * self.flops_per_window,
+            "selection_flops": flops,
+            "model_seconds": num_windows * per_window,
+            "selection_seconds": seconds,
+        }
+        return {name: float(cost / tokens) for name, cost in costs.items()}
 
 
 def evaluate(
@@ -238,31 +249,12 @@ def evaluate(
                 on_document(index, row)
         num_read += int(length)
         rows.append(row)
-    return _gather(windows, documents, selections, config, rows)
-
-
-def _gather(
-    windows: TargetLosses,
-    documents: Documents,
-    selections: Sequence[SpanScorer],
-    config: HistoryConfig,
-    rows: Sequence[DocumentSums],
-) -> Evaluation:
-    def sums(name: str, leaks_the_future: bool) -> Sums:
-        nats, where_selected = (
-            np.asarray([getattr(row, kind)[name] for row in rows]) for kind in ("nats", "nats_where_selected")
-        )
-        costs = np.array([dataclasses.astuple(row.costs[name]) for row in rows]).sum(axis=0).tolist()
-        return Sums(name, leaks_the_future, nats, where_selected, Cost(*costs))
-
     return Evaluation(
         config=config,
         names=tuple(documents.names),
-        num_tokens=np.asarray([row.num_tokens for row in rows]),
-        num_tokens_where_selected=np.asarray([row.num_tokens_where_selected for row in rows]),
         num_words=np.asarray(documents.num_words),
         num_bytes=np.asarray(documents.num_bytes),
-        selections=(sums(BASELINE, False), *(sums(s.name, s.leaks_the_future) for s in selections)),
+        rows=rows,
+        selections={BASELINE: False} | {selection.name: selection.leaks_the_future for selection in selections},
         flops_per_window=windows.flops_per_sequence,
-        seconds_per_window=sum(row.seconds for row in rows) / sum(row.num_windows for row in rows),
     )

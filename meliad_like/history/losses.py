@@ -74,12 +74,18 @@ class TargetLosses:
         logits = reading.forward_flops_per_token - hidden
         self.flops_per_sequence: float = self._shape[1] * hidden + max_targets * logits
         """Operations (`models/flops.py`), padding included: all tokens are read, and targets have logits."""
-        step = functools.partial(_losses, reading, max_targets, max(loss_slice // self._rows, 1))
+        self._mesh = mesh
+        self._losses = functools.partial(_losses, reading, max_targets, max(loss_slice // self._rows, 1))
+
+    @functools.cached_property
+    def _step(self) -> jax.stages.Compiled:
+        """Compiled when it is needed: what is finished compiles nothing."""
         shapes = [
             jax.ShapeDtypeStruct(shape, np.int32, sharding=self._lanes) for shape in (self._shape, self._shape[:1])
         ]
-        with jax.set_mesh(mesh):
-            self._step = jax.jit(step, out_shardings=replicated(mesh)).lower(params, *shapes).compile()
+        with jax.set_mesh(self._mesh):
+            step = jax.jit(self._losses, out_shardings=replicated(self._mesh))
+            return step.lower(self._params, *shapes).compile()
 
     @property
     def flops(self) -> float:
@@ -97,8 +103,8 @@ class TargetLosses:
             for row, sequence in enumerate(batch):
                 lengths[row] = len(sequence.tokens)
                 tokens[row, : lengths[row]] = sequence.tokens
-            began = time.perf_counter()
-            nats = jax.device_get(self._step(self._params, *jax.device_put((tokens, lengths), self._lanes)))
+            step, began = self._step, time.perf_counter()
+            nats = jax.device_get(step(self._params, *jax.device_put((tokens, lengths), self._lanes)))
             self.seconds += time.perf_counter() - began
             self.num_sequences += len(batch)
             for row, sequence in enumerate(batch):

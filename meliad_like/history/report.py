@@ -3,22 +3,28 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from meliad_like.data.readers import label
-from meliad_like.history.evaluation import BASELINE, Evaluation, Sums
+from meliad_like.history.evaluation import BASELINE, Evaluation
 from meliad_like.tables import Table
 
 NUM_RESAMPLES = 10_000
 LEVEL = 0.95
 ORACLE = "score_oracle"
-FORMS = {"change": "+.2%", "change_where_selected": "+.2%", "share_of_oracle": ".0%"}
+FORMATS = {"change": "+.2%", "change_where_selected": "+.2%", "share_of_oracle": ".0%"}
 """Format specifications of the figures that are percentages."""
-
 DOCUMENT_COLUMNS = ("num_tokens", "num_tokens_where_selected", "num_words", "num_bytes")
+PERPLEXITIES = {"perplexity": "per token", "word_perplexity": "per word", "byte_perplexity": "per byte"}
+COMPARISONS = {
+    "change": "change of the perplexity",
+    "perplexity_where_selected": "perplexity where selected",
+    "change_where_selected": "its change",
+    "share_of_oracle": "share of the score oracle's gain",
+}
 
 
 class Bootstrap:
@@ -61,48 +67,36 @@ class Estimate:
         return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
-def figures(evaluation: Evaluation, sums: Sums, bootstrap: Bootstrap) -> dict[str, Estimate]:
+def figures(evaluation: Evaluation, name: str, bootstrap: Bootstrap) -> dict[str, Estimate]:
     """Perplexities of one selection, and their comparison with the baseline on the same documents.
 
     `change` is the relative change of the perplexity per token against the baseline; `change_where_selected` that of
     the targets for which spans are selected; `share_of_oracle` is the gain in nats divided by the score oracle's.
     """
-    baseline = evaluation[BASELINE]
+    baseline, nats = evaluation.nats(BASELINE), evaluation.nats(name)
+    baseline_there, nats_there = (evaluation.nats_where_selected(each) for each in (BASELINE, name))
+    tokens, tokens_there = evaluation.num_tokens, evaluation.num_tokens_where_selected
 
     def ratio(numerators: np.ndarray, denominators: np.ndarray) -> Estimate:
         total = denominators.sum()
         value = float(numerators.sum() / total) if total else math.nan
         return Estimate(value, *bootstrap(numerators, denominators))
 
-    def exponential(estimate: Estimate, less: float = 0.0) -> Estimate:
+    def exponential(numerators: np.ndarray, denominators: np.ndarray, less: float = 0.0) -> Estimate:
         with np.errstate(over="ignore"):
-            return Estimate(*(float(np.exp(x)) - less for x in dataclasses.astuple(estimate)))
+            return Estimate(*(float(np.exp(x)) - less for x in dataclasses.astuple(ratio(numerators, denominators))))
 
-    tokens, tokens_where_selected = evaluation.num_tokens, evaluation.num_tokens_where_selected
     found = {
-        "perplexity": exponential(ratio(sums.nats, tokens)),
-        "word_perplexity": exponential(ratio(sums.nats, evaluation.num_words)),
-        "byte_perplexity": exponential(ratio(sums.nats, evaluation.num_bytes)),
-        "perplexity_where_selected": exponential(ratio(sums.nats_where_selected, tokens_where_selected)),
-        "change": exponential(ratio(sums.nats - baseline.nats, tokens), less=1.0),
-        "change_where_selected": exponential(
-            ratio(sums.nats_where_selected - baseline.nats_where_selected, tokens_where_selected), less=1.0
-        ),
+        "perplexity": exponential(nats, tokens),
+        "word_perplexity": exponential(nats, evaluation.num_words),
+        "byte_perplexity": exponential(nats, evaluation.num_bytes),
+        "perplexity_where_selected": exponential(nats_there, tokens_there),
+        "change": exponential(nats - baseline, tokens, less=1.0),
+        "change_where_selected": exponential(nats_there - baseline_there, tokens_there, less=1.0),
     }
-    if any(other.name == ORACLE for other in evaluation.selections):
-        found["share_of_oracle"] = ratio(baseline.nats - sums.nats, baseline.nats - evaluation[ORACLE].nats)
+    if ORACLE in evaluation.selections:
+        found["share_of_oracle"] = ratio(baseline - nats, baseline - evaluation.nats(ORACLE))
     return found
-
-
-def costs(evaluation: Evaluation, sums: Sums) -> dict[str, float]:
-    """Operations and seconds per predicted token: of the model that predicts, and of the selection."""
-    tokens = int(evaluation.num_tokens.sum())
-    return {
-        "model_flops": sums.cost.num_windows * evaluation.flops_per_window / tokens,
-        "selection_flops": sums.cost.flops / tokens,
-        "model_seconds": sums.cost.num_windows * evaluation.seconds_per_window / tokens,
-        "selection_seconds": sums.cost.seconds / tokens,
-    }
 
 
 def among(max_candidates: int | None) -> str:
@@ -115,40 +109,30 @@ def among(max_candidates: int | None) -> str:
 def tables(evaluation: Evaluation) -> list[Table]:
     """Perplexities of all selections, their comparison with the baseline, and their costs."""
     bootstrap = Bootstrap(len(evaluation.names))
-    found = {
-        label(sums.name, sums.leaks_the_future): figures(evaluation, sums, bootstrap) for sums in evaluation.selections
-    }
+    labels = {name: label(name, leaks) for name, leaks in evaluation.selections.items()}
+    found = {labels[name]: figures(evaluation, name, bootstrap) for name in labels}
 
     def table(title: str, columns: dict[str, str]) -> Table:
         present = {name: header for name, header in columns.items() if all(name in row for row in found.values())}
         rows = [
-            (name, *(row[column].to_text(FORMS.get(column, ".4g")) for column in present))
+            (name, *(row[column].to_text(FORMATS.get(column, ".4g")) for column in present))
             for name, row in found.items()
         ]
         return Table(title, ("", *present.values()), rows)
 
     tokens, where = int(evaluation.num_tokens.sum()), int(evaluation.num_tokens_where_selected.sum())
     interval = f"{LEVEL:.0%} intervals over {len(evaluation.names)} documents"
-    spent = {label(sums.name, sums.leaks_the_future): costs(evaluation, sums) for sums in evaluation.selections}
     return [
-        table(
-            f"perplexity on {tokens:,} tokens, {interval}",
-            {"perplexity": "per token", "word_perplexity": "per word", "byte_perplexity": "per byte"},
-        ),
+        table(f"perplexity on {tokens:,} tokens, {interval}", PERPLEXITIES),
         table(
             f"against the baseline on the same documents; spans are selected for {where:,} of the tokens"
             f"{among(evaluation.config.max_candidates)}",
-            {
-                "change": "change of the perplexity",
-                "perplexity_where_selected": "perplexity where selected",
-                "change_where_selected": "its change",
-                "share_of_oracle": "share of the score oracle's gain",
-            },
+            COMPARISONS,
         ),
         Table(
             "cost per token: of the model that predicts it, and of the selection",
             ("", "model, FLOPs", "selection, FLOPs", "model, s", "selection, s"),
-            [(name, *(f"{value:.3g}" for value in row.values())) for name, row in spent.items()],
+            [(labels[name], *(f"{cost:.3g}" for cost in evaluation.costs(name).values())) for name in labels],
         ),
     ]
 
@@ -156,6 +140,18 @@ def tables(evaluation: Evaluation) -> list[Table]:
 def to_dict(evaluation: Evaluation) -> dict[str, Any]:
     """All figures, for JSON, in which NaN is null."""
     bootstrap = Bootstrap(len(evaluation.names))
+
+    def saved(name: str) -> dict[str, Any]:
+        found = {key: dataclasses.asdict(value) for key, value in figures(evaluation, name, bootstrap).items()}
+        return {
+            "name": name,
+            "leaks_the_future": evaluation.selections[name],
+            **{key: {end: x if math.isfinite(x) else None for end, x in ends.items()} for key, ends in found.items()},
+            "cost_per_token": evaluation.costs(name),
+            "nats": evaluation.nats(name).tolist(),
+            "nats_where_selected": evaluation.nats_where_selected(name).tolist(),
+        }
+
     return evaluation.extra | {
         "config": dataclasses.asdict(evaluation.config),
         "level": LEVEL,
@@ -163,30 +159,12 @@ def to_dict(evaluation: Evaluation) -> dict[str, Any]:
             {"name": name, **{column: int(getattr(evaluation, column)[index]) for column in DOCUMENT_COLUMNS}}
             for index, name in enumerate(evaluation.names)
         ],
-        "selections": [
-            {
-                "name": sums.name,
-                "leaks_the_future": sums.leaks_the_future,
-                **{
-                    name: {key: _finite(value) for key, value in dataclasses.asdict(estimate).items()}
-                    for name, estimate in figures(evaluation, sums, bootstrap).items()
-                },
-                "cost_per_token": costs(evaluation, sums),
-                "nats": sums.nats.tolist(),
-                "nats_where_selected": sums.nats_where_selected.tolist(),
-            }
-            for sums in evaluation.selections
-        ],
+        "selections": list(map(saved, evaluation.selections)),
     }
 
 
-def write(evaluation: Evaluation, folder: epath.PathLike) -> None:
+def write(evaluation: Evaluation, folder: Path) -> None:
     """Writes evaluation.json and evaluation.md into a folder, which is made if needed."""
-    folder = epath.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "evaluation.json").write_text(json.dumps(to_dict(evaluation), indent=2) + "\n")
     (folder / "evaluation.md").write_text("\n".join(table.to_markdown() for table in tables(evaluation)))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

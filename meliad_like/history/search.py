@@ -44,9 +44,9 @@ def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int]
         evaluation = evaluate_resumably(opened, windows, chosen, config, part, title)
         bootstrap = report.Bootstrap(len(evaluation.names))
         figures = {
-            sums.name: dataclasses.asdict(report.figures(evaluation, sums, bootstrap)["perplexity"])
-            | {"leaks_the_future": sums.leaks_the_future}
-            for sums in evaluation.selections
+            name: dataclasses.asdict(report.figures(evaluation, name, bootstrap)["perplexity"])
+            | {"leaks_the_future": leaks}
+            for name, leaks in evaluation.selections.items()
         }
         found.append({**row, **figures})
         values = (f"{label(name, each['leaks_the_future'])} {each['value']:.4f}" for name, each in figures.items())

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from meliad_like.config.fields import field_types, fit
+from meliad_like.config.saved import from_plain
 from meliad_like.data.subset import Documents, Subset
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
@@ -239,19 +239,6 @@ def fingerprint(model: Any, params: Any) -> str:
     return digest.hexdigest()
 
 
-def restore_config(kind: type, saved: dict[str, Any], path: Path) -> Any:
-    """A dataclass of the class `kind` from its saved fields.
-
-    Raises:
-        UserError: a field is unknown, missing or of another type.
-    """
-    types = field_types(kind)
-    needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
-    if strange := (needed - saved.keys()) | (saved.keys() - types.keys()):
-        raise UserError(f"{path} is damaged, or of another version, which differs in {min(strange)}: make it again")
-    return kind(**{name: fit(value, types[name], f"{path}: {name}") for name, value in saved.items()})
-
-
 def _read_info(folder: Path) -> StoreInfo | None:
     path = folder / INFO_NAME
     try:
@@ -260,4 +247,7 @@ def _read_info(folder: Path) -> StoreInfo | None:
         return None
     if saved["version"] != FORMAT_VERSION:
         raise UserError(f"{folder} has format version {saved['version']}, this program reads {FORMAT_VERSION}")
-    return restore_config(StoreInfo, saved | {"config": restore_config(HistoryConfig, saved["config"], path)}, path)
+    try:
+        return from_plain(StoreInfo, saved)
+    except UserError as error:
+        raise UserError(f"{path} is damaged, or of another version: {error}: make it again") from None
