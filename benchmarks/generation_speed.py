@@ -3,7 +3,6 @@
 python benchmarks/generation_speed.py
 """
 
-import dataclasses
 import time
 
 import jax
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, Reading
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.tables import Table
@@ -28,12 +28,11 @@ SLIDE = DecoderConfig(
     head_size=64,
     feedforward_width=1024,
     window_length=128,
-    num_states=128,
 )
 CONFIGS = {
     "Slide": SLIDE,
-    "fixed:skip": dataclasses.replace(SLIDE, recurrent_layers=(-2,)),
-    "lstm:dual": dataclasses.replace(SLIDE, recurrent_layers=(-2,), gate="lstm", cell="dual"),
+    "fixed:skip": SLIDE.with_mechanism(RecurrentStates(layers=(-2,), num_states=128)),
+    "lstm:dual": SLIDE.with_mechanism(RecurrentStates(layers=(-2,), num_states=128, gate="lstm", cell="dual")),
 }
 
 

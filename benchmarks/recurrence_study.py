@@ -13,7 +13,6 @@ runs are skipped; the others resume from their last checkpoint.
 
 import json
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -67,8 +66,8 @@ def one_run(task: str, row: str, seed: str) -> None:
     mesh = make_mesh(run.mesh)
     opened = open_checkpoint(workdir, mesh=mesh)
     variants = {"trained": (opened.model, run.data.segment_length)}
-    if run.model.recurrent_layers:
-        cleared = Model(replace(opened.run.model, clear_states=True), opened.model.vocabulary_size)
+    if (cleared := run.model.cleared()) is not None:
+        cleared = Model(cleared, opened.model.vocabulary_size)
         variants["states cleared each segment"] = (cleared, run.data.segment_length)
         variants["states cleared each block"] = (cleared, run.model.window_length)
     results = {}

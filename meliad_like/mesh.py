@@ -87,13 +87,11 @@ def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(MESH_AXES_OF["lanes"]))
 
 
-def carry_shardings(mesh: Mesh, num_lanes: int, abstract_carry: Any) -> Any:
-    """Where everything lies that lanes remember: by lane, and external memories by head as well.
-
-    Those are the one part of a carry that can be larger than the parameters.
+def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any) -> Any:
+    """Where everything lies that lanes remember.
 
     Args:
-      abstract_carry: the carry of all lanes, or its shapes.
+      axes: a tree like the carry, with a tuple of the logical names of its first axes for each array.
 
     Returns:
       The same tree, of NamedShardings.
@@ -101,9 +99,17 @@ def carry_shardings(mesh: Mesh, num_lanes: int, abstract_carry: Any) -> Any:
     Raises:
       UserError: the lanes can't be shared out evenly.
     """
-    lanes = lane_sharding(mesh, num_lanes)
-    heads = NamedSharding(mesh, PartitionSpec(MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]))
-    return jax.tree.map_with_path(lambda path, _: heads if "memory" in _names(path) else lanes, abstract_carry)
+    lane_sharding(mesh, num_lanes)
+    return jax.tree.map(
+        lambda names: NamedSharding(mesh, PartitionSpec(*(MESH_AXES_OF[name] for name in names))),
+        axes,
+        is_leaf=is_axes,
+    )
+
+
+def is_axes(node: Any) -> bool:
+    """Whether a node of a tree is a tuple of names of logical axes."""
+    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node) and node != ()
 
 
 def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:

@@ -1,9 +1,13 @@
 """The decoder once more, in plain numpy: dense attention, a literal mask, a loop over blocks, one document.
 
-With the parameter names of google-research/meliad; shares no code with the package.
+With the parameter names of google-research/meliad; shares no code with the package but its configs.
 """
 
 import numpy as np
+
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.positions import POSITIONS
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 
 # The smallest distance in each of T5's buckets.
 BUCKETS = [*range(17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
@@ -48,6 +52,9 @@ def sinusoids(place, width):
 
 class DenseModel:
     def __init__(self, config, theirs):
+        self.recurrent = config.mechanism(RecurrentStates) or RecurrentStates()
+        self.memory = config.mechanism(ExternalMemory) or ExternalMemory()
+        self.position = POSITIONS.name_of(config.position)
         self.config, self.theirs = config, {name: value.astype(np.float64) for name, value in theirs.items()}
         self.layers = [
             {n.removeprefix(f"transformer{i}/"): v for n, v in self.theirs.items() if n.startswith(f"transformer{i}/")}
@@ -65,12 +72,12 @@ class DenseModel:
         for begin in range(0, len(tokens), w):
             x = embedding[tokens[begin : begin + w]]
             read = [None if s is None else self.state_heads(p, s) for p, s in zip(self.layers, states)]
-            shared = [read[i] for i in sorted(config.recurrent_indices)]
-            if config.feedback == "last":
+            shared = [heads for heads in read if heads is not None]
+            if self.recurrent.feedback == "last":
                 shared = shared[-1:]
             new_states = list(states)
             for i, p in enumerate(self.layers):
-                sources = [read[i]] if read[i] is not None else shared if config.feedback != "none" else []
+                sources = [read[i]] if read[i] is not None else shared if self.recurrent.feedback != "none" else []
                 x, past[i], new_states[i] = self.layer(p, x, past[i], states[i], sources, begin)
             states = new_states
             blocks.append(x)
@@ -94,10 +101,10 @@ class DenseModel:
         y = norm(x, p["tbase/_kvq/pre_attn_layernorm/scale"])
         to_query, to_key = (p[f"tbase/_kvq/{name}_layer/kernel"] for name in ("queries", "keys"))
         query, new_key = self.heads(y @ to_query), self.heads(y @ to_key)
-        if config.position != "infused":
+        if self.position != "infused":
             query, new_key = unit(query), unit(new_key)
         scale = p["tbase/_kvq/attention_scale"]
-        memory_key, memory_value = (z[:, w:][:, -config.memory_size :] for z in past)
+        memory_key, memory_value = (z[:, w:][:, -self.memory.num_slots :] for z in past)
         key, value = past = (
             np.concatenate([past[0], new_key], axis=1),
             np.concatenate([past[1], self.heads(y @ p["tbase/_kvq/values_layer/kernel"])], axis=1),
@@ -106,12 +113,12 @@ class DenseModel:
         distance = t[:, None] - s[None, :]
         seen = (distance >= 1) & (distance <= w) & ((s >= 0) | (not config.mask_empty_cache))
         bias, turned_query, turned_key = 0.0, query, key
-        if "external_memory_bias" not in p and config.position == "t5":
+        if "external_memory_bias" not in p and self.position == "t5":
             bucket = np.searchsorted(BUCKETS, np.maximum(distance, 0), "right") - 1
             bias = p["relative_positions/rel_embedding"][:, bucket]
-        if "external_memory_bias" not in p and config.position == "rotary":
+        if "external_memory_bias" not in p and self.position == "rotary":
             turned_query, turned_key = rotate(query, t), rotate(key, s)
-        if config.position == "infused":
+        if self.position == "infused":
             # Places in the tile of the block before and the block itself; what lies before these is not seen.
             turned_query = unit(query + self.heads(sinusoids(t - begin + w, len(y[0])) @ to_query))
             turned_key = unit(key + self.heads(sinusoids(s - begin + w, len(y[0])) @ to_key))
@@ -136,19 +143,19 @@ class DenseModel:
     def attend_memories(self, query, key, value, scale, begin):
         """One query after the other, over its nearest memories; a missing one is zero where zeros are not masked."""
         config, mixed = self.config, np.zeros_like(query)
-        missing = np.zeros((config.memory_neighbors, config.head_size))
+        missing = np.zeros((self.memory.num_neighbors, config.head_size))
         for h, t in np.ndindex(query.shape[:2]):
             products = key[h] @ query[h, t]
-            if config.memory_search == "exact":
-                nearest = np.argsort(-products)[: config.memory_neighbors]
+            if self.memory.search == "exact":
+                nearest = np.argsort(-products)[: self.memory.num_neighbors]
             else:
                 # A memory's slot, and so its bucket, follows from its position.
-                bucket = np.arange(begin - len(products), begin) % config.memory_size % config.memory_neighbors
-                members = [np.flatnonzero(bucket == j) for j in range(config.memory_neighbors)]
+                bucket = np.arange(begin - len(products), begin) % self.memory.num_slots % self.memory.num_neighbors
+                members = [np.flatnonzero(bucket == j) for j in range(self.memory.num_neighbors)]
                 nearest = np.array([m[np.argmax(products[m])] for m in members if len(m)], int)
             k, v = key[h][nearest], value[h][nearest]
             if not config.mask_empty_cache:
-                k, v = (np.concatenate([z, missing])[: config.memory_neighbors] for z in (k, v))
+                k, v = (np.concatenate([z, missing])[: self.memory.num_neighbors] for z in (k, v))
             if len(k):
                 weights = np.exp(k @ query[h, t] * abs(scale[h]))
                 mixed[h, t] = weights @ v / weights.sum()
@@ -161,11 +168,9 @@ class DenseModel:
         return self.update(p, states, np.concatenate([own, cross]).transpose(1, 0, 2).reshape(len(states), -1))
 
     def update(self, p, states, mixed):
-        config = self.config
-
         def gate(place, old, hidden, new):
             names = {name.removeprefix(place): value for name, value in p.items() if name.startswith(place)}
-            if config.gate == "fixed":
+            if self.recurrent.gate == "fixed":
                 share = sigmoid(names["gate_bias"])
                 return share * old + (1 - share) * new
             forget = sigmoid(hidden @ names["forget_gate/kernel"] + names["forget_gate/bias"] + 1)
@@ -173,11 +178,11 @@ class DenseModel:
             return forget * old + take * new
 
         attention, feedforward = "recurrent_tbase/post_attn_mlp/", "recurrent_tbase/ffn/"
-        if config.cell != "single":
+        if self.recurrent.cell != "single":
             states = gate(attention, states, mixed, mixed @ p[attention + "output_layer/kernel"])
-        if config.cell == "skip":
+        if self.recurrent.cell == "skip":
             return states
-        dual = config.cell == "dual"
+        dual = self.recurrent.cell == "dual"
         y = norm(states, p["recurrent_tbase/pre_ffn_layernorm/scale"]) if dual else mixed
         hidden = np.maximum(y @ p[feedforward + "hidden0/kernel"], 0)
         new = hidden @ p[feedforward + "output_layer/kernel"]

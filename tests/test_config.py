@@ -11,6 +11,7 @@ import pytest
 from meliad_like import config
 from meliad_like.config import search
 from meliad_like.errors import UserError
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 
 
 def write(folder, name, text):
@@ -33,14 +34,14 @@ def message(gin_files=(), gin_params=()):
         (["DecoderConfig.num_layers = '3'"], "DecoderConfig.num_layers='3' must be int"),
         (["DecoderConfig.num_layers = True"], "DecoderConfig.num_layers=True must be int"),
         (["DecoderConfig.logit_scale = 'a'"], "DecoderConfig.logit_scale='a' must be float or None"),
-        (["DecoderConfig.recurrent_layers = 1"], "DecoderConfig.recurrent_layers=1 must be tuple[int, ...]"),
-        (["DecoderConfig.gate = 'open'"], "DecoderConfig.gate='open' must be 'fixed' or 'lstm'"),
+        (["RecurrentStates.layers = 1"], "RecurrentStates.layers=1 must be tuple[int, ...] or None"),
+        (["RecurrentStates.gate = 'open'"], "RecurrentStates.gate='open' must be 'fixed' or 'lstm'"),
         (["DecoderConfig.num_layers = %LAYERS"], "%LAYERS has no value; bind LAYERS = ..."),
         (["LAYERS = 3"], "nothing reads LAYERS (nearest: EXTRA_LAYERS)"),
         (["EXTRA_LAYERS = 3"], "nothing reads EXTRA_LAYERS"),
         (["EXTRA_LAYERS = %EXTRA_LAYERS", "DecoderConfig.num_layers = %EXTRA_LAYERS"], "%EXTRA_LAYERS has no value"),
         (["train/DecoderConfig.num_layers = 3"], "scopes are not supported: train/DecoderConfig"),
-        (["DecoderConfig.gate = @lstm()"], "references are not supported: @lstm; write the value"),
+        (["RecurrentStates.gate = @lstm()"], "references are not supported: @lstm; write the value"),
         (["import os"], "gin imports are not supported: import os"),
         (["include 'size/tiny.gin'"], "pass it as --gin_file=size/tiny.gin"),
         (["DecoderConfig.num_layers"], "bad gin syntax: "),
@@ -119,7 +120,7 @@ def test_files_that_include_each_other_are_an_error(tmp_path):
 
 
 def test_a_syntax_error_names_file_and_line(tmp_path):
-    name = write(tmp_path, "bad.gin", "DecoderConfig.num_layers = 3\nDecoderConfig.gate lstm\n")
+    name = write(tmp_path, "bad.gin", "DecoderConfig.num_layers = 3\nRecurrentStates.gate lstm\n")
     assert message([name]).startswith(f"{name}:2: bad gin syntax: ")
 
 
@@ -169,8 +170,8 @@ def test_one_parse_leaves_nothing_behind_for_the_next():
 
 
 def test_lists_become_tuples_and_whole_numbers_floats():
-    run = config.parse(gin_params=["DecoderConfig.recurrent_layers = [1, 2]", "DecoderConfig.logit_scale = 1"])
-    assert run.model.recurrent_layers == (1, 2)
+    run = config.parse(gin_params=["RecurrentStates.layers = [1, 2]", "DecoderConfig.logit_scale = 1"])
+    assert run.model.mechanism(RecurrentStates).layers == (1, 2)
     assert type(run.model.logit_scale) is float
 
 

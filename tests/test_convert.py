@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from decoders import recurrent
 
 from meliad_like.config import RunConfig
 from meliad_like.conversion.checkpoint import convert_from_meliad, convert_to_meliad, read_meliad
@@ -18,6 +19,7 @@ from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import VocabularyConfig
 from meliad_like.errors import UserError
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import open_checkpoint
@@ -31,16 +33,14 @@ CONFIG = DecoderConfig(
     head_size=4,
     feedforward_width=16,
     window_length=4,
-    num_states=3,
-    recurrent_layers=(1,),
-)
+).with_mechanism(RecurrentStates(layers=(1,), num_states=3))
 
 
 def config_of(name):
     if name == "slide":
-        return dataclasses.replace(CONFIG, recurrent_layers=())
+        return CONFIG.without_mechanism(RecurrentStates)
     gate, cell = name.split("_")
-    return dataclasses.replace(CONFIG, gate=gate, cell=cell)
+    return recurrent(CONFIG, gate=gate, cell=cell)
 
 
 def run_of(config):
@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         convert(without(theirs, "transformer0/tbase/ffn/hidden0/kernel"))
     num_left = sum(name.startswith("transformer1/") for name in theirs)
     with pytest.raises(UserError, match=rf"has no place for transformer1/.* \({num_left} such parameters\)"):
-        convert(theirs, dataclasses.replace(CONFIG, num_layers=1, recurrent_layers=()))
+        convert(theirs, dataclasses.replace(CONFIG.without_mechanism(RecurrentStates), num_layers=1))
     with pytest.raises(UserError, match=r"transformer0/.* has shape .* in the checkpoint"):
         convert(theirs, dataclasses.replace(CONFIG, feedforward_width=32))
     with pytest.raises(UserError, match=r"260 tokens and the vocabulary of the config 257.*size_multiple=260"):

@@ -1,6 +1,5 @@
 """An evaluation is the plain loop over documents, whatever the lanes, the segments and the mesh."""
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -16,6 +15,7 @@ from fake_split import FakeSplit
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
@@ -41,7 +41,8 @@ class CountedSplit(FakeSplit):
 
 def make_model():
     sizes = {"num_layers": 2, "model_width": 16, "num_heads": 2, "head_size": 8, "feedforward_width": 16}
-    config = DecoderConfig(**sizes, window_length=WINDOW, num_states=4, recurrent_layers=(1,), logit_scale=1.0)
+    config = DecoderConfig(**sizes, window_length=WINDOW, logit_scale=1.0)
+    config = config.with_mechanism(RecurrentStates(layers=(1,), num_states=4))
     return Model(config, CountedSplit.vocabulary_size)
 
 
@@ -152,7 +153,7 @@ def test_whole_segments_change_nothing_but_where_states_are_cleared(model, param
     kept = make_evaluator(model, whole_segments=True)[0].token_losses(params)
     for nats, wanted in zip(kept, make_evaluator(model, segment_length=8)[0].token_losses(params), strict=True):
         np.testing.assert_allclose(nats, wanted, rtol=1e-4, atol=1e-5)
-    clearing = Model(dataclasses.replace(model.config, clear_states=True), model.vocabulary_size)
+    clearing = Model(model.config.cleared(), model.vocabulary_size)
     one_lane, many = (
         make_evaluator(clearing, max_lanes=max_lanes, whole_segments=True)[0].token_losses(params)
         for max_lanes in (1, 4)

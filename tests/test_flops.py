@@ -1,25 +1,31 @@
 """The count of operations, against XLA's own and against numbers worked out by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.flops import (
-    forward_flops_per_token,
-    layer_flops,
-    recurrent_layer_flops,
-    training_flops_per_token,
-)
 from meliad_like.models.model import Model
 
-PAPER = DecoderConfig(recurrent_layers=(-3,))
+SLIDE = DecoderConfig()
+
+
+def with_states(config=SLIDE, **fields):
+    return config.with_mechanism(RecurrentStates(**{"layers": (-3,)} | fields))
+
+
+PAPER = with_states()
+LOGITS = 2 * 1024 * 256
 
 
 def test_a_layer_of_the_paper_by_hand():
     # d = 1024, h * k = d, f = 4 d, w = d / 2: projections 6 d², tile 4 d², output 2 d², feed-forward 16 d².
-    assert layer_flops(PAPER) == 28 * 1024**2
+    assert SLIDE.flops(256).forward == 12 * 28 * 1024**2 + LOGITS
 
 
 @pytest.mark.parametrize(
@@ -36,40 +42,37 @@ def test_a_layer_of_the_paper_by_hand():
     ],
 )
 def test_a_recurrent_layer_of_the_paper_by_hand(gate, cell, states):
-    config = DecoderConfig(recurrent_layers=(-3,), gate=gate, cell=cell)
-    assert recurrent_layer_flops(config) == (34 + 14 + states) * 1024**2
+    assert with_states(gate=gate, cell=cell).flops(256).forward == (11 * 28 + 34 + 14 + states) * 1024**2 + LOGITS
 
 
 def test_recurrence_costs_about_one_more_layer():
     """At four layers of bytes a little less."""
     sizes = {"num_layers": 4, "model_width": 256, "num_heads": 4, "head_size": 64, "feedforward_width": 1024}
-    sizes |= {"window_length": 128, "num_states": 128}
-    recurrent = forward_flops_per_token(DecoderConfig(**sizes, recurrent_layers=(-2,)), 256)
-    assert recurrent / forward_flops_per_token(DecoderConfig(**sizes, extra_layers=1), 256) == pytest.approx(
-        0.972, abs=1e-3
-    )
+    slide = DecoderConfig(**sizes, window_length=128)
+    recurrent = with_states(slide, layers=(-2,), num_states=128).flops(256).forward
+    assert recurrent / dataclasses.replace(slide, extra_layers=1).flops(256).forward == pytest.approx(0.972, abs=1e-3)
 
 
 def test_feedback_and_memory_by_hand():
-    slide, logits = 12 * 28 * 1024**2, 2 * 1024 * 256
+    slide = 12 * 28 * 1024**2
     # Eleven layers read the states, which is a recurrent layer without its states' own 18 d².
-    feedback = DecoderConfig(recurrent_layers=(-3,), feedback="last")
-    assert forward_flops_per_token(feedback, 256) == slide + (12 * 6 + 18) * 1024**2 + logits
+    assert with_states(feedback="last").flops(256).forward == slide + (12 * 6 + 18) * 1024**2 + LOGITS
     # 65,536 slots are 64 d, so the search is 128 d²; attention to 128 memories is d² / 2, twice with its gradient.
-    memorizing = DecoderConfig(memory_layers=(-4,))
-    assert forward_flops_per_token(memorizing, 256) == slide + 128.5 * 1024**2 + logits
-    assert training_flops_per_token(memorizing, 256) == 3 * (slide + logits) + (128 + 2 * 0.5) * 1024**2
+    memorizing = SLIDE.with_mechanism(ExternalMemory(layers=(-4,))).flops(256)
+    assert memorizing.forward == slide + 128.5 * 1024**2 + LOGITS
+    assert memorizing.training == 3 * (slide + LOGITS) + (128 + 2 * 0.5) * 1024**2
 
 
 def test_training_is_three_forward_passes():
-    assert training_flops_per_token(PAPER, 32_000) == 3 * ((11 * 28 + 52) * 1024**2 + 2 * 1024 * 32_000)
+    assert PAPER.flops(32_000).training == 3 * ((11 * 28 + 52) * 1024**2 + 2 * 1024 * 32_000)
 
 
 @pytest.mark.parametrize("cell", [None, "skip", "single", "dual"])
 def test_xla_counts_nearly_the_same(cell):
     sizes = {"num_layers": 2, "model_width": 256, "num_heads": 2, "head_size": 96, "feedforward_width": 384}
-    recurrent = {} if cell is None else {"recurrent_layers": (1,), "cell": cell, "gate": "lstm"}
-    config = DecoderConfig(**sizes, window_length=64, num_states=80, **recurrent)
+    config = DecoderConfig(**sizes, window_length=64)
+    if cell is not None:
+        config = with_states(config, layers=(1,), num_states=80, cell=cell, gate="lstm")
     model = Model(config, vocabulary_size=200)
 
     def forward(params, tokens):
@@ -81,4 +84,4 @@ def test_xla_counts_nearly_the_same(cell):
     tokens = jax.ShapeDtypeStruct((2, 64), np.int32)
     counted = jax.jit(forward).lower(model.abstract_params, tokens).compile().cost_analysis()["flops"]
     # What is not a matrix product is left out of ours.
-    assert 1.0 < counted / (tokens.size * forward_flops_per_token(config, 200)) < 1.04
+    assert 1.0 < counted / (tokens.size * config.flops(200).forward) < 1.04

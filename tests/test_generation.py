@@ -21,6 +21,7 @@ from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.saved_reading import load_reading, save_reading
 from meliad_like.generation.streaming import Generator, Reading
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
@@ -35,11 +36,7 @@ CONFIG = DecoderConfig(
     head_size=8,
     feedforward_width=16,
     window_length=W,
-    num_states=3,
-    recurrent_layers=(1,),
-    gate="lstm",
-    cell="dual",
-)
+).with_mechanism(RecurrentStates(layers=(1,), num_states=3, gate="lstm", cell="dual"))
 RUN = RunConfig(model=CONFIG, data=LanesReaderConfig(segment_length=N, tokens_per_step=N))
 BYTES = ByteVocabulary()
 END = BYTES.end_of_document
@@ -170,8 +167,8 @@ def test_a_token_out_of_range_is_named(make_generator):
 
 
 def test_states_cleared_by_segment_are_refused():
-    model = Model(dataclasses.replace(CONFIG, clear_states=True), V)
-    with pytest.raises(UserError, match="clear_states=True and memory_update='segment' are for evaluation"):
+    model = Model(CONFIG.cleared(), V)
+    with pytest.raises(UserError, match="depends on where segments end"):
         Generator(model, {}, segment_length=N, end_of_document=END, sampling=SamplingConfig())
 
 

@@ -5,10 +5,13 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from decoders import recurrent_layers
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
 from meliad_like.history.config import HistorySettings
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
 
@@ -100,12 +103,12 @@ def test_a_shipped_file_changes_something_or_says_what_base_says(name):
 def test_a_row_alone_is_the_model_of_table_1(row):
     run = config.parse([f"block_recurrent/{row}.gin"])
     model = run.model
-    recurrent = (model.gate, model.cell) if model.recurrent_layers else ()
+    recurrent = (states.gate, states.cell) if (states := model.mechanism(RecurrentStates)) else ()
     actual = (
         run.data.segment_length,
         model.window_length,
         model.total_layers,
-        set(model.recurrent_indices),
+        recurrent_layers(model),
         *recurrent,
     )
     assert actual == TABLE_1[row]
@@ -127,10 +130,13 @@ def test_a_row_lies_on_any_mesh(row):
 
 def test_feedback_and_memory_of_table_1():
     models = {row: config.parse([f"block_recurrent/{row}.gin"]).model for row in TABLE_1}
-    assert {row for row, model in models.items() if model.feedback == "last"} == {r for r in models if "feedback" in r}
-    assert {row for row, model in models.items() if model.memory_layers} == {"memorizing_64k"}
-    memorizing = models["memorizing_64k"]
-    assert (memorizing.memory_indices, memorizing.memory_size, memorizing.memory_neighbors) == ({8}, 65_536, 128)
+    states = {row: model.mechanism(RecurrentStates) for row, model in models.items()}
+    feedback = {row for row, one in states.items() if one and one.feedback == "last"}
+    assert feedback == {row for row in models if "feedback" in row}
+    memories = {row: memory for row, model in models.items() if (memory := model.mechanism(ExternalMemory))}
+    assert memories.keys() == {"memorizing_64k"}
+    memory = memories["memorizing_64k"]
+    assert (memory.indices(12), memory.num_slots, memory.num_neighbors) == ({8}, 65_536, 128)
 
 
 def test_every_row_is_in_table_1():
@@ -154,7 +160,7 @@ def test_parameters_of_a_size(size):
 
 def test_the_24_layer_models_recur_at_the_papers_layers_10_and_20():
     model = config.parse(["size/tall_1200m.gin", "block_recurrent/fixed_skip.gin"]).model
-    assert (model.total_layers, model.recurrent_indices) == (24, {9, 19})
+    assert (model.total_layers, recurrent_layers(model)) == (24, {9, 19})
     assert config.parse(["block_recurrent/slide_13l.gin", "size/tall_1200m.gin"]).model.total_layers == 26
 
 
@@ -162,7 +168,7 @@ def test_the_24_layer_models_recur_at_the_papers_layers_10_and_20():
 def test_every_size_combines_with_every_row_and_task(size):
     for row in RECURRENT_ROWS + SLIDE_ROWS:
         run = config.parse([row, size])
-        assert bool(run.model.recurrent_layers) == (row in RECURRENT_ROWS)
+        assert bool(recurrent_layers(run.model)) == (row in RECURRENT_ROWS)
     for task in TASKS:
         run = config.parse([task, size])
         assert run.model == config.parse([size]).model

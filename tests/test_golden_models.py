@@ -14,6 +14,8 @@ from meliad_like.layers.attention import attend, ring_distance, unit
 from meliad_like.layers.basic import RMSNorm
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import T5Bias, t5_bucket
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mechanisms.token_heads import TokenCache
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.decoder_layer import LayerCarry
 from meliad_like.models.model import Model
@@ -32,7 +34,6 @@ SMALL = {
     "head_size": 16,
     "feedforward_width": 64,
     "window_length": W,
-    "num_states": 16,
     "mask_empty_cache": False,
 }
 
@@ -103,12 +104,11 @@ def test_layer_over_segments(name):
     # The first segment's start flags must hide whatever the cache holds.
     zeros = np.zeros((2, W, 2, 16), np.float32)
     poisoned = below(arrays, "state0/")
-    carry = LayerCarry(
-        *(jnp.swapaxes(poisoned.get(f"previous_{name}_train", zeros), 1, 2) for name in ("keys", "values"))
-    )
+    cache = (jnp.swapaxes(poisoned.get(f"previous_{name}_train", zeros), 1, 2) for name in ("keys", "values"))
+    carry = LayerCarry(TokenCache(*cache), {"sliding_window": ()})
 
     def run(params, xs, carry, start):
-        return model.bind({**whole, **params}).layers[0](xs, carry, jnp.where(start, 0, W))
+        return model.bind({**whole, **params}).layers[0](xs, carry, jnp.where(start, 0, W), {})
 
     @jax.jit
     def run_and_differentiate(params, xs, carry, start, cotangent):
@@ -121,8 +121,8 @@ def test_layer_over_segments(name):
         cotangent = seg.get("cotangent", np.zeros_like(seg["xs"]))
         ys, carry, grad_params, grad_xs = run_and_differentiate(params, seg["xs"], carry, start, cotangent)
         np.testing.assert_allclose(ys, seg["ys"], atol=1e-5)
-        np.testing.assert_allclose(jnp.swapaxes(carry.key, 1, 2), seg["next_previous_keys"], atol=1e-5)
-        np.testing.assert_allclose(jnp.swapaxes(carry.value, 1, 2), seg["next_previous_values"], atol=1e-5)
+        np.testing.assert_allclose(jnp.swapaxes(carry.tokens.key, 1, 2), seg["next_previous_keys"], atol=1e-5)
+        np.testing.assert_allclose(jnp.swapaxes(carry.tokens.value, 1, 2), seg["next_previous_values"], atol=1e-5)
         if "grad_xs" in seg:
             np.testing.assert_allclose(grad_xs, seg["grad_xs"], rtol=1e-4, atol=1e-4)
             ours = {name.removeprefix("transformer0/"): value for name, value in to_meliad(grad_params).items()}
@@ -131,8 +131,10 @@ def test_layer_over_segments(name):
 
 def language_model(name):
     arrays = np.load(GOLDEN / f"{name}.npz")
-    recurrent = (1,) if name == "d_lm_fixed_skip" else ()
-    model = Model(DecoderConfig(**SMALL, recurrent_layers=recurrent), V)
+    config = DecoderConfig(**SMALL)
+    if name == "d_lm_fixed_skip":
+        config = config.with_mechanism(RecurrentStates(layers=(1,), num_states=16))
+    model = Model(config, V)
     params = from_meliad(below(arrays, "params/"), model.abstract_params)
     return arrays, model, params
 
@@ -170,13 +172,16 @@ def test_language_model_over_segments(name):
         assert_gradients(to_meliad(gradient), below(seg, "grad_params/"))
         for layer, layer_carry in enumerate(carry.layers):
             theirs = below(seg, f"next_state/transformer{layer}/")
-            np.testing.assert_allclose(jnp.swapaxes(layer_carry.key, 1, 2), theirs["previous_keys_train"], atol=1e-5)
             np.testing.assert_allclose(
-                jnp.swapaxes(layer_carry.value, 1, 2), theirs["previous_values_train"], atol=1e-5
+                jnp.swapaxes(layer_carry.tokens.key, 1, 2), theirs["previous_keys_train"], atol=1e-5
             )
-            assert (layer_carry.states is None) == ("recurrent_state_train" not in theirs)
-            if layer_carry.states is not None:
-                np.testing.assert_allclose(layer_carry.states, theirs["recurrent_state_train"], atol=1e-5)
+            np.testing.assert_allclose(
+                jnp.swapaxes(layer_carry.tokens.value, 1, 2), theirs["previous_values_train"], atol=1e-5
+            )
+            recurrent = layer_carry.mechanisms.get("recurrent_states")
+            assert (recurrent is None) == ("recurrent_state_train" not in theirs)
+            if recurrent is not None:
+                np.testing.assert_allclose(recurrent.states, theirs["recurrent_state_train"], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])

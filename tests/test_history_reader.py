@@ -176,7 +176,6 @@ SLIDE = [
     "DecoderConfig.head_size = 4",
     "DecoderConfig.feedforward_width = 8",
     "DecoderConfig.window_length = 8",
-    "DecoderConfig.recurrent_layers = ()",
 ]
 SHORTFORMER = [
     "RunConfig.model = 'shortformer'",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meliad_like.conversion.meliad import to_meliad
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -32,10 +33,9 @@ def test_fresh_parameters_are_the_references(name):
         num_heads=4,
         head_size=64,
         feedforward_width=1024,
-        num_states=64,
-        recurrent_layers=recurrent,
-        **gates,
     )
+    if recurrent:
+        config = config.with_mechanism(RecurrentStates(layers=recurrent, num_states=64, **gates))
     model = Model(config, 512)
     assert model.num_parameters == num_parameters
     ours = to_meliad(model.init(jax.random.key(0)))

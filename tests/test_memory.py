@@ -9,8 +9,10 @@ import pytest
 from ways import V, W, begin, read, starts, tokens_of
 
 from meliad_like.errors import UserError
-from meliad_like.layers import memory
-from meliad_like.layers.memory import Memory, attend_memories, recall, remember, search
+from meliad_like.layers import memory_search
+from meliad_like.layers.memory_search import Memory, attend_memories, recall, remember, search
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -22,10 +24,11 @@ CONFIG = DecoderConfig(
     head_size=8,
     feedforward_width=16,
     window_length=W,
-    memory_layers=(0,),
-    memory_size=4 * W,
-    memory_neighbors=3,
-)
+).with_mechanism(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3))
+
+
+def memorizing(**changes):
+    return CONFIG.with_mechanism(dataclasses.replace(CONFIG.mechanism(ExternalMemory), **changes))
 
 
 def normal(*shape, seed=0):
@@ -41,7 +44,7 @@ def products(query, key, filled):
 @pytest.mark.parametrize("piece", [2048, 12, 20])
 @pytest.mark.parametrize("filled", [(M, 2 * M), (2, 0), (13, 31)])
 def test_exact_search_is_brute_force(monkeypatch, piece, filled):
-    monkeypatch.setattr(memory, "PIECE", piece)
+    monkeypatch.setattr(memory_search, "PIECE", piece)
     query, key = normal(B, H, T, K), normal(B, H, M, K, seed=1)
     found = search(query, key, jnp.array(filled), J, "exact")
     scores = products(query, key, filled)
@@ -54,7 +57,7 @@ def test_exact_search_is_brute_force(monkeypatch, piece, filled):
 @pytest.mark.parametrize("piece", [2048, 12, 20])
 @pytest.mark.parametrize("filled", [(M, 2 * M), (2, 0), (13, 31)])
 def test_bucketed_search_finds_the_best_of_each_bucket(monkeypatch, piece, filled):
-    monkeypatch.setattr(memory, "PIECE", piece)
+    monkeypatch.setattr(memory_search, "PIECE", piece)
     query, key = normal(B, H, T, K), normal(B, H, M, K, seed=1)
     found = search(query, key, jnp.array(filled), J, "bucketed")
     scores = products(query, key, filled).reshape(B, H, T, M // J, J)
@@ -111,13 +114,17 @@ def model_and_carry(config, b=2):
 def poison(carry, lane):
     """Memories of a lane made unmissable."""
     layer = carry.layers[0]
-    stored = Memory(*(x.at[lane].set(1e3) for x in layer.memory))
-    return carry._replace(layers=[layer._replace(memory=stored), *carry.layers[1:]])
+    stored = Memory(*(x.at[lane].set(1e3) for x in layer.mechanisms["external_memory"]))
+    return carry._replace(layers=[with_memory(layer, stored), *carry.layers[1:]])
+
+
+def with_memory(layer, stored):
+    return layer._replace(mechanisms=layer.mechanisms | {"external_memory": stored})
 
 
 @pytest.mark.parametrize("update", ["block", "segment"])
 def test_memories_leak_neither_into_another_lane_nor_into_the_next_document(update):
-    model, params, carry = model_and_carry(dataclasses.replace(CONFIG, memory_update=update))
+    model, params, carry = model_and_carry(memorizing(update=update))
     _, carry = read(model, params, tokens_of(2, 4), carry, starts(2, 4))
     # Lane 0 goes on for two blocks before its next document begins.
     start = starts(2, 4, (0, 2))
@@ -136,7 +143,7 @@ def test_a_segment_of_one_block_is_updated_alike():
     """The paper's memorizing baseline has segments of one window."""
     tokens, results = tokens_of(2, 4), []
     for update in ("block", "segment"):
-        model, params, carry = model_and_carry(dataclasses.replace(CONFIG, memory_update=update))
+        model, params, carry = model_and_carry(memorizing(update=update))
         for segment in np.split(tokens, 4, axis=1):
             logits, carry = read(model, params, segment, carry, starts(2, 1))
         results.append((logits, carry))
@@ -147,7 +154,7 @@ def test_updated_by_segments_a_segment_does_not_find_itself():
     """With the reference's rule the first segment has no memories, by blocks its later blocks have."""
     logits = {}
     for update in ("block", "segment"):
-        config = dataclasses.replace(CONFIG, memory_update=update)
+        config = memorizing(update=update)
         model, params, carry = model_and_carry(config)
         logits[update], _ = read(model, params, tokens_of(2, 4), carry, starts(2, 4))
     np.testing.assert_array_equal(logits["block"][:, :W], logits["segment"][:, :W])
@@ -162,10 +169,10 @@ def test_a_segment_longer_than_the_memory_writes_each_slot_once(monkeypatch):
         lanes = jnp.arange(len(slot))[:, None]
         return memory._replace(key=memory.key.at[lanes, :, slot].add(1.0, mode="drop"))
 
-    monkeypatch.setattr("meliad_like.models.decoder_layer.remember", count)
-    model, params, carry = model_and_carry(dataclasses.replace(CONFIG, memory_size=2 * W, memory_update="segment"))
+    monkeypatch.setattr("meliad_like.mechanisms.external_memory.remember", count)
+    model, params, carry = model_and_carry(memorizing(num_slots=2 * W, update="segment"))
     _, carry = read(model, params, tokens_of(2, 6), carry, starts(2, 6, (1, 5)))
-    written = carry.layers[0].memory.key[:, 0, :, 0]
+    written = carry.layers[0].mechanisms["external_memory"].key[:, 0, :, 0]
     np.testing.assert_array_equal(written, [[1] * (2 * W), [1] * W + [0] * W])
 
 
@@ -174,28 +181,34 @@ def test_gradients_reach_the_gate_and_the_query_but_no_memory():
     _, carry = read(model, params, tokens_of(2, 4), carry, starts(2, 4))
 
     def total(params, stored):
-        layer = carry.layers[0]._replace(memory=stored)
+        layer = with_memory(carry.layers[0], stored)
         module = model.bind(params)
         hidden, _ = module(tokens_of(2, 1, seed=1), carry._replace(layers=[layer, carry.layers[1]]), starts(2, 1))
         return jnp.sum(hidden**3)
 
-    of_params, of_memory = jax.jit(jax.grad(total, argnums=(0, 1)))(params, carry.layers[0].memory)
-    assert (np.abs(of_params["layers"][0]["memory_gate"]) > 0).all()
+    of_params, of_memory = jax.jit(jax.grad(total, argnums=(0, 1)))(
+        params, carry.layers[0].mechanisms["external_memory"]
+    )
+    assert (np.abs(of_params["layers"][0]["mechanisms"]["external_memory"]["gate"]) > 0).all()
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(of_memory))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"memory_size": 10}, "memory_size=10 must be a multiple of window_length=4"),
-        ({"memory_neighbors": 20}, "memory_size=16 must be at least memory_neighbors=20 for memory_search='exact'"),
-        ({"memory_search": "bucketed"}, "memory_size=16 must be a multiple of memory_neighbors=3"),
-        ({"memory_search": "best"}, "memory_search='best' is not one of exact, bucketed"),
-        ({"recurrent_layers": (-2,)}, r"recurrent_layers=\(-2,\) and memory_layers=\(0,\) share a layer"),
-        ({"memory_layers": (2,)}, r"memory_layers=\(2,\) names a layer that 2 layers lack"),
-        ({"feedback": "last"}, "feedback='last' needs recurrent_layers"),
+        ({"num_slots": 10}, "num_slots=10 must be a multiple of window_length=4"),
+        ({"num_neighbors": 20}, "num_slots=16 must be at least num_neighbors=20 for search='exact'"),
+        ({"search": "bucketed"}, "num_slots=16 must be a multiple of num_neighbors=3"),
+        ({"search": "best"}, "search='best' is not one of exact, bucketed"),
+        ({"layers": (2,)}, r"ExternalMemory.layers=\(2,\) names a layer that 2 layers lack"),
+        ({"layers": ()}, r"ExternalMemory.layers=\(\) names no layer"),
     ],
 )
 def test_mistakes(changes, message):
     with pytest.raises(UserError, match=message):
-        dataclasses.replace(CONFIG, **changes)
+        memorizing(**changes)
+
+
+def test_memories_are_mixed_with_a_window():
+    with pytest.raises(UserError, match=r"ExternalMemory.layers=\(0,\) need a SlidingWindow"):
+        CONFIG.with_mechanism(SlidingWindow(layers=(1,)))

@@ -7,15 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import recurrent
 from dense_model import DenseModel
 from ways import V, W, assert_same, begin, decode, read, starts, tokens_of
 
 from meliad_like.conversion.meliad import to_meliad
 from meliad_like.layers.attention import ring_square
 from meliad_like.layers.basic import dropout_multiplier, tiled_dropout
-from meliad_like.models.decoder import DecoderCarry
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.positions import Infused, NoPosition, Rotary
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
+from meliad_like.models.skeleton import DecoderCarry
 
 SLIDE = DecoderConfig(
     num_layers=2,
@@ -24,42 +28,41 @@ SLIDE = DecoderConfig(
     head_size=8,
     feedforward_width=24,
     window_length=W,
-    num_states=3,
 )
+
+
 CONFIGS = {
     "slide": SLIDE,
     **{
-        f"{gate}:{cell}": dataclasses.replace(SLIDE, recurrent_layers=(1,), gate=gate, cell=cell)
+        f"{gate}:{cell}": SLIDE.with_mechanism(RecurrentStates(layers=(1,), num_states=3, gate=gate, cell=cell))
         for gate in ("fixed", "lstm")
         for cell in ("skip", "single", "dual")
     },
 }
 SKIP = CONFIGS["fixed:skip"]
 CONFIGS |= {
-    "rotary": dataclasses.replace(SKIP, position="rotary"),
-    "none": dataclasses.replace(SKIP, position="none"),
-    "infused": dataclasses.replace(SKIP, position="infused"),
+    "rotary": dataclasses.replace(SKIP, position=Rotary()),
+    "none": dataclasses.replace(SKIP, position=NoPosition()),
+    "infused": dataclasses.replace(SKIP, position=Infused()),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
-    "two": dataclasses.replace(CONFIGS["lstm:skip"], recurrent_layers=(0, 1)),
+    "two": recurrent(CONFIGS["lstm:skip"], layers=(0, 1)),
 }
-THREE = {"num_layers": 3, "recurrent_layers": (0, 1)}
+THREE = {"num_layers": 3}
+BUCKETS = ExternalMemory(layers=(-2,), num_slots=2 * W, num_neighbors=4, search="bucketed")
+MEMORY = ExternalMemory(layers=(0,), num_slots=2 * W, num_neighbors=3)
 CONFIGS |= {
-    "feedback": dataclasses.replace(SKIP, num_layers=3, feedback="last"),
-    "feedback of the last": dataclasses.replace(CONFIGS["lstm:single"], **THREE, feedback="last"),
-    "feedback of all": dataclasses.replace(SKIP, **THREE, feedback="all", mask_empty_cache=False),
-    "memory": dataclasses.replace(SLIDE, memory_layers=(-2,), memory_size=2 * W, memory_neighbors=3),
-}
-CONFIGS |= {
-    "memory of buckets": dataclasses.replace(
-        CONFIGS["memory"], memory_search="bucketed", memory_neighbors=4, mask_empty_cache=False
-    ),
-    "memory and feedback": dataclasses.replace(
-        CONFIGS["memory"], num_layers=3, memory_layers=(0,), recurrent_layers=(1,), feedback="last", position="rotary"
-    ),
+    "feedback": recurrent(SKIP, **THREE, feedback="last"),
+    "feedback of the last": recurrent(CONFIGS["lstm:single"], **THREE, layers=(0, 1), feedback="last"),
+    "feedback of all": recurrent(SKIP, **THREE, layers=(0, 1), feedback="all", mask_empty_cache=False),
+    "memory": SLIDE.with_mechanism(MEMORY),
+    "memory of buckets": dataclasses.replace(SLIDE, mask_empty_cache=False).with_mechanism(BUCKETS),
+    "memory and feedback": recurrent(SKIP, **THREE, feedback="last", position=Rotary()).with_mechanism(MEMORY),
+    "memory beside states": SKIP.with_mechanism(dataclasses.replace(MEMORY, layers=(0, 1))),
 }
 # As few as show every way through the code: compiling takes most of the time.
 WAYS = ("slide", "fixed:skip", "lstm:dual", "lstm:single", "rotary", "none", "infused", "unmasked")
 WAYS += ("feedback of the last", "feedback of all", "memory", "memory of buckets", "memory and feedback")
+WAYS += ("memory beside states",)
 
 
 @functools.cache
@@ -87,10 +90,11 @@ def test_equals_the_dense_model(name):
         expected, states = dense(tokens[lane])
         np.testing.assert_allclose(logits[lane], expected, atol=1e-5)
         for i, layer in enumerate(carry.layers):
+            ours = layer.mechanisms.get("recurrent_states", ())
             if states[i] is None:
-                assert layer.states is None
+                assert ours == ()
             else:
-                np.testing.assert_allclose(layer.states[lane], states[i], atol=1e-5)
+                np.testing.assert_allclose(ours.states[lane], states[i], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -180,7 +184,7 @@ def test_what_depends_on_what(name):
 
 def test_states_may_reach_no_token_of_their_own_block():
     """A token reads the states from before its block, so without a window only earlier blocks are seen."""
-    config = dataclasses.replace(CONFIGS["fixed:skip"], num_layers=1, recurrent_layers=(0,))
+    config = recurrent(CONFIGS["fixed:skip"], num_layers=1, layers=(0,))
     strength = influence(config, 4)
     t, s = np.indices(strength.shape)
     assert (strength[s > t] == 0).all()
@@ -204,9 +208,9 @@ def test_lanes_decode_independently():
 
 
 def test_cleared_states_start_every_segment_anew():
-    model, params = make(dataclasses.replace(SKIP, clear_states=True))
+    model, params = make(recurrent(SKIP, clear_states=True))
     _, carry = read(model, params, tokens_of(2, 4), begin(model, params, 2), starts(2, 4))
-    layers = [layer if layer.states is None else layer._replace(states=layer.states + 100) for layer in carry.layers]
+    layers = [layer._replace(mechanisms=jax.tree.map(lambda x: x + 100, layer.mechanisms)) for layer in carry.layers]
     poisoned = DecoderCarry(carry.position, layers)
     logits = [read(model, params, tokens_of(2, 4, seed=1), c, starts(2, 4))[0] for c in (carry, poisoned)]
     np.testing.assert_array_equal(*logits)
@@ -230,7 +234,7 @@ def test_bfloat16():
 
 def test_rematerialisation_changes_no_gradient():
     tokens = tokens_of(1, 3)
-    config = dataclasses.replace(SKIP, num_layers=1, recurrent_layers=(0,), dropout_rate=0.2)
+    config = recurrent(SKIP, num_layers=1, layers=(0,), dropout_rate=0.2)
     gradients = []
     for remat in ("none", "dots", "layers"):
         model, params = make(dataclasses.replace(config, remat=remat))

@@ -15,7 +15,7 @@ TINY = {
     "DecoderConfig.head_size": 16,
     "DecoderConfig.feedforward_width": 32,
     "DecoderConfig.window_length": 16,
-    "DecoderConfig.num_states": 8,
+    "NUM_STATES": 8,
     "ReaderConfig.segment_length": 32,
     "ReaderConfig.tokens_per_step": 64,
     "ReaderConfig.store": "'stores/tiny'",

@@ -91,7 +91,6 @@ def bindings(tmp_path_factory):
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
         "DecoderConfig.num_layers = 1",
-        "DecoderConfig.recurrent_layers = ()",
         "TrainingConfig.num_steps = 6",
         "TrainingConfig.checkpoint_every = 2",
         "TrainingConfig.checkpoints_kept = 2",

@@ -14,6 +14,9 @@ from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import tiled_dropout
 from meliad_like.layers.sequence import over_sequence
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.positions import Infused, Rotary
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.families import check_sequence
@@ -27,9 +30,10 @@ from meliad_like.training.program import make_program
 # Lanes, blocks and heads for eight devices along any axis.
 B, C, W, V = 8, 8, 4, 64
 SIZES = {"num_layers": 1, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
-SLIDE = DecoderConfig(**SIZES, window_length=W, num_states=4)
-SKIP = dataclasses.replace(SLIDE, recurrent_layers=(0,))
-TWO = {"num_layers": 2, "recurrent_layers": (0,)}
+SLIDE = DecoderConfig(**SIZES, window_length=W)
+STATES = RecurrentStates(layers=(0,), num_states=4)
+SKIP = SLIDE.with_mechanism(STATES)
+TWO = dataclasses.replace(SKIP, num_layers=2)
 GPT2 = PretrainedConfig(**SIZES, num_key_value_heads=8, max_positions=W, window_length=W)
 LLAMA = dataclasses.replace(GPT2, architecture="llama", num_key_value_heads=4, activation="silu", tied_embedding=False)
 RECURRENCE = {"insertion_layers": (0,), "recurrence_width": 5, "recurrence_depth": 1, "pooling": "attention"}
@@ -37,16 +41,16 @@ CONFIGS = {
     "slide": SLIDE,
     "xl": dataclasses.replace(SLIDE, window_length=C * W),
     **{
-        f"{gate}:{cell}": dataclasses.replace(SKIP, gate=gate, cell=cell)
+        f"{gate}:{cell}": SLIDE.with_mechanism(dataclasses.replace(STATES, gate=gate, cell=cell))
         for gate in ("fixed", "lstm")
         for cell in ("skip", "single", "dual")
     },
-    "slide below skip": dataclasses.replace(SKIP, num_layers=2, recurrent_layers=(1,), clear_states=True),
-    "rotary": dataclasses.replace(SKIP, position="rotary", remat="layers"),
-    "infused": dataclasses.replace(SKIP, position="infused"),
+    "slide below skip": TWO.with_mechanism(dataclasses.replace(STATES, layers=(1,), clear_states=True)),
+    "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
+    "infused": dataclasses.replace(SKIP, position=Infused()),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
-    "feedback": dataclasses.replace(SLIDE, **TWO, feedback="last"),
-    "memorizing": dataclasses.replace(SLIDE, memory_layers=(0,), memory_size=4 * W, memory_neighbors=3),
+    "feedback": TWO.with_mechanism(dataclasses.replace(STATES, feedback="last")),
+    "memorizing": SLIDE.with_mechanism(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3)),
     "shortformer": ShortformerConfig(**SIZES, window_length=W, cache_length=W, cutoffs=(16, 32), band_factor=2),
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -112,7 +116,7 @@ def place(name, mesh):
     carry = model.bind(params).init_carry(B)
     lanes = lane_sharding(mesh, B)
     params = jax.device_put(params, parameter_shardings(mesh, model.axes, params))
-    return params, jax.device_put(carry, carry_shardings(mesh, B, carry)), lanes
+    return params, jax.device_put(carry, carry_shardings(mesh, B, model.carry_axes(carry))), lanes
 
 
 def read(name, mesh):
@@ -148,7 +152,7 @@ def compile_losses(config, mesh):
     model = Model(config, V)
     params = parameter_shardings(mesh, model.axes, model.abstract_params)
     carry = jax.eval_shape(lambda params: model.bind(params).init_carry(B), model.abstract_params)
-    where = carry_shardings(mesh, B, carry)
+    where = carry_shardings(mesh, B, model.carry_axes(carry))
 
     def losses(params, carry, batch):
         losses, carry = segment_losses(model.bind(params), batch, carry, W)
@@ -172,7 +176,7 @@ def test_a_slide_layer_gets_one_window_of_its_left_neighbour():
 def test_a_recurrent_layer_hands_on_its_states():
     found = traffic(compile_losses(SKIP, make_mesh(MeshConfig(sequence=8))).as_text())
     assert found.keys() == {"collective-permute", "all-reduce"}
-    window, states = (B * n * SKIP.model_width * np.float32().nbytes for n in (W, SKIP.num_states))
+    window, states = (B * n * SKIP.model_width * np.float32().nbytes for n in (W, STATES.num_states))
     # From one device to the next, until they have come to the last.
     assert found["collective-permute"] == (1 + 7, 2 * window + 7 * states)
     assert found["all-reduce"].num_bytes == 2 * window + states
@@ -205,7 +209,10 @@ def test_an_axis_of_one_device_changes_nothing():
     ("name", "reason"),
     [
         ("feedback", "decoder model: with feedback='last' a block waits for all layers of the one before"),
-        ("memorizing", "decoder model: with memory_layers=(0,) a block searches what the ones before have remembered"),
+        (
+            "memorizing",
+            "decoder model: with ExternalMemory.layers=(0,) a block searches what the ones before have remembered",
+        ),
         ("shortformer", "shortformer model: its windows are read one after the other"),
         ("gpt2", "pretrained model: its windows are read one after the other"),
     ],

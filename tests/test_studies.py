@@ -32,7 +32,7 @@ def test_comparison_page(compared):
     for words in (
         "fixed_skip<b> against slide_12l<b>",
         "test, 3 documents",
-        "recurrent_layers",
+        "mechanisms",
         "Gomin",
         "alert('document')",
     ):
@@ -104,7 +104,7 @@ def test_curves_by_position():
 
 def test_context_curve_of_two_settings(runs, tmp_path):
     context_curve.run(
-        request(runs("fixed_skip"), tmp_path, gin_params=("DecoderConfig.clear_states = True",), documents=("two",))
+        request(runs("fixed_skip"), tmp_path, gin_params=("RecurrentStates.clear_states = True",), documents=("two",))
     )
     rows = list(csv.DictReader((tmp_path / "curves.csv").open(newline="")))
     saved = json.loads((tmp_path / "summary.json").read_text())

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from study_runs import WINDOW, Page, assert_safe, one_device, request, runs
 
-from meliad_like.layers.recurrence import LstmGate
+from meliad_like.layers.state_cell import LstmGate
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.studies import gates
 from meliad_like.studies.readings import open_subject
-from meliad_like.studies.state_trace import LAGS, GateMeans, Tracer
+from meliad_like.studies.state_trace import LAGS, Gates, Tracer
 
 __all__ = ["one_device", "runs"]  # fixtures
 BLOCKS = 3
@@ -26,11 +27,19 @@ def test_time_constants_by_hand():
 
 def test_fixed_gates_are_sigmoids_of_their_biases(runs):
     subject = open_subject(runs("fixed_skip"))
-    [layer] = subject.run.model.recurrent_indices
-    found = gates.fixed_gates(subject)
-    bias = subject.opened.params["layers"][layer]["cell"]["attention_gate"]["bias"]
-    assert list(found) == [f"layer {layer} attention_gate"]
-    np.testing.assert_allclose(found[f"layer {layer} attention_gate"], jax.nn.sigmoid(bias), rtol=1e-6)
+    [layer] = recurrent_layers(subject)
+    found = Gates()
+    Tracer(subject.opened.model).read(subject.opened.params, TOKENS, found)
+    states = subject.opened.params["layers"][layer]["mechanisms"]["recurrent_states"]
+    kept = jax.nn.sigmoid(states["cell"]["attention_gate"]["bias"])
+    assert not found.varying
+    [(name, values)] = found.means().items()
+    assert name == f"layer {layer} recurrent_states attention_gate"
+    np.testing.assert_allclose(values, np.stack([kept, 1 - kept]), rtol=1e-5)
+
+
+def recurrent_layers(subject):
+    return subject.run.model.mechanism(RecurrentStates).indices(subject.run.model.total_layers)
 
 
 def states_after(subject, layer, blocks):
@@ -43,7 +52,7 @@ def states_after(subject, layer, blocks):
         carry = module.init_carry(1)
         if blocks:
             _, carry = module(TOKENS[None, : blocks * WINDOW], carry, np.arange(blocks)[None] == 0)
-        return carry.layers[layer].states[0]
+        return carry.layers[layer].mechanisms["recurrent_states"].states[0]
 
     return np.asarray(read(subject.opened.params))
 
@@ -51,8 +60,8 @@ def states_after(subject, layer, blocks):
 def test_a_trace_compares_the_states_after_each_block(runs):
     subject = open_subject(runs("fixed_skip"))
     tracer = Tracer(subject.opened.model)
-    [layer] = tracer.layers
-    trace = tracer.read(subject.opened.params, TOKENS, GateMeans())[layer]
+    [layer] = recurrent_layers(subject)
+    trace = tracer.read(subject.opened.params, TOKENS, Gates())[f"layer {layer} recurrent_states"]
     states = [states_after(subject, layer, blocks) for blocks in range(BLOCKS + 1)]
     change = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in pairwise(states)]
     np.testing.assert_allclose(trace.change, change, rtol=1e-4)
@@ -68,7 +77,7 @@ def test_a_trace_compares_the_states_after_each_block(runs):
 
 def test_measured_gates_are_those_that_the_model_uses(runs, monkeypatch):
     subject = open_subject(runs("lstm_dual"))
-    means = GateMeans()
+    means = Gates()
     Tracer(subject.opened.model).read(subject.opened.params, TOKENS, means)
     used = []
 
@@ -78,7 +87,7 @@ def test_measured_gates_are_those_that_the_model_uses(runs, monkeypatch):
         return found
 
     monkeypatch.setattr(LstmGate, "gates", gates_that_tell)
-    states_after(subject, *subject.run.model.recurrent_indices, BLOCKS)
+    states_after(subject, *recurrent_layers(subject), BLOCKS)
     jax.effects_barrier()
     # In each block the gate after the attention, then the one after the network.
     assert len(used) == 2 * BLOCKS
@@ -92,7 +101,7 @@ def test_page(runs, tmp_path, row):
     gates.run(request(runs(row), tmp_path))
     page = Page(tmp_path)
     assert_safe(page)
-    assert "16 states of 32 channels, updated every 16 tokens" in page.text
+    assert "States are updated every 16 tokens" in page.text
     assert ("measured gates" in page.text) == (row == "lstm_dual")
     saved = json.loads((tmp_path / "summary.json").read_text())
     arrays = np.load(Path(tmp_path) / "gates.npz")

@@ -5,6 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from decoders import recurrent_layers
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
@@ -12,10 +13,17 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.scales import SCALES, Scale, configure
 from meliad_like.experiments.step_time import random_batch
 from meliad_like.experiments.tables import TABLES
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule
 from meliad_like.training.program import make_program
+
+
+def states(model):
+    return model.mechanism(RecurrentStates)
+
 
 ROWS = {row.file: row for table in TABLES.values() for row in table.rows}
 FIXED_SKIP = 193_230_968  # with a vocabulary of 32,000
@@ -67,15 +75,15 @@ def test_windows_of_table_3(window):
         config.parse([f"block_recurrent/table3/{kind}_window_{window}.gin"]).model for kind in ("recurrent", "slide")
     )
     assert recurrent.window_length == slide.window_length == window
-    assert (recurrent.num_states, recurrent.recurrent_indices, recurrent.total_layers) == (512, {9}, 12)
-    assert (slide.recurrent_layers, slide.total_layers) == ((), 12)
+    assert (states(recurrent).num_states, recurrent_layers(recurrent), recurrent.total_layers) == (512, {9}, 12)
+    assert (recurrent_layers(slide), slide.total_layers) == (set(), 12)
     assert Model(recurrent, 32_000).num_parameters == FIXED_SKIP
 
 
 @pytest.mark.parametrize("number", [128, 256, 512, 1024, 2048])
 def test_states_of_table_3(number):
     model = config.parse([f"block_recurrent/table3/states_{number}.gin"]).model
-    assert (model.window_length, model.num_states, model.gate, model.cell) == (512, number, "fixed", "skip")
+    assert (model.window_length, states(model)) == (512, RecurrentStates(layers=(-3,), num_states=number))
     # Of each state: where it begins, and its name.
     assert Model(model, 32_000).num_parameters == FIXED_SKIP + (number - 512) * 2 * 1024
 
@@ -95,8 +103,8 @@ def test_the_largest_models_of_table_4_have_24_layers_and_their_baselines_26(siz
     recurrent, baseline = (
         config.parse([f"block_recurrent/table4/{kind}_{size}.gin"]).model for kind in ("recurrent", "xl")
     )
-    assert (recurrent.total_layers, recurrent.recurrent_indices) == (24, {9, 19})
-    assert (baseline.total_layers, baseline.recurrent_indices) == (26, set())
+    assert (recurrent.total_layers, recurrent_layers(recurrent)) == (24, {9, 19})
+    assert (baseline.total_layers, recurrent_layers(baseline)) == (26, set())
 
 
 def test_vocabularies_of_table_5():
@@ -123,7 +131,7 @@ def shape(name: str, scale: str) -> tuple:
     return (
         run.data.segment_length,
         m.window_length,
-        m.num_states,
+        states(m).num_states if states(m) else 0,
         m.total_layers,
         m.model_width,
         m.num_heads,
@@ -132,14 +140,14 @@ def shape(name: str, scale: str) -> tuple:
 
 
 def test_tiny_is_every_row_made_smaller_by_one_factor():
-    assert shape("slide_12l", "tiny") == (256, 32, 32, 6, 64, 2, 32)
-    assert shape("slide_13l", "tiny") == (256, 32, 32, 7, 64, 2, 32)
-    assert shape("xl_2048", "tiny") == (128, 128, 32, 6, 64, 2, 32)
+    assert shape("slide_12l", "tiny") == (256, 32, 0, 6, 64, 2, 32)
+    assert shape("slide_13l", "tiny") == (256, 32, 0, 7, 64, 2, 32)
+    assert shape("xl_2048", "tiny") == (128, 128, 0, 6, 64, 2, 32)
     assert shape("fixed_skip", "small") == (1024, 128, 128, 12, 256, 4, 64)
     memory = configure(TABLES["table1"].row("memorizing_64k"), SCALES["tiny"]).model
-    assert (memory.memory_layers, memory.memory_size, memory.memory_neighbors) == ((4,), 4096, 8)
+    assert memory.mechanism(ExternalMemory) == ExternalMemory(layers=(4,), num_slots=4096, num_neighbors=8)
     tall = configure(TABLES["table4"].row("recurrent_650m"), SCALES["tiny"]).model
-    assert (tall.total_layers, tall.recurrent_layers) == (12, (4, 9))
+    assert (tall.total_layers, states(tall).layers) == (12, (4, 9))
     assert len({configure(row, SCALES["tiny"]).data.tokens_per_step for row in ROWS.values()}) == 1
 
 
@@ -147,7 +155,7 @@ def test_what_the_user_binds_is_not_scaled():
     row = TABLES["table1"].row("fixed_skip")
     params = ["DecoderConfig.window_length = 64", "TrainingConfig.num_steps = 7"]
     run = configure(row, SCALES["tiny"], ["option/states_1024.gin"], params)
-    assert (run.model.window_length, run.model.num_states, run.training.num_steps) == (64, 64, 7)
+    assert (run.model.window_length, states(run.model).num_states, run.training.num_steps) == (64, 64, 7)
 
 
 def test_a_vocabulary_of_the_row_wins_over_the_tasks_and_has_a_store_of_its_own():
@@ -168,8 +176,9 @@ def one_file_of_each_structure() -> list[str]:
     for file in ROWS:
         run = configure(ROWS[file], TINIEST, gin_params=WIDTHS)
         m = run.model
-        recurrence = (m.gate, m.cell, m.feedback, len(m.recurrent_layers), np.sign(m.num_states - m.window_length))
-        structure = (m.memory_layers, run.data.segment_length > m.window_length, m.recurrent_layers and recurrence)
+        r = states(m)
+        recurrence = r and (r.gate, r.cell, r.feedback, len(r.layers), np.sign(r.num_states - m.window_length))
+        structure = (m.mechanism(ExternalMemory), run.data.segment_length > m.window_length, recurrence)
         files.setdefault(structure, file)
     return list(files.values())
 

@@ -145,8 +145,8 @@ def test_a_mistake_is_found_before_anything_is_written(bindings, changed, messag
         (("TrainingConfig.evaluate_every = 5", "TrainingConfig.evaluate_max_tokens = 1"), "max_tokens=1 is less than"),
         (("TrainingConfig.sample_every = 5", "TrainingConfig.evaluate_split = 'test'"), "'test' has no documents"),
         (
-            ("TrainingConfig.sample_every = 5", "DecoderConfig.clear_states = True"),
-            "clear_states=True and memory_update",
+            ("TrainingConfig.sample_every = 5", "RecurrentStates.clear_states = True"),
+            "depends on where segments end",
         ),
     ],
 )
@@ -159,9 +159,9 @@ def test_what_would_stop_the_first_evaluation_is_found_before_the_first_step(bin
 def test_a_working_folder_of_another_run(bindings, tmp_path):
     assert train(parse(bindings, "TrainingConfig.num_steps = 1"), tmp_path) == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    message = f"{tmp_path} belongs to another config: model.num_states is 16 there, 8 here; choose another --workdir"
+    message = f"{tmp_path} belongs to another config: model.mechanisms.1.num_states is 16 there, 8 here; choose another"
     with pytest.raises(UserError, match=re.escape(message)):
-        train(parse(bindings, "DecoderConfig.num_states = 8"), tmp_path)
+        train(parse(bindings, "NUM_STATES = 8"), tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
     # The same settings, but a document has been added since.

@@ -281,7 +281,7 @@ def test_fine_tuning_starts_with_the_parameters_alone(bindings, setup, straight,
         sparing = set_up(parse(bindings, "DecoderConfig.remat = 'layers'", "DecoderConfig.dropout_rate = 0.5"))
         assert_same_bits(starting_state(sparing, checkpoints, str(straight)).params, state.params)
 
-        other = set_up(parse(bindings, "DecoderConfig.gate = 'lstm'"))
+        other = set_up(parse(bindings, "RecurrentStates.gate = 'lstm'"))
         with pytest.raises(UserError, match=rf"--load_dir={straight} holds another model: .*gate='fixed'"):
             starting_state(other, checkpoints, str(straight))
 

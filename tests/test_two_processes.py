@@ -120,7 +120,7 @@ def test_ctrl_c_to_one_stops_both_after_the_same_step(bindings, one, tmp_path):
 
 
 def test_a_mistake_ends_both_at_once(bindings, one):
-    other = command([*bindings, "DecoderConfig.gate = 'lstm'"], f"--workdir={one}")
+    other = command([*bindings, "RecurrentStates.gate = 'lstm'"], f"--workdir={one}")
     statuses, results = finish(start_two(other))
     assert statuses == [2, 2], results
     for _, errors in results:

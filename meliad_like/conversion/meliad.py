@@ -12,20 +12,20 @@ import numpy as np
 
 from meliad_like.errors import UserError
 
-# Ours to theirs, within a layer. Theirs keeps the cross-attention scale outside of `_kvq`.
-_TOKENS = {
-    "attention_norm/scale": "tbase/_kvq/pre_attn_layernorm/scale",
+_FEEDFORWARD = {
+    "hidden/kernel": "tbase/ffn/hidden0/kernel",
+    "output/kernel": "tbase/ffn/output_layer/kernel",
+}
+_HEADS = {
     "key/kernel": "tbase/_kvq/keys_layer/kernel",
     "value/kernel": "tbase/_kvq/values_layer/kernel",
     "query/kernel": "tbase/_kvq/queries_layer/kernel",
-    "cross_query/kernel": "tbase/_kvq/queries2_layer/kernel",
     "attention_scale": "tbase/_kvq/attention_scale",
+}
+# Theirs keeps the cross-attention scale outside of `_kvq`.
+_READER = {
+    "cross_query/kernel": "tbase/_kvq/queries2_layer/kernel",
     "cross_attention_scale": "tbase/attention_scale2",
-    "output/kernel": "tbase/post_attn_mlp/output_layer/kernel",
-    "feedforward_norm/scale": "tbase/pre_ffn_layernorm/scale",
-    "feedforward/hidden/kernel": "tbase/ffn/hidden0/kernel",
-    "feedforward/output/kernel": "tbase/ffn/output_layer/kernel",
-    "position_bias/table": "relative_positions/rel_embedding",
 }
 _GATE = {
     "bias": "gate_bias",
@@ -34,31 +34,43 @@ _GATE = {
     "input/kernel": "input_gate/kernel",
     "input/bias": "input_gate/bias",
 }
+_BLOCK = {
+    "output/kernel": "tbase/post_attn_mlp/output_layer/kernel",
+    "feedforward_norm/scale": "tbase/pre_ffn_layernorm/scale",
+    **{f"feedforward/{ours}": theirs for ours, theirs in _FEEDFORWARD.items()},
+}
 _CELL = {
     "initial": "recurrent_initial_state",
     "identity": "recurrent_tbase/_kvq/position_embeddings",
     "norm/scale": "recurrent_tbase/_kvq/pre_attn_layernorm/scale",
-    **{
-        ours: "recurrent_" + theirs
-        for ours, theirs in _TOKENS.items()
-        if not ours.startswith(("attention_norm", "position_bias"))
-    },
+    **{ours: "recurrent_" + theirs for ours, theirs in (_HEADS | _READER | _BLOCK).items()},
     **{f"attention_gate/{ours}": f"recurrent_tbase/post_attn_mlp/{theirs}" for ours, theirs in _GATE.items()},
     **{f"feedforward_gate/{ours}": f"recurrent_tbase/ffn/{theirs}" for ours, theirs in _GATE.items()},
 }
+# Ours to theirs, within a layer.
 _LAYER = {
-    **_TOKENS,
-    "memory_gate": "external_memory_bias",
-    **{f"cell/{ours}": theirs for ours, theirs in _CELL.items()},
+    "attention_norm/scale": "tbase/_kvq/pre_attn_layernorm/scale",
+    **_BLOCK,
+    **{f"heads/{ours}": theirs for ours, theirs in _HEADS.items()},
+    "heads/position/by_distance/table": "relative_positions/rel_embedding",
+    "mechanisms/external_memory/gate": "external_memory_bias",
+    **{f"mechanisms/recurrent_states/{ours}": theirs for ours, theirs in _READER.items()},
+    **{f"mechanisms/recurrent_states/cell/{ours}": theirs for ours, theirs in _CELL.items()},
 }
 _TOP = {"embedding": "embed/embedding", "final_norm/scale": "final_layernorm/scale"}
 
 
 def meliad_name(path: str) -> str:
-    """The reference's name of our parameter, for example `layers/0/key/kernel`."""
-    if match := re.fullmatch(r"layers/(\d+)/(.+)", path):
-        return f"transformer{match[1]}/{_LAYER[match[2]]}"
-    return _TOP[path]
+    """The reference's name of our parameter, for example of `layers/0/heads/key/kernel`.
+
+    Raises:
+        UserError: the reference has no such parameter, because it lacks the mechanism.
+    """
+    if not (match := re.fullmatch(r"layers/(\d+)/(.+)", path)):
+        return _TOP[path]
+    if match[2] not in _LAYER:
+        raise UserError(f"the reference has no parameter like our {path}: it lacks that mechanism")
+    return f"transformer{match[1]}/{_LAYER[match[2]]}"
 
 
 def from_meliad(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> dict[str, Any]:

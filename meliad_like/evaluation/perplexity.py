@@ -117,7 +117,9 @@ class Evaluator:
         def init_carry(params):
             return model.bind(params).init_carry(self.num_lanes)
 
-        carry = carry_shardings(mesh, self.num_lanes, jax.eval_shape(init_carry, model.abstract_params))
+        carry = carry_shardings(
+            mesh, self.num_lanes, model.carry_axes(jax.eval_shape(init_carry, model.abstract_params))
+        )
         self._init_carry = jax.jit(init_carry, out_shardings=carry)
         # Every host needs the losses of all lanes; compared with the logits they are small.
         self._step = jax.jit(

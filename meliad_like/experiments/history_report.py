@@ -27,7 +27,7 @@ FIGURES = {
 COSTS = {"model_flops": "model, MFLOP a token", "selection_flops": "selection, MFLOP a token"}
 EXPLANATION = (
     "Perplexity is by token; in brackets are {level:.0%} intervals over documents, by bootstrap; changes are against "
-    "the original on the same documents. Operations are counted (`models/flops.py`) per predicted token: the model "
+    "the original on the same documents. Operations are counted (`layers/flops.py`) per predicted token: the model "
     "reads a window for each stride, and a learned selection reads candidates; the last column before the paper's is "
     "their ratio. Overlaps and random spans cost no operations of a model. What leaks the future reads the tokens that "
     "are to be predicted. The paper's figures are validation perplexities on other documents."

@@ -22,16 +22,11 @@ from typing import TYPE_CHECKING, Any
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
 from meliad_like.config.bindings import Binding, Bindings, collect
+from meliad_like.mechanisms.base import MECHANISMS
 from meliad_like.models.families import FAMILIES, family_name
 
 if TYPE_CHECKING:
     from meliad_like.experiments.tables import Row
-
-# Fields of the models, of whichever family.
-LENGTHS = ("window_length", "num_states", "memory_size", "memory_neighbors", "cache_length")
-WIDTHS = ("model_width", "feedforward_width")
-HEADS = ("num_heads", "head_size")
-SPECIAL_LAYERS = ("recurrent_layers", "memory_layers")
 
 
 @dataclass(frozen=True)
@@ -64,20 +59,36 @@ class Scale:
     timed_tokens: int = 1000
     """The number of tokens that are evaluated one by one, for the time alone."""
 
-    def rules(self, model: str) -> dict[str, Callable[[Any], Any]]:
-        """What becomes of the value of a field, for a family's class of configs."""
-        divisor = self.lengths or self.divisor
+    def rules(self, classes: Sequence[type], total_layers: int) -> dict[str, Callable[[Any], Any]]:
+        """What becomes of the value of a field; each field of a model says which rule is its own (`sizes.size`).
+
+        Args:
+          classes: of the configs that the model consists of.
+          total_layers: of the model at the paper's size.
+        """
+        divisor, root = self.lengths or self.divisor, math.isqrt(self.divisor)
 
         def shorter(value):
             return tuple(v // divisor for v in value) if isinstance(value, (list, tuple)) else value // divisor
 
-        root = math.isqrt(self.divisor)
+        def named(layers):
+            return layers and tuple(layer % total_layers // self.layers for layer in layers)
+
+        by_kind: dict[str, Callable[[Any], Any]] = {
+            "length": shorter,
+            "width": lambda value: value // self.divisor,
+            "heads": lambda value: value // root,
+            "layers": lambda value: value // self.layers,
+            "layer_indices": named if self.layers > 1 else lambda layers: layers,
+        }
         rules: dict[str, Callable[[Any], Any]] = {"ReaderConfig.segment_length": shorter}
-        rules |= {f"{model}.{name}": shorter for name in LENGTHS}
         rules |= {f"StagesConfig.{name}": shorter for name in ("segment_length", "window_length", "cache_length")}
-        rules |= {f"{model}.{name}": lambda value: value // self.divisor for name in WIDTHS}
-        rules |= {f"{model}.{name}": lambda value: value // root for name in HEADS}
-        return rules
+        return rules | {
+            f"{config_class.__name__}.{field.name}": by_kind[field.metadata["scales_as"]]
+            for config_class in classes
+            for field in fields(config_class)
+            if field.metadata.get("scales_as") in by_kind
+        }
 
 
 SCALES = {
@@ -144,11 +155,19 @@ def configure(
     own = {key: b.value for key, b in papers.items() if key.startswith("VocabularyConfig.")}
     params = [*(f"{key} = {value!r}" for key, value in own.items()), *gin_params]
     family = FAMILIES[papers["RunConfig.model"].value].config
-    defaults = {f"{family.__name__}.{f.name}": Binding(f.default, "its default") for f in fields(family)}
-    bindings = defaults | collect([*row.files, *gin_files], params)
+    bindings = collect([*row.files, *gin_files], params)
+    bound = {key.partition(".")[0] for key, binding in bindings.items() if not binding.of_base}
+    classes = [family, *(kind for kind in MECHANISMS.values() if kind.__name__ in bound)]
+    defaults = {
+        f"{config_class.__name__}.{f.name}": Binding(f.default, "its default")
+        for config_class in classes
+        for f in fields(config_class)
+        if "scales_as" in f.metadata
+    }
+    bindings = defaults | bindings
     bindings |= _changed(bindings, fixed or {}, "--load_dir")
     origin = f"the scale 1/{scale.divisor}"
-    bindings |= _changed(bindings, _scaled(bindings, scale, family.__name__), origin)
+    bindings |= _changed(bindings, _scaled(bindings, scale, classes), origin)
     if scale.keep_share_of_steps:
         whole, steps = papers["TrainingConfig.num_steps"].value, bindings["TrainingConfig.num_steps"].value
         bindings |= _changed(bindings, _with_share_of_steps(bindings, steps / whole), origin)
@@ -174,18 +193,14 @@ def _changed(bindings: Bindings, values: Mapping[str, Any], origin: str) -> Bind
     }
 
 
-def _scaled(bindings: Bindings, scale: Scale, model: str) -> dict[str, Any]:
-    """Lengths, widths and layers at a scale, and what it binds."""
-    rules = scale.rules(model)
-    values = {key: rules[key](binding.value) for key, binding in bindings.items() if key in rules}
-    if scale.layers > 1:
-        num_layers = bindings[f"{model}.num_layers"].value
-        values[f"{model}.num_layers"] = num_layers // scale.layers
-        total = num_layers + (bindings[extra].value if (extra := f"{model}.extra_layers") in bindings else 0)
-        for name in SPECIAL_LAYERS:
-            if (key := f"{model}.{name}") in bindings:
-                values[key] = tuple(layer % total // scale.layers for layer in bindings[key].value)
-    return {**values, **scale.bindings}
+def _scaled(bindings: Bindings, scale: Scale, classes: Sequence[type]) -> dict[str, Any]:
+    """Lengths, widths and layers of configs of these classes at a scale, the model's first, and what it binds."""
+    model = classes[0].__name__
+    total = bindings[f"{model}.num_layers"].value
+    if (extra := f"{model}.extra_layers") in bindings:
+        total += bindings[extra].value
+    rules = scale.rules(classes, total)
+    return {key: rules[key](binding.value) for key, binding in bindings.items() if key in rules} | dict(scale.bindings)
 
 
 def _with_share_of_steps(bindings: Bindings, share: float) -> dict[str, Any]:

@@ -57,8 +57,8 @@ class Generator:
         """
         if model.config.needs_segments:
             raise UserError(
-                "clear_states=True and memory_update='segment' are for evaluation: text has no segments at whose ends "
-                "to forget or to remember"
+                "what this model remembers depends on where segments end (clear_states, or a memory with "
+                "update='segment'), and text that is written has no segments: use it for evaluation"
             )
         self._model, self._params = model, params
         self._segment_length, self._window_length = segment_length, model.config.window_length

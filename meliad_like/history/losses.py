@@ -73,7 +73,7 @@ class TargetLosses:
         hidden = Model(reading.config, 0).forward_flops_per_token
         logits = reading.forward_flops_per_token - hidden
         self.flops_per_sequence: float = self._shape[1] * hidden + max_targets * logits
-        """Operations (`models/flops.py`), padding included: all tokens are read, and targets have logits."""
+        """Operations (`layers/flops.py`), padding included: all tokens are read, and targets have logits."""
         self._mesh = mesh
         self._losses = functools.partial(_losses, reading, max_targets, max(loss_slice // self._rows, 1))
 

@@ -1,61 +1,47 @@
-"""The shape of a decoder: its baselines, recurrence, feedback and external memory differ in these fields alone."""
+"""The shape of a decoder: what its layers are made of, and which memory mechanisms they have."""
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Literal, TypeVar
+
+import numpy as np
+from jaxtyping import Int
 
 from meliad_like.errors import UserError
-from meliad_like.layers.memory import MemorySearch
-from meliad_like.layers.recurrence import CellKind, GateKind
-from meliad_like.models.named_layers import check_layers, layer_indices
-from meliad_like.registry import resumable
+from meliad_like.layers.flops import Flops
+from meliad_like.mechanisms.base import MECHANISMS, MechanismConfig, Shape
+from meliad_like.mechanisms.positions import POSITIONS, T5, NoPosition, PositionConfig
+from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.registry import kind_field, resumable
+from meliad_like.sizes import size
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
-Position = Literal["t5", "rotary", "infused", "none"]
 ActivationDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layers"]
-Feedback = Literal["none", "last", "all"]
-MemoryUpdate = Literal["block", "segment"]
+AnyMechanism = TypeVar("AnyMechanism", bound=MechanismConfig)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A stack of windowed attention layers, some of them recurrent. The defaults are the paper's 12-layer model."""
+    """A stack of layers that see what came before through memory mechanisms.
 
-    num_layers: int = 12
+    The defaults are the paper's 12-layer model with a sliding window.
+    """
+
+    num_layers: int = size(12, "layers")
     """Layers of the size, before `extra_layers`."""
     extra_layers: int = 0
     """Added to `num_layers`: the paper's 13-layer baselines are 1, whatever the size."""
-    model_width: int = 1024
-    num_heads: int = 8
-    head_size: int = 128
-    feedforward_width: int = 4096
-    window_length: int = 512
+    model_width: int = size(1024, "width")
+    num_heads: int = size(8, "heads")
+    head_size: int = size(128, "heads")
+    feedforward_width: int = size(4096, "width")
+    window_length: int = size(512, "length")
     """Tokens that a token sees, and tokens in a block."""
-    position: Position = "t5"
-    """Inside the window: T5's bias by distance, rotary, none, or `infused`: sinusoids of the place in a tile of 2w are
-    added to what queries and keys are made of, but not values (Shortformer, section 5.1). A document's first block has
-    the places w to 2w - 1 too, where Shortformer's counts from 0."""
-    recurrent_layers: tuple[int, ...] = ()
-    """Which layers are recurrent; negative numbers count from the end (-3 of 12 is the paper's layer 10)."""
-    num_states: int = 512
-    """State vectors of a recurrent layer."""
-    gate: GateKind = "fixed"
-    cell: CellKind = "skip"
-    clear_states: bool = False
-    """Start every segment with the initial states: what is the recurrence worth beyond a segment?"""
-    feedback: Feedback = "none"
-    """Whose states from before a block all other layers read too (appendix E): the last recurrent layer's, or all."""
-    memory_layers: tuple[int, ...] = ()
-    """Which layers have an external memory (Memorizing Transformers); negative numbers count from the end."""
-    memory_size: int = 65_536
-    """Keys and values that a memory holds for each lane and head; then the oldest are overwritten."""
-    memory_neighbors: int = 128
-    """Memories that a token attends to."""
-    memory_search: MemorySearch = "exact"
-    """The nearest memories, or as in the reference the nearest of each of `memory_neighbors` strided buckets."""
-    memory_update: MemoryUpdate = "block"
-    """When tokens become memories: after their block, or as in the reference after their segment, which is the same
-    where segments are one block long; if not, results depend on where segments begin."""
+    position: PositionConfig = kind_field(POSITIONS, T5)
+    """How attention inside the window learns where its keys stand."""
+    mechanisms: tuple[MechanismConfig, ...] = kind_field(MECHANISMS, lambda: (SlidingWindow(),), many=True)
+    """The ways in which layers see what came before (`meliad_like/mechanisms`)."""
     dropout_rate: float = 0.0
     logit_scale: float | None = None
     """What hidden states are multiplied with before the softmax; by default 1 / sqrt(model_width)."""
@@ -68,63 +54,80 @@ class DecoderConfig:
     def __post_init__(self):
         check_choices(self)
         sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
-        check_positive(self, (*sizes, "num_states", "memory_size", "memory_neighbors"))
+        check_positive(self, sizes)
         check_not_negative(self, ("extra_layers",))
         check_shares(self, ("dropout_rate",))
-        if self.position == "rotary" and self.head_size % 2:
-            raise UserError(f"head_size={self.head_size} must be even for position=rotary")
-        if self.position == "infused":
-            if self.model_width % 2 or self.model_width < 4:
-                raise UserError(f"model_width={self.model_width} must be even, and at least 4, for position=infused")
-            if not self.mask_empty_cache:
-                raise UserError("position='infused' needs mask_empty_cache=True: keys of an empty cache have no places")
-        for field in ("recurrent_layers", "memory_layers"):
-            check_layers(self, field, self.total_layers)
-        if self.recurrent_indices & self.memory_indices:
-            raise UserError(
-                f"recurrent_layers={self.recurrent_layers} and memory_layers={self.memory_layers} share a layer: "
-                "one that is recurrent has no external memory"
-            )
-        if self.feedback != "none" and not self.recurrent_layers:
-            raise UserError(f"feedback={self.feedback!r} needs recurrent_layers, whose states are fed back")
-        if self.memory_layers:
-            self._check_memory()
-
-    def _check_memory(self) -> None:
-        if self.memory_size % self.window_length:
-            raise UserError(
-                f"memory_size={self.memory_size} must be a multiple of window_length={self.window_length}: "
-                "tokens are remembered a block at a time"
-            )
-        if self.memory_size < self.memory_neighbors or (
-            self.memory_search == "bucketed" and self.memory_size % self.memory_neighbors
-        ):
-            rule = "a multiple of" if self.memory_search == "bucketed" else "at least"
-            raise UserError(
-                f"memory_size={self.memory_size} must be {rule} memory_neighbors={self.memory_neighbors} "
-                f"for memory_search={self.memory_search!r}"
-            )
+        self.position.check(self.model_width, self.head_size, self.mask_empty_cache)
+        ordered = sorted(self.mechanisms, key=lambda mechanism: (mechanism.rank, MECHANISMS.name_of(mechanism)))
+        object.__setattr__(self, "mechanisms", tuple(ordered))
+        for mechanism in self.mechanisms:
+            others = tuple(other for other in self.mechanisms if other is not mechanism)
+            if any(type(other) is type(mechanism) for other in others):
+                raise UserError(f"mechanisms hold two {type(mechanism).__name__}: name all of its layers in one")
+            mechanism.check(self.shape, others)
 
     @property
     def total_layers(self) -> int:
         return self.num_layers + self.extra_layers
 
-    @property
-    def recurrent_indices(self) -> frozenset[int]:
-        """The recurrent layers, counted from 0."""
-        return layer_indices(self.recurrent_layers, self.total_layers)
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """What the mechanisms know of the decoder."""
+        same = (field.name for field in dataclasses.fields(Shape) if field.name != "num_layers")
+        return Shape(num_layers=self.total_layers, **{name: getattr(self, name) for name in same})
+
+    def mechanism(self, kind: type[AnyMechanism]) -> AnyMechanism | None:
+        """The config of the mechanism of this class, where the decoder has it."""
+        return next((mechanism for mechanism in self.mechanisms if isinstance(mechanism, kind)), None)
+
+    def with_mechanism(self, mechanism: MechanismConfig) -> "DecoderConfig":
+        """The same decoder with this mechanism, in the place of one of its class or beside the others."""
+        others = (other for other in self.mechanisms if type(other) is not type(mechanism))
+        return dataclasses.replace(self, mechanisms=(*others, mechanism))
+
+    def without_mechanism(self, kind: type[MechanismConfig]) -> "DecoderConfig":
+        """The same decoder without the mechanism of this class."""
+        others = tuple(other for other in self.mechanisms if not isinstance(other, kind))
+        return dataclasses.replace(self, mechanisms=others)
+
+    def cleared(self) -> "DecoderConfig | None":
+        """The same decoder whose states start anew in every segment; None where it has none."""
+        cleared = [mechanism.cleared() for mechanism in self.mechanisms]
+        if all(mechanism is None for mechanism in cleared):
+            return None
+        kept = zip(cleared, self.mechanisms)
+        return dataclasses.replace(self, mechanisms=tuple(new or old for new, old in kept))
+
+    def layer_position(self, index: int) -> PositionConfig:
+        """The position strategy of layer `index`, counted from 0."""
+        of_layer = (m for m in self.mechanisms if index in m.indices(self.total_layers))
+        return NoPosition() if any(mechanism.without_positions for mechanism in of_layer) else self.position
 
     @property
-    def memory_indices(self) -> frozenset[int]:
-        """The layers with an external memory, counted from 0."""
-        return layer_indices(self.memory_layers, self.total_layers)
+    def publishes(self) -> bool:
+        """Whether layers read what others publish, so that all layers read a block before any reads the next."""
+        return any(mechanism.publishes for mechanism in self.mechanisms)
 
     @property
     def needs_segments(self) -> bool:
         """Whether what is remembered depends on where segments end."""
-        return self.clear_states or (bool(self.memory_layers) and self.memory_update == "segment")
+        return any(mechanism.needs_segments for mechanism in self.mechanisms)
 
     @property
-    def num_read_states(self) -> int:
-        """States that a layer reads which is not itself recurrent."""
-        return {"none": 0, "last": 1, "all": len(self.recurrent_layers)}[self.feedback] * self.num_states
+    def waits_for(self) -> str | None:
+        """Why the blocks of a segment can't lie on several devices; None where they can."""
+        return next((m.waits_for for m in self.mechanisms if m.waits_for is not None), None)
+
+    def flops(self, vocabulary_size: int) -> Flops:
+        """Operations of one token, which all layers read, and of its logits (`layers/flops.py`)."""
+        d, inner = self.model_width, self.shape.inner_width
+        parts = [Flops.of_products(2 * d * vocabulary_size)]
+        for index in range(self.total_layers):
+            mixed = sum(mechanism.mixed_width(self.shape, index) for mechanism in self.mechanisms)
+            parts.append(Flops.of_products(2 * d * 3 * inner + 2 * mixed * d + 4 * d * self.feedforward_width))
+            parts += [mechanism.flops(self.shape, index) for mechanism in self.mechanisms]
+        return Flops(*(sum(kind) for kind in zip(*parts)))
+
+    def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        """How many tokens a token at these positions attends to in a layer, itself included."""
+        return np.maximum.reduce([mechanism.num_visible(self.shape, position) for mechanism in self.mechanisms])

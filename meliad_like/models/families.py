@@ -9,12 +9,12 @@ import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from meliad_like.errors import UserError
-from meliad_like.models.decoder import Decoder
+from meliad_like.models.decoder import Decoder, carry_axes
 from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.flops import forward_flops_per_token, training_flops_per_token
 from meliad_like.models.pretrained import flops as pretrained_flops
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.decoder import PretrainedDecoder
@@ -62,7 +62,7 @@ class Family(NamedTuple):
     module: Callable[..., Any]
     """(config, vocabulary_size, *, rngs) -> the module."""
     forward_flops_per_token: Callable[[Any, int], float]
-    """(config, vocabulary_size) -> operations of a token's forward pass; see `models/flops.py` for what is counted."""
+    """(config, vocabulary_size) -> operations of a token's forward pass; see `layers/flops.py` for what is counted."""
     training_flops_per_token: Callable[[Any, int], float] | None = None
     """The same of a training step; by default three times the forward pass, because every product has two more in the
     backward pass, one for each of its factors."""
@@ -80,23 +80,11 @@ class Family(NamedTuple):
     num_visible: Callable[[Any, np.ndarray], np.ndarray] = lambda config, position: position % config.window_length + 1
     """(config, positions in a document) -> how many tokens a token there attends to, itself included, in a layer that
     attends to no memory beyond its cache; by default those of its block."""
+    carry_axes: Callable[[Any, Any], Any] = lambda config, carry: jax.tree.map(lambda _: ("lanes",), carry)
+    """(config, carry) -> the logical axes of each of its arrays, beginning with the first; further axes are not cut."""
     reading_apart: Callable[[Any, int], Any] = lambda config, num_tokens: config
     """(config, tokens) -> the config of the same model, as it reads sequences of so many tokens that have nothing to do
     with each other; by default as it reads all others."""
-
-
-def decoder_visible(config: DecoderConfig, position: np.ndarray) -> np.ndarray:
-    """The w tokens before a token, and the token itself through the residual stream."""
-    return np.minimum(position, config.window_length) + 1
-
-
-def decoder_in_order(config: DecoderConfig) -> str | None:
-    """Layers that need nothing of other blocks but the window before and states read a segment side by side."""
-    if config.feedback != "none":
-        return f"with feedback={config.feedback!r} a block waits for all layers of the one before"
-    if config.memory_layers:
-        return f"with memory_layers={config.memory_layers} a block searches what the ones before have remembered"
-    return None
 
 
 def shortformer_visible(config: ShortformerConfig, position: np.ndarray) -> np.ndarray:
@@ -115,11 +103,12 @@ FAMILIES = {
     "decoder": Family(
         DecoderConfig,
         Decoder,
-        forward_flops_per_token,
-        training_flops_per_token,
+        lambda config, vocabulary_size: config.flops(vocabulary_size).forward,
+        lambda config, vocabulary_size: config.flops(vocabulary_size).training,
         extends=same_but_for("activation_dtype", "dropout_rate", "remat"),
-        in_order=decoder_in_order,
-        num_visible=decoder_visible,
+        in_order=lambda config: config.waits_for,
+        num_visible=DecoderConfig.num_visible,
+        carry_axes=carry_axes,
     ),
     "pretrained": Family(
         PretrainedConfig,

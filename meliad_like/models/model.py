@@ -79,7 +79,7 @@ class Model:
     def flops_per_prediction(self) -> dict[str, float]:
         """What a predicted token costs in the long run, tokens that windows read again included.
 
-        `as_counted` from the model (`models/flops.py`), and `by_the_paper` where the family's says how.
+        `as_counted` from the model (`layers/flops.py`), and `by_the_paper` where the family's says how.
         """
         counted = self.forward_flops_per_token * self.config.window_length / (self.config.window_length - self.overlap)
         paper = self._family.flops_by_the_paper
@@ -94,6 +94,10 @@ class Model:
     def num_visible(self, position: np.ndarray) -> np.ndarray:
         """How many tokens a token at these positions of a document attends to, itself included."""
         return self._family.num_visible(self.config, position)
+
+    def carry_axes(self, carry: Any) -> Any:
+        """The logical axes of each array of a carry, beginning with the first; further axes are not cut."""
+        return self._family.carry_axes(self.config, carry)
 
     def init(self, key: PRNGKeyArray) -> dict[str, Any]:
         """Fresh parameters: nested dictionaries of float32 arrays."""

@@ -321,7 +321,7 @@ class Shortformer(nnx.Module):
 
 
 def forward_flops_per_token(config: ShortformerConfig, vocabulary_size: int) -> float:
-    """One token read by all layers as a part of its block, and scored; what is counted as in `models/flops.py`.
+    """One token read by all layers as a part of its block, and scored; what is counted as in `layers/flops.py`.
 
     The narrower bands of the softmax are not counted: few tokens need them, and how many depends on the text.
     """

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import ActivationDtype, Remat
 from meliad_like.registry import resumable
+from meliad_like.sizes import size
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
 Position = Literal["infused", "input"]
@@ -17,14 +18,14 @@ class ShortformerConfig:
     """A transformer of Baevski & Auli 2018, with the two parts of Shortformer (section 5): positions that are infused
     into attention, and a cache of the tokens before. The defaults are the paper's best model for WikiText-103."""
 
-    num_layers: int = 16
-    model_width: int = 1024
-    num_heads: int = 8
-    head_size: int = 128
-    feedforward_width: int = 4096
-    window_length: int = 512
+    num_layers: int = size(16, "layers")
+    model_width: int = size(1024, "width")
+    num_heads: int = size(8, "heads")
+    head_size: int = size(128, "heads")
+    feedforward_width: int = size(4096, "width")
+    window_length: int = size(512, "length")
     """Tokens in a block (the paper's L): a token sees those of its block that came before it, and itself."""
-    cache_length: int = 512
+    cache_length: int = size(512, "length")
     """Tokens before its block that a token sees as well (the paper's L'); 0: none."""
     position: Position = "infused"
     """Where sinusoidal positions are added: `infused`, to the inputs of the query and key projections of every layer

@@ -183,7 +183,7 @@ def _size_on_device(tree: Any) -> int:
 
 def _decoding_carry(model: Model, params: Any, num_lanes: int, mesh) -> Any:
     shapes = jax.eval_shape(lambda params: model.bind(params).init_carry(num_lanes, decoding=True), params)
-    shardings = carry_shardings(mesh, num_lanes, shapes)
+    shardings = carry_shardings(mesh, num_lanes, model.carry_axes(shapes))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 

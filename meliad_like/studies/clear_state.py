@@ -1,5 +1,6 @@
 """A model whose recurrent states are cleared every k tokens, against the same model (appendix G.1, Figure 5)."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -8,11 +9,12 @@ import numpy as np
 
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.model import Model
 from meliad_like.studies.compare import settings
 from meliad_like.studies.comparison import ReadDocument
 from meliad_like.studies.comparison_page import compare_page
 from meliad_like.studies.page import Chart, Series, figure, paragraph, section
-from meliad_like.studies.readings import StudyRequest, choose, open_subject, read
+from meliad_like.studies.readings import StudyRequest, Subject, choose, open_subject, read
 
 MOST_STRETCHES = 64
 
@@ -26,7 +28,8 @@ def run(request: StudyRequest) -> None:
     """
     subject = open_subject(request.checkpoint, request.gin_params, request.step)
     model = subject.run.model
-    if not isinstance(model, DecoderConfig) or not model.recurrent_layers:
+    cleared_model = model.cleared() if isinstance(model, DecoderConfig) else None
+    if cleared_model is None:
         raise UserError(f"clear_state: the model of {request.checkpoint} has no recurrent layer whose states to clear")
     every, window = request.clear_every or subject.run.data.segment_length, model.window_length
     if every % window:
@@ -34,19 +37,19 @@ def run(request: StudyRequest) -> None:
     chosen = choose([subject], request)
     if chosen.documents.lengths.max() <= every + 1:
         raise UserError(f"--clear_every={every}: none of the documents is longer, so nothing would be cleared")
-    segments = (
-        f"ReaderConfig.segment_length = {every}",
-        f"ReaderConfig.tokens_per_step = {every * subject.run.data.num_lanes}",
+    data = dataclasses.replace(
+        subject.run.data, segment_length=every, tokens_per_step=every * subject.run.data.num_lanes
     )
-    kept, cleared = (
-        open_subject(
-            request.checkpoint,
-            (*request.gin_params, *segments, f"DecoderConfig.clear_states = {clear}"),
-            request.step,
-            label,
+
+    def variant(model: DecoderConfig, label: str) -> Subject:
+        opened = subject.opened._replace(
+            run=dataclasses.replace(subject.run, model=model, data=data),
+            model=Model(model, subject.opened.vocabulary.size),
         )
-        for clear, label in ((False, "states kept"), (True, f"states cleared every {every:,} tokens"))
-    )
+        return subject._replace(opened=opened, label=label)
+
+    kept = variant(model, "states kept")
+    cleared = variant(cleared_model, f"states cleared every {every:,} tokens")
     first, other = read(kept, chosen), read(cleared, chosen)
     targets = [nats.size for nats in first.losses]
     gains = [theirs - ours for ours, theirs in zip(first.losses, other.losses, strict=True)]

@@ -1,9 +1,8 @@
 """What a recurrent model's gates have learned, and how its states change along a document.
 
-A fixed gate keeps the share g = sigmoid(bias) of each channel of a state and takes in 1 - g of the update, so that what
-was taken in fades as g^t: its time constant is -1/log(g) blocks, its half-life log(2) times that. An lstm gate depends
-on what is read; its forget gates, averaged over the documents, are turned into time constants in the same way, although
-updates of its own size may come in.
+A gate keeps the share g of each channel of a state in each block, so that what was taken in fades as g^t: its time
+constant is -1/log(g) blocks, its half-life log(2) times that. A fixed gate has one g for each channel; an lstm gate
+depends on what is read, and its g is averaged over the documents.
 """
 
 import json
@@ -17,7 +16,6 @@ from jaxtyping import Float
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
-from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.studies.page import (
     Chart,
     Series,
@@ -32,23 +30,11 @@ from meliad_like.studies.page import (
     write_page,
 )
 from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject
-from meliad_like.studies.state_trace import GATES, LAGS, GateMeans, Trace, Tracer
+from meliad_like.studies.state_trace import LAGS, Gates, Trace, Tracer
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 SHOWN_LAGS = (1, 8, 64)
 MOST_POINTS = 300
-
-
-def fixed_gates(subject: Subject) -> dict[str, Float[np.ndarray, " d"]]:
-    """g = sigmoid(bias) of every channel, by `layer 3 attention_gate` and the like, float64."""
-    module = subject.opened.model.bind(subject.opened.params)
-    found = {}
-    for layer in sorted(subject.run.model.recurrent_indices):  # type: ignore[attr-defined]
-        for name in GATES:
-            if hasattr(module.layers[layer].cell, name):
-                bias = np.asarray(getattr(module.layers[layer].cell, name).bias[...], np.float64)
-                found[f"layer {layer} {name}"] = 1 / (1 + np.exp(-bias))
-    return found
 
 
 def time_constants(kept: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
@@ -64,13 +50,14 @@ def run(request: StudyRequest) -> None:
     """
     subject = open_subject(request.checkpoint, request.gin_params, request.step)
     model = subject.run.model
-    if not isinstance(model, DecoderConfig) or not model.recurrent_layers:
-        raise UserError(f"gates: the model of {request.checkpoint} has no recurrent layer")
     chosen = choose([subject], request)
     if chosen.documents.lengths.max() < model.window_length:
         raise UserError(f"gates: no document has a whole block of {model.window_length} tokens")
-    traces, measured = _read(subject, chosen)
-    kept = fixed_gates(subject) if model.gate == "fixed" else {name: forget for name, (forget, _) in measured.items()}
+    traces, gates = _read(subject, chosen)
+    if not traces[0]:
+        raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
+    kept = {name: forget for name, (forget, _) in gates.means().items()}
+    measured = {name: values for name, values in gates.means().items() if name in gates.varying}
     request.output.mkdir(parents=True, exist_ok=True)
     _write_numbers(request, subject, chosen, kept, measured, traces)
     write_page(
@@ -85,30 +72,26 @@ def run(request: StudyRequest) -> None:
     )
 
 
-def _read(subject: Subject, chosen: Chosen) -> tuple[list[dict[int, Trace]], dict[str, np.ndarray]]:
-    tracer, means = Tracer(subject.opened.model), GateMeans()
+def _read(subject: Subject, chosen: Chosen) -> tuple[list[dict[str, Trace]], Gates]:
+    tracer, gates = Tracer(subject.opened.model), Gates()
     params = jax.device_put(subject.opened.params, jax.devices()[0])
     lengths = chosen.documents.lengths.tolist()
 
-    def work(told: Any) -> list[dict[int, Trace]]:
+    def work(told: Any) -> list[dict[str, Trace]]:
         traces = []
         for document, length in enumerate(lengths):
-            traces.append(tracer.read(params, chosen.documents.tokens(document, 0, length), means))
+            traces.append(tracer.read(params, chosen.documents.tokens(document, 0, length), gates))
             told(sum(lengths[: document + 1]), sum(lengths))
         return traces
 
-    return with_progress(subject.label, work), means.means()
+    return with_progress(subject.label, work), gates
 
 
 def _lead(subject: Subject, chosen: Chosen) -> list[Element]:
     model = subject.run.model
-    assert isinstance(model, DecoderConfig)
-    layers = ", ".join(str(layer) for layer in sorted(model.recurrent_indices))
+    mechanisms = "; ".join(map(repr, getattr(model, "mechanisms", ())))
     return [
-        paragraph(
-            f"{model.gate}:{model.cell} at layer {layers} of {model.total_layers} (the first is 0): "
-            f"{model.num_states} states of {model.model_width} channels, updated every {model.window_length} tokens."
-        ),
+        paragraph(f"States are updated every {model.window_length} tokens, by {mechanisms} (layers count from 0)."),
         tag("p", chosen.title, class_="about"),
     ]
 
@@ -156,14 +139,14 @@ def _lstm_table(measured: dict[str, np.ndarray]) -> Element:
     return table(("measured gates, by channel", "mean", "lowest", "10%", "median", "90%", "highest"), rows)
 
 
-def _state_parts(traces: list[dict[int, Trace]], chosen: Chosen, window: int) -> list[Element]:
+def _state_parts(traces: list[dict[str, Trace]], chosen: Chosen, window: int) -> list[Element]:
     layers = list(traces[0])
     by_lag = []
     for i, layer in enumerate(layers):
         similarity = np.concatenate([trace[layer].similarity for trace in traces], axis=1)
         there = ~np.isnan(similarity).all(axis=1)
         means = np.nanmean(similarity[there], axis=1)
-        by_lag.append(Series(f"layer {layer}", np.array(LAGS)[there], means, colour=str(i % 5 + 1)))
+        by_lag.append(Series(_title(layer), np.array(LAGS)[there], means, colour=str(i % 5 + 1)))
     lags = Chart(
         title="How like themselves states stay",
         x_label="blocks between",
@@ -179,7 +162,7 @@ def _state_parts(traces: list[dict[int, Trace]], chosen: Chosen, window: int) ->
     return [figure(lags), document_choice(chosen.documents.names, chosen.documents.lengths), *parts]
 
 
-def _state_charts(layer: int, trace: Trace, window: int) -> list[Chart]:
+def _state_charts(layer: str, trace: Trace, window: int) -> list[Chart]:
     if not trace.change.size:
         return []
     stretch = -(-trace.change.size // MOST_POINTS)
@@ -197,14 +180,14 @@ def _state_charts(layer: int, trace: Trace, window: int) -> list[Chart]:
     note = f"Each point is the mean of {stretch} blocks." if stretch > 1 else ""
     return [
         Chart(
-            title=f"Change of the states in a block: layer {layer}",
+            title=f"Change of the states in a block: {_title(layer)}",
             x_label="token",
             y_label="norm of the change / norm",
             series=[Series("", x, mean(trace.change))],
             caption=note,
         ),
         Chart(
-            title=f"Similarity of the states: layer {layer}",
+            title=f"Similarity of the states: {_title(layer)}",
             x_label="token",
             y_label="mean cosine",
             series=[*similar, Series("the initial ones", x, mean(trace.from_initial), colour="muted")],
@@ -235,13 +218,13 @@ def _write_numbers(
     chosen: Chosen,
     kept: dict[str, np.ndarray],
     measured: dict[str, np.ndarray],
-    traces: Sequence[dict[int, Trace]],
+    traces: Sequence[dict[str, Trace]],
 ) -> None:
     arrays = {f"{name} kept": share for name, share in kept.items()}
     arrays |= {f"{name} forget and input": values for name, values in measured.items()}
     for index, trace in enumerate(traces):
         for layer, one in trace.items():
-            prefix = f"document {index} layer {layer}"
+            prefix = f"document {index} {layer}"
             arrays |= {
                 f"{prefix} change": one.change,
                 f"{prefix} from initial": one.from_initial,

@@ -123,7 +123,7 @@ def lay_out(
         step=replicated(mesh),
         params=params,
         optimizer_state=optimizer_state_shardings(mesh, shapes.optimizer_state, shapes.params, params),
-        carry=carry_shardings(mesh, num_lanes, shapes.carry),
+        carry=carry_shardings(mesh, num_lanes, model.carry_axes(shapes.carry)),
         num_skipped=replicated(mesh),
         halted=replicated(mesh),
     )

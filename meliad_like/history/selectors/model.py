@@ -164,5 +164,5 @@ class Selector:
         return self.score(params, {part: self.project(params, part, vectors[part]) for part in self.parts})
 
     def encoder_flops_per_token(self, num_tokens: int) -> float:
-        """Operations of the encoder per token, when `num_tokens` are read together (`models/flops.py`)."""
+        """Operations of the encoder per token, when `num_tokens` are read together (`layers/flops.py`)."""
         return forward_flops_per_token(dataclasses.replace(self.encoder_config, window_length=num_tokens), 0)

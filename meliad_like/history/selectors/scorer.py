@@ -62,7 +62,7 @@ class LearnedSelector:
         self.num_encoded_tokens = 0
         """Tokens read by the encoder so far."""
         self.flops = 0.0
-        """Operations of the encoder so far (`models/flops.py`); those of the head are negligible."""
+        """Operations of the encoder so far (`layers/flops.py`); those of the head are negligible."""
         self._selector, self._params, self._inputs = opened.selector, opened.params, opened.inputs
         self._batch_size = batch_size
         self._document = -1

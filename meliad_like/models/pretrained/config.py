@@ -4,9 +4,10 @@ import dataclasses
 from typing import Literal
 
 from meliad_like.errors import UserError
+from meliad_like.layers.named_layers import check_layers, layer_indices
 from meliad_like.models.decoder_config import ActivationDtype
-from meliad_like.models.named_layers import check_layers, layer_indices
 from meliad_like.registry import resumable
+from meliad_like.sizes import size
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
 
 Architecture = Literal["gpt2", "llama"]
@@ -68,13 +69,13 @@ class PretrainedConfig:
     architecture: Architecture = "gpt2"
     """`gpt2`: layer norms, biases, learned positions, a plain feed-forward network. `llama`: RMS norms, no biases,
     rotary positions, a gated feed-forward network."""
-    num_layers: int = 12
-    model_width: int = 768
-    num_heads: int = 12
+    num_layers: int = size(12, "layers")
+    model_width: int = size(768, "width")
+    num_heads: int = size(12, "heads")
     num_key_value_heads: int = 12
     """Heads of keys and values; each serves num_heads / num_key_value_heads heads of queries."""
-    head_size: int = 64
-    feedforward_width: int = 3072
+    head_size: int = size(64, "heads")
+    feedforward_width: int = size(3072, "width")
     activation: Activation = "gelu_tanh"
     """Of the feed-forward network."""
     max_positions: int = 1024
@@ -84,7 +85,7 @@ class PretrainedConfig:
     """`llama`: the longest wavelength of the rotary embedding, over 2 pi."""
     tied_embedding: bool = True
     """Whether the softmax shares the embedding."""
-    window_length: int = 1024
+    window_length: int = size(1024, "length")
     """Tokens of a window (the paper's T). Positions start again with every window."""
     overlap: int = 0
     """Tokens of a window that repeat the end of the window before, and are not predicted again (section 4.2)."""

@@ -8,7 +8,7 @@ from meliad_like.models.pretrained.config import PretrainedConfig
 def forward_flops_per_token(config: PretrainedConfig, vocabulary_size: int) -> float:
     """One token of a window read by all layers, its logits, and its share of the recurrence.
 
-    All matrix products, in the meaning of `models/flops.py`: attention counts every key of the window, as it is
+    All matrix products, in the meaning of `layers/flops.py`: attention counts every key of the window, as it is
     computed, although a query sees half of them. Tokens that a window repeats are computed like any others: what a
     *predicted* token costs is this times `repetition`.
     """

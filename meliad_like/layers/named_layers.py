@@ -12,12 +12,12 @@ def check_layers(config: Any, field: str, num_layers: int) -> None:
     Raises:
       UserError: it names a layer that there is not, or one twice.
     """
-    layers = tuple(getattr(config, field))
+    name, layers = f"{type(config).__name__}.{field}", tuple(getattr(config, field))
     object.__setattr__(config, field, layers)
     if not all(-num_layers <= layer < num_layers for layer in layers):
-        raise UserError(f"{field}={layers} names a layer that {num_layers} layers lack")
+        raise UserError(f"{name}={layers} names a layer that {num_layers} layers lack")
     if len(layer_indices(layers, num_layers)) != len(layers):
-        raise UserError(f"{field}={layers} names a layer twice")
+        raise UserError(f"{name}={layers} names a layer twice")
 
 
 def layer_indices(layers: Sequence[int], num_layers: int) -> frozenset[int]:

@@ -1,7 +1,6 @@
-"""The horizontal half of the recurrent layer: states that attend to a block of tokens and pass a gate.
+"""The recurrent cell: states that attend to a block of tokens, and the gates that they pass.
 
-Block-Recurrent Transformers, sections 3.1 to 3.4. Only this half is inside the scan over blocks; the tokens' own side
-is computed for all blocks at once, before (their keys and values) and after (their cross-attention to the states).
+Block-Recurrent Transformers, sections 3.2 to 3.4.
 """
 
 from typing import Literal, NamedTuple
@@ -32,6 +31,12 @@ class FixedGate(nnx.Module):
         gate = jax.nn.sigmoid(self.bias[...]).astype(state.dtype)
         return (gate * rows(state) + (1 - gate) * rows(update)).reshape(state.shape)
 
+    def gates(self, hidden: Float[Array, "b r f"]) -> tuple[Float[Array, "b r d"], Float[Array, "b r d"]]:
+        """The share of a state that is kept, and the share of the update that is taken in."""
+        gate = jax.nn.sigmoid(self.bias[...]).astype(hidden.dtype)
+        kept = jnp.broadcast_to(gate, (*hidden.shape[:-1], gate.size))
+        return kept, 1 - kept
+
 
 class LstmGate(nnx.Module):
     """`f * state + i * update`, both gates read from `hidden`, biased to remember (section 3.2)."""
@@ -50,7 +55,7 @@ class LstmGate(nnx.Module):
         return forget * state + input_ * update
 
     def gates(self, hidden: Float[Array, "b r f"]) -> tuple[Float[Array, "b r d"], Float[Array, "b r d"]]:
-        """How much is kept, and how much of the update is taken in."""
+        """The share of a state that is kept, and the share of the update that is taken in."""
         return jax.nn.sigmoid(self.forget(hidden) + 1), jax.nn.sigmoid(self.input(hidden) - 1)
 
 
@@ -112,6 +117,14 @@ class StateCell(nnx.Module):
             self.feedforward_gate = gate_class(feedforward_width, model_width, "feedforward", rngs=rngs)
         self.cell = cell
 
+    def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:
+        """By gate: the share of each channel that it keeps, and the share of the update that it takes in.
+
+        Args:
+            read: what each gate has read, from `update`.
+        """
+        return {name: jnp.stack(getattr(self, name).gates(hidden)) for name, hidden in read.items()}
+
     def initial_states(self, b: int, dtype) -> Float[Array, "b r d"]:
         """The learned states at the start of a document."""
         return jnp.broadcast_to(self.initial[...].astype(dtype), (b, *self.initial.shape))
@@ -144,7 +157,7 @@ class StateCell(nnx.Module):
         key: Float[Array, "b h s k"],
         value: Float[Array, "b h s k"],
         valid: Bool[Array, "b s"],
-    ) -> Float[Array, "b r d"]:
+    ) -> tuple[Float[Array, "b r d"], dict[str, Float[Array, "b r _"]]]:
         """The next states: attention among the states and to the tokens of the block and the one before, then gates.
 
         Args:
@@ -152,18 +165,24 @@ class StateCell(nnx.Module):
             heads: `self.heads(states, ...)`.
             key, value: of the tokens.
             valid: which tokens belong to the same document.
+
+        Returns:
+            The states, and what each gate has read, for `gate_values`.
         """
         own = attend(heads.query, heads.key, heads.value)
         cross = attend(heads.cross_query, key, value, mask=valid[:, None, None, :])
         mixed = merge_heads(own, cross)
+        read = {}
         if self.cell in ("skip", "dual"):
+            read["attention_gate"] = mixed
             states = self.attention_gate(states, mixed, self.output(mixed))
         if self.cell == "dual":
-            hidden = jax.nn.relu(self.feedforward.hidden(self.feedforward_norm(states)))
+            read["feedforward_gate"] = hidden = jax.nn.relu(self.feedforward.hidden(self.feedforward_norm(states)))
             states = self.feedforward_gate(states, hidden, self.feedforward.output(hidden))
         if self.cell == "single":
             # Heads lie along `tensor`, and so does what the network makes of them. Left to itself the compiler finds a
             # layout in between whose gradients are wrong, on meshes with all of `data`, `fsdp` and `tensor`.
             hidden = jax.nn.relu(self.feedforward.hidden(constrain(mixed, "lanes", None, None)))
+            read["feedforward_gate"] = hidden
             states = self.feedforward_gate(states, hidden, jnp.tanh(self.feedforward.output(hidden)))
-        return states
+        return states, read

@@ -1,0 +1,171 @@
+"""External memory: attention to the nearest few of a document's past keys (Memorizing Transformers, section 3).
+
+As the baseline of Block-Recurrent Transformers (table 1). A layer with a memory compares its memories to its window, so
+both do without positions.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from meliad_like.errors import UserError
+from meliad_like.layers.basic import parameter
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.memory_search import Memory, MemorySearch, attend_memories, recall, remember, search
+from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape
+from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.sizes import size
+from meliad_like.validation import check_choices, check_positive
+
+Update = Literal["block", "segment"]
+
+
+class MemoryAttention(Mechanism):
+    """A learned share of each head is what it found in its memory; the carry is the memory."""
+
+    def __init__(self, config: "ExternalMemory", shape: Shape, *, rngs: nnx.Rngs):
+        self.config, self.shape = config, shape
+        self.gate = parameter(rngs.params(), jax.nn.initializers.zeros, (shape.num_heads,), ("heads",))
+
+    def init_carry(self, b, dtype, decoding):
+        empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)
+        return Memory(empty, empty)
+
+    def __call__(self, tokens, carry, dropout_key):
+        tile = tokens.tile
+        memory, found = self._scan(carry, tile.query, tile.key, tile.value, tokens.positions)
+        return self._attend(tile.query, *found), memory
+
+    def decode_step(self, token, carry):
+        query, filled = token.tile.query, token.position - token.position % self.shape.window_length
+        return self._attend(query, *self._find(carry, query, filled)), carry
+
+    def end_block(self, carry, cache, position):
+        w = self.shape.window_length
+        tokens = position[:, None] - w + 1 + jnp.arange(w)
+        return remember(carry, cache.key, cache.value, tokens, jnp.ones_like(tokens, bool))
+
+    def combine(self, others, own):
+        share = jax.nn.sigmoid(self.gate[...]).astype(own.dtype)[:, None, None]
+        window, *rest = others
+        return [(1 - share) * window + share * own, *rest]
+
+    def _scan(
+        self,
+        memory: Memory,
+        query: Float[Array, "b c h w k"],
+        key: Float[Array, "b c h w k"],
+        value: Float[Array, "b c h w k"],
+        positions: Int[Array, "b c"],
+    ):
+        """Searches the memory and adds to it, block by block or all at once (`config.update`).
+
+        Returns:
+            The memory, and keys [b, c, h, w, j, k], values and validity of what was found.
+        """
+        w = self.shape.window_length
+        per_turn = positions.shape[1] if self.config.update == "segment" else 1
+        # Of a segment that is longer than the memory its end stays: of two writes to a slot either may be the last.
+        newest = np.arange(per_turn) >= per_turn - self.config.num_slots // w
+
+        def step(memory, turn):
+            query, key, value, position = turn
+            # What an earlier document of the same segment left is neither seen nor kept.
+            first, last = position[:, :1], position[:, -1:]
+            tokens = (position[:, :, None] + jnp.arange(w)).reshape(len(position), -1)
+            same_as_before = jnp.repeat(position == first + w * jnp.arange(per_turn), w, axis=1)
+            same_as_last = position == last - w * jnp.arange(per_turn)[::-1]
+            keep = jnp.repeat(same_as_last & newest, w, axis=1)
+            found_key, found_value, valid = self._find(memory, query, first[:, 0])
+            valid = valid & same_as_before[:, None, :, None]
+            return remember(memory, key, value, tokens, keep), (found_key, found_value, valid)
+
+        turns = (rearrange(y, "b (i u) h w k -> i b h (u w) k", u=per_turn) for y in (query, key, value))
+        turns = (*turns, rearrange(positions, "b (i u) -> i b u", u=per_turn))
+        memory, found = jax.lax.scan(step, memory, turns)
+        return memory, [rearrange(y, "i b h (u w) ... -> b (i u) h w ...", u=per_turn) for y in found]
+
+    def _find(self, memory: Memory, query: Float[Array, "b h t k"], filled: Int[Array, " b"]):
+        found = search(query, memory.key, filled, self.config.num_neighbors, self.config.search)
+        return *recall(memory, found.slot), found.valid
+
+    def _attend(
+        self,
+        query: Float[Array, "*batch h t k"],
+        key: Float[Array, "*batch h t j k"],
+        value: Float[Array, "*batch h t j k"],
+        valid: Bool[Array, "*batch h t j"],
+    ) -> Float[Array, "*batch h t k"]:
+        if not self.shape.mask_empty_cache:
+            key, value = (jnp.where(valid[..., None], y, 0) for y in (key, value))
+            valid = jnp.ones_like(valid)
+        return attend_memories(query, key, value, valid)
+
+
+@MECHANISMS.register("external_memory")
+@dataclasses.dataclass(frozen=True)
+class ExternalMemory(MechanismConfig):
+    """The memory of a Memorizing Transformer."""
+
+    num_slots: int = size(65_536, "length")
+    """Keys and values that a memory holds for each lane and head; then the oldest are overwritten."""
+    num_neighbors: int = size(128, "length")
+    """Memories that a token attends to."""
+    search: MemorySearch = "exact"
+    """The nearest memories, or as in the reference the nearest of each of `num_neighbors` strided buckets."""
+    update: Update = "block"
+    """When tokens become memories: after their block, or as in the reference after their segment, which is the same
+    where segments are one block long; if not, results depend on where segments begin."""
+
+    carry_axes: ClassVar[tuple[str, ...]] = ("lanes", "heads")
+    without_positions: ClassVar[bool] = True
+    rank: ClassVar[int] = 1
+
+    def __post_init__(self):
+        check_choices(self)
+        check_positive(self, ("num_slots", "num_neighbors"))
+
+    def check(self, shape, others):
+        super().check(shape, others)
+        windows = [other.indices(shape.num_layers) for other in others if isinstance(other, SlidingWindow)]
+        if not windows or not self.indices(shape.num_layers) <= windows[0]:
+            raise UserError(f"ExternalMemory.layers={self.layers} need a SlidingWindow, which memories are mixed with")
+        if self.num_slots % shape.window_length:
+            raise UserError(
+                f"ExternalMemory.num_slots={self.num_slots} must be a multiple of window_length={shape.window_length}: "
+                "tokens are remembered a block at a time"
+            )
+        if self.num_slots < self.num_neighbors or (self.search == "bucketed" and self.num_slots % self.num_neighbors):
+            rule = "a multiple of" if self.search == "bucketed" else "at least"
+            raise UserError(
+                f"ExternalMemory.num_slots={self.num_slots} must be {rule} num_neighbors={self.num_neighbors} "
+                f"for search={self.search!r}"
+            )
+
+    @property
+    def needs_segments(self) -> bool:
+        return self.update == "segment"
+
+    @property
+    def waits_for(self) -> str | None:
+        return f"with ExternalMemory.layers={self.layers} a block searches what the ones before have remembered"
+
+    def build(self, shape, index, *, rngs):
+        return MemoryAttention(self, shape, rngs=rngs) if index in self.indices(shape.num_layers) else None
+
+    def mixed_width(self, shape, index):
+        return 0
+
+    def flops(self, shape, index):
+        """A search, slot by slot, which has no gradient, and attention to what was found, whose memories have none."""
+        if index not in self.indices(shape.num_layers):
+            return Flops(0, 0)
+        searching = 2 * self.num_slots * shape.inner_width
+        attention = 2 * 2 * self.num_neighbors * shape.inner_width
+        return Flops(searching + attention, attention)

@@ -1,0 +1,251 @@
+"""Recurrent states: vectors that pass from block to block and are updated once in each (Block-Recurrent Transformers).
+
+A token attends to the states from before its block, beside the window (section 3.1, vertical); the states attend to the
+block and to themselves, and pass a gate (horizontal). Only the states' side is inside the scan over blocks: that of the
+tokens is computed for all blocks at once, before (their keys and values) and after (their attention to the states).
+With block feedback (appendix E) all other layers read the states too.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from meliad_like.layers.attention import attend, head_scale, split_heads, unit
+from meliad_like.layers.basic import Linear, parameter
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.sequence import in_turn
+from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads
+from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape, Watched
+from meliad_like.sizes import size
+from meliad_like.validation import check_choices, check_positive
+
+Feedback = Literal["none", "last", "all"]
+
+
+class StateKeys(NamedTuple):
+    """What tokens read of states."""
+
+    key: Float[Array, "b h r k"]
+    value: Float[Array, "b h r k"]
+
+
+class StatesCarry(NamedTuple):
+    """What passes from block to block."""
+
+    states: Float[Array, "b r d"]
+    heads: StateHeads | None = None
+    """The projections of the states for the block that is being read, where it is read by itself."""
+    previous_key: Float[Array, "b h w k"] | None = None
+    """Decoding: the keys of the block before, which the ring of the layer's tokens is about to lose."""
+    previous_value: Float[Array, "b h w k"] | None = None
+
+
+class StateReader(Mechanism):
+    """Tokens read the states that another layer has published."""
+
+    def __init__(self, name: str, shape: Shape, *, rngs: nnx.Rngs):
+        self.name, self.num_heads = name, shape.num_heads
+        self.cross_query = Linear(shape.model_width, shape.inner_width, ("model", "heads"), rngs=rngs)
+        ones = jax.nn.initializers.ones
+        self.cross_attention_scale = parameter(rngs.params(), ones, (shape.num_heads,), ("heads",))
+
+    def _attend(self, normed: Float[Array, "b n d"], keys: StateKeys) -> Float[Array, "*batch h t k"]:
+        """Attention of tokens to states, by block where the states' keys are."""
+        query = unit(split_heads(self.cross_query(normed), self.num_heads))
+        query = query * head_scale(self.cross_attention_scale, query.dtype)
+        if keys.key.ndim == 5:
+            query = rearrange(query, "b h (c w) k -> b c h w k", c=keys.key.shape[1])
+        return attend(query, keys.key, keys.value)
+
+    def __call__(self, tokens, carry, dropout_key):
+        # Layers that read what others publish read one block at a time.
+        read = jax.tree.map(lambda x: x[:, None], tokens.shared[self.name])
+        return self._attend(tokens.normed, read), carry
+
+    def decode_step(self, token, carry):
+        return self._attend(token.normed[:, None], token.shared[self.name]), carry
+
+
+class StateRecurrence(StateReader):
+    """Tokens read the layer's own states, and the states are updated after every block."""
+
+    def __init__(self, name: str, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
+        super().__init__(name, shape, rngs=rngs)
+        self.config, self.shape = config, shape
+        self.cell = StateCell(
+            num_states=config.num_states,
+            model_width=shape.model_width,
+            num_heads=shape.num_heads,
+            head_size=shape.head_size,
+            feedforward_width=shape.feedforward_width,
+            gate=config.gate,
+            cell=config.cell,
+            rngs=rngs,
+        )
+
+    def init_carry(self, b, dtype, decoding):
+        carry = StatesCarry(self.cell.initial_states(b, dtype))
+        if not decoding:
+            return carry
+        h, k = self.shape.num_heads, self.shape.head_size
+        window, states = (jnp.zeros((b, h, n, k), dtype) for n in (self.shape.window_length, self.config.num_states))
+        return StatesCarry(carry.states, StateHeads(states, states, states, states), window, window)
+
+    def begin_segment(self, carry):
+        if not self.config.clear_states:
+            return carry
+        return carry._replace(states=self.cell.initial_states(*carry.states.shape[:1], carry.states.dtype))
+
+    def _begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"], kernels: Float[Array, "d 4 i"]):
+        """The states that come into a block, and their projections."""
+        states = jnp.where(start[:, None, None], self.cell.initial_states(states.shape[0], states.dtype), states)
+        return states, self.cell.heads(states, kernels)
+
+    def begin_block(self, carry, start, cache):
+        states, heads = self._begin(carry.states, start, self.cell.kernels(carry.states.dtype))
+        if carry.previous_key is None:
+            return StatesCarry(states, heads)
+        return StatesCarry(states, heads, cache.key, cache.value)
+
+    def publish(self, carry):
+        return StateKeys(carry.heads.key, carry.heads.value)
+
+    def __call__(self, tokens, carry, dropout_key):
+        tile = tokens.tile.both_blocks()
+        if self.config.publishes and carry.heads is not None:
+            # The layers read one block at a time, and this one has begun.
+            keys = jax.tree.map(lambda x: x[:, None], self.publish(carry))
+            states, _ = self.cell.update(carry.states, carry.heads, *(y[:, 0] for y in tile))
+            heads = None if carry.previous_key is None else carry.heads
+            return self._attend(tokens.normed, keys), carry._replace(states=states, heads=heads)
+        states, keys = self._scan(carry.states, tokens.positions == 0, tile)
+        return self._attend(tokens.normed, keys), carry._replace(states=states)
+
+    def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[Array, ...]):
+        """Runs the states over the blocks.
+
+        Args:
+            states: from the segment before.
+            start: blocks before which they become the initial ones.
+            tiles: of each block, by `b` and `c`: keys and values of the block before and its own, and which of them
+                belong to its document.
+
+        Returns:
+            The last states, and the keys and values of the states that came into each block.
+        """
+        kernels = self.cell.kernels(states.dtype)
+
+        def step(states, block):
+            start, *tile = block
+            states, heads = self._begin(states, start, kernels)
+            return self.cell.update(states, heads, *tile)[0], StateKeys(heads.key, heads.value)
+
+        blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (start, *tiles))
+        states, keys = in_turn(lambda states: jax.lax.scan(step, states, blocks), states)
+        return states, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), keys)
+
+    def decode_step(self, token, carry):
+        return self._attend(token.normed[:, None], self.publish(carry)), carry
+
+    def end_block(self, carry, cache, position):
+        w = self.shape.window_length
+        previous = ((position >= w) | (not self.shape.mask_empty_cache))[:, None]
+        key = jnp.concatenate([carry.previous_key, cache.key], axis=2)
+        value = jnp.concatenate([carry.previous_value, cache.value], axis=2)
+        states, _ = self.cell.update(carry.states, carry.heads, key, value, (jnp.arange(2 * w) >= w) | previous)
+        return carry._replace(states=states)
+
+    def watch(self, before, after, tile, start):
+        states, heads = self._begin(before.states, start, self.cell.kernels(before.states.dtype))
+        _, read = self.cell.update(states, heads, *(y[:, 0] for y in tile.both_blocks()))
+        return Watched(states, after.states, self.cell.gate_values(read))
+
+
+@MECHANISMS.register("recurrent_states")
+@dataclasses.dataclass(frozen=True)
+class RecurrentStates(MechanismConfig):
+    """The recurrent layers of a Block-Recurrent Transformer."""
+
+    num_states: int = size(512, "length")
+    """State vectors of a layer."""
+    gate: GateKind = "fixed"
+    """`fixed`: a learned moving average. `lstm`: forget and input gates that read what the states attended to."""
+    cell: CellKind = "skip"
+    """Where the feed-forward network and the gates stand (section 3.3; `layers/state_cell.py`)."""
+    clear_states: bool = False
+    """Start every segment with the initial states: what is the recurrence worth beyond a segment?"""
+    feedback: Feedback = "none"
+    """Whose states from before a block all other layers read too (appendix E): the last recurrent layer's, or all."""
+
+    name: ClassVar[str] = "recurrent_states"
+
+    def __post_init__(self):
+        check_choices(self)
+        check_positive(self, ("num_states",))
+
+    @property
+    def publishes(self) -> bool:
+        return self.feedback != "none"
+
+    @property
+    def needs_segments(self) -> bool:
+        return self.clear_states
+
+    def cleared(self) -> "RecurrentStates":
+        return dataclasses.replace(self, clear_states=True)
+
+    @property
+    def waits_for(self) -> str | None:
+        return (
+            f"with feedback={self.feedback!r} a block waits for all layers of the one before"
+            if self.publishes
+            else None
+        )
+
+    def build(self, shape, index, *, rngs):
+        if index in self.indices(shape.num_layers):
+            return StateRecurrence(self.name, self, shape, rngs=rngs)
+        return StateReader(self.name, shape, rngs=rngs) if self.publishes else None
+
+    def share(self, published: dict[int, StateKeys]) -> StateKeys:
+        if self.feedback == "last":
+            return published[max(published)]
+        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *(published[i] for i in sorted(published)))
+
+    def _num_read(self, shape: Shape, index: int) -> int:
+        """The number of states that a token reads in layer `index`."""
+        indices = self.indices(shape.num_layers)
+        if index in indices:
+            return self.num_states
+        return {"none": 0, "last": 1, "all": len(indices)}[self.feedback] * self.num_states
+
+    def mixed_width(self, shape, index):
+        return shape.inner_width if self._num_read(shape, index) else 0
+
+    def flops(self, shape, index):
+        """Queries and attention of a token that reads states, and its share of the states' update."""
+        num_read, inner = self._num_read(shape, index), shape.inner_width
+        if not num_read:
+            return Flops(0, 0)
+        reading = 2 * shape.model_width * inner + 2 * 2 * num_read * inner
+        update = self._update_flops(shape) / shape.window_length if index in self.indices(shape.num_layers) else 0
+        return Flops.of_products(reading + update)
+
+    def _update_flops(self, shape: Shape) -> int:
+        """The update of all states of a layer by one block."""
+        d, inner, r, f = shape.model_width, shape.inner_width, self.num_states, shape.feedforward_width
+        mixed = 2 * inner
+        flops = 2 * r * d * 4 * inner
+        flops += 2 * 2 * r * (r + 2 * shape.window_length) * inner
+        num_gate_products = 2 if self.gate == "lstm" else 0
+        if self.cell in ("skip", "dual"):
+            flops += (1 + num_gate_products) * 2 * r * mixed * d
+        if self.cell in ("single", "dual"):
+            size_in = mixed if self.cell == "single" else d
+            flops += 2 * r * size_in * f + (1 + num_gate_products) * 2 * r * f * d
+        return flops

@@ -1,0 +1,68 @@
+"""Sliding-window attention: every token sees the `w` tokens before it (Block-Recurrent Transformers, section 3)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from meliad_like.layers.attention import attend, attend_window, ring_square
+from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.layers.flops import Flops
+from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape
+from meliad_like.sizes import size
+
+
+class WindowAttention(Mechanism):
+    """Attention of the layer's queries to the keys of the window; it has no parameters and no carry of its own."""
+
+    def __init__(self, shape: Shape):
+        self.dropout_rate = shape.dropout_rate
+
+    def __call__(self, tokens, carry, dropout_key):
+        tile, multiplier = tokens.tile, None
+        h, w = tile.bias.shape
+        if dropout_key is not None and self.dropout_rate > 0.0:
+            multiplier = dropout_multiplier(dropout_key, self.dropout_rate, (h, w, w), jnp.float32)
+        attended = attend_window(
+            tile.placed.query,
+            tile.placed.key,
+            tile.value,
+            tile.placed.previous_key,
+            tile.previous_value,
+            ring_square(tile.bias),
+            tile.previous_valid,
+            multiplier,
+        )
+        return attended, carry
+
+    def decode_step(self, token, carry):
+        tile = token.tile
+        attended = attend(
+            tile.placed_query, tile.placed_key, tile.value, tile.bias[:, :, None], tile.seen[:, None, None]
+        )
+        return attended, carry
+
+
+@MECHANISMS.register("sliding_window")
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(MechanismConfig):
+    """Attention to the `window_length` tokens before each token."""
+
+    layers: tuple[int, ...] | None = size(None, "layer_indices")
+    """Which layers attend to the window; negative numbers count from the end. None: all."""
+
+    rank: ClassVar[int] = 0
+
+    def build(self, shape, index, *, rngs):
+        return WindowAttention(shape) if index in self.indices(shape.num_layers) else None
+
+    def flops(self, shape, index):
+        """Tiles of `w` queries by `2w` keys in full, as they are computed, although a query sees half of its tile."""
+        if index not in self.indices(shape.num_layers):
+            return Flops(0, 0)
+        return Flops.of_products(2 * 2 * (2 * shape.window_length) * shape.inner_width)
+
+    def num_visible(self, shape, position):
+        """The w tokens before a token, and the token itself through the residual stream."""
+        return np.minimum(position, shape.window_length) + 1

@@ -1,0 +1,194 @@
+"""The heads of a layer's tokens, which its mechanisms share, and the cache of the last window of them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from meliad_like.layers.attention import head_scale, split_heads, unit
+from meliad_like.layers.basic import Linear, parameter
+from meliad_like.layers.sequence import from_left
+from meliad_like.mechanisms.positions import Placed, Position, PositionConfig
+
+
+class TokenCache(NamedTuple):
+    """The keys and values of a layer's last `w` tokens, a ring: column `s` is the last with offset `s` in its block."""
+
+    key: Float[Array, "b h w k"]
+    """As the position strategy keeps them; of unit length, but with infused positions, which come before that."""
+    value: Float[Array, "b h w k"]
+    placed_key: Float[Array, "b h w k"] | None = None
+    """Decoding with infused positions: the keys with theirs, which last for a block."""
+
+
+class Tile(NamedTuple):
+    """By block: queries, and the keys and values of the block and of the one before it."""
+
+    query: Float[Array, "b c h w k"]
+    """Of unit length times the attention scale, without positions."""
+    key: Float[Array, "b c h w k"]
+    """Of unit length, without positions."""
+    value: Float[Array, "b c h w k"]
+    previous_key: Float[Array, "b c h w k"]
+    previous_value: Float[Array, "b c h w k"]
+    previous_valid: Bool[Array, "b c"]
+    """Whether the block before belongs to the same document."""
+    placed: Placed
+    """Queries and keys with positions."""
+    bias: Float[Array, "h w"]
+    """Added to the scores at the distances 1 to w; the attention scale is in it."""
+
+    def both_blocks(self) -> tuple[Float[Array, "b c h s k"], Float[Array, "b c h s k"], Bool[Array, "b c s"]]:
+        """Keys and values of the block before and the block, and which of them belong to the block's document."""
+        valid = jnp.stack([self.previous_valid, jnp.ones_like(self.previous_valid)], axis=2)
+        return (
+            jnp.concatenate([self.previous_key, self.key], axis=3),
+            jnp.concatenate([self.previous_value, self.value], axis=3),
+            jnp.repeat(valid, self.key.shape[3], axis=2),
+        )
+
+
+class TokenTile(NamedTuple):
+    """The same for one token of every lane, and the ring of the tokens before it."""
+
+    query: Float[Array, "b h 1 k"]
+    """Of unit length times the attention scale, without positions."""
+    placed_query: Float[Array, "b h 1 k"]
+    placed_key: Float[Array, "b h w k"]
+    value: Float[Array, "b h w k"]
+    bias: Float[Array, "b h w"]
+    """By column of the ring."""
+    seen: Bool[Array, "b w"]
+    """Columns that hold a token of the document, or zeros that are not masked."""
+
+
+class TokenHeads(nnx.Module):
+    """Keys, values and queries of a layer's tokens, the attention scale of each head, and the position strategy."""
+
+    def __init__(
+        self,
+        model_width: int,
+        num_heads: int,
+        head_size: int,
+        window_length: int,
+        position: PositionConfig,
+        mask_empty_cache: bool,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads, self.head_size, self.w = num_heads, head_size, window_length
+        self.mask_empty_cache = mask_empty_cache
+        inner = num_heads * head_size
+        self.key = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
+        self.value = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
+        self.query = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
+        self.attention_scale = parameter(rngs.params(), jax.nn.initializers.ones, (num_heads,), ("heads",))
+        self.position: Position = position.build(window_length, num_heads, model_width, rngs=rngs)
+
+    def init_cache(self, b: int, dtype, decoding: bool) -> TokenCache:
+        """An empty cache."""
+        empty = jnp.zeros((b, self.num_heads, self.w, self.head_size), dtype)
+        return TokenCache(empty, empty, self.position.init_placed(empty) if decoding else None)
+
+    def _scale(self, query: Float[Array, "*batch h n k"]) -> Float[Array, "*batch h n k"]:
+        return query * head_scale(self.attention_scale, query.dtype)
+
+    def _bias(self) -> Float[Array, "h w"]:
+        # The attention scale multiplies the bias as well.
+        return self.position.bias(self.num_heads) * jnp.abs(self.attention_scale[...])[:, None]
+
+    def tile(
+        self, y: Float[Array, "b n d"], cache: TokenCache, positions: Int[Array, "b c"]
+    ) -> tuple[Tile, TokenCache]:
+        """The heads of a segment, and the cache after it.
+
+        Args:
+            y: the layer's input, after its norm.
+            cache: from the segment before.
+            positions: of each block's first token in its document; 0 where a document begins.
+        """
+        key, value, query = (split_heads(linear(y), self.num_heads) for linear in (self.key, self.value, self.query))
+        key, value, query = (
+            rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in (self.position.kept(key), value, query)
+        )
+        before_key, before_value = from_left((key[:, -1], value[:, -1]), (cache.key, cache.value))
+        return self._tile(query, key, value, before_key, before_value, positions), cache._replace(
+            key=key[:, -1], value=value[:, -1]
+        )
+
+    def tile_of_caches(self, before: TokenCache, after: TokenCache, position: Int[Array, " b"]) -> Tile:
+        """The tile of one block that was read, from the caches before and after it; its queries are zeros.
+
+        Args:
+            before, after: of the layer.
+            position: of the block's first token in its document.
+        """
+        key, value = after.key[:, None], after.value[:, None]
+        return self._tile(jnp.zeros_like(key), key, value, before.key, before.value, position[:, None])
+
+    def _tile(self, query, key, value, before_key, before_value, positions) -> Tile:
+        previous_valid = positions > 0
+        previous_key, previous_value = _block_before(key, before_key), _block_before(value, before_value)
+        if not self.mask_empty_cache:
+            empty = ~previous_valid[:, :, None, None, None]
+            previous_key, previous_value = jnp.where(empty, 0, previous_key), jnp.where(empty, 0, previous_value)
+            previous_valid = jnp.ones_like(previous_valid)
+        return Tile(
+            query=self._scale(unit(query)),
+            key=self.position.plain(key),
+            value=value,
+            previous_key=self.position.plain(previous_key),
+            previous_value=previous_value,
+            previous_valid=previous_valid,
+            placed=self.position.place((self.query, self.key), self._scale, query, key, previous_key),
+            bias=self._bias(),
+        )
+
+    def plain(self, cache: TokenCache) -> TokenCache:
+        """The cache with keys of unit length and without positions."""
+        return cache._replace(key=self.position.plain(cache.key))
+
+    def begin_block(self, cache: TokenCache) -> TokenCache:
+        """The cache before the first token of a block that is decoded: its keys become those of a block before."""
+        return cache._replace(placed_key=self.position.begin_block((self.query, self.key), cache.key))
+
+    def token(
+        self, y: Float[Array, "b d"], cache: TokenCache, position: Int[Array, " b"]
+    ) -> tuple[TokenTile, TokenCache]:
+        """The heads of one token of every lane, and the cache with it.
+
+        Args:
+            y: the layer's input, after its norm.
+            cache: with the tokens before.
+            position: the number of tokens of its document before it.
+        """
+        key, value, query = (
+            split_heads(linear(y[:, None]), self.num_heads) for linear in (self.key, self.value, self.query)
+        )
+        offset, lanes = position % self.w, jnp.arange(len(y))
+        placed_query, placed_key, new_placed = self.position.place_token(
+            (self.query, self.key), self._scale, query, key, (cache.key, cache.placed_key), offset
+        )
+        # The distance of the token in ring column s is (offset - s - 1) % w + 1.
+        column = (offset[:, None] - jnp.arange(self.w) - 1) % self.w
+        tile = TokenTile(
+            query=self._scale(unit(query)),
+            placed_query=placed_query,
+            placed_key=placed_key,
+            value=cache.value,
+            bias=jnp.moveaxis(jnp.take(self._bias(), column, axis=1), 0, 1),
+            seen=(jnp.arange(self.w) < offset[:, None]) | (position >= self.w)[:, None] | (not self.mask_empty_cache),
+        )
+        return tile, TokenCache(
+            key=cache.key.at[lanes, :, offset].set(self.position.kept(key)[:, :, 0]),
+            value=cache.value.at[lanes, :, offset].set(value[:, :, 0]),
+            placed_key=new_placed,
+        )
+
+
+def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:
+    """Each block's predecessor; the first one's is cached."""
+    return jnp.concatenate([cached.astype(blocks.dtype)[:, None], blocks[:, :-1]], axis=1)
