@@ -49,7 +49,7 @@ def test_a_family_that_does_not_exist_is_an_error():
 
 def test_bindings_of_another_family_are_an_error_that_says_which_one_the_run_has():
     assert message(gin_params=["ToyConfig.depth = 3"]) == (
-        "--gin_param=ToyConfig.depth = 3: nothing reads ToyConfig.depth: RunConfig.model is 'decoder' (base.gin:13), "
+        "--gin_param=ToyConfig.depth = 3: nothing reads ToyConfig.depth: RunConfig.model is 'decoder' (base.gin:15), "
         "not 'toy'"
     )
     expected = "size/tiny.gin:3: nothing reads DecoderConfig.num_layers: RunConfig.model is 'toy' (--gin_param="

@@ -23,7 +23,7 @@ FLOORS = [
     {"layers"},
     {"data"},
     {"resumable"},
-    {"registry", "remote", "saved_json", "tables", "validation"},
+    {"registry", "remote", "saved_json", "sizes", "tables", "validation"},
     {"errors"},
 ]
 """Rooms (sub-packages, and modules of the package itself) from the top; those of one floor don't know each other."""
@@ -33,10 +33,6 @@ NOT_YET = {
     # What still climbs, until it has moved.
 }
 MAX_FILE, MAX_FUNCTION = 400, 60
-LONG_FILES = {"models/decoder_layer.py"}
-LONG_FUNCTIONS = {
-    "models/decoder_layer.py:__call__",
-}
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 MODULES = {path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".") for path in FILES}
@@ -88,7 +84,7 @@ def test_every_room_has_a_floor():
 
 def test_files_are_short():
     long = {path.relative_to(PACKAGE).as_posix() for path in FILES if len(path.read_text().splitlines()) > MAX_FILE}
-    assert long <= LONG_FILES
+    assert not long
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -104,4 +100,4 @@ def test_functions_are_short(path):
     nodes = ast.walk(ast.parse(path.read_text()))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     long = {f"{path.relative_to(PACKAGE)}:{f.name}" for f in functions if code_lines(f) > MAX_FUNCTION}
-    assert long <= LONG_FUNCTIONS
+    assert not long

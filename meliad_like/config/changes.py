@@ -43,7 +43,7 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     """The config with other values in some fields; it is validated once they all have changed.
 
     Args:
-      changes: by the paths of fields, such as `{"data.segment_length": 512, "model.clear_states": True}`.
+      changes: by the paths of fields, such as `{"data.segment_length": 512, "model.remat": "layers"}`.
     """
     own = {path: value for path, value in changes.items() if "." not in path}
     inside: dict[str, dict[str, Any]] = collections.defaultdict(dict)
