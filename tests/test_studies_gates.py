@@ -38,6 +38,16 @@ def test_fixed_gates_are_sigmoids_of_their_biases(runs):
     np.testing.assert_allclose(values, np.stack([kept, 1 - kept]), rtol=1e-5)
 
 
+def test_gates_of_several_layers_are_averaged_by_themselves():
+    found = Gates()
+    for block in range(4):
+        found.add("layer 1 gate", np.full((2, 3, 5), 0.25))
+        found.add("layer 2 gate", np.full((2, 1, 5), block / 4))
+    np.testing.assert_array_equal(found.means()["layer 1 gate"], np.full((2, 5), 0.25))
+    np.testing.assert_array_equal(found.means()["layer 2 gate"], np.full((2, 5), 0.375))
+    assert found.varying == {"layer 2 gate"}
+
+
 def recurrent_layers(subject):
     return subject.run.model.mechanism(RecurrentStates).indices(subject.run.model.total_layers)
 
@@ -101,7 +111,7 @@ def test_page(runs, tmp_path, row):
     gates.run(request(runs(row), tmp_path))
     page = Page(tmp_path)
     assert_safe(page)
-    assert "States are updated every 16 tokens" in page.text
+    assert "16 states of 32 channels" in page.text and "updated every 16 tokens" in page.text
     assert ("measured gates" in page.text) == (row == "lstm_dual")
     saved = json.loads((tmp_path / "summary.json").read_text())
     arrays = np.load(Path(tmp_path) / "gates.npz")

@@ -1,13 +1,11 @@
-"""What a recurrent model's gates have learned, and how its states change along a document.
+"""What the gates of a model have learned, and how its states change along a document.
 
-A gate keeps the share g of each channel of a state in each block, so that what was taken in fades as g^t: its time
-constant is -1/log(g) blocks, its half-life log(2) times that. A fixed gate has one g for each channel; an lstm gate
-depends on what is read, and its g is averaged over the documents.
+A gate keeps the share g of each channel of a state in each block, so that the share g^t of an update is left after t
+blocks: its time constant is -1/log(g) blocks, its half-life log(2) times that. A fixed gate has one g for each channel;
+an lstm gate depends on what is read, and its g is averaged over the documents.
 """
 
-import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 from xml.etree.ElementTree import Element
 
 import jax
@@ -29,16 +27,16 @@ from meliad_like.studies.page import (
     tag,
     write_page,
 )
-from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject
+from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject, write_summary
 from meliad_like.studies.state_trace import LAGS, Gates, Trace, Tracer
 
-QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+QUANTILES = {"lowest": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "highest": 1.0}
 SHOWN_LAGS = (1, 8, 64)
 MOST_POINTS = 300
 
 
 def time_constants(kept: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
-    """Blocks until 1/e is left of what was taken in, where the share `kept` remains in each block."""
+    """Blocks until 1/e of an update is left, if each block keeps the share `kept`."""
     return -1 / np.log(kept)
 
 
@@ -63,9 +61,9 @@ def run(request: StudyRequest) -> None:
     write_page(
         request.output / "index.html",
         f"Gates and states of {subject.label}",
-        _lead(subject, chosen),
+        _lead(traces, chosen, model.window_length),
         [
-            section("What the gates have learned", *_gate_parts(kept, measured, model.window_length)),
+            *_gate_section(kept, measured, model.window_length),
             section("How states change along a document", *_state_parts(traces, chosen, model.window_length)),
             _facts(subject, chosen),
         ],
@@ -77,48 +75,62 @@ def _read(subject: Subject, chosen: Chosen) -> tuple[list[dict[str, Trace]], Gat
     params = jax.device_put(subject.opened.params, jax.devices()[0])
     lengths = chosen.documents.lengths.tolist()
 
-    def work(told: Any) -> list[dict[str, Trace]]:
+    def work(on_progress: Callable[[int, int], None]) -> list[dict[str, Trace]]:
         traces = []
         for document, length in enumerate(lengths):
             traces.append(tracer.read(params, chosen.documents.tokens(document, 0, length), gates))
-            told(sum(lengths[: document + 1]), sum(lengths))
+            on_progress(sum(lengths[: document + 1]), sum(lengths))
         return traces
 
     return with_progress(subject.label, work), gates
 
 
-def _lead(subject: Subject, chosen: Chosen) -> list[Element]:
-    model = subject.run.model
-    mechanisms = "; ".join(map(repr, getattr(model, "mechanisms", ())))
+def _lead(traces: Sequence[dict[str, Trace]], chosen: Chosen, window: int) -> list[Element]:
+    shapes = {_title(name): trace.shape for name, trace in traces[0].items()}
+    states = ", ".join(
+        f"{name} ({number} states of {channels} channels)" for name, (number, channels) in shapes.items()
+    )
     return [
-        paragraph(f"States are updated every {model.window_length} tokens, by {mechanisms} (layers count from 0)."),
+        paragraph(f"States that are updated every {window} tokens: {states}. Layers count from 0."),
         tag("p", chosen.title, class_="about"),
     ]
 
 
-def _gate_parts(kept: dict[str, np.ndarray], measured: dict[str, np.ndarray], window: int) -> list[Element]:
-    rows = []
-    for name, share in kept.items():
-        blocks = np.quantile(time_constants(share), QUANTILES)
-        rows.append((_title(name), f"{share.mean():.3f}", *(f"{x:,.3g}" for x in blocks)))
-    header = ("time constants, blocks", "mean g", "shortest", "10%", "median", "90%", "longest")
+def _gate_section(kept: dict[str, np.ndarray], measured: dict[str, np.ndarray], window: int) -> list[Element]:
+    """The section, if there are gates."""
+    if not kept:
+        return []
     note = (
         f"A block is {window} tokens. g is the share of a state that a block leaves; the time constant is −1/log(g), "
         "and after 0.69 of it half is left."
     )
     if measured:
         note += " These gates depend on what is read: g is the forget gate, averaged over states and blocks."
-    return [
-        table(header, rows, note),
-        *(figure(_histogram(name, share, window)) for name, share in kept.items()),
-        *([_lstm_table(measured)] if measured else []),
-    ]
+    constants = {name: time_constants(share) for name, share in kept.items()}
+    parts = [table(*_quantiles("time constants, blocks", constants, ",.3g", {"mean g": kept}), note)]
+    parts += [figure(_histogram(name, blocks, window)) for name, blocks in constants.items()]
+    if measured:
+        kinds = ("forget", "input")
+        gates = {f"{name}, {kinds[i]}": values for name, both in measured.items() for i, values in enumerate(both)}
+        parts.append(table(*_quantiles("measured gates, by channel", gates, ".3f", {"mean": gates})))
+    return [section("What the gates have learned", *parts)]
 
 
-def _histogram(name: str, kept: np.ndarray, window: int) -> Chart:
-    blocks = time_constants(kept)
+def _quantiles(
+    title: str, arrays: dict[str, np.ndarray], form: str, averaged: dict[str, dict[str, np.ndarray]]
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Header and rows of a table with a line for each array: its name, means, and its quantiles."""
+    header = (title, *averaged, *QUANTILES)
+    rows = []
+    for name, values in arrays.items():
+        means = (f"{of[name].mean():.3f}" for of in averaged.values())
+        rows.append((_title(name), *means, *(f"{x:{form}}" for x in np.quantile(values, [*QUANTILES.values()]))))
+    return header, rows
+
+
+def _histogram(name: str, blocks: np.ndarray, window: int) -> Chart:
     low, high = np.log10(blocks.min()), np.log10(blocks.max())
-    edges = np.logspace(low - 0.02, high + 0.02, min(40, max(8, kept.size // 4)) + 1)
+    edges = np.logspace(low - 0.02, high + 0.02, min(40, max(8, blocks.size // 4)) + 1)
     return Chart(
         title=f"Time constants of the channels: {_title(name)}",
         x_label="time constant, blocks",
@@ -130,15 +142,6 @@ def _histogram(name: str, kept: np.ndarray, window: int) -> Chart:
     )
 
 
-def _lstm_table(measured: dict[str, np.ndarray]) -> Element:
-    rows = []
-    for name, gates in measured.items():
-        for kind, values in zip(("forget", "input"), gates, strict=True):
-            quantiles = np.quantile(values, QUANTILES)
-            rows.append((f"{_title(name)}, {kind}", f"{values.mean():.3f}", *(f"{x:.3f}" for x in quantiles)))
-    return table(("measured gates, by channel", "mean", "lowest", "10%", "median", "90%", "highest"), rows)
-
-
 def _state_parts(traces: list[dict[str, Trace]], chosen: Chosen, window: int) -> list[Element]:
     layers = list(traces[0])
     by_lag = []
@@ -148,11 +151,11 @@ def _state_parts(traces: list[dict[str, Trace]], chosen: Chosen, window: int) ->
         means = np.nanmean(similarity[there], axis=1)
         by_lag.append(Series(_title(layer), np.array(LAGS)[there], means, colour=str(i % 5 + 1)))
     lags = Chart(
-        title="How like themselves states stay",
+        title="Similarity of the states over time",
         x_label="blocks between",
         y_label="mean cosine",
         series=by_lag,
-        caption="Of a state vector with the same one so many blocks before; over all documents, blocks and states.",
+        caption="Of a state vector with itself, this number of blocks before; over all documents, blocks and states.",
         log_x=True,
     )
     parts = []
@@ -165,19 +168,19 @@ def _state_parts(traces: list[dict[str, Trace]], chosen: Chosen, window: int) ->
 def _state_charts(layer: str, trace: Trace, window: int) -> list[Chart]:
     if not trace.change.size:
         return []
-    stretch = -(-trace.change.size // MOST_POINTS)
-    starts = np.arange(0, trace.change.size, stretch)
+    blocks = -(-trace.change.size // MOST_POINTS)
+    starts = np.arange(0, trace.change.size, blocks)
     x = starts * window
 
     def mean(values: np.ndarray) -> np.ndarray:
-        # A stretch has no mean unless all of its blocks have a value.
+        # A point has no mean unless all of its blocks have a value.
         return np.add.reduceat(values, starts) / np.diff(np.append(starts, values.size))
 
     similar = []
     for i, lag in enumerate(SHOWN_LAGS):
         name = f"{lag} block{'s' if lag > 1 else ''} before"
         similar.append(Series(name, x, mean(trace.similarity[LAGS.index(lag)]), colour=str(i + 1)))
-    note = f"Each point is the mean of {stretch} blocks." if stretch > 1 else ""
+    note = f"Each point is the mean of {blocks} blocks." if blocks > 1 else ""
     return [
         Chart(
             title=f"Change of the states in a block: {_title(layer)}",
@@ -191,7 +194,7 @@ def _state_charts(layer: str, trace: Trace, window: int) -> list[Chart]:
             x_label="token",
             y_label="mean cosine",
             series=[*similar, Series("the initial ones", x, mean(trace.from_initial), colour="muted")],
-            caption=f"With the same states some blocks before, and with those that every document begins with. {note}",
+            caption=f"With the same states some blocks before, and with the initial states. {note}",
         ),
     ]
 
@@ -224,21 +227,11 @@ def _write_numbers(
     arrays |= {f"{name} forget and input": values for name, values in measured.items()}
     for index, trace in enumerate(traces):
         for layer, one in trace.items():
-            prefix = f"document {index} {layer}"
-            arrays |= {
-                f"{prefix} change": one.change,
-                f"{prefix} from initial": one.from_initial,
-                f"{prefix} similarity": one.similarity,
-            }
+            for name in ("change", "from_initial", "similarity"):
+                arrays[f"document {index} {layer} {_title(name)}"] = getattr(one, name)
     np.savez_compressed(request.output / "gates.npz", lags=np.array(LAGS), **arrays)
-    saved = {
-        "model": subject.details(),
-        "split": chosen.split_name,
-        "store": chosen.store.fingerprint,
-        "documents": list(chosen.documents.names),
-        "quantiles": QUANTILES,
-        "time_constants_blocks": {
-            name: np.quantile(time_constants(share), QUANTILES).tolist() for name, share in kept.items()
-        },
-    }
-    (request.output / "summary.json").write_text(json.dumps(saved, indent=2) + "\n")
+    quantiles = [*QUANTILES.values()]
+    constants = {name: np.quantile(time_constants(share), quantiles).tolist() for name, share in kept.items()}
+    names = list(chosen.documents.names)
+    details = {"documents": names, "quantiles": quantiles, "time_constants_blocks": constants}
+    write_summary(request.output, chosen, {"model": subject.details()} | details)

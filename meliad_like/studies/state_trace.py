@@ -1,4 +1,4 @@
-"""How a model's states change while it reads, and what its gates do meanwhile."""
+"""How the states of a model change while it reads, and the values of its gates."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -21,51 +21,52 @@ LAGS = (1, 2, 4, 8, 16, 32, 64)
 class Trace:
     """One layer's states over the whole blocks of one document."""
 
+    shape: tuple[int, int]
+    """The number of states and of their channels."""
     change: Float[np.ndarray, " blocks"]
-    """Norm of the change of all states in a block, over their norm before it."""
+    """The norm of the change of all states in a block, divided by their norm before it."""
     from_initial: Float[np.ndarray, " blocks"]
-    """Mean cosine of a state with the initial one of the same number."""
+    """The mean cosine of a state with its initial value."""
     similarity: Float[np.ndarray, "lags blocks"]
-    """Mean cosine of a state with the same state LAGS blocks before; NaN where the document has no such block."""
+    """The mean cosine of a state with its value LAGS blocks before; NaN where the document has no such block."""
 
 
 class Gates:
     """Mean values of gates over blocks and states, by `layer 3 recurrent_states attention_gate` and the like."""
 
     def __init__(self):
-        self._sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(()))
-        self._blocks = 0
+        self._values: dict[str, tuple[int, np.ndarray, np.ndarray]] = {}
         self.varying: set[str] = set()
-        """Those that depend on what is read."""
+        """The names of gates that depend on what is read."""
 
-    def add(self, gates: dict[str, Float[np.ndarray, "2 r d"]]) -> None:
-        """The shares that were kept and taken in, in one block."""
-        self._blocks += 1
-        for name, values in gates.items():
-            self._sums[name] = self._sums[name] + values.mean(axis=1, dtype=np.float64)
-            if np.ptp(values, axis=1).any():
-                self.varying.add(name)
+    def add(self, name: str, values: Float[np.ndarray, "2 r d"]) -> None:
+        """Adds the shares that were kept and taken in, in one block."""
+        blocks, total, first = self._values.get(name, (0, np.zeros(()), values[:, :1]))
+        self._values[name] = blocks + 1, total + values.mean(axis=1, dtype=np.float64), first
+        if (values != first).any():
+            self.varying.add(name)
 
     def means(self) -> dict[str, Float[np.ndarray, "2 d"]]:
         """The mean shares that every channel keeps and takes in."""
-        return {name: total / self._blocks for name, total in self._sums.items()}
+        return {name: total / blocks for name, (blocks, total, _) in self._values.items()}
 
 
 class Tracer:
     """Reads documents block by block; compiled once."""
 
     def __init__(self, model: Model):
-        """`model`: a decoder with a mechanism whose states can be watched (`Mechanism.watch`)."""
+        """`model`: a decoder; its mechanisms decide which states can be watched (`Mechanism.watch`)."""
         self._window = model.config.window_length
         self._init_carry = jax.jit(lambda params: model.bind(params).init_carry(1))
         self._step = jax.jit(lambda params, carry, tokens: _step(model, params, carry, tokens))
 
     def read(self, params: Any, tokens: Int[np.ndarray, " tokens"], gates: Gates) -> dict[str, Trace]:
-        """The traces of a document, by layer and mechanism; what gates do is added to `gates`."""
+        """The traces of a document, by layer and mechanism. The values of gates are added to `gates`."""
         collected: dict[str, _Collector] = defaultdict(_Collector)
         for block in self._blocks(params, tokens):
             for name, watched in block.items():
-                gates.add({f"{name} {gate}": values[:, 0] for gate, values in watched.gates.items()})
+                for gate, values in watched.gates.items():
+                    gates.add(f"{name} {gate}", values[:, 0])
                 collected[name].add(watched.before[0], watched.after[0])
         return {name: one.trace() for name, one in collected.items()}
 
@@ -73,7 +74,7 @@ class Tracer:
         carry, previous = self._init_carry(params), None
         for start in range(0, len(tokens) - self._window + 1, self._window):
             carry, watched = self._step(params, carry, tokens[None, start : start + self._window])
-            # Fetched one block late, so that the device has the next one already.
+            # Fetched one block late, while the device reads the next block.
             if previous is not None:
                 yield jax.device_get(previous)
             previous = watched
@@ -94,7 +95,7 @@ class _Collector:
     def __init__(self):
         self._rows: list[tuple[float, float, list[float]]] = []
         self._past: deque[np.ndarray] = deque(maxlen=max(LAGS))
-        self._initial = np.zeros(())
+        self._initial = np.zeros((0, 0))
 
     def add(self, before: np.ndarray, after: np.ndarray) -> None:
         if not self._rows:
@@ -109,7 +110,8 @@ class _Collector:
 
     def trace(self) -> Trace:
         change, from_initial, similarity = zip(*self._rows) if self._rows else ((), (), np.zeros((0, len(LAGS))))
-        return Trace(np.array(change), np.array(from_initial), np.array(similarity).T)
+        shape = self._initial.shape
+        return Trace((shape[0], shape[1]), np.array(change), np.array(from_initial), np.array(similarity).T)
 
 
 def _unit(states: np.ndarray) -> np.ndarray:
