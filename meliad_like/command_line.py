@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
-from meliad_like.errors import UserError, bucket_errors
+from meliad_like.errors import UserError, bucket_errors, is_full_disk
 
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig
@@ -21,7 +21,6 @@ GIN_PARAM = flags.DEFINE_multi_string(
     "gin_param", [], "One binding on top of the files, such as DecoderConfig.num_layers=3. Repeatable; the last wins."
 )
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 """Errors of the system about a path that the user gave. Commands check for missing files themselves."""
 
@@ -55,7 +54,7 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
         except UserError as error:
             return _fail(error)
         except OSError as error:
-            if error.errno in FULL:
+            if is_full_disk(error):
                 return _fail(f"the disk is full: {error.filename or 'a file'} could not be written; free some space")
             if error.errno in REFUSED and error.filename is not None:
                 return _fail(f"{error.filename}: {os.strerror(error.errno)}; name another path")

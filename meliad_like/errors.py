@@ -1,5 +1,6 @@
 """The exception whose message is for the person at the command line, and those of disks, buckets and npz files."""
 
+import errno
 import sys
 import zipfile
 import zlib
@@ -15,6 +16,11 @@ class UserError(ValueError):
 
 DAMAGED_NPZ = (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError)
 """Errors of numpy about a file that is no npz file, or a damaged one."""
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether the system raised an error because the disk, or a quota, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def bucket_errors() -> tuple[type[Exception], ...]:

@@ -1,13 +1,16 @@
-"""Work that is interrupted and resumed: whose work a folder holds, and files that are whole at any moment."""
+"""Work that is interrupted and resumed: whose work a folder holds, locks, and files that are whole at any moment."""
 
+import fcntl
 import json
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, is_full_disk
 from meliad_like.remote import write_whole
 from meliad_like.saved_json import parse_json
 
@@ -70,6 +73,46 @@ def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 def write_json(path: epath.PathLike, content: Any) -> None:
     """Writes JSON of which, at any moment, either all is there or what was there before."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+@contextmanager
+def locked(path: Path, busy: str | None = None) -> Iterator[None]:
+    """Lets one process of this machine at a time run what is in the `with`.
+
+    Args:
+      path: the lock; its folder is made if needed. The system frees it however the process ends.
+      busy: a message for other processes, which are refused; None: they wait.
+
+    Raises:
+      UserError: `busy`, where another process has the lock.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError:
+            raise UserError(busy) from None
+        yield
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, which is renamed to it at the end, and deleted if anything fails.
+
+    Raises:
+      UserError: the disk is full.
+    """
+    incomplete = folder.with_name(f"{folder.name}.incomplete")
+    shutil.rmtree(incomplete, ignore_errors=True)  # left by a process that was killed
+    incomplete.mkdir()
+    try:
+        yield incomplete
+        incomplete.rename(folder)
+    except BaseException as error:
+        shutil.rmtree(incomplete, ignore_errors=True)
+        if is_full_disk(error):
+            raise UserError(f"the disk is full: no room for {folder}") from None
+        raise
 
 
 class Journal:

@@ -184,7 +184,7 @@ def test_a_copy_that_is_cut_off_is_made_anew(bindings, bucket, cache, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store_copy, "copy_folder", full)
-    with pytest.raises(UserError, match=r"the disk is full: no room for a copy of gs://bucket/store/validation in"):
+    with pytest.raises(UserError, match=r"the disk is full: no room for .*validation"):
         store.split("validation")
 
 

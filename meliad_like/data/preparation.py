@@ -1,10 +1,6 @@
 """Turns a source of documents into a token store."""
 
-import errno
-import fcntl
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +28,7 @@ from meliad_like.data.token_store import (
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.remote import is_remote
-from meliad_like.resumable import check_same
+from meliad_like.resumable import check_same, locked, whole_folder
 from meliad_like.tables import Table
 
 SHOWN = 10  # of the reasons why documents were left out
@@ -61,12 +57,13 @@ def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Pa
     opened = open_source(source)
     source_print = source_fingerprint(source, opened)
     vocabulary_print = vocabulary.settings_fingerprint
-    with _locked(folder):
+    # Another process waits, and finds the store complete.
+    with locked(folder.parent / f".{folder.name}.lock"):
         if folder.exists() and any(folder.iterdir()):
             _check_same(folder, source_print, vocabulary_print)
             console.print(f"reusing the token store {folder}", markup=False, highlight=False, soft_wrap=True)
         else:
-            with _complete_or_nothing(folder) as incomplete:
+            with whole_folder(folder) as incomplete:
                 made = _make_vocabulary(source, opened, vocabulary, console)
                 made.save(incomplete)
                 if not made.lossless:
@@ -158,34 +155,6 @@ def _check_same(folder: Path, source: str, vocabulary: str) -> None:
     saved = {"source": info.source, "vocabulary": info.vocabulary_settings}
     wanted = {"source": source, "vocabulary": vocabulary}
     check_same(folder, saved, wanted, way_out="delete the token store, or choose another --store")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lets one process at a time work on this store; another waits, and finds the store complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _complete_or_nothing(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, which takes its place at the end, and is deleted if anything goes wrong."""
-    incomplete = folder.with_name(folder.name + ".incomplete")
-    shutil.rmtree(incomplete, ignore_errors=True)  # of a run that was killed
-    incomplete.mkdir()
-    try:
-        yield incomplete
-        incomplete.rename(folder)
-    except OSError as error:
-        shutil.rmtree(incomplete)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"the disk is full: no room for the token store {folder}") from None
-        raise
-    except BaseException:
-        shutil.rmtree(incomplete)
-        raise
 
 
 def _table(store: TokenStore) -> Table:

@@ -1,9 +1,6 @@
 """Token stores in object stores are read through a copy on this machine's disk."""
 
-import errno
-import fcntl
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +8,7 @@ from etils import epath
 
 from meliad_like.errors import UserError, refusals
 from meliad_like.remote import copy_folder, is_remote, one_line, size_of
+from meliad_like.resumable import locked, whole_folder
 
 
 def cache_folder() -> Path:
@@ -31,10 +29,8 @@ def local_split(store: epath.Path, fingerprint: str, split: str, num_bytes: int)
     if not is_remote(store):
         return store / split
     copy = cache_folder() / fingerprint / split
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with (copy.parent / f".{split}.lock").open("w") as lock:
-        # The processes of this machine come at the same time, and one of them copies.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    # The processes of this machine come at the same time, and one of them copies.
+    with locked(copy.parent / f".{split}.lock"):
         if not copy.exists():
             _copy(store / split, copy)
         tokens = epath.Path(copy / "tokens.bin")
@@ -45,18 +41,10 @@ def local_split(store: epath.Path, fingerprint: str, split: str, num_bytes: int)
 
 def _copy(source: epath.Path, target: Path) -> None:
     print(f"copying {source} to {target}", file=sys.stderr)
-    incomplete = target.with_name(f"{target.name}.incomplete")
-    shutil.rmtree(incomplete, ignore_errors=True)  # of a process that was killed
     try:
-        copy_folder(source, epath.Path(incomplete))
+        with whole_folder(target) as incomplete:
+            copy_folder(source, epath.Path(incomplete))
     except refusals() as error:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"the disk is full: no room for a copy of {source} in {target.parent}; XDG_CACHE_HOME chooses another "
-                "place"
-            ) from None
         raise UserError(
             f"{source} can't be copied to {target.parent}: {one_line(error)}; the same command tries it again"
         ) from error
-    incomplete.rename(target)

@@ -1,15 +1,13 @@
 """A training and its evaluation for each row and seed, in a process and a folder of its own."""
 
-import fcntl
 import json
 import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,11 @@ from meliad_like.config.stages import stages_of
 from meliad_like.data.readers import label
 from meliad_like.data.subset import beginnings
 from meliad_like.data.token_store import TokenStore
-from meliad_like.errors import UserError
 from meliad_like.experiments.evaluations import Trained, by_document, by_protocol
 from meliad_like.experiments.tables import Row
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
-from meliad_like.resumable import write_json
+from meliad_like.resumable import locked, write_json
 from meliad_like.run.opening import open_checkpoint
 from meliad_like.run.training import train
 from meliad_like.sizes import sizes_of
@@ -122,7 +119,7 @@ def train_and_evaluate(job: Job, split: str) -> int:
     """
     job.workdir.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    with _alone_in(job.workdir):
+    with locked(job.workdir / "lock", f"another process is working in {job.workdir}: wait for it, or end it"):
         store = TokenStore(job.run.data.store)
         whole = store.split(split)
         if status := train(job.run, job.workdir, job.load_dir):
@@ -164,16 +161,6 @@ def device_name() -> str:
     """The name of this machine's device; for a CPU its number of cores."""
     device = jax.devices()[0]
     return f"CPU with {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is working in {folder}: wait for it, or end it") from None
-        yield
 
 
 def environment(folder: Path, side_by_side: bool) -> dict[str, str]:

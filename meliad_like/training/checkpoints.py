@@ -6,7 +6,6 @@ stored under the names of their paths (`optimizer_state/0/v_row/embedding`), not
 the parameters separately, so that evaluation reads nothing else.
 """
 
-import errno
 import logging as standard_logging
 import math
 import os
@@ -22,12 +21,11 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from meliad_like.errors import UserError, refusals
+from meliad_like.errors import UserError, is_full_disk, refusals
 from meliad_like.remote import is_remote, one_line
 from meliad_like.training.manifest import find_damage, write_manifest
 
 COMMIT_SUCCESS_FILE = "commit_success.txt"  # orbax's, on gs://
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
 
 
@@ -274,7 +272,7 @@ class Checkpoints:
             yield
         # tensorstore raises ValueError for what the file system refuses.
         except (*refusals(), ValueError) as error:
-            full = isinstance(error, OSError) and error.errno in FULL_DISK
+            full = is_full_disk(error)
             step = self.folder / str(self._step_being_written)
             if full or any(words in str(error).lower() for words in FULL_DISK_WORDS):
                 raise UserError(
