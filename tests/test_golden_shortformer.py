@@ -94,8 +94,11 @@ def test_gradients_of_a_segment(results, s):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda arrays: arrays.pop("decoder.layers.1.fc1.bias"), "has no parameter decoder.layers.1.fc1.bias"),
-        (lambda arrays: arrays.update({"decoder.layers.2.fc1.bias": np.zeros(2)}), "no place for decoder.layers.2.fc1"),
+        (lambda arrays: arrays.pop("decoder.layers.1.fc1.bias"), "has no tensor layers.1.fc1.bias"),
+        (
+            lambda arrays: arrays.update({"decoder.layers.2.fc1.bias": np.zeros(2)}),
+            "layers.2.fc1.bias that .* has no place for",
+        ),
         (
             lambda arrays: arrays.update({"decoder.adaptive_softmax.tail.0.0.weight": np.zeros((32, 8))}),
             "tail.0.0.weight differs from decoder.embed_tokens.embeddings.1.1.weight: only tied softmaxes",

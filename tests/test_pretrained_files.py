@@ -187,7 +187,7 @@ def test_damaged_safetensors_are_refused(tmp_path):
             read_huggingface(tmp_path)
     tensors = safetensors.numpy.load(whole)
     for name, value, message in [
-        ("transformer.extra", np.zeros(3), "has a tensor transformer.extra that a gpt2 model .* has no place for"),
+        ("transformer.extra", np.zeros(3), "has a tensor transformer.extra that the model .* has no place for"),
         ("transformer.wpe.weight", np.zeros((65, 32)), r"transformer.wpe.weight has shape \(65, 32\), .* \(64, 32\)"),
         ("transformer.h.0.attn.c_attn.weight", np.zeros((32, 95)), "its last axis should be 96"),
         ("transformer.ln_f.bias", np.zeros(32, np.int32), "ln_f.bias is I32, and not F32, F16 or BF16"),
@@ -255,10 +255,10 @@ def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
     refused("recurrence.safetensors: insertion_layers=.* names a layer that 2 layers lack", insertion_layers=[7])
     refused(r"recurrence.safetensors: insertion_layers=\(\) is no recurrence", insertion_layers=[])
     refused("recurrence.safetensors: pooling='most' must be 'mean' or", pooling="most")
-    refused(r"layers/0/bias has shape \(5,\), not \(6,\) as in its metadata", recurrence_width=6)
+    refused(r"layers/0/bias has shape \(5,\) as we read it, its config asks for \(6,\)", recurrence_width=6)
     fewer = {name: value for name, value in tensors.items() if name != "layer_scores"}
-    refused("has no tensor layer_scores: the file does not fit its metadata", fewer)
-    refused("has a tensor more that the recurrence has no place for", tensors | {"more": np.zeros(1, np.float32)})
+    refused("has no tensor layer_scores: it is not the model", fewer)
+    refused("has a tensor more that the model .* has no place for", tensors | {"more": np.zeros(1, np.float32)})
     refused("doesn't say what recurrence it is of: write it again .* or remove it", another=1)
     safetensors.numpy.save_file(tensors, path)
     with pytest.raises(UserError, match="doesn't say what recurrence it is of"):

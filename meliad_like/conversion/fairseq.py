@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
+from meliad_like.conversion.matching import fill_parameters
 from meliad_like.errors import UserError
 
 _LAYER = {
@@ -54,31 +54,17 @@ def from_fairseq(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> 
         UserError: a parameter is missing, left over, of another shape, or not tied.
     """
     theirs = {name.removeprefix("decoder."): array for name, array in theirs.items()}
-    left_over = {name for name in theirs if not _BUFFER.fullmatch(name)}
-
-    def fill(path, leaf):
-        name = fairseq_name(jax.tree_util.keystr(path, simple=True, separator="/"))
-        if name not in theirs:
-            raise UserError(f"the checkpoint has no parameter decoder.{name}; is this its configuration?")
-        left_over.discard(name)
-        array = np.asarray(theirs[name], leaf.dtype)
-        array = array if _is_table(name) else array.T
-        if array.shape != leaf.shape:
-            raise UserError(
-                f"decoder.{name} has shape {theirs[name].shape} in the checkpoint, and ours, which is "
-                f"{'' if _is_table(name) else 'its transpose, '}{leaf.shape} in the configuration"
-            )
-        return array
-
-    params = jax.tree.map_with_path(fill, template)
-    for name in sorted(left_over):
+    learned = {name for name in theirs if not _BUFFER.fullmatch(name)}
+    for name in sorted(learned):
         if (shared := _shared_with(name)) in theirs:
             if not np.array_equal(theirs[name], theirs[shared]):
                 raise UserError(f"decoder.{name} differs from decoder.{shared}: only tied softmaxes are supported")
-            left_over.discard(name)
-    if left_over:
-        raise UserError(f"the configuration has no place for decoder.{min(left_over)} ({len(left_over)} such arrays)")
-    return params
+            learned.discard(name)
+
+    def read(path: str, name: str, leaf: Any) -> np.ndarray:
+        return theirs[name] if _is_table(name) else theirs[name].T
+
+    return fill_parameters(template, learned, fairseq_name, read, "the checkpoint")
 
 
 def _is_table(name: str) -> bool:

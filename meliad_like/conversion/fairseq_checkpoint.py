@@ -4,8 +4,6 @@ import argparse
 import pickle
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meliad_like.config import RunConfig
@@ -52,4 +50,4 @@ def convert_from_fairseq(path: str | Path, run: RunConfig, folder: str | Path) -
         raise UserError("the checkpoint has the words of its own dict.txt: set VocabularyConfig.model_file to it")
     vocabulary = make_vocabulary(run.vocabulary)
     params = from_fairseq(read_fairseq(path), Model(run.model, vocabulary.size).abstract_params)
-    write_checkpoint(folder, jax.tree.map(jnp.asarray, params), run, vocabulary)
+    write_checkpoint(folder, params, run, vocabulary)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from meliad_like.config.fields import field_types, fit
 from meliad_like.conversion.huggingface_config import from_huggingface, to_huggingface
+from meliad_like.conversion.matching import fill_parameters, path_name
 from meliad_like.conversion.pretrained_names import GPT2, LLAMA, check_num_layers, read_parameters, to_tensors
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
@@ -90,7 +90,8 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
     safetensors.numpy.save_file(tensors, written[1], metadata={"format": "pt"})
     if "recurrence" in pretrained.params:
         recurrence = {
-            _name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(pretrained.params["recurrence"])
+            path_name(path): np.asarray(leaf)
+            for path, leaf in jax.tree.leaves_with_path(pretrained.params["recurrence"])
         }
         fields = {name: getattr(pretrained.config, name) for name in SAVED_FIELDS}
         metadata = {RECURRENCE_KEY: json.dumps(fields)}
@@ -119,24 +120,10 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
         raise UserError(f"{path}: insertion_layers=() is no recurrence")
     template = Model(config, size).abstract_params["recurrence"]
 
-    def fill(tree_path, leaf) -> jax.Array:
-        name = _name(tree_path)
-        if name not in names:
-            raise UserError(f"{path} has no tensor {name}: the file does not fit its metadata")
-        names.discard(name)
-        found = _read_tensor(path, name)
-        if found.shape != leaf.shape:
-            raise UserError(f"{path}: {name} has shape {found.shape}, not {leaf.shape} as in its metadata")
-        return jnp.asarray(found, jnp.float32)
+    def read(path_of_ours: str, name: str, leaf: Any) -> np.ndarray:
+        return _read_tensor(path, name)
 
-    params = jax.tree.map_with_path(fill, template)
-    if names:
-        raise UserError(f"{path} has a tensor {min(names)} that the recurrence has no place for")
-    return config, params
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return config, fill_parameters(template, names, lambda name: name, read, str(path))
 
 
 def _files(folder: Path) -> dict[str, Path]:

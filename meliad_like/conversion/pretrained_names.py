@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from meliad_like.conversion.matching import fill_parameters, path_name
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import PretrainedConfig
 
@@ -107,7 +107,7 @@ def read_parameters(
     read: Callable[[str], np.ndarray],
     owner: str,
 ) -> dict[str, Any]:
-    """Our parameters, float32, read one after the other, so that only one further tensor is in memory.
+    """Our parameters from the tensors of a file.
 
     Args:
       table: of the kind of file.
@@ -120,57 +120,30 @@ def read_parameters(
     Raises:
       UserError: a tensor is missing, of another shape, or has no place in the model.
     """
-    names = frozenset(names)
-    left_over = set(names)
 
-    def fill(path, leaf) -> jax.Array:
-        where = place(table, _name(path))
-        if where.name not in names:
-            raise UserError(f"{owner} has no tensor {where.name}: it is not the model that its config describes")
-        left_over.discard(where.name)
-        found = read(where.name)
+    def read_as_ours(path: str, name: str, leaf: Any) -> np.ndarray:
+        where, found = place(table, path), read(name)
         if where.part is not None:
             size = leaf.shape[-1]
             if found.shape[-1] != 3 * size:
-                raise UserError(f"{owner}: {where.name} has shape {found.shape}, its last axis should be {3 * size}")
+                raise UserError(f"{owner}: {name} has shape {found.shape}, its last axis should be {3 * size}")
             found = found[..., where.part * size : (where.part + 1) * size]
-        shape = leaf.shape[::-1] if where.transposed else leaf.shape
-        if found.shape != shape:
-            raise UserError(f"{owner}: {where.name} has shape {found.shape}, its config asks for {shape}")
         if where.interleaved and found.ndim == 2:
             by_pair = found.reshape(-1, config.head_size // 2, 2, found.shape[-1])
-            found = np.swapaxes(by_pair, 1, 2).reshape(shape)
-        if where.transposed:
-            found = found.T
-        # Copies are made in the background: the next tensor is not read before this one's source is free.
-        return jax.block_until_ready(jnp.asarray(np.ascontiguousarray(found, np.float32)))
+            found = np.swapaxes(by_pair, 1, 2).reshape(found.shape)
+        return found.T if where.transposed else found
 
-    leaves, structure = jax.tree.flatten_with_path(template)
-    filled: list[Any] = [None] * len(leaves)
-    # The largest first, while memory is free.
-    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i][1].size):
-        filled[i] = fill(*leaves[i])
-    params = jax.tree.unflatten(structure, filled)
-    if left_over:
-        raise UserError(
-            f"{owner} has a tensor {min(left_over)} that a {config.architecture} model of its config has no place for "
-            f"({len(left_over)} such tensors)"
-        )
-    return params
+    return fill_parameters(template, names, lambda path: place(table, path).name, read_as_ours, owner)
 
 
 def to_tensors(table: Mapping[str, Place], params: dict[str, Any]) -> dict[str, np.ndarray]:
     """The tensors of a file from our parameters; the inverse of `read_parameters` (GGUF is only read)."""
     tensors: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(params):
-        where = place(table, _name(path))
+        where = place(table, path_name(path))
         value = np.asarray(leaf).T if where.transposed else np.asarray(leaf)
         if where.part is None:
             tensors[where.name] = np.ascontiguousarray(value)
         else:
             tensors.setdefault(where.name, [None] * 3)[where.part] = value
     return {name: np.concatenate(x, axis=-1) if isinstance(x, list) else x for name, x in tensors.items()}
-
-
-def _name(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
