@@ -39,7 +39,7 @@ def fill_parameters(
         left_over.discard(name)
         array = read(path, name, leaf)
         if array.shape != leaf.shape:
-            raise UserError(f"{owner}: {name} has shape {array.shape} as we read it, its config asks for {leaf.shape}")
+            raise UserError(f"{owner}: {name} has shape {array.shape}, its config asks for {leaf.shape}")
         # Copies are made in the background: the next array is not read before the source of this one is free.
         return jax.block_until_ready(jnp.asarray(np.ascontiguousarray(array, np.float32)))
 
