@@ -262,7 +262,7 @@ def test_a_bucket_that_is_out_of_order_anywhere_else_is_one_line(monkeypatch, ca
     with pytest.raises(SystemExit, match="2"):
         command_line.run(main)
     why = "the object store failed: no answer, 503"
-    assert capsys.readouterr().err == f"error: {why}; the same command tries it again\n"
+    assert capsys.readouterr().err == f"error: {why}; the same command tries again\n"
 
 
 def test_the_later_of_two_trainings_in_a_bucket_wins(bucket):
