@@ -7,11 +7,13 @@ counted; the two methods take turns, and the best round of each counts.
 """
 
 import argparse
+import functools
 import time
 
 import jax
 import numpy as np
 
+from meliad_like.history.losses import TargetLosses
 from meliad_like.history.scoring import Candidates, SpanGains
 from meliad_like.history.spans import HistoryConfig, candidates, scored_strides
 from meliad_like.mesh import MeshConfig, make_mesh
@@ -58,7 +60,10 @@ def main() -> None:
     assert left == 0, "the document has too few candidates"
 
     sizes = [int(size) for size in arguments.batch_sizes.split(",")]
-    scorers = {size: SpanGains(model, params, mesh, config, None, batch_size=size) for size in sizes}
+    scorers = {
+        size: SpanGains(functools.partial(TargetLosses, model, params, mesh, batch_size=size), config, None)
+        for size in sizes
+    }
     seconds, found = dict.fromkeys(sizes, np.inf), {}
     for _ in range(arguments.rounds):
         for size, gains in scorers.items():

@@ -191,13 +191,12 @@ def test_a_part_of_the_documents_is_read_as_all_of_them_are(place):
     chosen = []
     for changes in ({}, {"documents": ("2",)}, {"documents": ("2",), "document_tokens": 50}):
         opened = open_request(request(place, "HistoryConfig.first_selection = 1", **changes))
+        index = opened.documents.names.index("2")
         readings = read_strides(
             lambda sequences: (np.zeros(sequence.num_targets) for sequence in sequences),
-            opened.documents, [Ranking("random", opened.config)], opened.config, opened.separator,
+            opened.documents, [Ranking("random", opened.config)], opened.config, opened.separator, index,
         )  # fmt: skip
-        of_document = [
-            r.chosen["random"].tolist() for r in readings if opened.documents.names[r.document] == "2" and r.chosen
-        ]
+        of_document = [reading.chosen["random"].tolist() for reading in readings if reading.chosen]
         chosen.append(of_document)
     assert len(chosen[0]) > 5 and chosen[0] == chosen[1] == chosen[2]
 

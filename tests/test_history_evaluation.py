@@ -1,6 +1,7 @@
 """Documents with and without spans: against a plain loop over windows, and what comes of it."""
 
 import dataclasses
+import functools
 import math
 from typing import ClassVar
 
@@ -11,7 +12,8 @@ import pytest
 from meliad_like.errors import UserError
 from meliad_like.history import evaluation as evaluation_module
 from meliad_like.history import report
-from meliad_like.history.evaluation import BASELINE, Cost, DocumentSums, Evaluation, evaluate, read_strides
+from meliad_like.history.evaluation import BASELINE, Cost, DocumentSums, Evaluation, evaluate
+from meliad_like.history.evaluation import read_strides as read_document
 from meliad_like.history.losses import Sequence, TargetLosses
 from meliad_like.history.scoring import SpanGains
 from meliad_like.history.selection import Ranking, ScoreOracle
@@ -59,10 +61,21 @@ def windows(model):
     return TargetLosses(MODEL, *model, length=20, max_targets=4, batch_size=8)
 
 
+def gains_of(model, config=CONFIG):
+    return SpanGains(functools.partial(TargetLosses, MODEL, *model, batch_size=8), config, SEPARATOR)
+
+
 @pytest.fixture(scope="module")
 def evaluation(model, windows):
-    oracle = ScoreOracle(SpanGains(MODEL, *model, CONFIG, SEPARATOR, batch_size=8))
+    oracle = ScoreOracle(gains_of(model))
     return evaluate(windows, DOCUMENTS, [Ranking("random", CONFIG), oracle], CONFIG, SEPARATOR)
+
+
+def read_strides(windows, documents, *arguments):
+    """The strides of all documents."""
+    selections, config, separator, *costs = arguments
+    for index in range(len(documents.lengths)):
+        yield from read_document(windows, documents, selections, config, separator, index, *costs)
 
 
 def plain_loop(windows, tokens, rank=None):
@@ -109,7 +122,7 @@ def no_losses(sequences):
 
 
 def test_the_score_oracle_is_better_than_chance_on_average(model, windows, evaluation):
-    oracle = ScoreOracle(SpanGains(MODEL, *model, CONFIG, SEPARATOR, batch_size=8))
+    oracle = ScoreOracle(gains_of(model))
     found = evaluate(windows, Documents([100] * 6), [Ranking("random", CONFIG), oracle], CONFIG, SEPARATOR)
     assert found.nats("score_oracle").sum() < found.nats("random").sum() - 10
     assert found.nats("score_oracle").sum() < found.nats(BASELINE).sum() - 10
@@ -119,7 +132,7 @@ def test_the_score_oracle_is_better_than_chance_on_average(model, windows, evalu
 def test_of_single_spans_the_score_oracle_takes_the_best(model, windows):
     """A window with one span is what equation 2 reads: no choice is better for any stride."""
     config = dataclasses.replace(CONFIG, history_length=4)
-    gains = SpanGains(MODEL, *model, config, SEPARATOR, batch_size=8)
+    gains = gains_of(model, config)
     selections = [ScoreOracle(gains), Ranking("random", config), Ranking("recent", CONFIG)]
     better, num_targets = [], set()
     for reading in read_strides(windows, DOCUMENTS, selections, config, SEPARATOR):

@@ -35,12 +35,11 @@ CONFIG = HistoryConfig(window_length=12, history_length=4, span_length=2, stride
 READER = ["TrainingConfig.num_steps = 2", "TrainingConfig.log_every = 1"]
 
 
-def make(lengths, num_lanes=1, windows=2, **changes):
-    settings = {"shuffle": False, "epochs": 1, "config": CONFIG, "separator": None, "selection": first_spans}
-    split = FakeSplit(lengths)
-    return HistoryReader(
-        split, num_lanes, windows * 12, 4, vocabulary_size=split.vocabulary_size, **{**settings, **changes}
-    )
+def make(lengths, num_lanes=1, split=FakeSplit, config=CONFIG, **changes):
+    documents = split(lengths)
+    store = SimpleNamespace(vocabulary=SimpleNamespace(size=documents.vocabulary_size))
+    inputs = ReaderInputs(documents, store, "train", num_lanes, 4, **{"shuffle": False, "epochs": 1, **changes})
+    return HistoryReader(inputs, 24, config, None, first_spans)
 
 
 def first_spans(name, document, stride):
@@ -139,12 +138,7 @@ def test_every_document_is_copied_from_the_store_once():
             read.append((document, stop - start))
             return super().tokens(document, start, stop)
 
-    split = Counting(lengths)
-    reader = HistoryReader(
-        split, 2, 24, 4, vocabulary_size=split.vocabulary_size, shuffle=False, epochs=1, config=CONFIG, separator=None,
-        selection=first_spans,
-    )  # fmt: skip
-    assert len(windows(reader)) > 400
+    assert len(windows(make(lengths, 2, Counting))) > 400
     assert sorted(read) == list(enumerate(lengths))
 
 
@@ -230,9 +224,7 @@ def test_selections_made_in_advance(place, tmp_path):
 
     def reader(kind):
         selection = make_selection(kind, run.data.history, store, "train")
-        return HistoryReader(
-            split, 1, 24, 24, config=run.data.history, separator=10, selection=selection, vocabulary_size=257
-        )
+        return HistoryReader(ReaderInputs(split, store, "train", 1, 24), 24, run.data.history, 10, selection)
 
     from_file, recent, random = (
         reader(FileSelection(str(tmp_path))), reader(RecentSelection()), reader(RandomSelection())

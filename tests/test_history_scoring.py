@@ -1,6 +1,7 @@
 """Equation 2: what a span is worth, one at a time and many at once."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,12 @@ def expected_gain(params, stride, end, baseline):
     return sides[0][-stride.num_targets :].sum() - sides[1][-stride.num_targets :].sum()
 
 
+def reader(params, mesh, batch_size):
+    return functools.partial(TargetLosses, MODEL, params, mesh, batch_size=batch_size)
+
+
 def make_gains(params, mesh, batch_size, **changes):
-    return SpanGains(MODEL, params, mesh, dataclasses.replace(CONFIG, **changes), None, batch_size=batch_size)
+    return SpanGains(reader(params, mesh, batch_size), dataclasses.replace(CONFIG, **changes), None)
 
 
 def requests(*numbers):
@@ -87,9 +92,7 @@ def test_many_at_once_are_what_they_are_one_at_a_time(params, mesh, baseline):
 
 
 def test_the_separator_is_read(params, mesh):
-    gains = [
-        next(SpanGains(MODEL, params, mesh, CONFIG, separator, batch_size=4)(requests(6))) for separator in (None, 7)
-    ]
+    gains = [next(SpanGains(reader(params, mesh, 4), CONFIG, separator)(requests(6))) for separator in (None, 7)]
     assert (np.abs(gains[0] - gains[1]) > 1e-4).all()
 
 
@@ -98,7 +101,7 @@ def test_recent_text_that_is_all_targets(params, mesh):
     config = HistoryConfig(window_length=12, history_length=8, span_length=4, stride=4, separator="")
     stride = list(strides(40, config))[8]
     ends = candidates(stride, config)
-    (gains,) = SpanGains(MODEL, params, mesh, config, None, batch_size=8)([Candidates(DOCUMENT, stride, ends)])
+    (gains,) = SpanGains(reader(params, mesh, 8), config, None)([Candidates(DOCUMENT, stride, ends)])
     recent = DOCUMENT[32:36]
     expected = losses_of(MODEL, params, recent).sum() - losses_of(MODEL, params, [*DOCUMENT[4:8], *recent])[-3:].sum()
     np.testing.assert_allclose(gains[ends.tolist().index(8)], expected, atol=2e-5)

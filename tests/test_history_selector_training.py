@@ -161,14 +161,14 @@ def undisturbed(request, tmp_path_factory):
 def test_a_run_that_stops_goes_on_as_if_it_had_not(undisturbed, tmp_path, monkeypatch):
     folder, kind, train_encoder = undisturbed
 
-    class StopAtFour(training._Report):
-        def __call__(self, step, metrics, state):
-            super().__call__(step, metrics, state)
+    class StopAtFour(training._BetweenSteps):
+        def report(self, step, metrics, state):
+            super().report(step, metrics, state)
             if step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_Report", StopAtFour)
+        patch.setattr(training, "_BetweenSteps", StopAtFour)
         assert train(tmp_path, kind, train_encoder=train_encoder) == EXIT_STATUS
     assert train(tmp_path, kind, train_encoder=train_encoder) == 0
     assert_same_bits(open_selector(tmp_path).params, open_selector(folder).params)

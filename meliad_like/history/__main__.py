@@ -24,19 +24,14 @@ SELECTIONS = ("random", "recent", "prefix_overlap", "overlap_oracle", "score_ora
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder of the frozen model.", required=True)
 STEP = flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
 STORE = flags.DEFINE_string("store", None, "Token store. Default: the one that the model was trained with.")
-SPLIT = flags.DEFINE_string(
-    "split", None, "train, validation or test. Default: train for score and search, test for all others."
-)
+SPLIT = flags.DEFINE_string("split", None, "Split that is read. Default: train for score and search, otherwise test.")
 OUTPUT = flags.DEFINE_string("output", None, "Folder of the results; made if needed.", required=True)
 DOCUMENT = flags.DEFINE_multi_string("document", [], "Name of a document. Repeatable. Default: all of the split.")
 DOCUMENT_TOKENS = flags.DEFINE_integer(
     "document_tokens", None, "Tokens that are read of each document, from its beginning. Default: all.", lower_bound=2
 )
 MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens",
-    None,
-    "Read a random subset of the documents, of at most this size; the same each time.",
-    lower_bound=1,
+    "max_tokens", None, "Size of a random subset of the documents, the same each time. Default: all.", lower_bound=1
 )
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Sequences that the model reads at once.", lower_bound=1)
 SELECTION = flags.DEFINE_multi_enum(
@@ -50,19 +45,17 @@ NUM_TERMS = flags.DEFINE_integer("num_terms", 20, "For page: number of words wit
 HISTORY_LENGTHS = flags.DEFINE_list("history_lengths", ["128", "256", "512", "768"], "For search: history_length.")
 SPAN_LENGTHS = flags.DEFINE_list("span_lengths", ["8", "16", "32", "64", "128"], "For search: span_length.")
 
+SELECTING = ("evaluate", "select", "page")
+READING = ("score", "search", *SELECTING)
 USED_BY = {
-    "selection": ("evaluate", "select", "page"),
-    "selector": ("evaluate", "select", "page"),
     "scores": ("train_selector",),
     "num_terms": ("page",),
-    "split": ("score", "evaluate", "search", "select", "page"),
-    "document": ("score", "evaluate", "search", "select", "page"),
-    "document_tokens": ("score", "evaluate", "search", "select", "page"),
-    "max_tokens": ("score", "evaluate", "search", "select", "page"),
-    "batch_size": ("score", "evaluate", "search", "select", "page"),
     "history_lengths": ("search",),
     "span_lengths": ("search",),
+    **dict.fromkeys(("selection", "selector"), SELECTING),
+    **dict.fromkeys(("split", "document", "document_tokens", "max_tokens", "batch_size"), READING),
 }
+"""The commands that each flag is for; others are for all commands."""
 
 
 def main(command: str) -> int | None:
@@ -93,19 +86,16 @@ def main(command: str) -> int | None:
         batch_size=BATCH_SIZE.value,
     )
     folder = Path(OUTPUT.value).expanduser()
-    if command == "score":
-        commands.score(request, folder)
-    elif command == "evaluate":
-        commands.evaluate_selections(request, folder, SELECTION.value, SELECTOR.value)
-    elif command == "search":
-        search(request, folder, **lengths)
-    elif command == "select":
-        commands.select_spans(request, folder, SELECTION.value, SELECTOR.value)
-    elif command == "page":
-        commands.page(request, folder, SELECTION.value, SELECTOR.value, NUM_TERMS.value)
-    else:
-        return commands.train(request, folder, SCORES.value)
-    return None
+    chosen = (SELECTION.value, SELECTOR.value)
+    run = {
+        "score": lambda: commands.score(request, folder),
+        "evaluate": lambda: commands.evaluate_selections(request, folder, *chosen),
+        "search": lambda: search(request, folder, **lengths),
+        "select": lambda: commands.select_spans(request, folder, *chosen),
+        "page": lambda: commands.page(request, folder, *chosen, NUM_TERMS.value),
+        "train_selector": lambda: commands.train(request, folder, SCORES.value),
+    }
+    return run[command]()
 
 
 def _numbers(flag: str) -> list[int]:

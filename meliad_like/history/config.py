@@ -1,4 +1,4 @@
-"""What ancient history adds to a run's config, and the config of its own commands."""
+"""The reader kind of ancient history in a run's config, and the config of its own commands."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ from meliad_like.config import RunConfig
 from meliad_like.data.readers import READERS, Reader, ReaderConfig, ReaderInputs
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.config import SelectorConfig, SelectorTrainingConfig
-from meliad_like.history.spans import HistoryConfig
+from meliad_like.history.spans import HistoryConfig, separator_token
 from meliad_like.models.families import FAMILIES, family_name
 from meliad_like.registry import Registry, kind_field
 
@@ -35,10 +35,10 @@ class PrefixOverlapSelection:
 @SELECTIONS.register("file")
 @dataclasses.dataclass(frozen=True)
 class FileSelection:
-    """What `python -m meliad_like.history select` has written."""
+    """Spans that `python -m meliad_like.history select` has written."""
 
     folder: str = ""
-    """It has a sub-folder for each split."""
+    """Folder with a sub-folder for each split."""
 
     def __post_init__(self):
         if not self.folder:
@@ -53,46 +53,48 @@ class AncientHistoryReaderConfig(ReaderConfig):
     history: HistoryConfig = dataclasses.field(default_factory=HistoryConfig)
     """Which spans there are, and how they come into a window."""
     selection: Any = kind_field(SELECTIONS, RandomSelection)
-    """Which of them are chosen."""
+    """Which of them are selected."""
 
     used_by_evaluations = True
 
     def check_model(self, model: Any) -> None:
         """
         Raises:
-          UserError: lengths don't divide, or the model would not see a window of ancient history as one.
+          UserError: the lengths don't divide, or the model would not read a window of ancient history as one sequence.
         """
-        k, w, n = self.history.window_length, model.window_length, self.segment_length
-        if n % k or k % w:
+        window, block, segment = self.history.window_length, model.window_length, self.segment_length
+        if segment % window or window % block:
             raise UserError(
-                f"segment_length={n} must be a multiple of HistoryConfig.window_length={k}, and that of the model's "
-                f"window_length={w}"
+                f"segment_length={segment} must be a multiple of HistoryConfig.window_length={window}, and that of the "
+                f"model's window_length={block}"
             )
-        if FAMILIES[family_name(model)].reading_apart(model, k) != model:
+        if FAMILIES[family_name(model)].reading_apart(model, window) != model:
             raise UserError(
-                f"HistoryConfig.window_length={k} needs a model with window_length={k} and overlap=0, which here sees "
-                f"windows of window_length={w}"
+                f"HistoryConfig.window_length={window} needs a model with window_length={window} and overlap=0, and "
+                f"this one reads windows of window_length={block}"
             )
 
     def _make(self, inputs: ReaderInputs) -> Reader:
-        from meliad_like.history.reader import make_history_reader
+        from meliad_like.history.reader import HistoryReader, make_selection
 
-        return make_history_reader(self, inputs)
+        separator = separator_token(self.history, inputs.store.vocabulary)
+        selection = make_selection(self.selection, self.history, inputs.store, inputs.split)
+        return HistoryReader(inputs, self.segment_length, self.history, separator, selection)
 
 
 @dataclasses.dataclass(frozen=True)
 class HistorySettings:
-    """What the commands of ancient history need beside a checkpoint; it is no part of a run's config."""
+    """The settings of the commands of ancient history, which are not part of a run's config."""
 
     history: HistoryConfig = dataclasses.field(default_factory=HistoryConfig)
     """Which spans there are, and how they come into a window."""
     selector: SelectorConfig = dataclasses.field(default_factory=SelectorConfig)
-    """What learns which spans help."""
+    """The model that learns which spans help."""
     selector_training: SelectorTrainingConfig = dataclasses.field(default_factory=SelectorTrainingConfig)
-    """How it learns that."""
+    """How it is trained."""
 
     @classmethod
     def of(cls, run: RunConfig) -> "HistorySettings":
-        """The defaults for a checkpoint: the spans that it was trained with, if it was."""
+        """The defaults for a checkpoint: with the spans that it was trained with, if there were any."""
         reader: Any = run.data
         return cls(reader.history) if isinstance(reader, AncientHistoryReaderConfig) else cls()

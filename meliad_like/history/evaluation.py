@@ -29,8 +29,6 @@ VERSION = 3
 class StrideReading(NamedTuple):
     """The predictions for one stride."""
 
-    document: int
-    """Index among the documents that are read; `stride.document` is the index in the split."""
     stride: Stride
     nats: dict[str, Float[np.ndarray, " targets"]]
     """Losses of the targets by name of the selection, those of the plain window as BASELINE. A document's first token
@@ -59,18 +57,18 @@ def read_strides(
     selections: Sequence[SpanScorer],
     config: HistoryConfig,
     separator: int | None,
+    index: int,
     costs: dict[str, Cost] | None = None,
-    only: Sequence[int] | None = None,
 ) -> Iterator[StrideReading]:
-    """Predicts every token of every document once with the plain window and with each selection, stride by stride.
+    """Predicts every token of a document once with the plain window and with each selection, stride by stride.
 
     Args:
         windows: the model, for windows of `config.window_length` with `config.stride` targets.
         documents: a split, or a subset of it.
         selections: scorers with different names.
         config, separator: as for `assemble`.
+        index: index of the document that is read.
         costs: costs by name, to which this reading is added.
-        only: indices of the documents that are read; None: all.
 
     Raises:
         UserError: a score is not finite.
@@ -83,22 +81,21 @@ def read_strides(
     waiting: deque[StrideReading] = deque()
 
     def sequences() -> Iterator[losses.Sequence]:
-        for document in range(len(documents.lengths)) if only is None else only:
-            length = int(documents.lengths[document])
-            tokens = documents.tokens(document, 0, length)
-            for stride in strides(length, config, index_in_split(documents, document)):
-                reading = StrideReading(document, stride, {}, {}, {})
-                waiting.append(reading)
-                chosen = [np.zeros(0, np.int64)]
-                for selection in selections if stride.selects else ():
-                    cost = costs.setdefault(selection.name, Cost())
-                    ends, scores = _timed(selection, documents.names[document], tokens, stride, config, cost)
-                    chosen.append(select(scores, ends, config))
-                    reading.chosen[selection.name] = chosen[-1]
-                    reading.scores[selection.name] = scores[np.searchsorted(ends, chosen[-1])]
-                for spans in chosen:
-                    window = assemble(tokens, stride, spans, config, separator)
-                    yield losses.Sequence(window.ids, int(window.scored.sum()))
+        length = int(documents.lengths[index])
+        tokens = documents.tokens(index, 0, length)
+        for stride in strides(length, config, index_in_split(documents, index)):
+            reading = StrideReading(stride, {}, {}, {})
+            waiting.append(reading)
+            chosen = [np.zeros(0, np.int64)]
+            for selection in selections if stride.selects else ():
+                cost = costs.setdefault(selection.name, Cost())
+                ends, scores = _timed(selection, documents.names[index], tokens, stride, config, cost)
+                chosen.append(select(scores, ends, config))
+                reading.chosen[selection.name] = chosen[-1]
+                reading.scores[selection.name] = scores[np.searchsorted(ends, chosen[-1])]
+            for spans in chosen:
+                window = assemble(tokens, stride, spans, config, separator)
+                yield losses.Sequence(window.ids, int(window.scored.sum()))
 
     read = windows(sequences())
     for plain in read:
@@ -240,7 +237,7 @@ def evaluate(
         if row is None:
             row = DocumentSums()
             began, before = windows.seconds, windows.num_sequences
-            for reading in read_strides(windows, documents, selections, config, separator, row.costs, [index]):
+            for reading in read_strides(windows, documents, selections, config, separator, index, row.costs):
                 row.add(reading, config)
                 if on_progress is not None:
                     on_progress(num_read + reading.stride.end, total)

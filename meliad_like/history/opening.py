@@ -1,9 +1,8 @@
 """From a checkpoint and a token store to what the commands of ancient history read."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -27,7 +26,7 @@ class HistoryRequest(NamedTuple):
     checkpoint: str
     step: int | None = None
     changes: Callable[..., Any] = read_changes()
-    """Of the checkpoint's config and of `HistorySettings`."""
+    """Changes of the checkpoint's config and of `HistorySettings`."""
     store: str | None = None
     split: str = "test"
     documents: tuple[str, ...] = ()
@@ -38,7 +37,7 @@ class HistoryRequest(NamedTuple):
     """Sequences that are read at once."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Opened:
     """A frozen model and documents, and how the model reads them."""
 
@@ -50,45 +49,42 @@ class Opened:
     separator: int | None
     batch_size: int
 
-    @cached_property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the model with its parameters."""
         return fingerprint(self.checkpoint.model.reading_apart(1), self.checkpoint.params)
 
-    def windows(self) -> TargetLosses:
-        """The model, for predicting the targets of windows."""
-        return TargetLosses(
+    @property
+    def read(self) -> Callable[..., TargetLosses]:
+        """The model as a reader of sequences: (length, max_targets) -> `TargetLosses`."""
+        return functools.partial(
+            TargetLosses,
             self.checkpoint.model,
             self.checkpoint.params,
             self.mesh,
-            length=self.config.window_length,
-            max_targets=self.config.stride,
             batch_size=self.batch_size,
             loss_slice=self.checkpoint.run.training.loss_slice,
         )
 
+    def windows(self) -> TargetLosses:
+        """The model, for predicting the targets of windows."""
+        return self.read(length=self.config.window_length, max_targets=self.config.stride)
+
     def gains(self, config: HistoryConfig | None = None) -> SpanGains:
         """The model, for scoring spans; with another config, if one is given."""
-        return SpanGains(
-            self.checkpoint.model,
-            self.checkpoint.params,
-            self.mesh,
-            self.config if config is None else config,
-            self.separator,
-            batch_size=self.batch_size,
-            loss_slice=self.checkpoint.run.training.loss_slice,
-        )
+        return SpanGains(self.read, config or self.config, self.separator)
 
 
 def changed_config(request: HistoryRequest, history: HistoryConfig | None = None) -> tuple[RunConfig, HistorySettings]:
     """The config of the checkpoint and the settings of the command, with the changes of the request.
 
     Args:
-        history: what holds where nothing is changed; None: what the checkpoint was trained with.
+        request: the flags.
+        history: defaults of HistoryConfig; None: those that the checkpoint was trained with.
     """
     saved = saved_config(request.checkpoint, request.step)
     settings = HistorySettings.of(saved) if history is None else HistorySettings(history)
-    # Its reader is not used, and may have been of other windows.
+    # The checkpoint's reader is not used, and may have had other windows.
     common = {field.name: getattr(saved.data, field.name) for field in dataclasses.fields(ReaderConfig)}
     return request.changes(dataclasses.replace(saved, data=LanesReaderConfig(**common)), settings)
 

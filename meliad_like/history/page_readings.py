@@ -106,7 +106,7 @@ def read_histories(
     histories, num_read = [], 0
     for index, length in enumerate(documents.lengths):
         tokens, readings = documents.tokens(index, 0, int(length)), []
-        for reading in read_strides(windows, documents, [scorer], config, separator, only=[index]):
+        for reading in read_strides(windows, documents, [scorer], config, separator, index):
             readings.append(reading)
             on_progress(num_read + reading.stride.end, int(np.sum(documents.lengths)))
         num_read += int(length)

@@ -12,12 +12,12 @@ import numpy as np
 from jaxtyping import Int
 
 from meliad_like.data.batch import Batch, empty_batch
-from meliad_like.data.readers import ReaderInputs, Split, check_tokens
+from meliad_like.data.readers import ReaderInputs, check_tokens
 from meliad_like.data.schedule import Schedule
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.history.assembly import Window, assemble
-from meliad_like.history.config import SELECTIONS, AncientHistoryReaderConfig, FileSelection
+from meliad_like.history.config import SELECTIONS, FileSelection
 from meliad_like.history.documents import whole_documents
 from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import (
@@ -27,7 +27,6 @@ from meliad_like.history.spans import (
     num_strides,
     rank,
     select,
-    separator_token,
     stride_of,
 )
 from meliad_like.history.stride_store import INFO_NAME, StrideStore, info_of
@@ -43,53 +42,39 @@ class HistoryReader:
 
     def __init__(
         self,
-        split: Split,
-        num_lanes: int,
+        inputs: ReaderInputs,
         segment_length: int,
-        window_length: int,
-        seed: int = 0,
-        *,
         config: HistoryConfig,
         separator: int | None,
         selection: Selection,
-        vocabulary_size: int,
-        shuffle: bool = True,
-        epochs: int | None = None,
     ):
         """
         Args:
-            split: the documents.
-            num_lanes: number of lanes over all hosts.
-            segment_length: tokens that each lane reads in a step; a multiple of config.window_length.
-            window_length: tokens in a block of the model, which divides config.window_length.
-            seed: decides the order of the documents, with the epoch's number.
+            inputs: documents, lanes and order.
+            segment_length: tokens that each lane reads in a step; a multiple of config.window_length, which is a
+                multiple of the model's blocks.
             config, separator: as for `assemble`.
             selection: a pure function, called from several threads at once.
-            vocabulary_size: token ids must be below it.
-            shuffle, epochs: as for `Schedule`; for evaluation `shuffle=False, epochs=1`.
 
         Raises:
             UserError: no document has a target.
         """
-        self.num_lanes = num_lanes
-        self.segment_length = segment_length
-        self.window_length = window_length
-        self._split = split
-        self._config = config
-        self._separator = separator
-        self._selection = selection
+        self.num_lanes, self.segment_length, self._block = inputs.num_lanes, segment_length, inputs.window_length
+        self._split, self._vocabulary_size = inputs.documents, inputs.store.vocabulary.size
+        self._config, self._separator, self._selection = config, separator, selection
         self.leaks_the_future: bool = getattr(selection, "leaks_the_future", False)
         """Whether spans are selected by reading the targets."""
-        self._vocabulary_size = vocabulary_size
         self._first_strides = config.window_length // config.stride
         """Strides whose targets are all in a document's first window."""
-        lengths = np.asarray(split.lengths, np.int64)
+        lengths = np.asarray(inputs.documents.lengths, np.int64)
         self._targets = np.maximum(lengths - 1, 0)
         later = num_strides(lengths, config) - self._first_strides
         self._windows = np.where(self._targets > 0, 1 + np.maximum(later, 0), 0)
-        self._schedule = Schedule(self._windows, num_lanes, seed, shuffle=shuffle, epochs=epochs)
+        self._schedule = Schedule(
+            self._windows, inputs.num_lanes, inputs.seed, shuffle=inputs.shuffle, epochs=inputs.epochs
+        )
         # Batches that are prepared ahead may already be in a lane's next document.
-        self._document = whole_documents(split, most=2 * num_lanes)
+        self._document = whole_documents(inputs.documents, most=2 * inputs.num_lanes)
 
     @property
     def _windows_in_segment(self) -> int:
@@ -111,7 +96,7 @@ class HistoryReader:
         Raises:
             UserError: a token id is not below vocabulary_size.
         """
-        length, block, count = self._config.window_length, self.window_length, self._windows_in_segment
+        length, block, count = self._config.window_length, self._block, self._windows_in_segment
         batch = empty_batch(len(lanes), self.segment_length, block)
         for row, lane in enumerate(lanes):
             for run in self._schedule.runs(lane, step * count, count):
@@ -180,24 +165,3 @@ class _FromFile:
         first = np.searchsorted(self._selections.document, stride.document)
         ends = self._selections[first + stride.number - int(self._selections.number[first])]
         return ends[ends > 0].astype(np.int64)
-
-
-def make_history_reader(config: AncientHistoryReaderConfig, inputs: ReaderInputs) -> HistoryReader:
-    """The reader of a config.
-
-    Raises:
-        UserError: as `HistoryReader`, `make_selection` and `separator_token`.
-    """
-    return HistoryReader(
-        inputs.documents,
-        inputs.num_lanes,
-        config.segment_length,
-        inputs.window_length,
-        inputs.seed,
-        config=config.history,
-        separator=separator_token(config.history, inputs.store.vocabulary),
-        selection=make_selection(config.selection, config.history, inputs.store, inputs.split),
-        vocabulary_size=inputs.store.vocabulary.size,
-        shuffle=inputs.shuffle,
-        epochs=inputs.epochs,
-    )

@@ -1,16 +1,14 @@
 """What spans are worth: equation 2 of Ancient History Language Models, for many spans at once."""
 
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from meliad_like.history.losses import Sequence, TargetLosses
 from meliad_like.history.spans import HistoryConfig, Stride, span_tokens
-from meliad_like.models.model import Model
 
 
 class Candidates(NamedTuple):
@@ -30,34 +28,15 @@ class SpanGains:
     recent text is all targets, the first one has nothing before it in the bare baseline, and counts in neither sum.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        params: Any,
-        mesh: Mesh,
-        config: HistoryConfig,
-        separator: int | None,
-        *,
-        batch_size: int,
-        loss_slice: int = 1024,
-    ):
+    def __init__(self, read: Callable[..., TargetLosses], config: HistoryConfig, separator: int | None):
         """
         Args:
-            model, params, mesh, batch_size, loss_slice: as for `TargetLosses`.
+            read: the model: (length, max_targets) -> `TargetLosses`.
             config: which spans there are, and what is read with them.
             separator: the token that ends each span; None: the span's own.
         """
-        self._config = config
-        self._separator = separator
-        self.losses = TargetLosses(
-            model,
-            params,
-            mesh,
-            length=config.span_length + config.recent_length,
-            max_targets=config.stride,
-            batch_size=batch_size,
-            loss_slice=loss_slice,
-        )
+        self._config, self._separator = config, separator
+        self.losses = read(length=config.span_length + config.recent_length, max_targets=config.stride)
         """The model's readings so far, with their costs."""
 
     def __call__(self, requests: Iterable[Candidates]) -> Iterator[Float[np.ndarray, " m"]]:

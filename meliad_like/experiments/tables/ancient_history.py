@@ -1,13 +1,13 @@
-"""The rows of table 1 of Ancient History Language Models (Koncel-Kedziorski and Smith 2021), controls that it has not,
-the paper's own figures, and how much less is read at smaller scales.
+"""The rows of table 1 of Ancient History Language Models (Koncel-Kedziorski and Smith 2021), further controls, the
+paper's figures, and smaller scales.
 
-| scale | window, for spans, span, stride | candidates | scored | evaluated | selectors |
+| scale | window, history, span, stride | candidates | scored | evaluated | selectors |
 |---|---|---|---|---|---|
-| tiny | 256, 128, 32, 64 | 16 by chance | 10 beginnings of 2,048 tokens | beginnings of 1,536 | heads alone |
-| small | 1024, 512, 64, 256 | 64 by chance | 1,000,000 tokens | all documents | all parameters |
+| tiny | 256, 128, 32, 64 | 16 random ones | 10 beginnings of 2,048 tokens | beginnings of 1,536 | heads only |
+| small | 1024, 512, 64, 256 | 64 random ones | 1,000,000 tokens | all documents | all parameters |
 | paper | 1024, 512, 64, 256 | all | all documents | all documents | all parameters |
 
-Candidates are those of the score oracle and of selectors: other rankings run no model, and choose among all.
+The candidates are those of the score oracle and of selectors: other rankings choose among all.
 """
 
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ PAPER = ("WikiText-2, GPT2 large", "WikiText-2, GPT2 small", "S2ORC, GPT2 large"
 
 @dataclass(frozen=True)
 class HistoryRow:
-    """One way to choose spans."""
+    """One way to select spans."""
 
     name: str
-    """As `--row` takes it, and as the evaluation calls it."""
+    """Value of `--row`, and name in the evaluation."""
     label: str
     paper: Mapping[str, float] = field(default_factory=dict)
-    """By the names of PAPER."""
+    """The paper's figures, by the names of PAPER."""
     selector: Mapping[str, Any] | None = None
-    """Of a row that is trained: what is bound for it."""
+    """Bindings of a row that trains a selector."""
     extra: bool = False
-    """Whether it is a row of the whole table alone: at tiny it is made when it is named."""
+    """Whether the scale tiny has this row only when it is named."""
 
 
 ROWS = (
@@ -63,13 +63,13 @@ class HistoryScale:
     """How much is read, and how."""
 
     bindings: Mapping[str, Any]
-    """Of HistoryConfig, SelectorConfig and SelectorTrainingConfig."""
+    """Bindings of HistoryConfig, SelectorConfig and SelectorTrainingConfig."""
     scored_tokens: int | None = None
-    """Training documents are drawn as long as they have so many tokens in all; None: all."""
+    """Largest number of tokens of training documents that are scored; None: all."""
     scored_document_tokens: int | None = None
-    """Of each so many tokens from its beginning; None: all."""
+    """Tokens that are read of each of them, from its beginning; None: all."""
     evaluated_document_tokens: int | None = None
-    """The same of documents that are evaluated."""
+    """The same for documents that are evaluated."""
     batch_size: int = 16
     """Sequences that the model reads at once."""
 
@@ -81,8 +81,7 @@ WINDOW = {
     "HistoryConfig.stride": 256,
 }
 SCALES = {
-    # For two cores and a model of 135M parameters: a decoder that isn't trained is read by its first layers alone, and
-    # a span once for all steps.
+    # For two cores and a model of 135M parameters: the decoder is not trained, and only its first layers are used.
     "tiny": HistoryScale(
         {
             "HistoryConfig.window_length": 256,
@@ -114,7 +113,7 @@ SCALES = {
 
 
 def rows_of(scale: str, chosen: tuple[str, ...]) -> list[HistoryRow]:
-    """Those to be made: the chosen ones and those that are always there, or all of the scale.
+    """The chosen rows and those that every evaluation has, or all rows of the scale.
 
     Raises:
       UserError: there is no row of a name.

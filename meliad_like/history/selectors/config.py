@@ -5,6 +5,7 @@ from typing import Literal
 
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import ActivationDtype
+from meliad_like.registry import resumable
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seed, check_shares
 
 Kind = Literal["joint", "light"]
@@ -42,7 +43,7 @@ class SelectorConfig:
 class SelectorTrainingConfig:
     """How a selector is trained, by default as in the authors' code. Each `..._every` counts steps; 0: at the end."""
 
-    num_steps: int = 45_541
+    num_steps: int = resumable(45_541)
     """By default one epoch of the authors' 728,654 pairs; their number of epochs is not known."""
     batch_size: int = 16
     learning_rate: float = 1e-5
@@ -58,12 +59,12 @@ class SelectorTrainingConfig:
     """Documents whose index is a multiple of this are held out."""
     validation_pairs: int | None = None
     """About the number of pairs of an evaluation, which are those of evenly spaced strides; None: all held out."""
-    encode_batch: int = 64
+    encode_batch: int = resumable(64)
     """Number of texts that are encoded at once where nothing is trained."""
-    log_every: int = 10
-    evaluate_every: int = 1000
-    checkpoint_every: int = 1000
-    checkpoints_kept: int = 2
+    log_every: int = resumable(10)
+    evaluate_every: int = resumable(1000)
+    checkpoint_every: int = resumable(1000)
+    checkpoints_kept: int = resumable(2)
 
     def __post_init__(self):
         positive = ("num_steps", "batch_size", "encode_batch", "log_every", "checkpoints_kept")

@@ -47,10 +47,7 @@ from meliad_like.training.program import Program, lay_out
 from meliad_like.training.state import TrainState
 from meliad_like.training.step import Objective, StepMetrics, Sums, make_step
 
-MAY_CHANGE = tuple(
-    f"training.{name}"
-    for name in ("num_steps", "log_every", "evaluate_every", "checkpoint_every", "checkpoints_kept", "encode_batch")
-)
+MAY_CHANGE = [f"training.{field.name}" for field in dataclasses.fields(SelectorTrainingConfig) if field.metadata]
 """Settings that may change when a training is resumed."""
 Feed = Callable[[np.ndarray], Inputs]
 """From rows of some pairs to what the selector reads."""
@@ -165,15 +162,20 @@ def train_selector(
                 f"{len(train_pairs):,} pairs to train on, {len(validation_pairs):,} held out, from step {start:,} to "
                 f"{config.num_steps:,}"
             )
-            evaluate = _Evaluation(selector, inputs, config, validation_pairs, feeds[1], mesh, writer)
-            hooks, save = _hooks(workdir, config, metadata, checkpoints, evaluate)
+            between = _BetweenSteps(
+                selector, inputs, config, validation_pairs, feeds[1], mesh, workdir, metadata, checkpoints, writer
+            )
             loop = Loop(
                 num_steps=config.num_steps,
                 log_every=config.log_every,
-                report=_Report(writer, config, inputs.leaks_the_future),
-                hooks=hooks,
+                report=between.report,
+                # Both are called after the last step in any case.
+                hooks=[
+                    Hook(config.evaluate_every or config.num_steps, between.evaluate),
+                    Hook(config.checkpoint_every or config.num_steps, between.save),
+                ],
                 outside_of_training=nullcontext,
-                save=save,
+                save=between.save,
                 checkpoints=checkpoints,
                 writer=writer,
                 profiler=profiler,
@@ -181,28 +183,6 @@ def train_selector(
             )
             _, stopped = loop.run(program.compile_step(), state, batches, start, config.num_steps)
     return EXIT_STATUS if stopped else 0
-
-
-def _hooks(
-    workdir: Path,
-    config: SelectorTrainingConfig,
-    metadata: dict[str, Any],
-    checkpoints: Checkpoints,
-    evaluate: "_Evaluation",
-) -> tuple[list[Hook], Callable[[int, TrainState], None]]:
-    """The hooks of the loop, evaluation before checkpoint, and the function that saves a checkpoint."""
-
-    def save(step: int, state: TrainState) -> None:
-        if step not in checkpoints.steps():
-            checkpoints.save(step, state, metadata | {"step": step})
-
-    def keep(step: int, state: TrainState) -> None:
-        kept = {**metadata, "step": step, "validation": evaluate(step, state.params)}
-        keep_best(workdir / "best", step, state, kept, lambda best: best["validation"]["loss"])
-
-    # Both are called after the last step in any case.
-    periods = (config.evaluate_every or config.num_steps, config.checkpoint_every or config.num_steps)
-    return [Hook(every, call) for every, call in zip(periods, (keep, save))], save
 
 
 def _begin(workdir: Path, metadata: dict[str, Any], vocabulary: Vocabulary) -> None:
@@ -257,52 +237,32 @@ def _starting_state(program: Program, encoder: Params, standard: Params, checkpo
     return state._replace(params={**state.params, **placed})
 
 
-class _Evaluation:
-    """Predicts the scores of all pairs that are held out, and logs how well."""
+@dataclasses.dataclass
+class _BetweenSteps:
+    """What happens between the steps: logs, evaluations on the pairs that are held out, checkpoints."""
 
-    def __init__(
-        self,
-        selector: Selector,
-        inputs: SelectorInputs,
-        config: SelectorTrainingConfig,
-        pairs: Pairs,
-        feed: Feed,
-        mesh: Mesh,
-        writer: MetricsWriter,
-    ):
-        self._pairs, self._feed, self._mesh, self._writer = pairs, feed, mesh, writer
-        self._num_spans, self._leaks = inputs.history.num_spans, inputs.leaks_the_future
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self._batch = -(-min(config.encode_batch, len(pairs)) // shards) * shards
-        self._predict = jax.jit(lambda params, inputs: predict(selector, params, inputs))
+    selector: Selector
+    inputs: SelectorInputs
+    config: SelectorTrainingConfig
+    pairs: Pairs
+    feed: Feed
+    """What the selector reads of these pairs."""
+    mesh: Mesh
+    workdir: Path
+    metadata: dict[str, Any]
+    checkpoints: Checkpoints
+    writer: MetricsWriter
 
-    def __call__(self, step: int, params: Params) -> dict[str, float]:
-        predicted, lanes = [], lane_sharding(self._mesh, self._batch)
-        with jax.set_mesh(self._mesh):
-            for start in range(0, len(self._pairs), self._batch):
-                # The last batch is filled up with the first pairs, so that one program serves all batches.
-                rows = np.arange(start, start + self._batch) % len(self._pairs)
-                predicted.append(np.asarray(self._predict(params, jax.device_put(self._feed(rows), lanes))))
-        values = np.concatenate(predicted)[: len(self._pairs)].astype(np.float64)
-        figures = agreement(values, self._pairs, self._num_spans)
-        self._writer.write(step, figures, kind=label("validation", self._leaks))
-        self._writer.say(
-            f"step {step}: {label('validation', self._leaks)} loss {figures['loss']:.4f}, correlation "
-            f"{figures['correlation']:.3f}; a chosen span is worth {figures['chosen_gain']:+.3f} nats, a random one "
-            f"{figures['random_gain']:+.3f}, the best ones {figures['oracle_gain']:+.3f}"
-        )
-        return figures
-
-
-class _Report:
-    """Logs the averages of the steps between two logs."""
-
-    def __init__(self, writer: MetricsWriter, config: SelectorTrainingConfig, leaks: bool):
-        self._writer, self._config, self._leaks = writer, config, leaks
+    def __post_init__(self):
+        self._leaks = self.inputs.leaks_the_future
         self._gathered: list[StepMetrics] = []
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        self._batch = -(-min(self.config.encode_batch, len(self.pairs)) // shards) * shards
+        self._predict = jax.jit(functools.partial(predict, self.selector))
 
-    def __call__(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
-        """
+    def report(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
+        """Logs the averages of the steps since the last log.
+
         Raises:
           UserError: the loss or the update of the step is not finite.
         """
@@ -313,10 +273,34 @@ class _Report:
                 f"the loss or the update of step {step} is not finite; the checkpoints before are kept: try a smaller "
                 "SelectorTrainingConfig.learning_rate"
             )
-        if step % self._config.log_every == 0 or step == self._config.num_steps:
+        if step % self.config.log_every == 0 or step == self.config.num_steps:
             names = ("loss", "gradient_norm", "update_norm")
             figures = {name: float(np.mean([getattr(each, name) for each in self._gathered])) for name in names}
-            rate = {"learning_rate": self._config.learning_rate}
-            self._writer.write(step, figures | rate, kind=label("train", self._leaks))
-            self._writer.show(step, label(f"loss {figures['loss']:.4f}", self._leaks))
+            rate = {"learning_rate": self.config.learning_rate}
+            self.writer.write(step, figures | rate, kind=label("train", self._leaks))
+            self.writer.show(step, label(f"loss {figures['loss']:.4f}", self._leaks))
             self._gathered = []
+
+    def save(self, step: int, state: TrainState) -> None:
+        if step not in self.checkpoints.steps():
+            self.checkpoints.save(step, state, self.metadata | {"step": step})
+
+    def evaluate(self, step: int, state: TrainState) -> None:
+        """Logs how well the scores of the pairs are predicted, and keeps the best parameters."""
+        predicted, lanes = [], lane_sharding(self.mesh, self._batch)
+        with jax.set_mesh(self.mesh):
+            for start in range(0, len(self.pairs), self._batch):
+                # The last batch is filled up with the first pairs, so that one program serves all batches.
+                rows = np.arange(start, start + self._batch) % len(self.pairs)
+                predicted.append(np.asarray(self._predict(state.params, jax.device_put(self.feed(rows), lanes))))
+        values = np.concatenate(predicted)[: len(self.pairs)].astype(np.float64)
+        figures = agreement(values, self.pairs, self.inputs.history.num_spans)
+        kind = label("validation", self._leaks)
+        self.writer.write(step, figures, kind=kind)
+        self.writer.say(
+            f"step {step}: {kind} loss {figures['loss']:.4f}, correlation {figures['correlation']:.3f}; a chosen span "
+            f"is worth {figures['chosen_gain']:+.3f} nats, a random one {figures['random_gain']:+.3f}, the best ones "
+            f"{figures['oracle_gain']:+.3f}"
+        )
+        kept = self.metadata | {"step": step, "validation": figures}
+        keep_best(self.workdir / "best", step, state, kept, lambda best: best["validation"]["loss"])
