@@ -7,6 +7,7 @@ import pytest
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import embed
+from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.shortformer_config import ShortformerConfig
@@ -15,6 +16,7 @@ V, W = 64, 4
 SIZES = {"num_layers": 1, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 8, "window_length": W}
 RECURRENT = {"insertion_layers": (0,), "recurrence_width": 5, "recurrence_depth": 1}
 CONFIGS = {
+    "decoder": DecoderConfig(**SIZES),
     "shortformer": ShortformerConfig(**SIZES, cache_length=W, cutoffs=()),
     "shortformer in bands": ShortformerConfig(**SIZES, cache_length=W, cutoffs=(16, 32), band_factor=2),
     "pretrained": PretrainedConfig(**SIZES, num_key_value_heads=2, max_positions=W),

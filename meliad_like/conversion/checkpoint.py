@@ -66,9 +66,10 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{folder} is no orbax checkpoint (no _METADATA in it): give the folder of one step")
     checkpointer = ocp.PyTreeCheckpointer()
     place = epath.Path(candidates[0].resolve())
-    tree = checkpointer.metadata(place).item_metadata.tree
+    item = checkpointer.metadata(place).item_metadata
+    assert item is not None
     # As numpy arrays, for any devices that they were saved from.
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item.tree)
     restored = checkpointer.restore(place, restore_args=as_numpy)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)

@@ -47,6 +47,7 @@ class TimedStep:
     def memory_bytes(self) -> int:
         """The most that the step needs on a device, as the compiler plans it: state, batch and temporary arrays."""
         analysis = self.step.memory_analysis()
+        assert analysis is not None
         return analysis.temp_size_in_bytes + analysis.argument_size_in_bytes
 
 

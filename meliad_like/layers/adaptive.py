@@ -96,6 +96,7 @@ class AdaptiveVocabulary(nnx.Module):
         for band, first, last in zip(self.bands, self.edges, self.edges[1:]):
             index = jnp.clip(tokens - first, 0, last - first - 1)
             x = band.table(dtype)[index]
+            assert band.projection is not None
             x = product(rows(x), band.projection[...].astype(dtype)).reshape(*tokens.shape, -1)
             total = total + jnp.where(((tokens >= first) & (tokens < last))[..., None], x, 0)
         return total
@@ -168,6 +169,7 @@ class AdaptiveVocabulary(nnx.Module):
 
     def _band_logits(self, i: int, hidden: Float[Array, "*batch d"], key: PRNGKeyArray | None):
         band = self.bands[i]
+        assert band.projection is not None
         narrow = product(rows(hidden), band.projection[...].astype(hidden.dtype).T)
         narrow = dropout(narrow, self.dropout_rate, key).reshape(*hidden.shape[:-1], -1)
         return self._scores(narrow, band.table(hidden.dtype))

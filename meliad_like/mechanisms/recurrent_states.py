@@ -99,7 +99,7 @@ class StateRecurrence(StateReader):
     def begin_segment(self, carry):
         if not self.config.clear_states:
             return carry
-        return carry._replace(states=self.cell.initial_states(*carry.states.shape[:1], carry.states.dtype))
+        return carry._replace(states=self.cell.initial_states(carry.states.shape[0], carry.states.dtype))
 
     def _begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"], kernels: Float[Array, "d 4 i"]):
         """The states that come into a block, and their projections."""

@@ -134,6 +134,7 @@ class ShortformerLayer(nnx.Module):
         offset = position % w
         num_cached = jnp.minimum(m, position - offset)
         carry = self._begin_block(carry, offset, num_cached)
+        assert carry.decoding is not None
         inputs = self.attention_norm(x)
         place = (num_cached + offset)[:, None]
         key = self._key(inputs[:, None], place)[:, :, 0]

@@ -124,6 +124,7 @@ def _need(
         return Need(name, parts, activations, 0, 0, {}, flops, time.perf_counter() - began, gave_up=True)
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
+    assert memory is not None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     # The TPU compiler's `temp_size` counts gaps in its heap twice; its peak leaves some of them out, at most a tenth of
     # a GiB. On a CPU the former is right, and the peak is that of the arguments.

@@ -90,8 +90,9 @@ def tfds_source(folder: str, dataset: str, text_field: str, name_field: str, rul
         root = found[0]
     info = tfds.builder_from_directory(root).info
     if info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
+        written_as = "an unknown" if info.file_format is None else info.file_format.value
         raise UserError(
-            f"{root} is in {info.file_format.value} format, which needs TensorFlow to be read: write it again with "
+            f"{root} is in {written_as} format, which needs TensorFlow to be read: write it again with "
             f"tfds build {info.name} --file_format=array_record"
         )
     unknown = [split for split in info.splits if split not in SPLITS]

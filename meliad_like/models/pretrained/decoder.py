@@ -118,6 +118,7 @@ class PretrainedDecoder(nnx.Module):
         return outputs, None if caches is None else new_caches
 
     def _weigh(self, outputs: list[Float[Array, "b t d"]], hidden: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        assert self.recurrence is not None
         last = hidden if self.config.pooled_layers == "final_norm" else outputs[-1]
         return self.recurrence.weigh([*outputs[1:-1], last])
 
@@ -239,6 +240,7 @@ class PretrainedDecoder(nnx.Module):
         self, token: Int[Array, " b"], carry: PretrainedCarry
     ) -> tuple[Float[Array, "b d"], PretrainedCarry]:
         config, window, position = self.config, carry.window, carry.position
+        assert window is not None
         place = jnp.where(
             position < config.window_length, position, config.overlap + (position - config.overlap) % config.stride
         )
@@ -247,7 +249,7 @@ class PretrainedDecoder(nnx.Module):
         hidden = self.final_norm(outputs[-1])
         lanes = jnp.arange(len(token))
         weighed = window.weighed
-        if self.recurrence is not None:
+        if weighed is not None:
             weighed = weighed.at[lanes, place].set(self._weigh(outputs, hidden)[:, 0])
         window = WindowCarry(window.tokens.at[lanes, place].set(token), caches, weighed)
         carry = PretrainedCarry(position + 1, carry.inserted, window)
@@ -262,18 +264,19 @@ class PretrainedDecoder(nnx.Module):
 
     def _begin_window(self, carry: PretrainedCarry, full: Bool[Array, " b"]) -> PretrainedCarry:
         """Begins the next window of the lanes whose window is full."""
-        new = carry
+        new, window = carry, carry.window
+        assert window is not None
         if self.recurrence is not None:
-            new = new._replace(inserted=self.recurrence(carry.window.weighed))
+            new = new._replace(inserted=self.recurrence(window.weighed))
         if o := self.config.overlap:
-            tokens = carry.window.tokens[:, -o:]
+            tokens = window.tokens[:, -o:]
             outputs, caches = self.read_window(
-                tokens, jnp.zeros_like(carry.position), carry.window.caches, self._inserted(new)
+                tokens, jnp.zeros_like(carry.position), window.caches, self._inserted(new)
             )
-            weighed = carry.window.weighed
+            weighed = window.weighed
             if weighed is not None:
                 weighed = weighed.at[:, :o].set(self._weigh(outputs, self.final_norm(outputs[-1])))
-            new = new._replace(window=WindowCarry(carry.window.tokens.at[:, :o].set(tokens), caches, weighed))
+            new = new._replace(window=WindowCarry(window.tokens.at[:, :o].set(tokens), caches, weighed))
         return jax.tree.map(lambda x, y: jnp.where(full.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, carry)
 
     def _read_one_by_one(self, tokens, carry: PretrainedCarry, start):
