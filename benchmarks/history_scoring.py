@@ -15,7 +15,7 @@ import numpy as np
 
 from meliad_like.history.losses import TargetLosses
 from meliad_like.history.scoring import Candidates, SpanGains
-from meliad_like.history.spans import HistoryConfig, candidates, scored_strides
+from meliad_like.history.spans import HistoryConfig, candidates, is_scored, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -51,7 +51,7 @@ def main() -> None:
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
     document = np.random.default_rng(0).integers(0, VOCABULARY_SIZE, size=16 * k).astype(np.int32)
     requests, left = [], arguments.spans
-    for stride in reversed(list(scored_strides(len(document), config))):
+    for stride in reversed([stride for stride in strides(len(document), config) if is_scored(stride, config)]):
         ends = candidates(stride, config)[:left]
         requests.append(Candidates(document, stride, ends))
         left -= len(ends)

@@ -12,7 +12,7 @@ from meliad_like.history.selectors.inputs import Places, make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.pairs import Pairs
 from meliad_like.history.selectors.training import train_selector
-from meliad_like.history.spans import HistoryConfig, candidates, scored_strides, span_tokens
+from meliad_like.history.spans import HistoryConfig, candidates, is_scored, span_tokens, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -56,7 +56,9 @@ def pairs_of(history=HISTORY):
     rows, scores, documents = [], [], MadeUp()
     for document, length in enumerate(documents.lengths.tolist()):
         tokens = documents.tokens(document, 0, length)
-        for stride in scored_strides(length, history, document):
+        for stride in strides(length, history, document):
+            if not is_scored(stride, history):
+                continue
             ends = candidates(stride, history)
             rows += [(document, stride.number, end) for end in ends]
             scores += (span_tokens(tokens, ends, history, None) == 97).sum(axis=1).tolist()

@@ -217,6 +217,11 @@ def test_a_light_selector_learns_which_spans_fit(tmp_path):
     assert reached > 0.5
 
 
+def test_a_batch_that_devices_can_not_share_is_named(tmp_path):
+    with pytest.raises(UserError, match="batch_size=4 must be a multiple of the 3 devices that share a batch"):
+        train(tmp_path, "light", num_devices=3, train_encoder=False)
+
+
 def test_another_training_in_the_folder_is_refused(undisturbed):
     folder, kind, train_encoder = undisturbed
     with pytest.raises(UserError, match="training.learning_rate is 0.01 there, 0.02 here"):

@@ -8,10 +8,10 @@ from meliad_like.errors import UserError
 from meliad_like.history.spans import (
     HistoryConfig,
     candidates,
+    is_scored,
     necessary_prefix,
     num_candidates,
     rank,
-    scored_strides,
     select,
     separator_token,
     span_tokens,
@@ -60,7 +60,7 @@ def test_the_papers_numbers():
     # 52 targets are left: 512 tokens before 2100 begin at 1588.
     assert (every[8].begin, every[8].recent_start, every[8].candidates_end) == (1280, 1792, 1588)
     # The released scores: 6 candidates for the first window, which ends at 768, and whole windows alone.
-    scored = list(scored_strides(2100, config))
+    scored = [stride for stride in strides(2100, config) if is_scored(stride, config)]
     assert [(s.end, num_candidates(s, config)) for s in scored][:2] == [(768, 6), (1024, 14)]
     assert scored[-1].end == 2048
 

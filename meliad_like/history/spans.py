@@ -207,16 +207,11 @@ def strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[S
     return _rows(stride_table(length, config, document))
 
 
-def scored_strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[Stride]:
-    """The strides whose candidates are scored to train a selector; arguments as for `stride_table`.
-
-    These are all strides with a full number of targets and a candidate, which begin earlier than selection does.
-    """
-    return (stride for stride in strides(length, config, document) if is_scored(stride, config))
-
-
 def is_scored(stride: Stride, config: HistoryConfig) -> Any:
-    """Whether the candidates of a stride are scored to train a selector; an array for a table of strides."""
+    """Whether the candidates of a stride are scored to train a selector; an array for a table of strides.
+
+    These are the strides with a full number of targets and a candidate; they begin earlier than selection does.
+    """
     return (stride.num_targets == config.stride) & (num_candidates(stride, config) > 0)
 
 

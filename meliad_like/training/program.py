@@ -63,7 +63,8 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
     num_lanes = run.data.num_lanes
     check_sequence(run.model, run.data.segment_length, mesh.shape["sequence"])
     model = Model(run.model, vocabulary_size)
-    lane_sharding(mesh, num_lanes)  # for its message
+    # Raises an error with the way out, if the lanes don't divide among the devices.
+    lane_sharding(mesh, num_lanes)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if num_lanes % (run.training.gradient_accumulation * shards):
         raise UserError(
@@ -98,7 +99,7 @@ def lay_out(
     """Lays out any training on a mesh, without compiling.
 
     Args:
-      model: what is trained.
+      model: what is trained; its `carry_axes` gives the logical axes of the carry (`Model.carry_axes`).
       mesh: the devices.
       axes: tree like the parameters, with the logical axes of each.
       init: key -> the state before the first step.

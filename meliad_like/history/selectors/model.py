@@ -95,6 +95,10 @@ class Selector:
         """First names of the parameters that are not trained."""
         return frozenset({"standard"} if self.config.train_encoder else {"standard", "encoder"})
 
+    def carry_axes(self, carry: Any) -> Any:
+        """The logical axes of the carry, which is empty: nothing is remembered between batches."""
+        return carry
+
     def init(self, key: PRNGKeyArray) -> Params:
         """Fresh parameters without those of the encoder, float32; `standard` changes nothing yet."""
         width, hidden = self.vector_width, self.config.head_width

@@ -78,7 +78,17 @@ def squared_error(selector: Selector) -> Objective:
 
 
 def make_program(selector: Selector, config: SelectorTrainingConfig, batch: PairsBatch, mesh: Mesh) -> Program:
-    """The selector and its step on a mesh; the encoder's parameters are zeros at first, and only there if trained."""
+    """The selector and its step on a mesh; the encoder's parameters are zeros at first, and only there if trained.
+
+    Raises:
+      UserError: the devices can't share a batch evenly.
+    """
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.batch_size % shards:
+        raise UserError(
+            f"SelectorTrainingConfig.batch_size={config.batch_size} must be a multiple of the {shards} devices that "
+            "share a batch"
+        )
     adam = optax.adamw(
         config.learning_rate, config.first_decay, config.second_decay, config.epsilon, weight_decay=config.weight_decay
     )
