@@ -11,7 +11,7 @@ For the reference, google-research/meliad, gin files describe the model as it wa
 cache at a document's start: --gin_file=option/unmasked_empty_cache.gin. Pretrained models say themselves what they are;
 gin files may say how they read, such as PretrainedConfig.window_length, and which documents. Of fairseq's word models
 gin files say all: --gin_file=shortformer/shortformer.gin --gin_file=task/wikitext103.gin, and the dictionary as
-VocabularyConfig.model_file.
+FileVocabularyConfig.model_file.
 """
 
 from absl import flags

@@ -45,8 +45,8 @@ def make_place(folder: Path) -> list[str]:
             text = " ".join(chance.choice(["a", "rose", "is", "when"], size=length))[: length - 1]
             (folder / "documents" / split / f"{i}.txt").write_text(text)
     bindings = [
-        "SourceConfig.kind = 'text'",
-        f"SourceConfig.folder = '{folder / 'documents'}'",
+        "RunConfig.source = 'text'",
+        f"FolderSourceConfig.folder = '{folder / 'documents'}'",
         f"ReaderConfig.store = '{folder / 'store'}'",
         *MODEL,
         *HISTORY,

@@ -40,8 +40,8 @@ def make_place(folder, *, size_multiple=1):
         [
             "RunConfig.model = 'pretrained'",
             *(f"PretrainedConfig.{name} = {value}" for name, value in MODEL.items()),
-            "SourceConfig.kind = 'text'",
-            f"SourceConfig.folder = '{folder / 'documents'}'",
+            "RunConfig.source = 'text'",
+            f"FolderSourceConfig.folder = '{folder / 'documents'}'",
             f"ReaderConfig.store = '{folder / 'store'}'",
             "ReaderConfig.segment_length = 48",
             "ReaderConfig.tokens_per_step = 48",

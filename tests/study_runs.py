@@ -43,8 +43,8 @@ def runs(tmp_path_factory):
     def make(row):
         settings = {
             "ReaderConfig.store": root / "store",
-            "SourceConfig.kind": "text",
-            "SourceConfig.folder": root / "documents",
+            "RunConfig.source": "text",
+            "FolderSourceConfig.folder": root / "documents",
         }
         bindings = [f"{key} = '{value}'" for key, value in settings.items()]
         run = config.parse(["size/tiny.gin", f"block_recurrent/{row}.gin"], bindings)

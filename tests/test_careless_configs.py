@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 
 from meliad_like import config
 from meliad_like.config.fields import field_types
-from meliad_like.data.documents import open_source
+from meliad_like.data.documents import TextSource, open_source
+from meliad_like.data.vocabulary import SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.models.families import FAMILIES
 from meliad_like.run.setup import set_up
@@ -109,11 +110,11 @@ def test_settings_of_the_model(base, changes):
 
 
 @settings(FEW, max_examples=40)
-@given(bindings("SourceConfig", PARTS["source"], SMALL))
+@given(bindings("TextSource", TextSource, SMALL))
 def test_settings_of_the_documents(tmp_path, changes):
     (tmp_path / "a.txt").write_text("a")
     try:
-        run = config.parse([], [f"SourceConfig.folder = '{tmp_path}'", "SourceConfig.kind = 'text'", *changes])
+        run = config.parse([], [f"FolderSourceConfig.folder = '{tmp_path}'", "RunConfig.source = 'text'", *changes])
         for reference in itertools.islice(open_source(run.source).references(), 3):
             assert reference.read().text
     except UserError as error:
@@ -121,9 +122,9 @@ def test_settings_of_the_documents(tmp_path, changes):
 
 
 @settings(FEW, max_examples=40)
-@given(bindings("VocabularyConfig", PARTS["vocabulary"], SMALL))
+@given(bindings("SentencePieceVocabularyConfig", SentencePieceVocabularyConfig, SMALL))
 def test_settings_of_the_vocabulary(changes):
     try:
-        assert config.parse([], changes).vocabulary.settings_fingerprint
+        assert config.parse([], ["RunConfig.vocabulary = 'sentencepiece'", *changes]).vocabulary.settings_fingerprint
     except UserError as error:
         assert "\n" not in str(error), changes

@@ -47,7 +47,7 @@ def message(gin_files=(), gin_params=()):
         (["DecoderConfig.num_layers"], "bad gin syntax: "),
         (["DecoderConfig.num_layers = (3"], "bad gin syntax: "),
         (["DecoderConfig.num_layers = 3 4"], "bad gin syntax: "),
-        (["SourceConfig.folder = books"], "string on line 1; expected Class.parameter = value, with text in quotes"),
+        (["FolderSourceConfig.folder = books"], "expected Class.parameter = value, with text in quotes"),
         (["DecoderConfig.num_layers = " + 2000 * "("], "bad gin syntax: "),
         (["DecoderConfig.num_layers = {[]: 3}"], "unhashable type: 'list'"),
         (["RunConfig.model = ['decoder']"], "RunConfig.model = ['decoder'] is none of decoder, "),

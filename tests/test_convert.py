@@ -17,7 +17,7 @@ from meliad_like.config import RunConfig
 from meliad_like.conversion.checkpoint import convert_from_meliad, convert_to_meliad, read_meliad
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.readers import LanesReaderConfig
-from meliad_like.data.vocabulary import VocabularyConfig
+from meliad_like.data.vocabulary import BytesVocabularyConfig, SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder_config import DecoderConfig
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_named(tmp_path):
 def test_unused_ids_are_kept(tmp_path):
     theirs = reference_arrays(CONFIG) | {"embed/embedding": np.ones((260, 8), np.float32)}
     np.savez(tmp_path / "theirs.npz", **theirs)
-    run = dataclasses.replace(run_of(CONFIG), vocabulary=VocabularyConfig(size_multiple=260))
+    run = dataclasses.replace(run_of(CONFIG), vocabulary=BytesVocabularyConfig(size_multiple=260))
     convert_from_meliad(tmp_path / "theirs.npz", run, tmp_path / "ours")
     assert open_checkpoint(tmp_path / "ours").model.vocabulary_size == 260
     with pytest.raises(UserError, match=r"has checkpoints already \(step 0\)"):
@@ -185,7 +185,7 @@ def test_unusable_files(tmp_path):
         read_meliad(tmp_path / "half.npz")
     with pytest.raises(UserError, match="must end in .npz"):
         convert_to_meliad(tmp_path, tmp_path / "folder")
-    run = dataclasses.replace(run_of(CONFIG), vocabulary=VocabularyConfig(kind="sentencepiece"))
+    run = dataclasses.replace(run_of(CONFIG), vocabulary=SentencePieceVocabularyConfig())
     np.savez(tmp_path / "theirs.npz", **reference_arrays(CONFIG))
     with pytest.raises(UserError, match="would have to be trained"):
         convert_from_meliad(tmp_path / "theirs.npz", run, tmp_path / "ours")

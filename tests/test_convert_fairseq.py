@@ -13,7 +13,7 @@ from meliad_like import config
 from meliad_like.conversion import fairseq_checkpoint
 from meliad_like.conversion.checkpoint import convert_from_meliad
 from meliad_like.conversion.fairseq import from_fairseq
-from meliad_like.data.vocabulary import VocabularyConfig
+from meliad_like.data.vocabulary import DictionaryVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.run.opening import open_checkpoint
@@ -28,7 +28,7 @@ STATE = THEIRS | {f"decoder.{name}": np.ones(1, np.float32) for name in BUFFERS}
 def run(tmp_path):
     """Of the golden model, with a dictionary of its 60 words."""
     (tmp_path / "dict.txt").write_text("".join(f"word{i} {60 - i}\n" for i in range(56)))
-    vocabulary = VocabularyConfig(kind="dictionary", model_file=str(tmp_path / "dict.txt"))
+    vocabulary = DictionaryVocabularyConfig(model_file=str(tmp_path / "dict.txt"))
     run = config.parse(["shortformer/infused_cache.gin"], ["ReaderConfig.tokens_per_step = 4096"])
     return dataclasses.replace(run, model=CONFIG, vocabulary=vocabulary)
 
@@ -47,8 +47,8 @@ def test_a_checkpoint_becomes_a_folder_of_ours(run, tmp_path, monkeypatch):
 def test_what_does_not_fit_is_named(run, tmp_path):
     with pytest.raises(UserError, match="a checkpoint of fairseq is a Shortformer: add --gin_file=shortformer"):
         fairseq_checkpoint.convert_from_fairseq("theirs.pt", config.parse(), tmp_path)
-    counted = dataclasses.replace(run, vocabulary=VocabularyConfig(kind="dictionary"))
-    with pytest.raises(UserError, match="has the words of its own dict.txt: set VocabularyConfig.model_file"):
+    counted = dataclasses.replace(run, vocabulary=DictionaryVocabularyConfig())
+    with pytest.raises(UserError, match="has the words of its own dict.txt: set FileVocabularyConfig.model_file"):
         fairseq_checkpoint.convert_from_fairseq("theirs.pt", counted, tmp_path)
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary, count_words, read_dictionary
-from meliad_like.data.documents import SourceConfig
+from meliad_like.data.documents import TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import Concatenated
-from meliad_like.data.vocabulary import VocabularyConfig, load_vocabulary, make_vocabulary
+from meliad_like.data.vocabulary import DictionaryVocabularyConfig, load_vocabulary, make_vocabulary
 from meliad_like.errors import UserError
 
 DICTIONARY = "the 9\nrose 4\n, 4\n@-@ 1\n"
@@ -20,7 +20,7 @@ def file(tmp_path):
 
 
 def test_ids_are_fairseqs(file):
-    vocabulary = make_vocabulary(VocabularyConfig(kind="dictionary", model_file=str(file)))
+    vocabulary = make_vocabulary(DictionaryVocabularyConfig(model_file=str(file)))
     assert (vocabulary.size, vocabulary.end_of_document) == (8, 2)
     # Four specials, then the lines. Blank lines are ends of lines; the last line's end is that of the document.
     assert vocabulary.encode(" the rose , \n \n the thorn \n").tolist() == [4, 5, 6, 2, 2, 4, 3]
@@ -49,8 +49,8 @@ def test_documents_become_fairseqs_stream(tmp_path):
     (tmp_path / "documents" / "train").mkdir(parents=True)
     for name, text in (("1", "a b\na\n"), ("2", "a\n\nc\n")):
         (tmp_path / "documents" / "train" / f"{name}.txt").write_text(text)
-    source = SourceConfig(kind="text", folder=str(tmp_path / "documents"))
-    config = VocabularyConfig(kind="dictionary")
+    source = TextSource(folder=str(tmp_path / "documents"))
+    config = DictionaryVocabularyConfig()
     store = prepare(source, config, tmp_path / "store", num_workers=1)
     store.check_settings(source, config)
     stream = Concatenated(store.split("train"), store.vocabulary.size, store.vocabulary.end_of_document)

@@ -4,7 +4,7 @@ import json
 import pytest
 import zstandard
 
-from meliad_like.data.documents import SourceConfig, open_source, source_fingerprint
+from meliad_like.data.documents import SOURCES, RepositoriesSource, TextSource, open_source, source_fingerprint
 from meliad_like.errors import UserError
 
 
@@ -17,9 +17,13 @@ def write(folder, **texts):
     return str(folder)
 
 
+def make(kind="standard_library", **settings):
+    return SOURCES[kind](**settings)
+
+
 def documents(**settings):
     """(split, name) -> text of all documents."""
-    read = [reference.read() for reference in open_source(SourceConfig(**settings)).references()]
+    read = [reference.read() for reference in open_source(make(**settings)).references()]
     return {(document.split, document.name): document.text for document in read}
 
 
@@ -80,7 +84,7 @@ def test_repositories(tmp_path):
 
 def test_repository_leaves_out_only_the_file_that_is_not_utf8(tmp_path):
     folder = write(tmp_path, r__a="fine", r__b=b"\xff")
-    config = SourceConfig(kind="repositories", folder=folder, suffixes=(".txt",), undecodable="skip")
+    config = RepositoriesSource(folder=folder, suffixes=(".txt",), undecodable="skip")
     (document,) = (reference.read() for reference in open_source(config).references())
     assert "fine" in document.text
     assert "r/b.txt is not UTF-8" in document.skipped[0]
@@ -152,7 +156,7 @@ def test_bad_line(tmp_path, line, message):
 
 
 def test_fingerprint_follows_contents_not_place(tmp_path):
-    configs = [SourceConfig(kind="text", folder=write(tmp_path / place, a="one")) for place in ("here", "there")]
+    configs = [TextSource(folder=write(tmp_path / place, a="one")) for place in ("here", "there")]
     first, second = map(fingerprint, configs)
     assert first == second
     write(tmp_path / "there", a="two")
@@ -162,20 +166,20 @@ def test_fingerprint_follows_contents_not_place(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"kind": "books"}, "kind='books' is not one of text, jsonl, repositories, standard_library, tfds"),
+        ({"kind": "books"}, "source='books' is none of jsonl, repositories, standard_library, text, tfds"),
         ({"empty": "ignore"}, "empty='ignore' is not one of stop, skip"),
         ({"test_share": 0.6, "validation_share": 0.4}, "validation_share=0.4 and test_share=0.6 must"),
         ({"test_documents": ("a",), "validation_documents": ("a",)}, "a is both in validation_documents and in test"),
-        ({"kind": "text", "folder": "/nowhere"}, "no folder of documents at SourceConfig.folder = '/nowhere'"),
-        ({"kind": "jsonl"}, "no folder of documents at SourceConfig.folder = ''"),
+        ({"kind": "text", "folder": "/nowhere"}, "no folder of documents at FolderSourceConfig.folder = '/nowhere'"),
+        ({"kind": "jsonl"}, "no folder of documents at FolderSourceConfig.folder = ''"),
     ],
 )
 def test_bad_settings(settings, message):
     with pytest.raises(UserError, match=message):
-        open_source(SourceConfig(**settings))
+        open_source(make(**settings))
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "repositories"])
 def test_source_without_documents(tmp_path, kind):
     with pytest.raises(UserError, match=f"the {kind} source has no documents"):
-        open_source(SourceConfig(kind=kind, folder=str(tmp_path)))
+        open_source(make(kind, folder=str(tmp_path)))

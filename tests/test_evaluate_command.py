@@ -15,7 +15,7 @@ import pytest
 from meliad_like import config
 from meliad_like.config import read_changes
 from meliad_like.data.preparation import prepare
-from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig, make_vocabulary
+from meliad_like.data.vocabulary import ByteVocabulary, SentencePieceVocabularyConfig, make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation import report
 from meliad_like.evaluation.baselines import compressed_bits_per_byte
@@ -37,7 +37,7 @@ def workdir(tmp_path_factory):
         (documents / "test" / name).write_text(text)
     run = config.parse(
         ["size/tiny.gin"],
-        [f"ReaderConfig.store = '{store}'", "SourceConfig.kind = 'text'", f"SourceConfig.folder = '{documents}'"],
+        [f"ReaderConfig.store = '{store}'", "RunConfig.source = 'text'", f"FolderSourceConfig.folder = '{documents}'"],
     )
     vocabulary = ByteVocabulary()
     save_vocabulary(vocabulary, workdir / "checkpoints")
@@ -123,7 +123,7 @@ def test_a_store_of_another_vocabulary_is_refused(workdir, tmp_path):
 
 def test_the_store_is_made_with_the_vocabulary_of_the_checkpoint(workdir, tmp_path):
     opened, _ = open_with(workdir)
-    settings = VocabularyConfig(kind="sentencepiece", size=280)
+    settings = SentencePieceVocabularyConfig(size=280)
     vocabulary = make_vocabulary(settings, ["a vocabulary learned from documents that are gone"])
     save_vocabulary(vocabulary, tmp_path / "checkpoints")
     run = dataclasses.replace(opened.run, vocabulary=settings)

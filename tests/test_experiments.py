@@ -57,7 +57,11 @@ RUN = {
 def bindings(tmp_path_factory):
     """Of a run on documents that are made up."""
     made = tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
-    return [b for b in made if b.startswith(("SourceConfig", "ReaderConfig.store", "VocabularyConfig"))] + SMALL
+    return [
+        b
+        for b in made
+        if b.startswith(("RunConfig.source", "FolderSourceConfig", "ReaderConfig.store", "VocabularyConfig"))
+    ] + SMALL
 
 
 def experiment(folder, table="table1", **changes) -> Experiment:

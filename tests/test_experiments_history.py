@@ -64,8 +64,8 @@ def test_scales_are_configs(name):
 def experiment(place, **changes):
     scale = dataclasses.replace(SCALES["tiny"], bindings={}, scored_tokens=None, batch_size=4)
     params = [
-        f"SourceConfig.folder = '{place / 'documents'}'",
-        "SourceConfig.kind = 'text'",
+        f"FolderSourceConfig.folder = '{place / 'documents'}'",
+        "RunConfig.source = 'text'",
         f"ReaderConfig.store = '{place / 'store'}'",
     ]
     made = HistoryExperiment("tiny", (), (*params, *BINDINGS), place / "table", str(place / "model"), **changes)

@@ -121,13 +121,13 @@ def place(tmp_path_factory):
         (folder / "documents" / split).mkdir(parents=True)
         (folder / "documents" / split / "rose.txt").write_text("a rose is a rose is " * 20)
     task = [
-        "SourceConfig.kind = 'text'",
-        f"SourceConfig.folder = '{folder / 'documents'}'",
-        "VocabularyConfig.kind = 'bytes'",
+        "RunConfig.source = 'text'",
+        f"FolderSourceConfig.folder = '{folder / 'documents'}'",
+        "RunConfig.vocabulary = 'bytes'",
         f"ReaderConfig.store = '{folder / 'store'}'",
     ]
     (folder / "task.gin").write_text("\n".join(task))
-    vocabulary = [f"VocabularyConfig.model_file = '{folder / 'theirs'}'"]
+    vocabulary = [f"FileVocabularyConfig.model_file = '{folder / 'theirs'}'"]
     convert_from_pretrained("huggingface", folder / "theirs", [], vocabulary, folder / "gpt2" / "checkpoints")
     return folder
 

@@ -120,7 +120,9 @@ def trained(tmp_path_factory):
         scale_name="tiny",
         gin_files=(),
         gin_params=tuple(
-            b for b in bindings if b.startswith(("SourceConfig", "ReaderConfig.store", "VocabularyConfig"))
+            b
+            for b in bindings
+            if b.startswith(("RunConfig.source", "FolderSourceConfig", "ReaderConfig.store", "VocabularyConfig"))
         ),
         folder=folder,
         seeds=(0,),

@@ -13,10 +13,10 @@ import pytest
 
 from meliad_like.config import RunConfig
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
-from meliad_like.data.documents import SourceConfig
+from meliad_like.data.documents import TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReaderConfig
-from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig
+from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.saved_reading import load_reading, save_reading
@@ -275,7 +275,7 @@ def test_the_beginning_of_a_document_is_a_prompt(opened, tmp_path):
         (tmp_path / "texts" / split).mkdir(parents=True)
         (tmp_path / "texts" / split / "book.txt").write_text(text, encoding="utf-8")
     store = str(tmp_path / "store")
-    prepare(SourceConfig(kind="text", folder=str(tmp_path / "texts")), VocabularyConfig(), store, num_workers=1)
+    prepare(TextSource(folder=str(tmp_path / "texts")), BytesVocabularyConfig(), store, num_workers=1)
     # Held-out documents come first; neither the end of the document nor half a character is part of a prompt.
     assert read_document(opened, store, "book", 1000) == "5€, held out"
     assert read_document(opened, store, "book", 3) == "5"

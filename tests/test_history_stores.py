@@ -28,9 +28,9 @@ def store(tmp_path_factory):
     run = config.parse(
         [],
         [
-            "SourceConfig.kind = 'jsonl'",
-            "SourceConfig.name_field = 'title'",
-            f"SourceConfig.folder = '{folder}'",
+            "RunConfig.source = 'jsonl'",
+            "JsonLinesSource.name_field = 'title'",
+            f"FolderSourceConfig.folder = '{folder}'",
             f"ReaderConfig.store = '{folder / 'store'}'",
         ],
     )

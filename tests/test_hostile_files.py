@@ -19,10 +19,10 @@ from test_checkpoints import abstract, assert_same_bits, make_state, save_all
 
 from meliad_like.config import from_json, parse, to_json
 from meliad_like.conversion.checkpoint import read_meliad
-from meliad_like.data.documents import SourceConfig, open_source
+from meliad_like.data.documents import JsonLinesSource, TextSource, open_source
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import VocabularyConfig
+from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.generation.saved_reading import load_reading
 from meliad_like.training.checkpoints import Checkpoints
@@ -70,8 +70,8 @@ def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
     for name, text in {"a": "one two\n", "b": "three é", "c": "x" * 300, "held": "four"}.items():
         (folder / f"{name}.txt").write_text(text)
-    source = SourceConfig(kind="text", folder=str(folder), test_documents=("held",))
-    return prepare(source, VocabularyConfig(), folder / "store", num_workers=1)
+    source = TextSource(folder=str(folder), test_documents=("held",))
+    return prepare(source, BytesVocabularyConfig(), folder / "store", num_workers=1)
 
 
 def files_below(folder):
@@ -132,7 +132,7 @@ def test_json_lines(tmp_path_factory, lines, suffix, damage, name_field):
     path.write_bytes(compress(b"\n".join(lines)))
     if damage is not None:
         harm(path, *damage)
-    config = SourceConfig(kind="jsonl", folder=str(path), name_field=name_field)
+    config = JsonLinesSource(folder=str(path), name_field=name_field)
     try:
         for reference in open_source(config).references():
             document = reference.read()

@@ -149,7 +149,7 @@ def test_the_worse_status_counts_and_nobody_is_waited_for(tmp_path, first, secon
 def test_dry_run_prints_both_commands(tmp_path):
     arguments = [
         "--gin_file=size/tiny.gin",
-        "--gin_param=SourceConfig.folder = 'it''s \"here\"'",
+        "--gin_param=FolderSourceConfig.folder = 'it''s \"here\"'",
         f"--workdir={tmp_path}/x",
     ]
     command = ["bash", ROOT / SCRIPT, "--dry_run", *arguments]

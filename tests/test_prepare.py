@@ -5,15 +5,19 @@ import sys
 import pytest
 
 from meliad_like.data import preparation, token_store
-from meliad_like.data.documents import SourceConfig, open_source
+from meliad_like.data.documents import TextSource, open_source
 from meliad_like.data.encoding import encode_all
 from meliad_like.data.preparation import prepare
 from meliad_like.data.sources.files import FilesSource
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig
+from meliad_like.data.vocabulary import (
+    BytesVocabularyConfig,
+    ByteVocabulary,
+    SentencePieceVocabularyConfig,
+)
 from meliad_like.errors import UserError
 
-BYTES = VocabularyConfig()
+BYTES = BytesVocabularyConfig()
 
 
 @pytest.fixture
@@ -26,7 +30,7 @@ def texts(tmp_path):
 
 
 def config(folder, **settings):
-    return SourceConfig(kind="text", folder=str(folder), test_documents=("7",), **settings)
+    return TextSource(folder=str(folder), test_documents=("7",), **settings)
 
 
 def files(folder):
@@ -34,7 +38,7 @@ def files(folder):
 
 
 def test_processes_change_nothing(texts, tmp_path):
-    vocabulary = VocabularyConfig(kind="sentencepiece", size=290)
+    vocabulary = SentencePieceVocabularyConfig(size=290)
     for num_workers in (1, 2):
         prepare(config(texts), vocabulary, tmp_path / f"store{num_workers}", num_workers)
     assert files(tmp_path / "store1") == files(tmp_path / "store2")
@@ -42,7 +46,7 @@ def test_processes_change_nothing(texts, tmp_path):
 
 def test_trained_vocabulary_sees_training_documents_only(texts, tmp_path):
     (texts / "7.txt").write_text("\u6f22" * 5000)
-    prepare(config(texts), VocabularyConfig(kind="sentencepiece", size=290), tmp_path / "store", 1)
+    prepare(config(texts), SentencePieceVocabularyConfig(size=290), tmp_path / "store", 1)
     vocabulary = TokenStore(tmp_path / "store").vocabulary
     assert len(vocabulary.encode("\u6f22")) == 3
     assert len(vocabulary.encode("few")) < 4
@@ -68,7 +72,7 @@ def test_other_documents_in_the_same_folder(texts, tmp_path):
 def test_other_vocabulary_in_the_same_folder(texts, tmp_path):
     prepare(config(texts), BYTES, tmp_path / "store", 1)
     with pytest.raises(UserError, match="belongs to another config: vocabulary is '[0-9a-f]+' there"):
-        prepare(config(texts), VocabularyConfig(size_multiple=8), tmp_path / "store", 1)
+        prepare(config(texts), BytesVocabularyConfig(size_multiple=8), tmp_path / "store", 1)
 
 
 def test_folder_with_something_else(texts, tmp_path):
@@ -97,7 +101,7 @@ def test_bad_document_stops_or_is_skipped(texts, tmp_path, capsys, data, message
 def test_nothing_left(tmp_path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(UserError, match="no documents that can be used .1 were left out"):
-        prepare(SourceConfig(kind="text", folder=str(tmp_path), empty="skip"), BYTES, tmp_path / "store", 1)
+        prepare(TextSource(folder=str(tmp_path), empty="skip"), BYTES, tmp_path / "store", 1)
 
 
 def test_listed_document_that_is_missing(texts, tmp_path):
@@ -124,7 +128,9 @@ def test_full_disk(texts, tmp_path, monkeypatch):
 def test_killed_run_leaves_nothing_that_looks_complete(texts, tmp_path):
     script = (
         "import os\n"
+        "from meliad_like.data.documents import TextSource\n"
         "from meliad_like.data.preparation import *\n"
+        "from meliad_like.data.vocabulary import BytesVocabularyConfig\n"
         "SplitWriter.close = lambda self: os.kill(os.getpid(), 9)\n"
         f"prepare({config(texts)!r}, {BYTES!r}, {str(tmp_path / 'store')!r}, 1)"
     )
@@ -157,10 +163,10 @@ def test_command_line(tmp_path):
     command = [sys.executable, "-m", "meliad_like.prepare", f"--store={tmp_path / 'a store'}", "--workers=1"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [*command, "--gin_param=SourceConfig.kind='books'"], capture_output=True, text=True, env=environment
+        [*command, "--gin_param=RunConfig.source='books'"], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "must be 'text' or 'jsonl'" in done.stderr
+    assert done.stderr.count("\n") == 1 and "'books' is none of jsonl, " in done.stderr
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert TokenStore(tmp_path / "a store").split("test").names == ["logging", "urllib"]

@@ -90,11 +90,11 @@ def place(tmp_path_factory):
 
 def documents(folder):
     return [
-        "SourceConfig.kind = 'text'",
-        f"SourceConfig.folder = '{folder / 'documents'}'",
+        "RunConfig.source = 'text'",
+        f"FolderSourceConfig.folder = '{folder / 'documents'}'",
         f"ReaderConfig.store = '{folder / 'store'}'",
-        "VocabularyConfig.kind = 'tokenizers'",
-        f"VocabularyConfig.model_file = '{folder / 'theirs'}'",
+        "RunConfig.vocabulary = 'tokenizers'",
+        f"FileVocabularyConfig.model_file = '{folder / 'theirs'}'",
     ]
 
 
@@ -250,7 +250,7 @@ def test_what_ends_a_text_comes_back(place, tmp_path):
         shutil.copy(place / "theirs" / name, tmp_path / "theirs")
     tokenizer, _ = read_tokenizer(place / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text(tokenizer.replace("<|endoftext|>", "<end>"))
-    named = ["VocabularyConfig.end_token = '<end>'"]
+    named = ["TokenizersVocabularyConfig.end_token = '<end>'"]
     convert_from_pretrained("huggingface", tmp_path / "theirs", [], named, tmp_path / "ours")
     convert_to_huggingface(tmp_path / "ours", tmp_path / "back")
     convert_from_pretrained("huggingface", tmp_path / "back", [], [], tmp_path / "again")

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from meliad_like.data.documents import SourceConfig, open_source
+from meliad_like.data.documents import TfdsSource, open_source
 from meliad_like.errors import UserError
 
 tfds = pytest.importorskip("tensorflow_datasets")
@@ -39,7 +39,7 @@ def data_dir(tmp_path_factory):
 
 
 def config(folder, **settings):
-    return SourceConfig(kind="tfds", folder=str(folder), dataset="books", text_field="book_text", **settings)
+    return TfdsSource(folder=str(folder), dataset="books", text_field="book_text", **settings)
 
 
 @pytest.mark.parametrize("place", ["", "books/1.0.0"])
@@ -66,11 +66,11 @@ def test_needs_no_tensorflow(data_dir):
 
 def test_missing_dataset(data_dir):
     with pytest.raises(UserError, match="has no dataset 'pg19' .* tfds build pg19 --file_format=array_record"):
-        open_source(SourceConfig(kind="tfds", folder=str(data_dir)))
+        open_source(TfdsSource(folder=str(data_dir)))
 
 
 def test_missing_field(data_dir):
-    source = open_source(SourceConfig(kind="tfds", folder=str(data_dir), dataset="books"))
+    source = open_source(TfdsSource(folder=str(data_dir), dataset="books"))
     with pytest.raises(UserError, match="has no field 'text'; it has 'book_text', 'book_title'"):
         next(iter(source.references())).read()
 

@@ -4,10 +4,10 @@ import json
 import numpy as np
 import pytest
 
-from meliad_like.data.documents import SourceConfig
+from meliad_like.data.documents import StandardLibrarySource, TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import SplitWriter, TokenStore, count_words, token_dtype
-from meliad_like.data.vocabulary import ByteVocabulary, VocabularyConfig
+from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
 
 TEXTS = {"a": "one two\n", "b": "é three", "held": "four"}
@@ -18,12 +18,12 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     for name, text in TEXTS.items():
         (folder / f"{name}.txt").write_text(text)
-    return SourceConfig(kind="text", folder=str(folder), test_documents=("held",))
+    return TextSource(folder=str(folder), test_documents=("held",))
 
 
 @pytest.fixture
 def store(source, tmp_path):
-    return prepare(source, VocabularyConfig(), tmp_path / "store", num_workers=1)
+    return prepare(source, BytesVocabularyConfig(), tmp_path / "store", num_workers=1)
 
 
 def test_documents_of_a_split(store):
@@ -83,11 +83,11 @@ def test_vocabulary_of_another_store(store):
 
 @pytest.mark.parametrize("part", ["source", "vocabulary"])
 def test_settings_of_another_store(store, source, part):
-    settings = {"source": source, "vocabulary": VocabularyConfig()}
+    settings = {"source": source, "vocabulary": BytesVocabularyConfig()}
     store.check_settings(**settings)
     settings["source"] = dataclasses.replace(source, folder="/elsewhere")
     store.check_settings(**settings)
-    settings[part] = {"source": SourceConfig(), "vocabulary": VocabularyConfig(size_multiple=2)}[part]
+    settings[part] = {"source": StandardLibrarySource(), "vocabulary": BytesVocabularyConfig(size_multiple=2)}[part]
     with pytest.raises(UserError, match=f"made by other {part} settings"):
         store.check_settings(**settings)
 

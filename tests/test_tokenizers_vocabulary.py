@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, _byte_characters, read_tokenizer
-from meliad_like.data.vocabulary import VocabularyConfig, load_vocabulary, make_vocabulary
+from meliad_like.data.vocabulary import TokenizersVocabularyConfig, load_vocabulary, make_vocabulary
 from meliad_like.errors import UserError
 
 TEXTS = ["the other tether", "  a\n\n\tb \x00 漢\U0001f600\r\n", "", "year 1984", "say <|endoftext|> and go on"]
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 
 def config(path, **fields):
-    return VocabularyConfig(kind="tokenizers", model_file=str(path), **fields)
+    return TokenizersVocabularyConfig(model_file=str(path), **fields)
 
 
 def write_gguf(folder, path, **metadata):
@@ -122,7 +122,7 @@ def test_what_is_refused(folder, tmp_path):
             make_vocabulary(config(path, **fields))
 
     named = read_tokenizer(folder)[0].replace("<|endoftext|>", "<end>")
-    refused(folder, "no token 'stop': set VocabularyConfig.end_token", end_token="stop")
+    refused(folder, "no token 'stop': set TokenizersVocabularyConfig.end_token", end_token="stop")
     refused(tmp_path / "nowhere", "cannot read the tokenizer .*nowhere: No such file")
     refused(write_gguf(folder, tmp_path / "a.gguf", pre="qwen2"), "can't honour its tokenizer 'gpt2' .* 'qwen2'")
     refused(write_gguf(folder, tmp_path / "b.gguf", model="llama"), "can't honour its tokenizer 'llama'")
@@ -132,8 +132,11 @@ def test_what_is_refused(folder, tmp_path):
     (folder / "merges.txt").write_bytes(b"\xff\xfe")
     refused(folder, "merges.txt is no tokenizer: it is not UTF-8")
     (tmp_path / TOKENIZER_NAME).write_text(named)
-    refused(tmp_path / TOKENIZER_NAME, "the tokenizer doesn't say which token ends a text: set VocabularyConfig.end_")
+    refused(
+        tmp_path / TOKENIZER_NAME,
+        "the tokenizer doesn't say which token ends a text: set TokenizersVocabularyConfig.end_",
+    )
     (tmp_path / TOKENIZER_NAME).write_text("{}")
     refused(tmp_path / TOKENIZER_NAME, "tokenizer.json is no tokenizer.json")
-    with pytest.raises(UserError, match="needs a VocabularyConfig.model_file"):
+    with pytest.raises(UserError, match="needs a FileVocabularyConfig.model_file"):
         config("")

@@ -8,9 +8,10 @@ import pytest
 import sentencepiece
 
 from meliad_like.data.vocabulary import (
+    BytesVocabularyConfig,
     ByteVocabulary,
     SentencePieceVocabulary,
-    VocabularyConfig,
+    SentencePieceVocabularyConfig,
     load_vocabulary,
     make_vocabulary,
 )
@@ -29,7 +30,7 @@ HARD = [
 
 
 def trained(**settings):
-    return make_vocabulary(VocabularyConfig(kind="sentencepiece", size=500, **settings), TEXTS)
+    return make_vocabulary(SentencePieceVocabularyConfig(size=500, **settings), TEXTS)
 
 
 @pytest.fixture(scope="module", params=["bytes", "unigram", "bpe"])
@@ -97,7 +98,7 @@ def test_byte_ids():
 
 
 def test_size_multiple():
-    padded = make_vocabulary(VocabularyConfig(size_multiple=128))
+    padded = make_vocabulary(BytesVocabularyConfig(size_multiple=128))
     assert padded.size == 384
     assert padded.decode_bytes([65, 300, 66]) == b"AB"
     assert padded.fingerprint != ByteVocabulary().fingerprint
@@ -126,14 +127,14 @@ def test_training_without_whitespace():
 
 
 def test_too_large_for_the_texts():
-    with pytest.raises(UserError, match="VocabularyConfig.size = 30000: Vocabulary size too high"):
-        make_vocabulary(VocabularyConfig(kind="sentencepiece", size=30_000), TEXTS)
+    with pytest.raises(UserError, match="SentencePieceVocabularyConfig.size = 30000: Vocabulary size too high"):
+        make_vocabulary(SentencePieceVocabularyConfig(size=30_000), TEXTS)
 
 
 def test_loaded_model_gets_an_end_and_decodes_as_sentencepiece(foreign_model, tmp_path):
     path = tmp_path / "foreign.model"
     path.write_bytes(foreign_model)
-    vocabulary = make_vocabulary(VocabularyConfig(kind="sentencepiece", model_file=str(path)))
+    vocabulary = make_vocabulary(SentencePieceVocabularyConfig(model_file=str(path)))
     assert (vocabulary.size, vocabulary.end_of_document) == (201, 200)
     assert not vocabulary.lossless
     text = "The parser  \u6f22 list"
@@ -144,7 +145,7 @@ def test_loaded_model_gets_an_end_and_decodes_as_sentencepiece(foreign_model, tm
 
 def test_settings_fingerprint_follows_the_model_file(foreign_model, tmp_path):
     path = tmp_path / "a.model"
-    config = VocabularyConfig(kind="sentencepiece", model_file=str(path))
+    config = SentencePieceVocabularyConfig(model_file=str(path))
     path.write_bytes(foreign_model)
     before = config.settings_fingerprint
     trained().save(tmp_path)
@@ -159,19 +160,18 @@ def test_padding_follows_the_end(foreign_model):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"kind": "words"}, "kind='words' is not one of bytes, sentencepiece"),
         ({"model_type": "char"}, "model_type='char' is not one of unigram, bpe"),
         ({"size_multiple": 0}, "size_multiple=0 must be at least 1"),
         (
-            {"kind": "sentencepiece", "model_file": "/no.model"},
+            {"model_file": "/no.model"},
             "cannot read the SentencePiece model /no.model: No such",
         ),
-        ({"kind": "sentencepiece", "model_file": __file__}, "test_vocabulary.py is not a SentencePiece model"),
+        ({"model_file": __file__}, "test_vocabulary.py is not a SentencePiece model"),
     ],
 )
 def test_bad_settings(settings, message):
     with pytest.raises(UserError, match=message):
-        make_vocabulary(VocabularyConfig(**settings))
+        make_vocabulary(SentencePieceVocabularyConfig(**settings))
 
 
 def test_folder_without_vocabulary(tmp_path):

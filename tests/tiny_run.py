@@ -30,8 +30,8 @@ def make_bindings(folder: Path) -> list[str]:
             words = generator.choice(["a", "rose", "is", "when", "bees", "do", "not"], size=generator.integers(2, 300))
             (folder / "documents" / split / f"{i}.txt").write_text(" ".join(words))
     bindings = [
-        "SourceConfig.kind = 'text'",
-        f"SourceConfig.folder = '{folder / 'documents'}'",
+        "RunConfig.source = 'text'",
+        f"FolderSourceConfig.folder = '{folder / 'documents'}'",
         f"ReaderConfig.store = '{folder / 'store'}'",
         "DecoderConfig.num_layers = 2",
         # 264 tokens: divides by every mesh of the tests.

@@ -8,9 +8,9 @@ from meliad_like.config import construction
 from meliad_like.config.bindings import Bindings, collect
 from meliad_like.config.stages import StagesConfig, stages_of
 from meliad_like.config.training import TrainingConfig
-from meliad_like.data.documents import SourceConfig
+from meliad_like.data.documents import SOURCES, SourceConfig, StandardLibrarySource
 from meliad_like.data.readers import READERS, LanesReaderConfig, ReaderConfig
-from meliad_like.data.vocabulary import VocabularyConfig
+from meliad_like.data.vocabulary import VOCABULARIES, BytesVocabularyConfig, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
 from meliad_like.models.decoder_config import DecoderConfig
@@ -30,9 +30,9 @@ class RunConfig:
 
     model: ModelConfig = kind_field(MODELS, DecoderConfig)
     """The network: the config of one of the families in `models/families.py`, which `RunConfig.model` names in gin."""
-    source: SourceConfig = field(default_factory=SourceConfig)
+    source: SourceConfig = kind_field(SOURCES, StandardLibrarySource)
     """Where the documents come from."""
-    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
+    vocabulary: VocabularyConfig = kind_field(VOCABULARIES, BytesVocabularyConfig)
     """How text becomes tokens."""
     data: ReaderConfig = kind_field(READERS, LanesReaderConfig)
     """How documents become batches."""

@@ -129,7 +129,7 @@ def _vocabulary(run: RunConfig) -> Vocabulary:
         return make_vocabulary(run.vocabulary)
     if not run.data.store:
         raise UserError(
-            "the vocabulary of the config would have to be trained: set VocabularyConfig.model_file, or "
+            "the vocabulary of the config would have to be trained: set FileVocabularyConfig.model_file, or "
             "ReaderConfig.store to a token store that has it"
         )
     return TokenStore(run.data.store).vocabulary

@@ -47,7 +47,7 @@ def convert_from_fairseq(path: str | Path, run: RunConfig, folder: str | Path) -
     if not isinstance(run.model, ShortformerConfig):
         raise UserError("a checkpoint of fairseq is a Shortformer: add --gin_file=shortformer/shortformer.gin")
     if run.vocabulary.trained:
-        raise UserError("the checkpoint has the words of its own dict.txt: set VocabularyConfig.model_file to it")
+        raise UserError("the checkpoint has the words of its own dict.txt: set FileVocabularyConfig.model_file to it")
     vocabulary = make_vocabulary(run.vocabulary)
     params = from_fairseq(read_fairseq(path), Model(run.model, vocabulary.size).abstract_params)
     write_checkpoint(folder, params, run, vocabulary)

@@ -41,7 +41,7 @@ def convert_from_pretrained(
     if vocabulary.size != pretrained.vocabulary_size:
         raise UserError(
             f"{path} has {pretrained.vocabulary_size} tokens and its vocabulary {vocabulary.size}: set "
-            f"VocabularyConfig.model_file, or VocabularyConfig.size_multiple={pretrained.vocabulary_size} if only "
+            f"FileVocabularyConfig.model_file, or VocabularyConfig.size_multiple={pretrained.vocabulary_size} if only "
             "unused ids are missing"
         )
     write_checkpoint(folder, pretrained.params, run, vocabulary)
@@ -66,8 +66,8 @@ def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunC
     defaults = {
         "PretrainedConfig.window_length": pretrained.config.window_length,
         "PretrainedConfig.overlap": pretrained.config.overlap,
-        "VocabularyConfig.kind": "tokenizers",
-        "VocabularyConfig.model_file": str(path),
+        "RunConfig.vocabulary": "tokenizers",
+        "FileVocabularyConfig.model_file": str(path),
     }
     if pretrained.config.recurrent:
         defaults["RunConfig.data"] = "windows"

@@ -1,43 +1,24 @@
-"""Where documents come from: the config of a source, and the way from it to a source that can be read."""
+"""Where documents come from: the kinds of sources, and the way from a config to a source that can be read."""
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from meliad_like.data.sources.base import Document, Reference, Source
 from meliad_like.data.splits import SPLITS, SplitRule
 from meliad_like.errors import UserError
+from meliad_like.registry import Registry, fingerprint, to_plain
 from meliad_like.validation import check_choices
 
-__all__ = ["SPLITS", "Document", "Reference", "Source", "SourceConfig", "open_source"]
+__all__ = ["SOURCES", "SPLITS", "Document", "Reference", "Source", "SourceConfig", "open_source"]
 
-Kind = Literal["text", "jsonl", "repositories", "standard_library", "tfds"]
 Policy = Literal["stop", "skip"]
+SOURCES = Registry("source")
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Where the documents come from, and how they are split."""
+    """How documents are split: the fields that all sources have."""
 
-    kind: Kind = "standard_library"
-    """`text`: a folder of text files, one document per file. `jsonl`: files with one JSON object per line (`.jsonl`,
-    also `.gz` and `.zst`). `repositories`: source trees, one document per sub-folder, all its files concatenated, each
-    under a line `# file: path`. `standard_library`: Python's own source, one document per package or module. `tfds`: a
-    TensorFlow Datasets dataset that was prepared as array_record files."""
-    folder: str = ""
-    """The folder to read (`jsonl`: or one file); for `tfds`, the `data_dir` or a version's own folder. Not used by
-    `standard_library`."""
-    dataset: str = "pg19"
-    """`tfds`: name of the dataset, where `folder` holds several."""
-    text_field: str = "text"
-    """`jsonl` and `tfds`: the field that holds a document's text (`book_text` in PG-19)."""
-    name_field: str = ""
-    """`jsonl` and `tfds`: the field that holds a document's name; "": documents are numbered."""
-    suffixes: tuple[str, ...] = ()
-    """`text` and trees: endings of the files to read; (): `.txt`, or those of common programming languages."""
-    exclude: tuple[str, ...] = ()
-    """`text`, `jsonl` and trees: patterns (`*.min.js`, `vendor`) of names of files and folders to leave out."""
     validation_documents: tuple[str, ...] = ()
     """Names of the documents for validation. Where this list or the next has any, all others are for training."""
     test_documents: tuple[str, ...] = ()
@@ -49,9 +30,9 @@ class SourceConfig:
     """The same, for test."""
     empty: Policy = "stop"
     """A document without text: `stop` with an error that names it, or `skip` it with a warning."""
-    undecodable: Policy = "stop"
-    """A document that is not UTF-8: `stop` or `skip`. Of a repository only the file is left out; so it always is in
-    the standard library."""
+
+    folder: ClassVar[str] = ""
+    undecodable: ClassVar[str] = "stop"
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -75,9 +56,114 @@ class SourceConfig:
 
     @property
     def settings_fingerprint(self) -> str:
-        """SHA-256 of the settings, the folder excepted: the same documents may lie elsewhere on another machine."""
-        settings = {key: value for key, value in asdict(self).items() if key != "folder"}
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        """SHA-256 of the settings that are not defaults, the folder excepted, which may be another on each machine."""
+        settings = to_plain(self, SOURCES, changed_only=True)
+        return fingerprint({key: value for key, value in settings.items() if key != "folder"})
+
+    def open(self) -> Source:
+        """The source, which may have no documents.
+
+        Raises:
+          UserError: the folder is missing.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FolderSourceConfig(SourceConfig):
+    """The fields of sources that lie in a folder."""
+
+    folder: str = ""  # type: ignore[misc]  # the class variable is for sources without one
+    """The folder to read."""
+    undecodable: Policy = "stop"  # type: ignore[misc]
+    """A document that is not UTF-8: `stop` or `skip`. Of a repository only the file is left out."""
+
+
+@SOURCES.register("text")
+@dataclass(frozen=True)
+class TextSource(FolderSourceConfig):
+    """A folder of text files, one document per file."""
+
+    suffixes: tuple[str, ...] = ()
+    """Endings of the files to read; (): `.txt`."""
+    exclude: tuple[str, ...] = ()
+    """Patterns (`*.min.js`, `vendor`) of names of files and folders to leave out."""
+
+    def open(self) -> Source:
+        from meliad_like.data.sources import files
+
+        return files.text_source(self.folder, self.suffixes, self.exclude, self.split_rule)
+
+
+@SOURCES.register("jsonl")
+@dataclass(frozen=True)
+class JsonLinesSource(FolderSourceConfig):
+    """Files with one JSON object per line (`.jsonl`, also `.gz` and `.zst`); the folder may also be one such file."""
+
+    text_field: str = "text"
+    """The field that holds a document's text."""
+    name_field: str = ""
+    """The field that holds a document's name; "": documents are numbered."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of names of files and folders to leave out."""
+
+    def open(self) -> Source:
+        from meliad_like.data.sources.json_lines import json_lines_source
+
+        return json_lines_source(self.folder, self.text_field, self.name_field, self.exclude, self.split_rule)
+
+
+@SOURCES.register("repositories")
+@dataclass(frozen=True)
+class RepositoriesSource(FolderSourceConfig):
+    """Source trees, one document per sub-folder, all its files concatenated, each under a line `# file: path`."""
+
+    suffixes: tuple[str, ...] = ()
+    """Endings of the files to read; (): those of common programming languages."""
+    exclude: tuple[str, ...] = ()
+    """Patterns (`*.min.js`, `vendor`) of names of files and folders to leave out."""
+
+    def open(self) -> Source:
+        from meliad_like.data.sources import files
+
+        skip = self.undecodable == "skip"
+        return files.repository_source(self.folder, self.suffixes, self.exclude, self.split_rule, skip)
+
+
+@SOURCES.register("standard_library")
+@dataclass(frozen=True)
+class StandardLibrarySource(SourceConfig):
+    """Python's own source, one document per package or module; files that are not UTF-8 are left out."""
+
+    suffixes: tuple[str, ...] = ()
+    """Endings of the files to read; (): `.py`."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of names of files and folders to leave out."""
+
+    def open(self) -> Source:
+        from meliad_like.data.sources import files
+
+        return files.standard_library_source(self.suffixes, self.exclude, self.split_rule)
+
+
+@SOURCES.register("tfds")
+@dataclass(frozen=True)
+class TfdsSource(FolderSourceConfig):
+    """A TensorFlow Datasets dataset that was prepared as array_record files; the folder is the `data_dir`, or a
+    version's own folder."""
+
+    dataset: str = "pg19"
+    """Name of the dataset, where `folder` holds several."""
+    text_field: str = "text"
+    """The field that holds a document's text (`book_text` in PG-19)."""
+    name_field: str = ""
+    """The field that holds a document's name; "": documents are numbered."""
+
+    def open(self) -> Source:
+        # tensorflow_datasets takes a second to import, and worker processes import this module.
+        from meliad_like.data.sources.tfds import tfds_source
+
+        return tfds_source(self.folder, self.dataset, self.text_field, self.name_field, self.split_rule)
 
 
 def open_source(config: SourceConfig) -> Source:
@@ -86,37 +172,15 @@ def open_source(config: SourceConfig) -> Source:
     Raises:
       UserError: the folder is missing, or there is no document in it.
     """
-    rule = config.split_rule
-    # tensorflow_datasets takes a second to import, and worker processes import this module.
-    if config.kind == "tfds":
-        from meliad_like.data.sources.tfds import tfds_source
-
-        source = tfds_source(config.folder, config.dataset, config.text_field, config.name_field, rule)
-    elif config.kind == "jsonl":
-        from meliad_like.data.sources.json_lines import json_lines_source
-
-        source = json_lines_source(config.folder, config.text_field, config.name_field, config.exclude, rule)
-    else:
-        from meliad_like.data.sources import files
-
-        if config.kind == "text":
-            source = files.text_source(config.folder, config.suffixes, config.exclude, rule)
-        elif config.kind == "repositories":
-            skip = config.undecodable == "skip"
-            source = files.repository_source(config.folder, config.suffixes, config.exclude, rule, skip)
-        else:
-            source = files.standard_library_source(config.suffixes, config.exclude, rule)
+    source = config.open()
     if source.num_documents == 0:
-        raise UserError(
-            f"the {config.kind} source has no documents: {config.folder or 'no folder given'} is empty "
-            f"or nothing in it matches SourceConfig.suffixes = {config.suffixes}"
-        )
+        place = config.folder or "no folder given"
+        suffixes = getattr(config, "suffixes", None)
+        wanted = "" if suffixes is None else f" or nothing in it matches suffixes = {suffixes}"
+        raise UserError(f"the {SOURCES.name_of(config)} source has no documents: {place} is empty{wanted}")
     return source
 
 
 def source_fingerprint(config: SourceConfig, source: Source) -> str:
     """SHA-256 of the settings and of every document's name and contents: changes whenever a store would."""
-    digest = hashlib.sha256(config.settings_fingerprint.encode())
-    for name, contents in source.contents():
-        digest.update(json.dumps([name, contents]).encode())
-    return digest.hexdigest()
+    return fingerprint([config.settings_fingerprint, *source.contents()])

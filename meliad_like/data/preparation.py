@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meliad_like.data.documents import (
+    SOURCES,
     SPLITS,
     Source,
     SourceConfig,
@@ -125,7 +126,9 @@ def _write(
         )
     totals = {split: writer.close() for split, writer in writers.items()}
     if not any(total.documents for total in totals.values()):
-        raise UserError(f"the {config.kind} source has no documents that can be used ({len(skipped)} were left out)")
+        raise UserError(
+            f"the {SOURCES.name_of(config)} source has no documents that can be used ({len(skipped)} were left out)"
+        )
     write_info(folder, StoreInfo(**{**vars(info), "splits": totals, "skipped": tuple(skipped)}))
 
 
@@ -140,10 +143,7 @@ def _make_vocabulary(
 
     if not vocabulary.trained:
         return make_vocabulary(vocabulary)
-    what = "counting words"
-    if vocabulary.kind == "sentencepiece":
-        what = f"training a {vocabulary.model_type} vocabulary of {vocabulary.size}"
-    with console.status(what):
+    with console.status(vocabulary.progress):
         return make_vocabulary(vocabulary, texts())
 
 

@@ -13,7 +13,7 @@ from meliad_like.errors import UserError
 from meliad_like.remote import write_whole
 
 if TYPE_CHECKING:
-    from meliad_like.data.vocabulary import VocabularyConfig
+    from meliad_like.data.vocabulary import SentencePieceVocabularyConfig
 
 MODEL_NAME = "sentencepiece.model"
 # SentencePiece learns from "sentences". Ours are some lines of text with their line ends, so that newlines and
@@ -84,7 +84,7 @@ def read_model(path: str | Path) -> bytes:
     return model
 
 
-def train_sentencepiece(config: "VocabularyConfig", texts: Iterable[str]) -> bytes:
+def train_sentencepiece(config: "SentencePieceVocabularyConfig", texts: Iterable[str]) -> bytes:
     """The serialised model learned from a random sample (of fixed seed) of `texts`, which are read once, as a stream.
 
     With `keep_whitespace`, text is taken as it is: the identity as normalisation, no space put before the text, none
@@ -124,7 +124,9 @@ def train_sentencepiece(config: "VocabularyConfig", texts: Iterable[str]) -> byt
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].rpartition("] ")[2]  # after file, line and condition
-        raise UserError(f"cannot train a vocabulary of VocabularyConfig.size = {config.size}: {reason}") from None
+        raise UserError(
+            f"cannot train a vocabulary of SentencePieceVocabularyConfig.size = {config.size}: {reason}"
+        ) from None
     return model.getvalue()
 
 

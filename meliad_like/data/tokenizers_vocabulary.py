@@ -42,7 +42,7 @@ class TokenizersVocabulary(TableVocabulary):
         tokenizer.no_padding()
         if (end := tokenizer.token_to_id(end_token)) is None:
             what = f"has no token {end_token!r}" if end_token else "doesn't say which token ends a text"
-            raise UserError(f"the tokenizer {what}: set VocabularyConfig.end_token")
+            raise UserError(f"the tokenizer {what}: set TokenizersVocabularyConfig.end_token")
         added = tokenizer.get_added_tokens_decoder()
         to_byte = {character: byte for byte, character in _byte_characters().items()}
 
@@ -155,7 +155,7 @@ def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
     if kinds != ("BPE", "ByteLevel"):
         raise UserError(
             f"{owner} is {kinds[0]} with decoder {kinds[1]}, and no byte-level BPE; a SentencePiece model is read by "
-            "VocabularyConfig.kind = 'sentencepiece'"
+            "RunConfig.vocabulary = 'sentencepiece'"
         )
     return tokenizer
 

@@ -3,15 +3,15 @@
 The end of a document is a token of its own.
 """
 
-import hashlib
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from etils import epath
 
 from meliad_like.data.dictionary_vocabulary import (
+    DICTIONARY_NAME,
     DictionaryVocabulary,
     count_words,
     read_dictionary,
@@ -25,6 +25,7 @@ from meliad_like.data.sentencepiece_vocabulary import (
 from meliad_like.data.table_vocabulary import SETTINGS_NAME, ByteVocabulary, StreamingDecoder, Vocabulary
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabulary, read_tokenizer
 from meliad_like.errors import UserError
+from meliad_like.registry import Registry, fingerprint, to_plain
 from meliad_like.remote import local_files
 from meliad_like.saved_json import check_fields, read_json
 from meliad_like.validation import check_choices, check_positive
@@ -32,6 +33,7 @@ from meliad_like.validation import check_choices, check_positive
 __all__ = [
     "MODEL_NAME",
     "TOKENIZER_NAME",
+    "VOCABULARIES",
     "ByteVocabulary",
     "DictionaryVocabulary",
     "SentencePieceVocabulary",
@@ -43,64 +45,189 @@ __all__ = [
     "make_vocabulary",
 ]
 
-Kind = Literal["bytes", "sentencepiece", "tokenizers", "dictionary"]
 ModelType = Literal["unigram", "bpe"]
+VOCABULARIES = Registry("vocabulary")
 
 
 @dataclass(frozen=True)
 class VocabularyConfig:
-    """How text becomes tokens."""
+    """How text becomes tokens: what all kinds of vocabularies have in common."""
 
-    kind: Kind = "bytes"
-    """`bytes`: the 256 bytes of UTF-8 and the end of a document, 257 in all. `sentencepiece`: loaded or trained.
-    `tokenizers`: the byte-level BPE of a pretrained model. `dictionary`: whole words between spaces, by rank; loaded
-    from a dictionary of fairseq, or counted."""
-    model_file: str = ""
-    """`sentencepiece`: a `.model` file to load; "": train one on the source's training documents.
-    `tokenizers`: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with vocab.json and merges.txt.
-    `dictionary`: fairseq's dict.txt; "": count all words of the training documents."""
-    end_token: str = ""
-    """`tokenizers`: what ends a document; "": <|endoftext|> where there is one, else what ends a text by the file."""
-    model_type: ModelType = "unigram"
-    """Training: `unigram` or `bpe`."""
-    size: int = 32_000
-    """Training: number of tokens, with the end of a document, one unknown token and 256 bytes among them."""
-    keep_whitespace: bool = True
-    """Training: whether text comes back exactly as it was (no normalisation, spaces, tabs and newlines as they are,
-    rare characters as bytes). False: SentencePiece's own defaults, which lose newlines and repeated spaces."""
-    training_bytes: int = 100_000_000
-    """Training: size of the sample of text to learn from, in bytes (about)."""
     size_multiple: int = 1
     """Rounds the size up to a multiple that the hardware likes; the ids that this adds are never used."""
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if self.kind == "tokenizers" and not self.model_file:
-            raise UserError("VocabularyConfig.kind = 'tokenizers' needs a VocabularyConfig.model_file")
-        check_positive(self, ("size", "training_bytes", "size_multiple"))
+        check_positive(self, ("size_multiple",))
 
     @property
     def trained(self) -> bool:
         """Whether the vocabulary has to be learned from documents."""
-        return self.kind in ("sentencepiece", "dictionary") and not self.model_file
+        return False
+
+    @property
+    def progress(self) -> str:
+        """What is being done while it is learned, for the terminal."""
+        return ""
 
     @property
     def settings_fingerprint(self) -> str:
-        """SHA-256 of the settings that matter for this kind, and of the model file's contents.
+        """SHA-256 of the settings that are not defaults; instead of a model file, of the vocabulary in it.
 
         Raises:
           UserError: the model file cannot be read.
         """
-        settings = {"kind": self.kind, "size_multiple": self.size_multiple}
-        if self.kind == "dictionary":
-            settings["model"] = "" if self.trained else make_vocabulary(self).fingerprint
-        elif self.trained:
-            settings = {key: value for key, value in asdict(self).items() if key not in ("model_file", "end_token")}
-        elif self.kind == "sentencepiece":
-            settings["model"] = hashlib.sha256(read_model(self.model_file)).hexdigest()
-        elif self.kind == "tokenizers":
-            settings["model"] = make_vocabulary(self).fingerprint
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        settings = to_plain(self, VOCABULARIES, changed_only=True)
+        if "model_file" in settings:
+            settings = {"kind": settings["kind"], "model": self.make(()).fingerprint}
+        return fingerprint(settings)
+
+    def make(self, texts: Iterable[str]) -> Vocabulary:
+        """The vocabulary, if need be learned from `texts`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
+        """What `Vocabulary.save` wrote into a folder, with the contents of its SETTINGS_NAME."""
+        raise NotImplementedError
+
+    def of_folder(self, folder: str, vocabulary: Vocabulary) -> "VocabularyConfig":
+        """The config of a vocabulary that was saved into a folder: it is not learned again."""
+        return self
+
+    @property
+    def expected_size(self) -> int:
+        """Number of tokens, as far as it is known before the vocabulary is learned."""
+        return make_vocabulary(self).size
+
+
+@VOCABULARIES.register("bytes")
+@dataclass(frozen=True)
+class BytesVocabularyConfig(VocabularyConfig):
+    """The 256 bytes of UTF-8 and the end of a document, 257 tokens in all."""
+
+    def make(self, texts: Iterable[str]) -> Vocabulary:
+        return ByteVocabulary(self.size_multiple)
+
+    @staticmethod
+    def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
+        return ByteVocabulary(settings["size_multiple"])
+
+
+@dataclass(frozen=True)
+class FileVocabularyConfig(VocabularyConfig):
+    """The fields of vocabularies that may come from a file."""
+
+    model_file: str = ""
+    """The file to load; "": none."""
+
+    # Of a file that the vocabulary's `save` wrote.
+    saved_name: ClassVar[str] = ""
+
+    def of_folder(self, folder: str, vocabulary: Vocabulary) -> "VocabularyConfig":
+        return replace(self, model_file=f"{folder}/{self.saved_name}")
+
+
+@VOCABULARIES.register("sentencepiece")
+@dataclass(frozen=True)
+class SentencePieceVocabularyConfig(FileVocabularyConfig):
+    """A SentencePiece model: a `.model` file, or one that is trained on the source's training documents. What follows
+    is about the latter."""
+
+    model_type: ModelType = "unigram"
+    size: int = 32_000
+    """Number of tokens, with the end of a document, one unknown token and 256 bytes among them."""
+    keep_whitespace: bool = True
+    """Whether text comes back exactly as it was (no normalisation, spaces, tabs and newlines as they are, rare
+    characters as bytes). False: SentencePiece's own defaults, which lose newlines and repeated spaces."""
+    training_bytes: int = 100_000_000
+    """Size of the sample of text to learn from, in bytes (about)."""
+
+    saved_name = MODEL_NAME
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, ("size", "training_bytes"))
+
+    @property
+    def trained(self) -> bool:
+        return not self.model_file
+
+    @property
+    def progress(self) -> str:
+        return f"training a {self.model_type} vocabulary of {self.size}"
+
+    def make(self, texts: Iterable[str]) -> Vocabulary:
+        model = train_sentencepiece(self, texts) if self.trained else read_model(self.model_file)
+        return SentencePieceVocabulary(model, self.size_multiple)
+
+    @staticmethod
+    def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
+        return SentencePieceVocabulary(read_model(folder / MODEL_NAME), settings["size_multiple"])
+
+    @property
+    def expected_size(self) -> int:
+        return -(-self.size // self.size_multiple) * self.size_multiple if self.trained else super().expected_size
+
+
+@VOCABULARIES.register("tokenizers")
+@dataclass(frozen=True)
+class TokenizersVocabularyConfig(FileVocabularyConfig):
+    """The byte-level BPE of a pretrained model: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with
+    vocab.json and merges.txt."""
+
+    end_token: str = ""
+    """What ends a document; "": <|endoftext|> where there is one, else what ends a text by the file."""
+
+    saved_name = TOKENIZER_NAME
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model_file:
+            raise UserError("RunConfig.vocabulary = 'tokenizers' needs a TokenizersVocabularyConfig.model_file")
+
+    def make(self, texts: Iterable[str]) -> Vocabulary:
+        tokenizer, end = read_tokenizer(self.model_file)
+        return TokenizersVocabulary(tokenizer, self.end_token or end, self.size_multiple)
+
+    @staticmethod
+    def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
+        check_fields(settings, {"end_token": str}, f"{folder}/{SETTINGS_NAME}")
+        tokenizer, _ = read_tokenizer(folder / TOKENIZER_NAME)
+        return TokenizersVocabulary(tokenizer, settings["end_token"], settings["size_multiple"])
+
+    def of_folder(self, folder: str, vocabulary: Vocabulary) -> "VocabularyConfig":
+        assert isinstance(vocabulary, TokenizersVocabulary)
+        return replace(self, model_file=f"{folder}/{self.saved_name}", end_token=vocabulary.end_token)
+
+
+@VOCABULARIES.register("dictionary")
+@dataclass(frozen=True)
+class DictionaryVocabularyConfig(FileVocabularyConfig):
+    """Whole words between spaces, by rank: from fairseq's dict.txt, or counted in the training documents."""
+
+    saved_name = DICTIONARY_NAME
+
+    @property
+    def trained(self) -> bool:
+        return not self.model_file
+
+    @property
+    def progress(self) -> str:
+        return "counting words"
+
+    def make(self, texts: Iterable[str]) -> Vocabulary:
+        counts = count_words(texts) if self.trained else read_dictionary(self.model_file)
+        return DictionaryVocabulary(counts, self.size_multiple)
+
+    @staticmethod
+    def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
+        return DictionaryVocabulary(read_dictionary(folder), settings["size_multiple"])
+
+    @property
+    def expected_size(self) -> int:
+        # How many words the documents have is not known before they are read.
+        return -(-32_000 // self.size_multiple) * self.size_multiple if self.trained else super().expected_size
 
 
 def load_vocabulary(folder: epath.PathLike) -> Vocabulary:
@@ -119,17 +246,9 @@ def load_vocabulary(folder: epath.PathLike) -> Vocabulary:
             raise UserError(f"there is no vocabulary in {folder}: {SETTINGS_NAME} is missing") from None
         check_fields(settings, {"kind": str, "size_multiple": int}, f"{folder}/{SETTINGS_NAME}")
         kind, size_multiple = settings["kind"], settings["size_multiple"]
-        if kind not in get_args(Kind) or size_multiple < 1:
+        if kind not in VOCABULARIES or size_multiple < 1:
             raise UserError(f"{folder}/{SETTINGS_NAME} is damaged: kind is {kind!r}, size_multiple {size_multiple}")
-        if kind == "bytes":
-            return ByteVocabulary(size_multiple)
-        if kind == "tokenizers":
-            check_fields(settings, {"end_token": str}, f"{folder}/{SETTINGS_NAME}")
-            tokenizer, _ = read_tokenizer(path / TOKENIZER_NAME)
-            return TokenizersVocabulary(tokenizer, settings["end_token"], size_multiple)
-        if kind == "dictionary":
-            return DictionaryVocabulary(read_dictionary(path), size_multiple)
-        return SentencePieceVocabulary(read_model(path / MODEL_NAME), size_multiple)
+        return VOCABULARIES[kind].load(Path(path), settings)
 
 
 def make_vocabulary(config: VocabularyConfig, texts: Iterable[str] = ()) -> Vocabulary:
@@ -138,14 +257,4 @@ def make_vocabulary(config: VocabularyConfig, texts: Iterable[str] = ()) -> Voca
     Raises:
       UserError: the model file cannot be read, or the texts do not hold as many pieces as asked for.
     """
-    if config.kind == "bytes":
-        return ByteVocabulary(config.size_multiple)
-    if config.kind == "tokenizers":
-        tokenizer, end = read_tokenizer(config.model_file)
-        return TokenizersVocabulary(tokenizer, config.end_token or end, config.size_multiple)
-    if config.kind == "dictionary":
-        counts = count_words(texts) if config.trained else read_dictionary(config.model_file)
-        return DictionaryVocabulary(counts, config.size_multiple)
-    if config.trained:
-        return SentencePieceVocabulary(train_sentencepiece(config, texts), config.size_multiple)
-    return SentencePieceVocabulary(read_model(config.model_file), config.size_multiple)
+    return config.make(texts)

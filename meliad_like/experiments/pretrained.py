@@ -31,8 +31,8 @@ def fields_of(folder: Path) -> dict[str, Any]:
         held = f"{type(model).__name__} with a vocabulary of {vocabulary['kind']}"
         raise UserError(f"--load_dir={folder} holds {held}, not a pretrained model: {HOW_TO_GET_ONE}")
     return {f"PretrainedConfig.{name}": getattr(model, name) for name in DECODER_FIELDS} | {
-        "VocabularyConfig.kind": "tokenizers",
-        "VocabularyConfig.model_file": str((checkpoints / VOCABULARY_FOLDER / TOKENIZER_NAME).absolute()),
-        "VocabularyConfig.end_token": vocabulary["end_token"],
+        "RunConfig.vocabulary": "tokenizers",
+        "FileVocabularyConfig.model_file": str((checkpoints / VOCABULARY_FOLDER / TOKENIZER_NAME).absolute()),
+        "TokenizersVocabularyConfig.end_token": vocabulary["end_token"],
         "VocabularyConfig.size_multiple": vocabulary["size_multiple"],
     }

@@ -152,7 +152,7 @@ def configure(
     """
     # A vocabulary that belongs to the row wins over the task's.
     papers = collect(row.files, [])
-    own = {key: b.value for key, b in papers.items() if key.startswith("VocabularyConfig.")}
+    own = {key: b.value for key, b in papers.items() if "VocabularyConfig." in key or key == "RunConfig.vocabulary"}
     params = [*(f"{key} = {value!r}" for key, value in own.items()), *gin_params]
     family = FAMILIES[papers["RunConfig.model"].value].config
     bindings = collect([*row.files, *gin_files], params)

@@ -13,15 +13,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from meliad_like.config import RunConfig, differences, from_json
 from meliad_like.config.saved import to_dict
-from meliad_like.data.dictionary_vocabulary import DICTIONARY_NAME
+from meliad_like.data.documents import SOURCES
 from meliad_like.data.token_store import STORE_NAME, TokenStore
-from meliad_like.data.vocabulary import (
-    MODEL_NAME,
-    TOKENIZER_NAME,
-    TokenizersVocabulary,
-    Vocabulary,
-    load_vocabulary,
-)
+from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
@@ -183,8 +177,8 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
         if not prepare:
             raise UserError(
                 f"there is no token store at {place}: give --store=DIR, or add --prepare to make it from the "
-                f"{opened.run.source.kind} documents ({opened.run.source.folder or 'of this Python'}) that the "
-                "checkpoint's config names; --gin_param=SourceConfig.folder=... where they lie elsewhere"
+                f"{SOURCES.name_of(opened.run.source)} documents ({opened.run.source.folder or 'of this Python'}) that "
+                "the checkpoint's config names; --gin_param=FolderSourceConfig.folder=... where they lie elsewhere"
             )
         _prepare(opened, any_path(folder), place)
     found = TokenStore(place)
@@ -198,12 +192,5 @@ def _prepare(opened: OpenedCheckpoint, folder: epath.Path, place: epath.Path) ->
 
     vocabulary = opened.run.vocabulary
     saved = _checkpoints_folder(folder) / VOCABULARY_FOLDER
-    if vocabulary.kind == "sentencepiece":
-        # Training it again, on the documents that are here, could give another vocabulary.
-        vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / MODEL_NAME))
-    elif vocabulary.kind == "dictionary":
-        vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / DICTIONARY_NAME))
-    elif isinstance(opened.vocabulary, TokenizersVocabulary):
-        end_token = opened.vocabulary.end_token
-        vocabulary = dataclasses.replace(vocabulary, model_file=str(saved / TOKENIZER_NAME), end_token=end_token)
-    prepare(opened.run.source, vocabulary, place)
+    # Training it again, on the documents that are here, could give another vocabulary.
+    prepare(opened.run.source, vocabulary.of_folder(str(saved), opened.vocabulary), place)

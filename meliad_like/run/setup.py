@@ -10,7 +10,6 @@ from meliad_like.config import RunConfig
 from meliad_like.config.stages import Stage, stages_of
 from meliad_like.data.readers import Reader, ReaderInputs
 from meliad_like.data.token_store import STORE_NAME, TokenStore
-from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.mesh import (
     make_mesh,
@@ -83,10 +82,7 @@ def vocabulary_size(run: RunConfig) -> int:
     """Size of the vocabulary: that of the token store, or, where there is no store yet, that of the settings."""
     if (any_path(run.data.store) / STORE_NAME).exists():
         return TokenStore(run.data.store).vocabulary.size
-    settings = run.vocabulary
-    if settings.trained:
-        return -(-settings.size // settings.size_multiple) * settings.size_multiple
-    return make_vocabulary(settings).size
+    return run.vocabulary.expected_size
 
 
 def make_reader(stage: Stage, store: TokenStore) -> Reader:

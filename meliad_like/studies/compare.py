@@ -1,5 +1,6 @@
 """Two models on the same documents: section 4.6 and appendix G of Block-Recurrent Transformers."""
 
+from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.studies.comparison_page import Settings, compare_page
 from meliad_like.studies.readings import Reading, StudyRequest, choose, open_subject, read, with_distinct_labels
@@ -33,5 +34,5 @@ def settings(request: StudyRequest, first: Reading, window: int) -> Settings:
     """The settings of the comparison; `window` is the other model's."""
     unit = request.unit
     if unit == "auto":
-        unit = "word" if first.subject.run.vocabulary.kind == "bytes" else "token"
+        unit = "word" if isinstance(first.subject.run.vocabulary, BytesVocabularyConfig) else "token"
     return Settings(unit, request.top, window, first.subject.run.data.segment_length)

@@ -71,7 +71,7 @@ def decode(raw: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         raise NotUTF8Error(
             f"{name} is not UTF-8 (byte 0x{raw[error.start]:02x} at offset {error.start}): "
-            "convert it, or leave such files out with SourceConfig.undecodable = 'skip'"
+            "convert it, or leave such files out with FolderSourceConfig.undecodable = 'skip'"
         ) from None
 
 
@@ -87,6 +87,6 @@ def checked(document: Document) -> Document:
     except UnicodeEncodeError as error:
         raise NotUTF8Error(
             f"document {document.name} has an unpaired surrogate at character {error.start}, which UTF-8 cannot hold: "
-            "repair it, or leave such documents out with SourceConfig.undecodable = 'skip'"
+            "repair it, or leave such documents out with FolderSourceConfig.undecodable = 'skip'"
         ) from None
     return document

@@ -133,7 +133,7 @@ def existing_folder(folder: str) -> Path:
     """
     path = Path(folder).expanduser().absolute()
     if not folder or not path.is_dir():
-        raise UserError(f"there is no folder of documents at SourceConfig.folder = {folder!r}")
+        raise UserError(f"there is no folder of documents at FolderSourceConfig.folder = {folder!r}")
     return path
 
 
@@ -168,7 +168,7 @@ def split_folders(root: Path, files: Sequence[str], rule: SplitRule) -> list[tup
         if first not in found or not rest:
             raise UserError(
                 f"{root} has folders named after splits ({', '.join(SPLITS)}), but {file} is in none of them: move it, "
-                "leave it out with SourceConfig.exclude, or name documents in SourceConfig.test_documents instead"
+                "leave it out with TextSource.exclude, or name documents in SourceConfig.test_documents instead"
             )
         found[first].append(rest)
     return [(split, root / split, found[split]) for split in SPLITS]

@@ -96,7 +96,7 @@ def json_lines_source(
         # Their documents would be shared out among all splits.
         raise UserError(
             f"{root} has files or folders named after splits ({', '.join(SPLITS)}), but {others[0]} is not: rename it, "
-            "leave it out with SourceConfig.exclude, or name documents in SourceConfig.test_documents instead"
+            "leave it out with TextSource.exclude, or name documents in SourceConfig.test_documents instead"
         )
     return JsonLinesSource(root, tuple(files), text_field, name_field, rule)
 

@@ -86,7 +86,9 @@ def tfds_source(folder: str, dataset: str, text_field: str, name_field: str, rul
             )
         if len(found) > 1:
             names = ", ".join(path.relative_to(root).as_posix() for path in found)
-            raise UserError(f"{root} has several versions of {dataset!r} ({names}): set SourceConfig.folder to one")
+            raise UserError(
+                f"{root} has several versions of {dataset!r} ({names}): set FolderSourceConfig.folder to one"
+            )
         root = found[0]
     info = tfds.builder_from_directory(root).info
     if info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
