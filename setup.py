@@ -34,6 +34,7 @@ setup(
             "beartype>=0.20",
             "gcsfs>=2025.3",
             "hypothesis>=6.100",
+            "pandas-stubs>=3.0",
             "pre-commit>=4",
             "pyright[nodejs]>=1.1.400",
             "pytest>=8.3",

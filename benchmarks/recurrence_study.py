@@ -52,6 +52,7 @@ def one_run(task: str, row: str, seed: str) -> None:
     from meliad_like.data.token_store import TokenStore
     from meliad_like.evaluation.perplexity import Evaluator
     from meliad_like.mesh import make_mesh
+    from meliad_like.models.decoder_config import DecoderConfig
     from meliad_like.models.model import Model
     from meliad_like.run.opening import open_checkpoint
     from meliad_like.run.training import train
@@ -66,6 +67,7 @@ def one_run(task: str, row: str, seed: str) -> None:
     mesh = make_mesh(run.mesh)
     opened = open_checkpoint(workdir, mesh=mesh)
     variants = {"trained": (opened.model, run.data.segment_length)}
+    assert isinstance(run.model, DecoderConfig)
     if (cleared := run.model.cleared()) is not None:
         cleared = Model(cleared, opened.model.vocabulary_size)
         variants["states cleared each segment"] = (cleared, run.data.segment_length)

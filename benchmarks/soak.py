@@ -116,7 +116,7 @@ def kill_once(folder: Path, startup: float, chance: np.random.Generator) -> None
             time.sleep(0.01)
     else:
         # Together the tries get about two thirds of the way.
-        target = before + chance.integers(2 * NUM_STEPS.value / (1.5 * KILLS.value))
+        target = before + chance.integers(int(2 * NUM_STEPS.value / (1.5 * KILLS.value)))
         while steps_done(workdir) < target and processes[victim].poll() is None:
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.2))

@@ -1,7 +1,6 @@
 """By which rule each size in a model's config shrinks when a smaller model of the same kind is made."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 ScalesAs = Literal["length", "width", "heads", "layers", "layer_indices", "fixed"]
@@ -19,25 +18,14 @@ def sizes_of(config: Any, scales_as: ScalesAs) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(config) if field.metadata.get("scales_as") == scales_as]
 
 
-def scaled(config: Any, rules: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """The config with every size changed by the rule that its field names, in nested configs as well.
+def rule_of(config_class: type, field: dataclasses.Field) -> ScalesAs:
+    """The rule by which a field of a config shrinks; `fixed` for fields that don't hold a whole number.
 
-    Args:
-      config: a dataclass. Fields without a rule stay as they are.
-      rules: new values from old ones; a rule that is missing changes nothing.
+    Raises:
+      TypeError: the field holds a whole number and states no rule, so that a smaller model could be a wrong one.
     """
-
-    def change(value: Any, rule: Callable[[Any], Any] | None) -> Any:
-        if rule is not None and value is not None:
-            return rule(value)
-        if dataclasses.is_dataclass(value):
-            return scaled(value, rules)
-        if isinstance(value, tuple):
-            return tuple(change(item, None) for item in value)
-        return value
-
-    changes = {
-        field.name: change(getattr(config, field.name), rules.get(field.metadata.get("scales_as", "fixed")))
-        for field in dataclasses.fields(config)
-    }
-    return dataclasses.replace(config, **changes)
+    rule = field.metadata.get("scales_as")
+    if rule is None and isinstance(field.default, int) and not isinstance(field.default, bool):
+        name = f"{config_class.__name__}.{field.name}"
+        raise TypeError(f"{name} must state how it scales: {field.name}: int = size({field.default}, RULE)")
+    return rule or "fixed"

@@ -78,7 +78,7 @@ def test_the_text_of_a_page_is_the_document(compared):
 def test_cleared_and_kept_differ_from_the_second_segment_on(runs, tmp_path):
     clear_state.run(request(runs("fixed_skip"), tmp_path, clear_every=32))
     saved = json.loads((tmp_path / "summary.json").read_text())
-    assert saved["largest_difference_in_the_first_stretch_nats"] == 0
+    assert saved["largest_difference_in_the_first_segment_nats"] == 0
     assert saved["other"]["segment"] == 32 and saved["other"]["label"] == "states cleared every 32 tokens"
     numbers = np.load(tmp_path / "tokens.npz")
     starts = np.cumsum(numbers["lengths"]) - numbers["lengths"]
@@ -127,9 +127,11 @@ def test_missing_things_are_named(runs, tmp_path):
         clear_state.run(request(first, tmp_path, clear_every=40))
     with pytest.raises(UserError, match="--clear_every=1600: none of the documents is longer"):
         clear_state.run(request(first, tmp_path, clear_every=1600))
-    with pytest.raises(UserError, match="clear_state: the model of .*slide_12l.* has no recurrent layer"):
+    with pytest.raises(UserError, match="clear_state: the model of .*slide_12l.* has no states to clear"):
         clear_state.run(request(runs("slide_12l"), tmp_path))
-    with pytest.raises(UserError, match="gates: the model of .*slide_12l.* has no recurrent layer"):
+    with pytest.raises(
+        UserError, match="gates: the model of .*slide_12l.* has no states that pass from block to block"
+    ):
         gates.run(request(runs("slide_12l"), tmp_path))
     subject = open_subject(first)
     other = subject._replace(opened=subject.opened._replace(vocabulary=ByteVocabulary(64)))

@@ -1,5 +1,6 @@
 """The rows of tables 1, 3, 4 and 5: their gin files at the paper's size, and what a scale makes of them."""
 
+import dataclasses
 import math
 
 import jax
@@ -13,11 +14,15 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.scales import SCALES, Scale, configure
 from meliad_like.experiments.step_time import random_batch
 from meliad_like.experiments.tables import TABLES
+from meliad_like.mechanisms.base import MECHANISMS
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.families import FAMILIES
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule
+from meliad_like.sizes import rule_of
 from meliad_like.training.program import make_program
 
 
@@ -149,6 +154,20 @@ def test_tiny_is_every_row_made_smaller_by_one_factor():
     tall = configure(TABLES["table4"].row("recurrent_650m"), SCALES["tiny"]).model
     assert (tall.total_layers, states(tall).layers) == (12, (4, 9))
     assert len({configure(row, SCALES["tiny"]).data.tokens_per_step for row in ROWS.values()}) == 1
+
+
+def test_every_number_of_a_model_states_how_it_scales():
+    for config_class in (*(family.config for family in FAMILIES.values()), *MECHANISMS.values()):
+        for field in dataclasses.fields(config_class):
+            rule_of(config_class, field)
+
+    @dataclasses.dataclass(frozen=True)
+    class Forgetful(DecoderConfig):
+        key_width: int = 16
+
+    forgotten = next(field for field in dataclasses.fields(Forgetful) if field.name == "key_width")
+    with pytest.raises(TypeError, match=r"Forgetful.key_width must state how it scales: key_width: int = size\(16, "):
+        rule_of(Forgetful, forgotten)
 
 
 def test_what_the_user_binds_is_not_scaled():

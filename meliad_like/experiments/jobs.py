@@ -83,29 +83,26 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
     """Facts about a run that follow from its config."""
     model, num_steps, stages = Model(run.model, vocabulary_size), run.training.num_steps, stages_of(run)
     parameters = model.num_parameters
-    own = {name: getattr(run.model, name) for name in ("cache_length", "overlap") if hasattr(run.model, name)}
+    own = {"num_states": 0}
+    own |= {name: getattr(run.model, name) for name in ("cache_length", "overlap") if hasattr(run.model, name)}
     for mechanism in getattr(run.model, "mechanisms", ()):
         own |= {field.name: getattr(mechanism, field.name) for field in sizes_of(mechanism, "length")}
     embedding = model.abstract_params.get("embedding", model.abstract_params.get("vocabulary"))
     shares = [(stage.last_step - stage.first_step) / num_steps for stage in stages]
-    return (
-        {"num_states": 0}
-        | own
-        | {
-            "segment_length": run.data.segment_length,
-            "window_length": run.model.window_length,
-            "share_of_first_stage": shares[0] if len(stages) > 1 else 0.0,
-            "tokens_per_step": run.data.tokens_per_step,
-            "num_steps": num_steps,
-            "vocabulary_size": vocabulary_size,
-            "parameters": parameters,
-            "parameters_without_embedding": parameters - sum(leaf.size for leaf in jax.tree.leaves(embedding)),
-            "training_flops_per_token": sum(
-                share * Model(stage.run.model, vocabulary_size).training_flops_per_token
-                for share, stage in zip(shares, stages)
-            ),
-        }
-    )
+    return own | {
+        "segment_length": run.data.segment_length,
+        "window_length": run.model.window_length,
+        "share_of_first_stage": shares[0] if len(stages) > 1 else 0.0,
+        "tokens_per_step": run.data.tokens_per_step,
+        "num_steps": num_steps,
+        "vocabulary_size": vocabulary_size,
+        "parameters": parameters,
+        "parameters_without_embedding": parameters - sum(leaf.size for leaf in jax.tree.leaves(embedding)),
+        "training_flops_per_token": sum(
+            share * Model(stage.run.model, vocabulary_size).training_flops_per_token
+            for share, stage in zip(shares, stages)
+        ),
+    }
 
 
 def train_and_evaluate(job: Job, split: str) -> int:

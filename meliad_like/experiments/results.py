@@ -94,7 +94,7 @@ def _figures(folder: Path, row: Row, seed: int, split: str) -> dict[str, Any]:
     return facts | {"split": split, "max_tokens": None} | result["splits"][split]
 
 
-def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> dict[str, float]:
+def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> Mapping[str, float]:
     mine, baseline = row.run_name, table.row(row.baseline).run_name
     if mine not in timing:
         return {}

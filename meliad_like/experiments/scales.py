@@ -24,6 +24,7 @@ from meliad_like.config import RunConfig, with_changes
 from meliad_like.config.bindings import Binding, Bindings, collect
 from meliad_like.mechanisms.base import MECHANISMS
 from meliad_like.models.families import FAMILIES, family_name
+from meliad_like.sizes import rule_of
 
 if TYPE_CHECKING:
     from meliad_like.experiments.tables import Row
@@ -60,7 +61,9 @@ class Scale:
     """The number of tokens that are evaluated one by one, for the time alone."""
 
     def rules(self, classes: Sequence[type], total_layers: int) -> dict[str, Callable[[Any], Any]]:
-        """What becomes of the value of a field; each field of a model says which rule is its own (`sizes.size`).
+        """The new value of each field that shrinks, as a function of the old value; by `Class.field`.
+
+        Every field of a model's configs states its own rule (`sizes.size`).
 
         Args:
           classes: of the configs that the model consists of.
@@ -84,10 +87,10 @@ class Scale:
         rules: dict[str, Callable[[Any], Any]] = {"ReaderConfig.segment_length": shorter}
         rules |= {f"StagesConfig.{name}": shorter for name in ("segment_length", "window_length", "cache_length")}
         return rules | {
-            f"{config_class.__name__}.{field.name}": by_kind[field.metadata["scales_as"]]
+            f"{config_class.__name__}.{field.name}": by_kind[rule]
             for config_class in classes
             for field in fields(config_class)
-            if field.metadata.get("scales_as") in by_kind
+            if (rule := rule_of(config_class, field)) in by_kind
         }
 
 
@@ -194,7 +197,7 @@ def _changed(bindings: Bindings, values: Mapping[str, Any], origin: str) -> Bind
 
 
 def _scaled(bindings: Bindings, scale: Scale, classes: Sequence[type]) -> dict[str, Any]:
-    """Lengths, widths and layers of configs of these classes at a scale, the model's first, and what it binds."""
+    """The values of a scale: sizes of configs of these classes, the model's first, and the scale's own bindings."""
     model = classes[0].__name__
     total = bindings[f"{model}.num_layers"].value
     if (extra := f"{model}.extra_layers") in bindings:

@@ -30,7 +30,7 @@ class DecoderConfig:
 
     num_layers: int = size(12, "layers")
     """Layers of the size, before `extra_layers`."""
-    extra_layers: int = 0
+    extra_layers: int = size(0, "fixed")
     """Added to `num_layers`: the paper's 13-layer baselines are 1, whatever the size."""
     model_width: int = size(1024, "width")
     num_heads: int = size(8, "heads")

@@ -32,7 +32,7 @@ class ShortformerConfig:
     (section 5.1); or `input`, to the scaled word embeddings, counted from the beginning of each block."""
     cutoffs: tuple[int, ...] = (20_000, 60_000)
     """First ids of the vocabulary's narrower bands (`layers/adaptive.py`); (): one table, shared with the softmax."""
-    band_factor: int = 4
+    band_factor: int = size(4, "fixed")
     """By which each band's vectors are narrower than those of the band before."""
     dropout_rate: float = 0.3
     """Of the embeddings, and of what attention and feed-forward add."""

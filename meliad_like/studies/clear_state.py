@@ -1,12 +1,12 @@
-"""A model whose recurrent states are cleared every k tokens, against the same model (appendix G.1, Figure 5)."""
+"""A model whose states are cleared every k tokens, against the same model (appendix G.1, Figure 5)."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
 import numpy as np
 
+from meliad_like.config import with_changes
 from meliad_like.errors import UserError
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
@@ -16,7 +16,7 @@ from meliad_like.studies.comparison_page import compare_page
 from meliad_like.studies.page import Chart, Series, figure, paragraph, section
 from meliad_like.studies.readings import StudyRequest, Subject, choose, open_subject, read
 
-MOST_STRETCHES = 64
+MAX_BINS = 64
 
 
 def run(request: StudyRequest) -> None:
@@ -30,22 +30,18 @@ def run(request: StudyRequest) -> None:
     model = subject.run.model
     cleared_model = model.cleared() if isinstance(model, DecoderConfig) else None
     if cleared_model is None:
-        raise UserError(f"clear_state: the model of {request.checkpoint} has no recurrent layer whose states to clear")
+        raise UserError(f"clear_state: the model of {request.checkpoint} has no states to clear")
     every, window = request.clear_every or subject.run.data.segment_length, model.window_length
     if every % window:
         raise UserError(f"--clear_every={every} must be a multiple of the window, {window} tokens")
     chosen = choose([subject], request)
     if chosen.documents.lengths.max() <= every + 1:
         raise UserError(f"--clear_every={every}: none of the documents is longer, so nothing would be cleared")
-    data = dataclasses.replace(
-        subject.run.data, segment_length=every, tokens_per_step=every * subject.run.data.num_lanes
-    )
+    segments = {"data.segment_length": every, "data.tokens_per_step": every * subject.run.data.num_lanes}
 
     def variant(model: DecoderConfig, label: str) -> Subject:
-        opened = subject.opened._replace(
-            run=dataclasses.replace(subject.run, model=model, data=data),
-            model=Model(model, subject.opened.vocabulary.size),
-        )
+        run = with_changes(subject.run, segments | {"model": model})
+        opened = subject.opened._replace(run=run, model=Model(model, subject.opened.vocabulary.size))
         return subject._replace(opened=opened, label=label)
 
     kept = variant(model, "states kept")
@@ -56,12 +52,12 @@ def run(request: StudyRequest) -> None:
     by_position = _by_position(gains, every)
     details: dict[str, Any] = {
         "clear_every": every,
-        "largest_difference_in_the_first_stretch_nats": max(float(np.abs(gain[:every]).max()) for gain in gains),
-        "gain_by_position_in_stretch_bits": [by_position[0].tolist(), by_position[1].tolist()],
+        "largest_difference_in_the_first_segment_nats": max(float(np.abs(gain[:every]).max()) for gain in gains),
+        "gain_by_position_in_segment_bits": [by_position[0].tolist(), by_position[1].tolist()],
     }
 
     def more(_: list[ReadDocument]) -> Sequence[Element]:
-        return [_section(every, details["largest_difference_in_the_first_stretch_nats"], *by_position)]
+        return [_section(every, details["largest_difference_in_the_first_segment_nats"], *by_position)]
 
     compare_page(
         request.output,
@@ -77,12 +73,12 @@ def run(request: StudyRequest) -> None:
 
 
 def _by_position(gains: Sequence[np.ndarray], every: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean gain in bits by where in a stretch the predicting token stands, without each document's first stretch.
+    """The mean gain in bits by the number of tokens since the last clearing.
 
     Returns:
-      The edges of at most MOST_STRETCHES bins of the positions, and the means.
+      The edges of at most MAX_BINS bins of the numbers of tokens, and the means.
     """
-    edges = np.linspace(0, every, min(MOST_STRETCHES, every) + 1).astype(int)
+    edges = np.linspace(0, every, min(MAX_BINS, every) + 1).astype(int)
     position = np.concatenate([np.arange(every, gain.size) % every for gain in gains])
     later = np.concatenate([gain[every:].astype(np.float64) for gain in gains]) / np.log(2)
     sums = np.histogram(position, edges, weights=later)[0]
@@ -96,18 +92,16 @@ def _section(every: int, largest: float, edges: np.ndarray, means: np.ndarray) -
         x_label="tokens since the states were cleared",
         y_label="gain, bits per token",
         series=[Series("better with states|worse with states", edges, means, "bars", "sign")],
-        caption=f"Mean over all stretches of {every:,} tokens but each document's first, before which nothing can be "
-        "cleared.",
+        caption=f"Mean over all segments of {every:,} tokens, without the first of each document, before which nothing "
+        "is cleared.",
     )
     early, late = (float(part.sum()) / means.sum() for part in (means[: len(means) // 8], means[len(means) // 2 :]))
-    share = (
-        f"Of what is gained after that, {early:.0%} is in the first eighth of a stretch, {late:.0%} in its second half."
-    )
-    none = "Later tokens are on the whole not predicted better with what the states kept."
+    share = f"Of the gain after that, {early:.0%} is in the first eighth of a segment, {late:.0%} in its second half."
+    none = "Later tokens are on average not predicted better with the states kept."
     return section(
         "Where it matters",
         paragraph(
-            f"In the first {every:,} tokens of every document both readings should be the same: the largest difference "
+            f"In the first {every:,} tokens of every document both readings must be the same: the largest difference "
             f"there is {largest:g} nats. ",
             share if means.sum() > 0 else none,
         ),

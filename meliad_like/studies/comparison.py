@@ -5,7 +5,7 @@ model pays.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +103,8 @@ def groups(documents: Sequence[ReadDocument], by: str) -> pd.DataFrame:
     if by == "distance":
         units = units[units["distance"] > 0]
         units = units.assign(distance=2 ** np.log2(units["distance"]).astype(int))
-    return units.groupby(by, observed=False)["gain"].agg(units="size", gain_bits="sum")
+    gains = units.groupby(by, observed=False)["gain"]
+    return pd.DataFrame({"units": gains.size(), "gain_bits": gains.sum()})
 
 
 class Curve(NamedTuple):
@@ -126,7 +127,7 @@ def along(gains: Float[np.ndarray, " tokens"], most_intervals: int = 400) -> Cur
 def summary(documents: Sequence[ReadDocument], top: pd.DataFrame) -> dict[str, Any]:
     """The figures of the page's tables, for JSON."""
 
-    def lines(by: str) -> list[dict[str, Any]]:
+    def lines(by: str) -> list[dict[Hashable, Any]]:
         return groups(documents, by).rename_axis("label").reset_index().to_dict("records")
 
     return {

@@ -72,13 +72,13 @@ class PretrainedConfig:
     num_layers: int = size(12, "layers")
     model_width: int = size(768, "width")
     num_heads: int = size(12, "heads")
-    num_key_value_heads: int = 12
+    num_key_value_heads: int = size(12, "heads")
     """Heads of keys and values; each serves num_heads / num_key_value_heads heads of queries."""
     head_size: int = size(64, "heads")
     feedforward_width: int = size(3072, "width")
     activation: Activation = "gelu_tanh"
     """Of the feed-forward network."""
-    max_positions: int = 1024
+    max_positions: int = size(1024, "fixed")
     """The most tokens that a window may have: those that the model was trained with."""
     norm_epsilon: float = 1e-5
     rotary_base: float = 10_000.0
@@ -87,7 +87,7 @@ class PretrainedConfig:
     """Whether the softmax shares the embedding."""
     window_length: int = size(1024, "length")
     """Tokens of a window (the paper's T). Positions start again with every window."""
-    overlap: int = 0
+    overlap: int = size(0, "length")
     """Tokens of a window that repeat the end of the window before, and are not predicted again (section 4.2)."""
     dropout_rate: float = 0.0
     """On embeddings, attention weights and what is added to the residual stream."""
@@ -105,7 +105,7 @@ class PretrainedConfig:
     the end. None: no recurrence. The paper's layer 2 is (1,)."""
     insertion_point: InsertionPoint = "before_norm"
     """Whether the inserted vectors pass that layer's attention norm, as the tokens do."""
-    num_inserted: int = 1
+    num_inserted: int = size(1, "fixed")
     """Vectors that are inserted."""
     pooling: Pooling = "mean"
     """How the hidden vectors of a window become one: `attention` has one learned key."""
@@ -115,9 +115,9 @@ class PretrainedConfig:
     """Whether each token's output of each layer is divided by its root mean square before it is weighed. Pretrained
     decoders have first tokens with outputs a hundred times those of others, and last layers with ten times those of
     the first; what is pooled is otherwise mostly these."""
-    recurrence_width: int = 200
+    recurrence_width: int = size(200, "width")
     """Of the hidden layers of the feed-forward network between windows."""
-    recurrence_depth: int = 3
+    recurrence_depth: int = size(3, "fixed")
     """Number of those hidden layers."""
     recurrence_activation: Activation = "relu"
     recurrence_scale: float = 1.0
