@@ -12,7 +12,7 @@ from etils import epath
 
 from meliad_like.errors import UserError, is_full_disk
 from meliad_like.remote import write_whole
-from meliad_like.saved_json import parse_json
+from meliad_like.saved_json import read_json_lines
 
 ABSENT = "absent"
 MAX_NAMED = 3
@@ -130,10 +130,7 @@ class Journal:
           UserError: the file has results of other settings that are not to be replaced, or a line is no JSON.
         """
         self._path = path
-        text = path.read_text() if path.exists() else ""
-        # An interruption may have cut the last line: that part is done again.
-        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        rows = [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+        lines, rows = read_json_lines(path)
         first = json.dumps(identity) + "\n"
         if rows and not replace:
             check_same(path, rows[0], identity)

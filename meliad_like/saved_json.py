@@ -36,6 +36,19 @@ def parse_json(text: str | bytes, place: str) -> Any:
         raise UserError(f"{place} is not JSON: {error}") from None
 
 
+def read_json_lines(path: Path | epath.Path) -> tuple[list[str], list[Any]]:
+    """The complete lines of a file, and their values; none where there is no file.
+
+    A last line without its end, which a process was writing when it was killed, is left out.
+
+    Raises:
+      UserError: a line is not JSON; gives its number.
+    """
+    text = path.read_text() if path.exists() else ""
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return lines, [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+
+
 def check_fields(saved: Any, types: Mapping[str, type], place: str) -> None:
     """
     Raises:

@@ -20,7 +20,7 @@ from tensorboardX.record_writer import RecordWriter
 
 from meliad_like.errors import UserError, refusals
 from meliad_like.remote import copy_folder, is_remote, one_line, size_of, write_whole
-from meliad_like.saved_json import check_fields, parse_json
+from meliad_like.saved_json import check_fields, read_json_lines
 
 FILE_NAME = "metrics.jsonl"
 UPLOAD_SECONDS = 30.0
@@ -47,7 +47,7 @@ class MetricsWriter:
         local = Path(self._closing.enter_context(TemporaryDirectory()) if self._remote else workdir)
         self._local = epath.Path(local)
         path = self._workdir / FILE_NAME
-        rows = zip(complete_lines(path), read_rows(path))
+        rows = zip(read_json_lines(path)[0], read_rows(path))
         kept = "".join(line for line, row in rows if row["step"] <= start_step)
         if self._remote or len(kept.encode()) < size_of(path):
             write_whole(local / FILE_NAME, kept)
@@ -157,23 +157,15 @@ class MetricsWriter:
                 self._try_to_upload("what was logged since the last copy is lost")
 
 
-def complete_lines(path: epath.Path) -> list[str]:
-    """The lines of a file; a killed process may have left half of one at its end."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
 def read_rows(path: epath.Path) -> list[dict[str, Any]]:
     """The rows of a metrics file, one for each complete line.
 
     Raises:
-      UserError: a line that is none of ours, by its number.
+      UserError: a line is no row of metrics; gives its number.
     """
-    rows = []
-    for number, line in enumerate(complete_lines(path), 1):
-        rows.append(parse_json(line, f"{path}:{number}"))
-        check_fields(rows[-1], {"step": int, "kind": str}, f"{path}:{number}")
+    rows = read_json_lines(path)[1]
+    for number, row in enumerate(rows, 1):
+        check_fields(row, {"step": int, "kind": str}, f"{path}:{number}")
     return rows
 
 
