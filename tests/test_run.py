@@ -14,6 +14,8 @@ from meliad_like.experiments.evaluations import Trained, by_document
 from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import open_with
 from meliad_like.studies import readings
+from meliad_like.training.reporting import average_by_token
+from meliad_like.training.step import StepMetrics
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +54,12 @@ def test_a_subset_of_a_subset_knows_the_places_in_the_split(place):
     fewer = Subset(some, np.array([2, 0]))
     assert fewer.indices.tolist() == [1, 2] and fewer.names == [split.names[1], split.names[2]]
     np.testing.assert_array_equal(fewer.tokens(1, 0, 5), split.tokens(2, 0, 5))
+
+
+def test_steps_of_padding_alone_have_no_average():
+    """The last steps of a stage may have no target in any lane."""
+    zeros = dict.fromkeys(StepMetrics._fields, np.float32(0))
+    padding, step = StepMetrics(**zeros), StepMetrics(**zeros | {"num_tokens": np.int32(3), "loss": np.float32(2)})
+    assert average_by_token([padding, step], "loss") == 2
+    assert np.isnan(average_by_token([padding, padding], "loss"))
+    assert np.isnan(average_by_token([], "loss"))

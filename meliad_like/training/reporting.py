@@ -60,7 +60,7 @@ class Reporter:
         seconds = max(now - self._began - self._seconds_out, 1e-9)
         # Metrics of skipped steps are not part of the run.
         taken = [m for m in self._gathered if m.finite]
-        loss, accuracy = (_by_token(taken, name) for name in ("loss", "accuracy"))
+        loss, accuracy = (average_by_token(taken, name) for name in ("loss", "accuracy"))
         bits = loss / math.log(2)
         tokens_per_second = self._run.data.tokens_per_step * len(self._gathered) / seconds
         flops = self._flops_per_token * tokens_per_second
@@ -105,7 +105,7 @@ def bytes_per_target(reader: ReaderConfig, totals: Totals) -> float:
     return totals.bytes / (totals.tokens - (0 if reader.first_tokens_are_targets else totals.documents))
 
 
-def _by_token(steps: Sequence[StepMetrics], name: str) -> float:
+def average_by_token(steps: Sequence[StepMetrics], name: str) -> float:
     """The average of a metric over the targets of some steps; NaN where these have no targets, as in padding."""
     num_tokens = sum(int(m.num_tokens) for m in steps)
     weighted = sum(float(getattr(m, name)) * int(m.num_tokens) for m in steps)
