@@ -123,7 +123,7 @@ def test_a_run_without_stages_is_one(bindings):
 def test_what_goes_on_and_what_begins_anew(bindings, straight):
     run = parse(bindings, *STAGES)
     before, after, last = (read_state(run, straight, step) for step in (4, 5, 10))
-    assert [state.carry.layers[0].key.shape[:3] for state in (before, after, last)] == [
+    assert [state.carry.layers[0].tokens.key.shape[:3] for state in (before, after, last)] == [
         (32, 2, 8),
         (16, 2, 16),
         (8, 2, 16),

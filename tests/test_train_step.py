@@ -55,7 +55,8 @@ def assert_equal(actual, expected):
 def with_nan_in_lane(state, lane):
     """The state, with something remembered in a lane that is not a number."""
     layers = state.carry.layers
-    poisoned = layers[1]._replace(value=layers[1].value.at[lane].set(jnp.nan))
+    tokens = layers[1].tokens
+    poisoned = layers[1]._replace(tokens=tokens._replace(value=tokens.value.at[lane].set(jnp.nan)))
     position = state.carry.position.at[lane].set(16)
     return state._replace(carry=state.carry._replace(position=position, layers=[layers[0], poisoned, *layers[2:]]))
 
