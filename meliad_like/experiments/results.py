@@ -38,7 +38,7 @@ class Results(NamedTuple):
         return _cell(self.errors, row, measure)
 
     def num_runs(self, row: Row) -> int:
-        return int((self.runs.index.get_level_values("row") == row.name).sum())
+        return list(self.runs.index.get_level_values("row")).count(row.name)
 
 
 def gather(table: Table, folder: Path, seeds: Iterable[int], split: str) -> Results:
@@ -57,6 +57,9 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str) -> Resu
     runs = pd.DataFrame(list(found.values()), index=index)
     by_row = runs.select_dtypes("number").groupby(level="row")
     # A figure that was not finite in one of the runs is NaN there, and so is its mean.
+    # Of pandas a type checker sees a union of all that a method may return.
+    means: Any
+    errors: Any
     means, errors = by_row.mean(skipna=False), by_row.sem(skipna=False)
     if not runs.empty:
         difference = differences(runs["bits_per_byte"].astype(float), table).groupby(level="row")
@@ -73,7 +76,8 @@ def differences(values: pd.Series, table: Table) -> pd.Series:
     names, seeds = (values.index.get_level_values(level) for level in ("row", "seed"))
     compared = pd.MultiIndex.from_arrays([names.map(baselines), seeds])
     known = compared.isin(values.index) & (compared != values.index)
-    return values[known] - values.reindex(compared[known]).to_numpy()
+    own: Any = values[known]
+    return own - values.reindex(compared[known]).to_numpy()
 
 
 def read_timing(folder: Path) -> dict[str, Any]:
@@ -99,7 +103,7 @@ def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> Mapping[str, fl
     if mine not in timing:
         return {}
     milliseconds = 1e3 * float(np.median(timing[mine]["seconds"]))
-    numbers = {name: value for name, value in timing[mine].items() if isinstance(value, int | float)}
+    numbers: dict[str, float] = {name: value for name, value in timing[mine].items() if isinstance(value, int | float)}
     speed = 1e3 * numbers.get("tokens_per_step", math.nan) / milliseconds
     relative = relative_time(timing, mine, baseline) if baseline in timing else math.nan
     return numbers | {"training_tokens_per_second": speed, "milliseconds": milliseconds, "step_time": relative}
