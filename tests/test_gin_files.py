@@ -1,5 +1,6 @@
 """Every shipped gin file, alone and combined."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -8,6 +9,8 @@ import pytest
 from decoders import recurrent_layers
 
 from meliad_like import config
+from meliad_like.config import construction
+from meliad_like.config.bindings import collect
 from meliad_like.config.search import shipped_files
 from meliad_like.history.config import HistorySettings
 from meliad_like.mechanisms.external_memory import ExternalMemory
@@ -103,6 +106,22 @@ def test_a_shipped_file_changes_something_or_says_what_base_says(name):
         "size/medium_150m.gin",
     }
     assert (parse_whole(name, *beside(name)) != parse_whole(*beside(name))) == (name not in same_as_base)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_binding_of_a_shipped_file_is_read(name):
+    """Also those that a file which includes it could replace."""
+    names = [name, *beside(name)]
+    bindings = {key: dataclasses.replace(b, replaced=None) for key, b in collect(names, []).items()}
+    assert construction.build(bindings, config.RunConfig, HistorySettings) == parse_whole(*names)
+
+
+def test_every_binding_of_base_is_read():
+    bindings = collect([], [])
+    read = construction.build(
+        {k: dataclasses.replace(b, origin="a file") for k, b in bindings.items()}, config.RunConfig
+    )
+    assert read == (config.parse(),)
 
 
 @pytest.mark.parametrize("row", TABLE_1)

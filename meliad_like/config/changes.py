@@ -26,6 +26,11 @@ class Changes(NamedTuple):
         changed = construction.build(self.bindings, *configs)
         return changed[0] if len(changed) == 1 else changed
 
+    def value(self, key: str, default: Config) -> Config:
+        """What is bound to `Class.field`; the default where nothing of its type is."""
+        binding = self.bindings.get(key)
+        return binding.value if binding is not None and type(binding.value) is type(default) else default
+
 
 def read_changes(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> Changes:
     """Reads gin files and parameters whose bindings change a saved config; those of base.gin change nothing.

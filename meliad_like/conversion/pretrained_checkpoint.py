@@ -1,13 +1,15 @@
 """Pretrained models as checkpoint folders of ours, and back."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from meliad_like.config.bindings import Binding, Bindings, collect
-from meliad_like.config.run import RunConfig, build
+from meliad_like.config import Changes, RunConfig, parse, read_changes
+from meliad_like.config.saved import compare
 from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
+from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TokenizersVocabulary
-from meliad_like.data.vocabulary import make_vocabulary
+from meliad_like.data.vocabulary import TokenizersVocabularyConfig, make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import DECODER_FIELDS, RECURRENCE_FIELDS, PretrainedConfig
 from meliad_like.resumable import write_json
@@ -29,14 +31,14 @@ def convert_from_pretrained(
     Raises:
       UserError: the model can't be read, a binding contradicts it, or `folder` has checkpoints already.
     """
-    bindings = collect(gin_files, gin_params)
+    changes = read_changes(gin_files, gin_params)
     if kind == "gguf":
         from meliad_like.conversion.gguf_model import read_gguf
 
         pretrained = read_gguf(path)
     else:
         pretrained = read_huggingface(path)
-    run = run_of(pretrained, path, bindings)
+    run = run_of(pretrained, path, changes)
     vocabulary = make_vocabulary(run.vocabulary)
     if vocabulary.size != pretrained.vocabulary_size:
         raise UserError(
@@ -47,40 +49,29 @@ def convert_from_pretrained(
     write_checkpoint(folder, pretrained.params, run, vocabulary)
 
 
-def run_of(pretrained: Pretrained, path: str | Path, bindings: Bindings) -> RunConfig:
-    """The run that a pretrained model and some bindings make.
+def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunConfig:
+    """The run that a pretrained model and the changes of a user make.
 
     Raises:
-      UserError: a binding contradicts the file of the model.
+      UserError: the changes contradict the file of the model.
     """
-    decided = DECODER_FIELDS + (RECURRENCE_FIELDS if pretrained.config.recurrent else ())
-    here = {f"PretrainedConfig.{name}": getattr(pretrained.config, name) for name in decided}
-    here["RunConfig.model"] = "pretrained"
-    for key, value in here.items():
-        bound = bindings.get(key)
-        if bound is None or bound.of_base:
-            continue
-        # Lists in gin are tuples in a config.
-        if (tuple(bound.value) if isinstance(bound.value, list) else bound.value) != value:
-            raise UserError(f"{bound.origin}: {key} = {bound.value!r}, but {path} has {value!r}")
-    defaults = {
-        "PretrainedConfig.window_length": pretrained.config.window_length,
-        "PretrainedConfig.overlap": pretrained.config.overlap,
-        "RunConfig.vocabulary": "tokenizers",
-        "FileVocabularyConfig.model_file": str(path),
-    }
-    if pretrained.config.recurrent:
-        defaults["RunConfig.data"] = "windows"
-    given = {key: binding for key, binding in bindings.items() if not binding.of_base}
-    window = given.get("PretrainedConfig.window_length", Binding(pretrained.config.window_length, "")).value
+    model = pretrained.config
     # base.gin's segments are those of another window.
-    defaults |= {"ReaderConfig.segment_length": window, "ReaderConfig.tokens_per_step": window}
-    if "ReaderConfig.segment_length" in given:
-        defaults["ReaderConfig.tokens_per_step"] = given["ReaderConfig.segment_length"].value
-    made = {key: Binding(value, str(path)) for key, value in (defaults | here).items()}
-    free = {key: given[key] for key in given if key not in here}
-    # Bindings of the user come first, so that messages name them and not what follows from them.
-    return build(free | bindings | made | free)
+    window = changes.value("PretrainedConfig.window_length", model.window_length)
+    segment = changes.value("ReaderConfig.segment_length", window)
+    reader = WindowsReaderConfig if model.recurrent else LanesReaderConfig
+    start = dataclasses.replace(
+        parse(),
+        model=dataclasses.replace(model, window_length=window),
+        vocabulary=TokenizersVocabularyConfig(model_file=str(path)),
+        data=reader(segment_length=segment, tokens_per_step=segment),
+    )
+    run = changes(start)
+    for difference in compare(start, run):
+        name = difference.path.removeprefix("model.")
+        if name == "kind" or name in DECODER_FIELDS or (model.recurrent and name in RECURRENCE_FIELDS):
+            raise UserError(f"{difference.path} = {difference.new!r}, but {path} has {difference.old!r}")
+    return run
 
 
 def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[Path]:

@@ -15,6 +15,12 @@ import numpy as np
 from meliad_like.errors import UserError
 
 
+def permutation(size: int, *seed: int) -> np.ndarray:
+    """A random order of a number of things: a function of the seed alone, in every version of numpy."""
+    # numpy promises the same raw bits of a bit generator in every version, but not the same permutation.
+    return np.argsort(np.random.PCG64(seed).random_raw(size), kind="stable")
+
+
 class Run(NamedTuple):
     """Consecutive blocks of one document in one lane."""
 
@@ -119,6 +125,4 @@ class Schedule:
     def _order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return self._documents[np.argsort(-self._document_blocks[self._documents], kind="stable")]
-        # numpy promises the same raw bits of a bit generator in every version, but not the same permutation.
-        keys = np.random.PCG64([self._seed, epoch]).random_raw(self._documents.size)
-        return self._documents[np.argsort(keys, kind="stable")]
+        return self._documents[permutation(self._documents.size, self._seed, epoch)]

@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int
 
+from meliad_like.data.schedule import permutation
 from meliad_like.data.token_store import count_words
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
@@ -80,7 +81,7 @@ def beginnings(split: Documents, vocabulary: Vocabulary, max_tokens: int, shorte
 
 def random_order(num_documents: int) -> Int[np.ndarray, " documents"]:
     """A random order of the documents of a split, the same one each time."""
-    return np.argsort(np.random.PCG64(0).random_raw(num_documents))
+    return permutation(num_documents, 0)
 
 
 def random_subset(lengths: np.ndarray, max_tokens: int) -> Int[np.ndarray, " documents"]:

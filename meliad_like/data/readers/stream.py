@@ -11,6 +11,7 @@ import numpy as np
 
 from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.readers.base import READERS, Reader, ReaderConfig, ReaderInputs, Split, check_tokens
+from meliad_like.data.schedule import permutation
 
 
 class Concatenated:
@@ -152,9 +153,7 @@ class ShuffledReader(StreamReader):
         # Several threads may make the same one; each goes on with its own.
         made = self._made
         if made[0] != epoch:
-            # numpy promises the same raw bits of a bit generator in every version, but not the same permutation.
-            keys = np.random.PCG64([self._seed, epoch]).random_raw(self._num_segments)
-            made = self._made = (epoch, np.argsort(keys, kind="stable"))
+            made = self._made = (epoch, permutation(self._num_segments, self._seed, epoch))
         return made[1]
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from meliad_like.data.schedule import permutation
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.config import Part
 from meliad_like.history.selectors.inputs import Places
@@ -64,8 +65,7 @@ class PairsReader:
         return PairsBatch(self._inputs(rows), self._scores[rows])
 
     def _permutation(self, epoch: int) -> Int[np.ndarray, " n"]:
-        # numpy promises the same raw bits of a bit generator in every version, but not the same permutation.
-        return np.argsort(np.random.PCG64([self._seed, epoch]).random_raw(len(self._scores)), kind="stable")
+        return permutation(len(self._scores), self._seed, epoch)
 
 
 def held_out(pairs: Pairs, every: int) -> tuple[Pairs, Pairs]:
