@@ -2,25 +2,17 @@
 
 import dataclasses
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
+from meliad_like.data.readers import Split
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.documents import whole_documents
 from meliad_like.history.selectors.config import Kind, Part, SelectorConfig
 from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, stride_of
-
-
-class Documents(Protocol):
-    """The documents of a split, or a subset of them."""
-
-    @property
-    def lengths(self) -> np.ndarray: ...
-
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray: ...
 
 
 class Texts(NamedTuple):
@@ -89,7 +81,8 @@ class SelectorInputs:
 
 
 def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vocabulary) -> SelectorInputs:
-    """
+    """What a selector of this config reads.
+
     Raises:
       UserError: the separator is not one token of the vocabulary, or there is nothing to read beside a span.
     """
@@ -123,7 +116,7 @@ class Places(NamedTuple):
 class DocumentTexts:
     """Texts at any places of some documents, for training; called from several threads at once."""
 
-    def __init__(self, inputs: SelectorInputs, documents: Documents):
+    def __init__(self, inputs: SelectorInputs, documents: Split):
         self._inputs = inputs
         # Each row of a batch may be of another document.
         self._document = whole_documents(documents, most=64)

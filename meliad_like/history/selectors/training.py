@@ -16,13 +16,13 @@ from jaxtyping import Array, Float
 
 from meliad_like.config.training import TrainingConfig
 from meliad_like.data.loading import load_batches
-from meliad_like.data.readers import label
+from meliad_like.data.readers import Split, label
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.history.selectors.checkpoint import FILE_NAME, read_metadata, save_encoder, selector_metadata
 from meliad_like.history.selectors.config import SelectorTrainingConfig
-from meliad_like.history.selectors.inputs import Documents, DocumentTexts, SelectorInputs
+from meliad_like.history.selectors.inputs import DocumentTexts, SelectorInputs
 from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.selectors.pairs import (
     Inputs,
@@ -120,7 +120,7 @@ def train_selector(
     inputs: SelectorInputs,
     config: SelectorTrainingConfig,
     pairs: Pairs,
-    documents: Documents,
+    documents: Split,
     vocabulary: Vocabulary,
     workdir: Path,
     trained_on: Mapping[str, Any],
