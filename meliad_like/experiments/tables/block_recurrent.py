@@ -1,7 +1,8 @@
 """The rows of tables 1, 3, 4 and 5 of Block-Recurrent Transformers (arXiv:2203.07852), and the paper's own figures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from meliad_like.config.search import shipped_files
 from meliad_like.experiments.tables.table import MEASURES, Panel, Row, Table
 
 FOLDER = "block_recurrent"
@@ -29,8 +30,17 @@ def _table1() -> Table:
         Row(name, label, f"{FOLDER}/{name}.gin", "slide_13l", dict(zip(columns, values)))
         for name, label, *values in figures
     )
+    rows += tuple(_further_rows())
     panels = (Panel("bits_per_byte", "PG19 bytes"), Panel("step_time", "step time", comparable=True))
     return Table("table1", "Table 1: recurrence and its baselines", rows, panels)
+
+
+def _further_rows() -> Iterator[Row]:
+    """Mechanisms that came after the paper, each in a gin file of `gin/mechanism`, at the same sizes."""
+    for file in shipped_files():
+        if file.startswith("mechanism/"):
+            name = file.removeprefix("mechanism/").removesuffix(".gin")
+            yield Row(name, name.replace("_", " ").capitalize(), file, "slide_13l")
 
 
 def _table3() -> Table:

@@ -1,0 +1,273 @@
+"""What every memory mechanism has to be: exact in every way it can be read, and known to every command."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+from tiny_run import assert_same_bits, mesh_of_the_first_devices, read_metrics
+from ways import assert_same, begin, decode, read, starts
+
+from meliad_like import config
+from meliad_like.data.batch import Batch
+from meliad_like.errors import UserError
+from meliad_like.experiments.scales import SCALES, configure
+from meliad_like.experiments.tables import TABLES
+from meliad_like.mechanisms.base import MECHANISMS, MechanismConfig
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
+from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.families import check_sequence
+from meliad_like.models.losses import segment_losses
+from meliad_like.models.model import Model
+from meliad_like.run.setup import set_up
+from meliad_like.run.training import train
+from meliad_like.training.checkpoints import Checkpoints
+
+B, C, W, V = 8, 8, 4, 64
+
+
+class Example(NamedTuple):
+    """A mechanism for the tests, and the shipped file that has it."""
+
+    config: MechanismConfig
+    file: str
+    parameters: int
+    """Of the shipped file's model, with a vocabulary of 32,000."""
+
+
+EXAMPLES = {
+    "sliding_window": Example(SlidingWindow(), "block_recurrent/slide_12l.gin", 183_791_712),
+    "recurrent_states": Example(
+        RecurrentStates(layers=(1,), num_states=8), "block_recurrent/fixed_skip.gin", 193_230_968
+    ),
+    "external_memory": Example(
+        ExternalMemory(layers=(1,), num_slots=4 * W, num_neighbors=3), "block_recurrent/memorizing_64k.gin", 183_791_464
+    ),
+}
+SIZES = {"num_layers": 2, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
+of_each_mechanism = pytest.mark.parametrize("name", EXAMPLES)
+
+
+@functools.cache
+def model_of(name):
+    return Model(DecoderConfig(**SIZES, window_length=W).with_mechanism(EXAMPLES[name].config), V)
+
+
+@functools.cache
+def make(name):
+    """The model, and parameters in which nothing is 1, 0 or small enough to be missed."""
+    model, generator = model_of(name), np.random.default_rng(0)
+
+    def perturb(x):
+        return jnp.asarray(x + 0.3 * generator.normal(size=x.shape) * (x.ndim == 1), jnp.float32)
+
+    return model, jax.tree.map(perturb, model.init(jax.random.key(0)))
+
+
+def tokens_of(b, blocks, seed=0):
+    return np.random.default_rng(seed).integers(0, V, (b, blocks * W), np.int32)
+
+
+def test_every_mechanism_is_here():
+    assert set(EXAMPLES) == set(MECHANISMS)
+
+
+@of_each_mechanism
+def test_token_by_token_equals_segments(name):
+    model, params = make(name)
+    segments = np.split(tokens_of(2, 12), 3, axis=1)
+    expected, carry = [], begin(model, params, 2)
+    for segment in segments:
+        logits, carry = read(model, params, segment, carry, starts(2, 4))
+        expected.append(logits)
+    carry = begin(model, params, 2, decoding=True)
+    first, carry = decode(model, params, segments[0], carry)
+    # From decoding to segments and back.
+    second, carry = read(model, params, segments[1], carry, starts(2, 4))
+    third, _ = decode(model, params, segments[2], carry)
+    assert_same([first, second, third], expected)
+
+
+@of_each_mechanism
+def test_lanes_decode_independently(name):
+    model, params = make(name)
+    tokens, carries = tokens_of(2, 6), []
+    # Lane 1 is 3 tokens behind: the lanes' blocks end at different steps.
+    for lane, length in ((0, 6), (1, 3)):
+        carry = begin(model, params, 1, decoding=True)
+        carries.append(decode(model, params, tokens[lane : lane + 1, :length], carry)[1])
+    carry = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), *carries)
+    logits, _ = decode(model, params, np.stack([tokens[0, 6:22], tokens[1, 3:19]]), carry)
+    expected, _ = read(model, params, tokens, begin(model, params, 2), starts(2, 6))
+    assert_same(logits, jnp.stack([expected[0, 6:22], expected[1, 3:19]]))
+
+
+@of_each_mechanism
+def test_a_book_in_segments_is_the_book(name):
+    model, params = make(name)
+    tokens = tokens_of(2, 8)
+    whole, whole_carry = read(model, params, tokens, begin(model, params, 2), starts(2, 8))
+    for blocks in (1, 4):
+        carry, pieces = begin(model, params, 2), []
+        for segment in np.split(tokens, 8 // blocks, axis=1):
+            logits, carry = read(model, params, segment, carry, starts(2, blocks))
+            pieces.append(logits)
+        assert_same(jnp.concatenate(pieces, axis=1), whole)
+        assert_same(carry, whole_carry)
+
+
+@of_each_mechanism
+def test_documents_know_nothing_of_each_other(name):
+    model, params = make(name)
+    tokens = tokens_of(2, 6)
+    _, carry = read(model, params, tokens_of(2, 6, seed=1), begin(model, params, 2), starts(2, 6))
+    together, _ = read(model, params, tokens, carry, starts(2, 6, (0, 1), (0, 4), (1, 0)))
+    for lane, first, last in ((0, W, 4 * W), (0, 4 * W, 6 * W), (1, 0, 6 * W)):
+        alone = np.zeros((2, 6 * W), np.int32)
+        alone[0, : last - first] = tokens[lane, first:last]
+        expected, _ = read(model, params, alone, begin(model, params, 2), starts(2, 6))
+        assert_same(together[lane, first:last], expected[0, : last - first])
+
+
+@of_each_mechanism
+def test_nothing_depends_on_the_future(name):
+    model, params = make(name)
+    tokens = np.arange(6 * W)[None]
+
+    @jax.jit
+    def jacobian(embedding):
+        def project(embedding):
+            module = model.bind(params | {"embedding": embedding})
+            hidden, _ = module(tokens, module.init_carry(1), jnp.zeros((1, 6), bool))
+            return hidden[0] @ jnp.linspace(-1, 1, hidden.shape[-1])
+
+        return jnp.abs(jax.jacrev(project)(embedding)).sum(axis=-1)
+
+    strength = np.asarray(jacobian(params["embedding"]))[:, : 6 * W]
+    assert (np.triu(strength, 1) == 0).all() and (np.diag(strength) > 0).all()
+
+
+def losses_and_gradient(model, params, carry, batch):
+    def loss(params):
+        losses, new_carry = segment_losses(model.bind(params), batch, carry, W)
+        return jnp.sum(losses.nats**2), new_carry
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+@of_each_mechanism
+@pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 1, 1, 8)])
+def test_sharded_equals_unsharded(name, shape):
+    model, params = make(name)
+    if shape[3] > 1 and model.config.waits_for:
+        with pytest.raises(UserError, match="MeshConfig.sequence=8 must be 1"):
+            check_sequence(model.config, C * W, shape[3])
+        return
+    tokens = tokens_of(B, C + 1)[:, : C * W + 1]
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], np.ones((B, C * W), bool), starts(B, C, (0, 3)), None, None)
+    carry, step = begin(model, params, B), jax.jit(functools.partial(losses_and_gradient, model))
+    expected = step(params, carry, batch)
+    mesh = make_mesh(MeshConfig(*shape))
+    where = parameter_shardings(mesh, model.axes, params), carry_shardings(mesh, B, model.carry_axes(carry))
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, s) for x, s in zip((params, carry, batch), (*where, lane_sharding(mesh, B)))]
+        found = step(*placed)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Four steps of a run on tiny documents, of which the last is evaluated and followed by a sample."""
+    bindings = tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
+    every = ("checkpoint_every = 2", "evaluate_every = 4", "sample_every = 4", "sample_tokens = 6", "num_steps = 4")
+    return tiny_run.parse(bindings, *(f"TrainingConfig.{binding}" for binding in every), "MeshConfig.data = 1")
+
+
+@of_each_mechanism
+def test_it_trains_resumes_is_evaluated_and_writes(name, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
+    data = dataclasses.replace(run.data, segment_length=2 * W, tokens_per_step=8 * W)
+    run = dataclasses.replace(run, model=model_of(name).config, data=data)
+    assert train(run, tmp_path / "straight") == 0
+    half = dataclasses.replace(run, training=dataclasses.replace(run.training, num_steps=2))
+    for each in (half, run):
+        assert train(each, tmp_path / "resumed") == 0
+    states, setup = [], set_up(run)
+    for folder in ("straight", "resumed"):
+        with Checkpoints(tmp_path / folder / "checkpoints", read_only=True) as checkpoints:
+            states.append(checkpoints.restore(setup.abstract_state, 4)[0])
+        *_, evaluation = read_metrics(tmp_path / folder, "validation")
+        assert np.isfinite(evaluation["bits_per_byte"])
+        assert list((tmp_path / folder / "samples").iterdir())
+    assert_same_bits(*states)
+
+
+@of_each_mechanism
+def test_a_token_costs_the_same_wherever_it_stands(name):
+    model, params = make(name)
+    carry = begin(model, params, 2, decoding=True)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), carry)
+    for _ in range(3):
+        _, carry = decode(model, params, tokens_of(2, 5), carry)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), carry) == shapes
+
+
+# Of the search of a memory, XLA counts one turn of its loop; test_flops.py has that count by hand.
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "external_memory"])
+def test_operations_are_those_that_xla_counts(name):
+    sizes = {"num_layers": 2, "model_width": 256, "num_heads": 2, "head_size": 96, "feedforward_width": 384}
+    model = Model(DecoderConfig(**sizes, window_length=64).with_mechanism(EXAMPLES[name].config), 200)
+
+    def forward(params, tokens):
+        module = model.bind(params)
+        # One block: XLA counts the body of a loop once.
+        hidden, carry = module(tokens, module.init_carry(2), jnp.zeros((2, 1), bool))
+        return module.logits(hidden), carry
+
+    tokens = jax.ShapeDtypeStruct((2, 64), np.int32)
+    counted = jax.jit(forward).lower(model.abstract_params, tokens).compile().cost_analysis()["flops"]
+    assert 0.9 < counted / (tokens.size * model.forward_flops_per_token) < 1.1
+
+
+@of_each_mechanism
+def test_it_says_how_its_sizes_shrink(name):
+    mechanism = EXAMPLES[name].config
+    numbers = [field for field in dataclasses.fields(mechanism) if type(getattr(mechanism, field.name)) is int]
+    assert all("scales_as" in field.metadata for field in [*numbers, *dataclasses.fields(MechanismConfig)])
+
+
+@of_each_mechanism
+def test_its_file_is_a_row_of_table_1_at_every_scale(name):
+    example = EXAMPLES[name]
+    assert Model(config.parse([example.file]).model, 32_000).num_parameters == example.parameters
+    [row] = [row for row in TABLES["table1"].rows if row.file == example.file]
+    tiny = configure(row, SCALES["tiny"]).model
+    assert type(example.config) in map(type, tiny.mechanisms)
+    assert Model(tiny, 256).num_parameters < example.parameters / 100
+
+
+@of_each_mechanism
+def test_a_study_can_watch_what_passes_from_block_to_block(name):
+    model, params = make(name)
+
+    @jax.jit
+    def watch(params, carry, tokens):
+        module = model.bind(params)
+        _, after = module(tokens, carry, carry.position[:, None] == 0)
+        return module.watch(carry, after), after
+
+    carry = begin(model, params, 2)
+    for block in np.split(tokens_of(2, 3), 3, axis=1):
+        watched, carry = watch(params, carry, block)
+    for states in watched.values():
+        assert states.before.shape == states.after.shape and (states.before != states.after).any()
+        assert all(values.shape == (2, *states.after.shape) for values in states.gates.values())
+    assert bool(watched) == (model.config.cleared() is not None)
