@@ -134,7 +134,8 @@ def test_the_store_is_made_with_the_vocabulary_of_the_checkpoint(workdir, tmp_pa
 def test_parameters_change_the_config_but_not_the_shapes(workdir):
     opened, mesh = open_with(workdir, read_changes((), ["ReaderConfig.segment_length = 32", "MeshConfig.fsdp = 2"]))
     assert (opened.run.data.segment_length, mesh.shape["fsdp"], opened.step) == (32, 2, 3)
-    assert open_with(workdir, read_changes((), ["RecurrentStates.clear_states = True"]))[0].model.config.needs_segments
+    changed, _ = open_with(workdir, read_changes((), ["DecoderConfig.mask_empty_cache = False"]))
+    assert not changed.model.config.mask_empty_cache
     with pytest.raises(UserError, match=r"model.num_layers would need other parameters than those of the check"):
         open_with(workdir, read_changes((), ["DecoderConfig.num_layers = 4"]))
     with pytest.raises(UserError, match="the checkpoint has no macros; bind Class.parameter = value"):
