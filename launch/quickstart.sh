@@ -16,7 +16,7 @@ fi
 
 say "Reading the documents: the Python standard library's own source, one document per package"
 python -m meliad_like.prepare --gin_file=quickstart.gin "$@"
-say "Training in $workdir; to stop press Ctrl-C, the same command goes on from the last checkpoint"
+say "Training in $workdir; to stop press Ctrl-C, the same command resumes from the last checkpoint"
 python -m meliad_like.train --gin_file=quickstart.gin --workdir="$workdir" "$@"
 
 say "Evaluating on documents that were held out, before and after the training"

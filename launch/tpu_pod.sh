@@ -16,7 +16,7 @@
 # --poll=30                seconds between two looks at a slice that is being made
 # --dry_run                prints the commands and runs none
 #
-# Ctrl-C and SIGTERM: the training saves, then this ends with status 75. The same command goes on.
+# Ctrl-C and SIGTERM: the training saves, then this ends with status 75. The same command resumes.
 set -euo pipefail
 # shellcheck source=launch/running.sh
 source "$(dirname "${BASH_SOURCE[0]}")/running.sh"

@@ -4,7 +4,7 @@
 #   bash launch/two_processes.sh [--dry_run] --gin_file=quickstart.gin --workdir=runs/two
 #
 # The progress shown is that of process 0; what each process wrote lies in WORKDIR/logs. Ctrl-C and SIGTERM reach both,
-# which then save and end with status 75: the same command goes on. A second Ctrl-C ends them at once. When one fails, the
+# which then save and end with status 75: the same command resumes. A second Ctrl-C ends them at once. When one fails, the
 # other gets GRACE seconds (default 60) to notice and is then ended. The exit status is the worse of the two.
 # XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four devices of each process.
 set -euo pipefail

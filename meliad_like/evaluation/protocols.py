@@ -1,9 +1,9 @@
-"""Ways to predict the same tokens, with more or less before each of them, at more or less cost.
+"""Protocols that predict the same tokens with more or less context for each of them, at more or less cost.
 
 Shortformer, sections 2 and 5: `segments` are disjoint, and the carry of a model passes from one to the next;
-`sliding` windows repeat what is before their `stride` new tokens, and are read from nothing each; `token_by_token` is
-how text is written, one token at a time with all that the model remembers. For a model that remembers nothing the
-paper's token-by-token figures are those of `sliding` windows with a stride of 1. One lane at a time, windows excepted.
+`sliding` windows repeat the tokens before their `stride` new ones, and each begins with an empty carry;
+`token_by_token` decodes one token at a time with the whole carry. For a model without a carry the paper's
+token-by-token figures are those of `sliding` windows with a stride of 1. All but windows are read in one lane.
 """
 
 import functools
