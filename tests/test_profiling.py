@@ -15,6 +15,7 @@ def test_the_steps_that_are_asked_for_are_traced(tmp_path, monkeypatch, capsys):
     bindings = [
         *tiny_run.make_bindings(tmp_path),
         "DecoderConfig.num_layers = 1",
+        "RecurrentStates.layers = (-1,)",
         "MeshConfig.data = 1",
         "TrainingConfig.num_steps = 6",
     ]

@@ -49,7 +49,10 @@ def poisoned_step(monkeypatch):
         def poisoned(state, batch):
             factor = jnp.where(state.step == BAD_STEP - 1, jnp.full(8, 1.0).at[BAD_LANE].set(jnp.nan), 1.0)
             batch = batch._replace(start=batch.start & (state.step != BAD_STEP - 1))
-            layers = [layer._replace(value=layer.value * factor[:, None, None, None]) for layer in state.carry.layers]
+            layers = [
+                layer._replace(tokens=layer.tokens._replace(value=layer.tokens.value * factor[:, None, None, None]))
+                for layer in state.carry.layers
+            ]
             carry = state.carry._replace(layers=layers, position=jnp.maximum(state.carry.position, 16))
             state, metrics = step(state._replace(carry=carry), batch)
             return state, metrics
@@ -127,7 +130,7 @@ def test_a_checkpoint_cut_short(bindings, tmp_path, caplog):
         ("SourceConfig.empty = 'skip'", "was made by other source settings"),
         (
             "MeshConfig.tensor = 3",
-            "parameter layers/0/attention_scale does not divide by mesh axis tensor=3",
+            "parameter layers/0/feedforward/hidden/kernel does not divide by mesh axis tensor=3",
         ),
         ("TrainingConfig.gradient_accumulation = 3", "gradient_accumulation=3 must divide the 8 lanes"),
     ],
@@ -159,7 +162,8 @@ def test_what_would_stop_the_first_evaluation_is_found_before_the_first_step(bin
 def test_a_working_folder_of_another_run(bindings, tmp_path):
     assert train(parse(bindings, "TrainingConfig.num_steps = 1"), tmp_path) == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    message = f"{tmp_path} belongs to another config: model.mechanisms.1.num_states is 16 there, 8 here; choose another"
+    changed = "model.mechanisms.recurrent_states.num_states is 16 there, 8 here"
+    message = f"{tmp_path} belongs to another config: {changed}; choose another"
     with pytest.raises(UserError, match=re.escape(message)):
         train(parse(bindings, "NUM_STATES = 8"), tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
