@@ -17,6 +17,7 @@ from meliad_like.conversion.huggingface import Pretrained, write_huggingface
 from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained
 from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import _byte_characters
+from meliad_like.data.vocabulary import TokenizersVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import draw, on_front
@@ -151,7 +152,7 @@ def experiment(place, **changes) -> Experiment:
 def test_rows_begin_with_the_pretrained_model_and_its_vocabulary(place):
     job = experiment(place).job(TABLE.row("baseline_128_30"), 0)
     assert (job.run.model.num_layers, job.run.model.max_positions) == (2, 130)
-    assert job.run.vocabulary.kind == "tokenizers"
+    assert isinstance(job.run.vocabulary, TokenizersVocabularyConfig)
     assert job.run.data.store == f"{place / 'store'}_gpt2"
     # Trained as another row, and evaluated as itself.
     assert (job.run.model.overlap, job.evaluated.model.overlap) == (0, 30)

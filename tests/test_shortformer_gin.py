@@ -6,6 +6,7 @@ from meliad_like import config
 from meliad_like.config.search import shipped_files
 from meliad_like.config.stages import stages_of
 from meliad_like.data.readers import READERS
+from meliad_like.data.vocabulary import DictionaryVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 
@@ -74,7 +75,7 @@ def test_the_protocol():
     run = config.parse(["task/wikitext103.gin", "shortformer/shortformer.gin"])
     assert (run.data.tokens_per_step, run.optimizer.clip_norm, run.optimizer.momentum) == (8 * 9216, 0.1, 0.99)
     assert [stage.run.data.num_lanes for stage in stages_of(run)] == [8 * 72, 8 * 18]
-    assert run.vocabulary.kind == "dictionary"
+    assert isinstance(run.vocabulary, DictionaryVocabularyConfig)
 
 
 def test_parameters_of_the_rows():
