@@ -7,6 +7,7 @@ read while jax traces is frozen into the compiled program, and a worker process 
 from meliad_like.config.changes import Changes, read_changes, with_changes
 from meliad_like.config.run import RunConfig, build, parse, parse_with
 from meliad_like.config.saved import check_workdir, differences, from_json, save, to_gin, to_json
+from meliad_like.config.search import shipped_files
 
 __all__ = [
     "Changes",
@@ -19,6 +20,7 @@ __all__ = [
     "parse_with",
     "read_changes",
     "save",
+    "shipped_files",
     "to_gin",
     "to_json",
     "with_changes",

@@ -16,8 +16,7 @@ import jax
 from absl import flags
 
 from meliad_like import command_line
-from meliad_like.config import RunConfig, parse
-from meliad_like.config.search import shipped_files
+from meliad_like.config import RunConfig, parse, shipped_files
 from meliad_like.errors import UserError
 from meliad_like.remote import write_whole
 from meliad_like.tables import Table

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from meliad_like.config.search import shipped_files
+from meliad_like.config import shipped_files
 from meliad_like.experiments.tables.table import MEASURES, Panel, Row, Table
 
 FOLDER = "block_recurrent"
