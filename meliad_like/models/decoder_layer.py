@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.attention import merge_heads
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, tiled_dropout
@@ -65,9 +65,9 @@ class DecoderLayer(nnx.Module):
         """The carry that comes into a segment."""
         return self._each("begin_segment", carry)
 
-    def begin_block(self, carry: LayerCarry, start: Bool[Array, " b"]) -> LayerCarry:
-        """The carry that comes into a block; `start`: lanes where a document begins with it."""
-        carry = self._each("begin_block", carry, start, self.heads.plain(carry.tokens))
+    def begin_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
+        """The carry that comes into the block whose first token is at `position` of its document."""
+        carry = self._each("begin_block", carry, position == 0, self.heads.plain(carry.tokens))
         return carry._replace(tokens=self.heads.begin_block(carry.tokens))
 
     def end_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:

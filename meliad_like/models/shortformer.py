@@ -1,20 +1,21 @@
 """Shortformer (Press et al. 2021, section 5), its ablations, and the model of Baevski & Auli 2018 that it improves."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.adaptive import AdaptiveVocabulary
 from meliad_like.layers.attention import attend, merge_heads, split_heads
-from meliad_like.layers.basic import LayerNorm, Linear, check_tokens, dropout, dropout_multiplier, rematerialise
+from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier
 from meliad_like.layers.losses import TokenLosses
 from meliad_like.layers.positions import sinusoids
-from meliad_like.layers.sharding import constrain
+from meliad_like.mechanisms.base import Watched
 from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.models.skeleton import Skeleton
 
 xavier = jax.nn.initializers.xavier_uniform()
 # Xavier with a gain of 1 / sqrt(2): keys, queries and values as if they were one matrix.
@@ -46,14 +47,6 @@ class LayerCarry(NamedTuple):
     cache: Float[Array, "b m d"] | None = None
     """The layer's inputs, after its norm, at the last m tokens; the newest come last, and the first may be empty."""
     decoding: DecodingCarry | None = None
-
-
-class ShortformerCarry(NamedTuple):
-    """All that a Shortformer remembers."""
-
-    position: Int[Array, " b"]
-    """Tokens read since the lane's document began; a multiple of w between segments."""
-    layers: list[LayerCarry]
 
 
 class ShortformerLayer(nnx.Module):
@@ -88,11 +81,20 @@ class ShortformerLayer(nnx.Module):
         heads = jnp.zeros((b, config.num_heads, m + w, config.head_size), dtype)
         return carry._replace(decoding=DecodingCarry(jnp.zeros((b, w, d), dtype), heads, heads))
 
+    @property
+    def acts_at_blocks(self) -> bool:
+        """Whether anything happens where a block begins or ends while tokens are read one by one."""
+        return self.config.cache_length > 0
+
+    def begin_segment(self, carry: LayerCarry) -> LayerCarry:
+        return carry
+
     def __call__(
         self,
         x: Float[Array, "b w d"],
         carry: LayerCarry,
-        num_cached: Int[Array, " b"],
+        positions: Int[Array, "b 1"],
+        shared: dict[str, Any],
         dropout_key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b w d"], LayerCarry]:
         """Reads a block.
@@ -100,11 +102,13 @@ class ShortformerLayer(nnx.Module):
         Args:
             x: the block.
             carry: from the block before; what is cached takes no gradient.
-            num_cached: how many of the cached tokens belong to the lane's document.
+            positions: of the block's first token in its document.
+            shared: nothing, because no layer reads what another one publishes.
             dropout_key: none to keep everything.
         """
         config, (b, w) = self.config, x.shape[:2]
         m = config.cache_length
+        num_cached = jnp.minimum(m, positions[:, 0])
         keys = (None,) * 4 if dropout_key is None else jax.random.split(dropout_key, 4)
         inputs = self.attention_norm(x)
         seen = inputs
@@ -127,14 +131,12 @@ class ShortformerLayer(nnx.Module):
         return x, carry if carry.cache is None else carry._replace(cache=seen[:, w:])
 
     def decode_step(
-        self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"]
+        self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"], shared: dict[str, Any]
     ) -> tuple[Float[Array, "b d"], LayerCarry]:
         """One token at `position`, the number of tokens of its document before it."""
         w, m = self.config.window_length, self.config.cache_length
         offset = position % w
         num_cached = jnp.minimum(m, position - offset)
-        carry = self._begin_block(carry, offset, num_cached)
-        assert carry.decoding is not None
         inputs = self.attention_norm(x)
         place = (num_cached + offset)[:, None]
         key = self._key(inputs[:, None], place)[:, :, 0]
@@ -151,39 +153,26 @@ class ShortformerLayer(nnx.Module):
             self._query(inputs[:, None], place), decoding.key, decoding.value, mask=visible[:, None, None, :]
         )
         x = self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0]
-        return x, self._end_block(carry._replace(decoding=decoding), offset)
+        return x, carry._replace(decoding=decoding)
 
-    def _begin_block(self, carry: LayerCarry, offset: Int[Array, " b"], num_cached: Int[Array, " b"]) -> LayerCarry:
-        """Projects what is cached, once for the block."""
-        if carry.cache is None:
+    def begin_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
+        """While decoding: projects what is cached, once for the block whose first token is at `position`."""
+        if carry.cache is None or carry.decoding is None:
             return carry
-        m = self.config.cache_length
+        m, old = self.config.cache_length, carry.decoding
+        key = self._key(carry.cache, jnp.minimum(m, position)[:, None] + np.arange(-m, 0))
+        value = split_heads(self.value(carry.cache), self.config.num_heads)
+        new = old._replace(key=old.key.at[:, :, :m].set(key), value=old.value.at[:, :, :m].set(value))
+        return carry._replace(decoding=new)
 
-        def begin(carry):
-            key = self._key(carry.cache, num_cached[:, None] + np.arange(-m, 0))
-            value = split_heads(self.value(carry.cache), self.config.num_heads)
-            first = (offset == 0)[:, None, None, None]
-            old = carry.decoding
-            new = old._replace(
-                key=old.key.at[:, :, :m].set(jnp.where(first, key, old.key[:, :, :m])),
-                value=old.value.at[:, :, :m].set(jnp.where(first, value, old.value[:, :, :m])),
-            )
-            return carry._replace(decoding=new)
+    def end_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
+        """Moves a block that was read token by token into the cache."""
+        seen = jnp.concatenate([carry.cache, carry.decoding.recent], axis=1)
+        return carry._replace(cache=seen[:, self.config.window_length :])
 
-        return jax.lax.cond(jnp.any(offset == 0), begin, lambda carry: carry, carry)
-
-    def _end_block(self, carry: LayerCarry, offset: Int[Array, " b"]) -> LayerCarry:
-        """Moves the block into the cache, where it is complete."""
-        if carry.cache is None:
-            return carry
-        w = self.config.window_length
-
-        def end(carry):
-            last = (offset == w - 1)[:, None, None]
-            seen = jnp.concatenate([carry.cache, carry.decoding.recent], axis=1)
-            return carry._replace(cache=jnp.where(last, seen[:, w:], carry.cache))
-
-        return jax.lax.cond(jnp.any(offset == w - 1), end, lambda carry: carry, carry)
+    def watch(self, before: LayerCarry, after: LayerCarry, position: Int[Array, " b"]) -> dict[str, Watched]:
+        """Nothing: no states pass from block to block."""
+        return {}
 
     def _placed(self, inputs: Float[Array, "b s d"], place: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """`inputs` with their positions, if those are infused; places below 0 are empty."""
@@ -207,8 +196,13 @@ class ShortformerLayer(nnx.Module):
         return x + dropout(self.feedforward_output(hidden), config.dropout_rate, keys[2])
 
 
-class Shortformer(nnx.Module):
-    """A language model that reads blocks of `w` tokens, each with the `m` tokens before it."""
+class Shortformer(Skeleton):
+    """A language model that reads blocks of `w` tokens, each with the `m` tokens before it.
+
+    No gradient passes from a block to the one before.
+    """
+
+    block_by_block = True
 
     def __init__(self, config: ShortformerConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
@@ -222,73 +216,14 @@ class Shortformer(nnx.Module):
         )
         self.layers = nnx.List(ShortformerLayer(config, rngs=rngs) for _ in range(config.num_layers))
 
-    @property
-    def dtype(self):
-        return jnp.dtype(self.config.activation_dtype)
-
-    def init_carry(self, b: int, *, decoding: bool = False) -> ShortformerCarry:
-        """What `b` lanes remember before their first token; `decoding` makes room for `decode_step`."""
-        layers = [layer.init_carry(b, self.dtype, decoding) for layer in self.layers]
-        return ShortformerCarry(jnp.zeros((b,), jnp.int32), layers)
-
-    def __call__(
-        self,
-        tokens: Int[Array, "b n"],
-        carry: ShortformerCarry,
-        start: Bool[Array, "b c"],
-        dropout_key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "b n d"], ShortformerCarry]:
-        """Reads a segment, block after block; no gradient passes from a block to the one before.
-
-        Args:
-            tokens: a whole number of blocks.
-            carry: from the segment before, or `init_carry`; its position is a multiple of w.
-            start: blocks with which a new document begins: nothing is remembered across.
-            dropout_key: for training; none to keep everything.
-
-        Returns:
-            Hidden vectors for `logits`, and the carry for the next segment.
-        """
-        check_tokens(tokens, self.vocabulary.size)
-        (b, n), w, c = tokens.shape, self.config.window_length, start.shape[1]
-        if n != c * w:
-            raise ValueError(f"{n} tokens with {c} start flags are not whole blocks of window_length={w}")
-        if c == 1:
-            return self._read_block(tokens, carry, start[:, 0], dropout_key)
-
-        def read(carry, block):
-            tokens, start, number = block
-            key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
-            hidden, carry = self._read_block(tokens, carry, start, key)
-            return carry, hidden
-
-        blocks = (jnp.moveaxis(tokens.reshape(b, c, w), 1, 0), start.T, np.arange(c))
-        carry, hidden = jax.lax.scan(read, carry, blocks)
-        return jnp.moveaxis(hidden, 0, 1).reshape(b, n, -1), carry
-
-    def _read_block(self, tokens, carry: ShortformerCarry, start: Bool[Array, " b"], dropout_key):
-        config = self.config
-        position = jnp.where(start, 0, carry.position)
-        num_cached = jnp.minimum(config.cache_length, position)
-        keys = (None,) * (config.num_layers + 1)
-        if dropout_key is not None:
-            keys = tuple(jax.random.split(dropout_key, len(keys)))
-        x = self._embed(tokens, np.arange(config.window_length))
-        x = constrain(dropout(x, config.dropout_rate, keys[-1]), "lanes", None, None)
-        layers = []
-        for layer, layer_carry, key in zip(self.layers, carry.layers, keys):
-            call = rematerialise(type(layer).__call__, config.remat)
-            x, layer_carry = call(layer, x, layer_carry, num_cached, key)
-            x = constrain(x, "lanes", None, None)
-            layers.append(layer_carry)
-        return x, ShortformerCarry(position + config.window_length, layers)
-
-    def _embed(self, tokens: Int[Array, "*batch"], offset: Int[Array, "*#batch"]) -> Float[Array, "*batch d"]:
-        """Scaled embeddings of tokens at these offsets in their blocks."""
+    def embed(self, tokens, position, dropout_key):
         config = self.config
         x = self.vocabulary.embed(tokens, self.dtype) * config.model_width**0.5
         if config.position == "input":
-            x = x + jnp.asarray(sinusoids(config.window_length, config.model_width), self.dtype)[offset]
+            x = x + jnp.asarray(sinusoids(config.window_length, config.model_width), self.dtype)[position]
+        return dropout(x, config.dropout_rate, dropout_key)
+
+    def finish(self, x, dropout_key):
         return x
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
@@ -304,21 +239,6 @@ class Shortformer(nnx.Module):
     ) -> TokenLosses:
         """The loss of every target, without the logits of the whole vocabulary."""
         return self.vocabulary.score(hidden, targets, slice_length, dropout_key)
-
-    def decode_step(
-        self, token: Int[Array, " b"], carry: ShortformerCarry
-    ) -> tuple[Float[Array, "b v"], ShortformerCarry]:
-        """Reads one more token per lane: one query against at most m + w keys, wherever the lane is.
-
-        The carry comes from `init_carry(b, decoding=True)`, through whole segments or not. Returns the logits of the
-        next token.
-        """
-        x = self._embed(token, carry.position % self.config.window_length)
-        layers = []
-        for layer, layer_carry in zip(self.layers, carry.layers, strict=True):
-            x, layer_carry = layer.decode_step(x, layer_carry, carry.position)
-            layers.append(layer_carry)
-        return self.logits(x), ShortformerCarry(carry.position + 1, layers)
 
 
 def forward_flops_per_token(config: ShortformerConfig, vocabulary_size: int) -> float:

@@ -34,7 +34,7 @@ class Layer(Protocol):
 
     def init_carry(self, b: int, dtype, decoding: bool) -> Any: ...
     def begin_segment(self, carry: Any) -> Any: ...
-    def begin_block(self, carry: Any, start: Array) -> Any: ...
+    def begin_block(self, carry: Any, position: Array) -> Any: ...
     def end_block(self, carry: Any, position: Array) -> Any: ...
     def __call__(
         self, x: Array, carry: Any, positions: Array, shared: dict[str, Any], dropout_key: Array | None
@@ -141,26 +141,33 @@ class Skeleton(nnx.Module):
         positions: Int[Array, "b c"],
         keys: list[PRNGKeyArray | None],
     ) -> tuple[Float[Array, "b n d"], list[Any]]:
-        """All layers read a block before any reads the next. Dropout masks repeat from block to block."""
+        """All layers read a block before any reads the next."""
 
         def step(layers, block):
-            x, position = block
-            begun = [layer.begin_block(one, position == 0) for layer, one in zip(self.layers, layers, strict=True)]
-            x, layers = self._stack(x, begun, position[:, None], keys, self.shared(begun))
+            x, position, number = block
+            begun = [layer.begin_block(one, position) for layer, one in zip(self.layers, layers, strict=True)]
+            folded = [None if key is None else jax.random.fold_in(key, number) for key in keys]
+            x, layers = self._stack(x, begun, position[:, None], folded, self.shared(begun))
             return layers, x
 
-        blocks = rearrange(x, "b (c w) d -> c b w d", w=self.config.window_length)
-        layers, x = jax.lax.scan(step, layers, (blocks, positions.T))
+        c = positions.shape[1]
+        if c == 1:
+            layers, x = step(layers, (x, positions[:, 0], 0))
+            return x, layers
+        blocks = rearrange(x, "b (c w) d -> c b w d", c=c)
+        layers, x = jax.lax.scan(step, layers, (blocks, positions.T, jnp.arange(c)))
         return rearrange(x, "c b w d -> b (c w) d"), layers
 
-    def _at_blocks(self, flags: Bool[Array, " b"], method: str, layers: list[Any], argument: Array) -> list[Any]:
+    def _at_blocks(
+        self, flags: Bool[Array, " b"], method: str, layers: list[Any], position: Int[Array, " b"]
+    ) -> list[Any]:
         """The carries after this method of each layer that acts where blocks begin or end, for the flagged lanes."""
         acting = {i: one for i, one in enumerate(layers) if self.layers[i].acts_at_blocks}
         if not acting:
             return layers
 
         def act(acting):
-            return {i: getattr(self.layers[i], method)(one, argument) for i, one in acting.items()}
+            return {i: getattr(self.layers[i], method)(one, position) for i, one in acting.items()}
 
         acted = at_lanes(flags, act, acting)
         return [acted.get(i, one) for i, one in enumerate(layers)]
@@ -173,7 +180,7 @@ class Skeleton(nnx.Module):
         """
         position, w = carry.position, self.config.window_length
         x = self.embed(token, position % w, None)
-        begun = self._at_blocks(position % w == 0, "begin_block", carry.layers, position == 0)
+        begun = self._at_blocks(position % w == 0, "begin_block", carry.layers, position)
         shared, layers = self.shared(begun), []
         for layer, one in zip(self.layers, begun, strict=True):
             x, one = layer.decode_step(x, one, position, shared)
