@@ -108,8 +108,8 @@ def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any) -> Any:
 
 
 def is_axes(node: Any) -> bool:
-    """Whether a node of a tree is a tuple of names of logical axes."""
-    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node) and node != ()
+    """Whether a node of a tree is a tuple of names of logical axes, and no named tuple of arrays that are not there."""
+    return type(node) is tuple and node != () and all(name is None or isinstance(name, str) for name in node)
 
 
 def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
