@@ -10,6 +10,7 @@ from decoders import recurrent_layers
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
+from meliad_like.data.vocabulary import BytesVocabularyConfig, SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.experiments.scales import SCALES, Scale, configure
 from meliad_like.experiments.step_time import random_batch
@@ -118,9 +119,10 @@ def test_vocabularies_of_table_5():
         run = config.parse([row.file])
         assert run.model == config.parse(["block_recurrent/fixed_skip.gin"]).model
         if row.name == "bytes":
-            assert run.vocabulary.kind == "bytes"
+            assert isinstance(run.vocabulary, BytesVocabularyConfig)
         else:
-            assert (run.vocabulary.kind, run.vocabulary.size) == ("sentencepiece", row.vocabulary_size)
+            assert isinstance(run.vocabulary, SentencePieceVocabularyConfig)
+            assert run.vocabulary.size == row.vocabulary_size
     # What they add is the embedding alone.
     assert Model(run.model, 128_000).num_parameters == FIXED_SKIP + (128_000 - 32_000) * 1024
 
@@ -180,7 +182,7 @@ def test_what_the_user_binds_is_not_scaled():
 def test_a_vocabulary_of_the_row_wins_over_the_tasks_and_has_a_store_of_its_own():
     row = TABLES["table5"].row("sentencepiece_1k")
     run = configure(row, SCALES["tiny"], ["task/standard_library.gin"])
-    assert (run.vocabulary.kind, run.vocabulary.size) == ("sentencepiece", 1000)
+    assert isinstance(run.vocabulary, SentencePieceVocabularyConfig) and run.vocabulary.size == 1000
     assert run.data.store == "stores/standard_library_bytes_sentencepiece_1k"
 
 
