@@ -1,4 +1,4 @@
-"""What the README and the documents beside it tell people to type, and point to, is there."""
+"""The commands, gin files, links and paths in the README and the other pages exist."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from meliad_like import config
 from meliad_like.config import search
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+COMMAND_PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "extending.md"]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -34,9 +34,10 @@ for argv in json.loads(sys.argv[2]):
 
 
 def commands() -> dict[str, list[list[str]]]:
-    """Arguments of the README's commands, by entry point."""
+    """Arguments of the commands on these pages, by entry point."""
     found: dict[str, list[list[str]]] = {}
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL):
+    text = "\n".join(page.read_text() for page in COMMAND_PAGES)
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(re.sub(r"^XLA_FLAGS=\S+ ", "", line), comments=True)
             if words:
@@ -80,14 +81,22 @@ def test_gin_files_and_parameters_make_a_run(words):
     config.parse(values("gin_file"), values("gin_param"))
 
 
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of the page's headings."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_are_named_exist(page):
+def test_links_and_named_files_exist(page):
     text = page.read_text()
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (page.parent / link).exists(), link
-    for name in re.findall(r"`((?:size|task|option|block_recurrent)/\w+\.gin)`", text):
-        search.find(name)
-    for name in re.findall(r"`((?:meliad_like|docs|tests|benchmarks|launch)/[\w./]+\.\w+)`", text):
+    for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+    for name in re.findall(r"`(\w+(?:/\w+)+\.gin)`", text):
+        search.find(name.removeprefix("gin/"))
+    for name in re.findall(r"`((?:meliad_like|docs|tests|benchmarks|launch)/[\w./]*)`", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text):
         assert name[1] in (ROOT / "tests" / name[0]).read_text(), name
