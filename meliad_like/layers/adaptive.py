@@ -25,12 +25,12 @@ from meliad_like.layers.losses import TokenLosses, divisor, in_slices
 from meliad_like.layers.sharding import constrain
 
 xavier = jax.nn.initializers.xavier_uniform()
-# A piece of the segment that a band's logits are made for at once: most targets are in the first band.
+# A segment is cut into at least this number of pieces, whose logits in a band are computed one after the other.
 PIECES = 8
 
 
 class _BandScore(NamedTuple):
-    """Of a target within its band: log-probabilities in the band's own softmax."""
+    """Log-probabilities of a target, and of the most likely token, in the softmax of one band."""
 
     target: Float[Array, "b n"]
     best: Float[Array, "b n"]
@@ -63,11 +63,11 @@ class AdaptiveVocabulary(nnx.Module):
     ):
         """
         Args:
-            vocabulary_size: ids are below it.
-            model_width: of the vectors that come out, and of the hidden vectors that go into the softmax.
+            vocabulary_size: the number of token ids.
+            model_width: width of the embedded vectors, and of the hidden vectors that the softmax scores.
             cutoffs: first ids of the bands after the first.
-            factor: by which each band is narrower than the one before.
-            dropout_rate: of what goes into the softmax, and of its projection to each narrower band.
+            factor: ratio of the widths of a band and the band after it.
+            dropout_rate: rate for the input of the softmax, and for its projection to each narrower band.
 
         Raises:
             UserError: a cutoff is not in the vocabulary.
@@ -88,7 +88,7 @@ class AdaptiveVocabulary(nnx.Module):
         )
 
     def embed(self, tokens: Int[Array, "*batch"], dtype) -> Float[Array, "*batch d"]:
-        """The vector of each token, not scaled; ids out of range as in `layers.basic.embed`."""
+        """The vector of each token, not scaled. Ids out of range are treated as in `layers.basic.embed`."""
         if len(self.bands) == 1:
             return embed(self.bands[0].table(dtype), tokens)
         check_tokens(tokens, self.size)
@@ -102,7 +102,7 @@ class AdaptiveVocabulary(nnx.Module):
         return total
 
     def log_probabilities(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
-        """Of every token, exact, float32."""
+        """The exact log-probability of every token of the vocabulary, float32."""
         head = self._head(hidden)
         parts = [head[..., : self.edges[1]]]
         for i in range(1, len(self.bands)):
@@ -119,14 +119,14 @@ class AdaptiveVocabulary(nnx.Module):
     ) -> TokenLosses:
         """The loss of each target, without the logits of the whole vocabulary.
 
-        A band's logits are made in pieces, for those tokens alone whose target lies in it, or whose most likely token
-        may. Each lane's own come first in an order of its own; a piece in which no lane has any is left out.
+        A band's logits are needed only for tokens whose target, or possibly whose most likely token, lies in the band.
+        Each lane is sorted so that these tokens come first; a piece in which no lane has such a token is skipped.
 
         Args:
-            hidden: one vector a token.
+            hidden: one vector for each token.
             targets: the tokens that come next.
-            slice_length: tokens of a lane whose logits exist at once, at most.
-            dropout_key: for training.
+            slice_length: the largest number of tokens of a lane whose logits exist at the same time.
+            dropout_key: random key of dropout in training; None: no dropout.
         """
         keys = (None,) * (len(self.bands) + 1)
         if dropout_key is not None:
@@ -150,7 +150,7 @@ class AdaptiveVocabulary(nnx.Module):
             first, last = self.edges[i], self.edges[i + 1]
             inside = (targets >= first) & (targets < last)
             cluster = clusters[..., i - 1]
-            # A band whose cluster is less likely than a word of the first band has not the most likely token.
+            # A band whose cluster is less likely than a word of the first band can't hold the most likely token.
             wanted = inside | (cluster > best)
             index = jnp.clip(targets - first, 0, last - first - 1)
             within = self._score_wanted(i, wanted, piece, hidden, index, keys[i])
@@ -162,7 +162,7 @@ class AdaptiveVocabulary(nnx.Module):
         """Log-probabilities of the first band's words, and of the cluster of each other band."""
         logits = self._scores(hidden, self.bands[0].table(hidden.dtype))
         if self.clusters is not None:
-            # Not the linear map itself, whose results have the dtype of `hidden`.
+            # `self.clusters(hidden)` would return results in the dtype of `hidden`; these must be float32.
             clusters = self._scores(hidden, self.clusters.kernel[...].astype(hidden.dtype).T)
             logits = jnp.concatenate([logits, clusters], axis=-1)
         return jax.nn.log_softmax(logits)
@@ -187,7 +187,7 @@ class AdaptiveVocabulary(nnx.Module):
         index: Int[Array, "b n"],
         key: PRNGKeyArray | None,
     ) -> _BandScore:
-        """Scores within band `i`; of tokens that are not wanted, anything finite."""
+        """Scores within band `i`; the scores of tokens that are not `wanted` are finite and have no meaning."""
         b, n = wanted.shape
         order = jnp.argsort(~wanted, axis=1, stable=True)
 

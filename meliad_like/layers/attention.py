@@ -2,8 +2,8 @@
 
 A query sees exactly the `w` tokens before it, never itself. In its tile of `2w` keys (the block before, then its own)
 the query at offset `t` sees the keys at offsets `s >= t` of the block before and `s < t` of its own: two triangles
-that fill one `w` by `w` square. So the scores of a tile are folded into that square, and all that is done score by
-score (mask, bias, exponential, their gradients, what is kept for the backward pass) is half as large as the tile. The
+that fill one `w` by `w` square. So the scores of a tile are folded into that square, and every elementwise operation
+(mask, bias, exponential, their gradients, the residuals of the backward pass) is half as large as the tile. The
 square is also a ring: column `s` belongs to the last token before the query whose offset in its block is `s`. That is
 how one token at a time is decoded, with a cache of `w` entries.
 """
@@ -16,12 +16,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 MASKED = -1e6
-# Logits are never that low; where all keys are masked the output is 0 rather than an average.
+# No unmasked score is this low. It makes the output 0, rather than an average, where all keys are masked.
 LOWEST = -1e3
 
 
 def unit(x: Float[Array, "... k"]) -> Float[Array, "... k"]:
-    """`x` scaled to unit length per head (Henry et al. 2020), statistics in float32."""
+    """`x` scaled to unit length per head (Henry et al. 2020); the length is computed in float32."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
@@ -32,12 +32,12 @@ def split_heads(x: Float[Array, "*batch n i"], num_heads: int) -> Float[Array, "
 
 
 def merge_heads(*mixed: Float[Array, "*batch h n k"]) -> Float[Array, "*batch n i"]:
-    """Results of one or several attentions, head by head and one after the other in the last axis."""
+    """The heads of one or several attention results, concatenated along the last axis."""
     return jnp.concatenate([rearrange(y, "... h n k -> ... n (h k)") for y in mixed], axis=-1)
 
 
 def head_scale(scale: nnx.Param, dtype) -> Float[Array, "h 1 1"]:
-    """The learned attention scale of each head, which counts without its sign."""
+    """The absolute value of the learned attention scale of each head."""
     return jnp.abs(scale[...]).astype(dtype)[:, None, None]
 
 
@@ -50,7 +50,7 @@ def ring_distance(window: int) -> Int[np.ndarray, "w w"]:
 def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
     """Values by distance (1 to w) laid out on the ring: `square[h, t, s] = by_distance[h, ring_distance[t, s] - 1]`.
 
-    Made of copies and a reshape, so that its transpose is a sum and not a scatter.
+    It consists of copies and a reshape, so that its gradient is a sum and not a scatter.
     """
     h, w = by_distance.shape
     # Row t, read from column w - 1 down to 0, is by_distance rotated left by t: a copy with a stride of w + 1.
@@ -63,8 +63,8 @@ def weigh(
 ) -> tuple[Float[Array, "*batch t s"], Float[Array, "*batch t 1"]]:
     """The softmax of `scores` over the keys as unnormalised weights (times a dropout `multiplier`) and their sum.
 
-    The caller divides after the product with the values, which is smaller. In float32 throughout. Rows in which
-    everything is masked get weights 0.
+    The caller divides after the product with the values, which is a smaller array. All computations are float32.
+    Rows in which all keys are masked get weights 0.
     """
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST))
     weights = jnp.exp(scores - highest)
@@ -80,9 +80,9 @@ def attend(
     mask: Bool[Array, "..."] | None = None,
     multiplier: Float[Array, "..."] | None = None,
 ) -> Float[Array, "*batch h t k"]:
-    """Dense attention. Scales belong in `query`.
+    """Dense attention. The attention scale must already be part of `query`.
 
-    `bias`, `mask` (True: may look) and `multiplier` (dropout of the weights) broadcast to [*batch, h, t, s].
+    `bias`, `mask` (True: visible) and `multiplier` (dropout of the weights) broadcast to [*batch, h, t, s].
     """
     scores = jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -108,10 +108,10 @@ def attend_window(
 
     Args:
         query: scaled queries, by block.
-        key, value: of the block itself.
-        previous_key, previous_value: of the block before it.
+        key, value: keys and values of the block itself.
+        previous_key, previous_value: keys and values of the block before it.
         bias: scaled bias on the ring, the same for all blocks.
-        previous_valid: whether the block before belongs to the same document; if not, it is not seen.
+        previous_valid: whether the block before belongs to the same document; if not, it is masked.
         multiplier: dropout of the weights, shared by lanes and blocks.
     """
     own = np.tri(query.shape[-2], k=-1, dtype=bool)
@@ -123,7 +123,7 @@ def attend_window(
         weights = weights.astype(value.dtype)
         return jnp.einsum("bchts,bchsk->bchtk", weights, value, preferred_element_type=jnp.float32)
 
-    # The halves of the tile are multiplied apart: on a CPU that is faster than with keys of length 2w side by side.
+    # The two halves of the tile are separate products: on a CPU this is faster than concatenated keys of length 2w.
     scores = jnp.where(own, scores_with(key), scores_with(previous_key)) + bias
     scores = jnp.where(own | previous_valid[:, :, None, None, None], scores, MASKED)
     weights, total = weigh(scores, multiplier)

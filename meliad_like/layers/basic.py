@@ -22,11 +22,11 @@ REMAT_POLICIES = {
 }
 
 LINEAR = "linear"
-"""What linear maps put out is named so, for `jax.checkpoint`."""
+"""The name of the outputs of linear maps, for the policies of `jax.checkpoint`."""
 
 
 def fan_in_scaled(scale: float) -> jax.nn.initializers.Initializer:
-    """Truncated normal numbers with which a linear map of independent numbers keeps their variance, times a factor."""
+    """Truncated normal initialisation; a linear map then multiplies the scale of independent inputs by `scale`."""
     return jax.nn.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
 
 
@@ -34,7 +34,7 @@ fan_in = fan_in_scaled(1.0)
 
 
 def parameter(key: PRNGKeyArray, initializer, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-    """A float32 parameter that knows its logical axes; `mesh` maps those to axes of the device mesh."""
+    """A float32 parameter annotated with its logical axes; `mesh` maps those to axes of the device mesh."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
     return nnx.Param(initializer(key, shape, jnp.float32), axes=axes)
@@ -53,14 +53,14 @@ def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = No
     """`x @ kernel`; on a CPU the gradient for a kernel with more rows than columns is computed as its transpose.
 
     A product that sums over the first axis of both sides is what XLA does worst on a CPU, by a third when the left side
-    is the wider one. The barrier keeps XLA from turning it round again. A function with its own backward pass has no
-    forward-mode derivative (`jax.jvp`) in JAX; so on other platforms, only a product that is rounded is one.
+    is the wider one. The optimization barrier keeps XLA from undoing this. A function with its own backward pass has no
+    forward-mode derivative (`jax.jvp`) in JAX; so on other platforms only a rounded product is such a function.
 
     Args:
-        x: of any float dtype, which is the result's as well.
-        kernel: of the dtype of `x`.
-        dtype: what both are rounded to, here and for the gradient of `x`; sums and the kernel's gradient are not. None:
-            nothing is rounded.
+        x: array of any float dtype, which is also the dtype of the result.
+        kernel: array of the dtype of `x`.
+        dtype: both factors are rounded to it, here and for the gradient of `x`; sums and the kernel's gradient are
+            not rounded. None: no rounding.
     """
     if dtype is None and platform() != "cpu":
         return x @ kernel
@@ -90,7 +90,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def check_tokens(tokens: Int[Array, "*batch"], vocabulary_size: int) -> None:
-    """Checks token ids outside of a compiled program; within one their values are not known yet.
+    """Checks token ids outside of a compiled program; inside one their values are not known yet.
 
     Raises:
         UserError: an id is negative, or not below the vocabulary's size.
@@ -103,9 +103,9 @@ def check_tokens(tokens: Int[Array, "*batch"], vocabulary_size: int) -> None:
 
 
 def embed(table: Float[Array, "v d"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
-    """The row of each token.
+    """The row of `table` for each token.
 
-    In a compiled program that of an id out of range is NaN, so that the loss is, too.
+    In a compiled program the row of an id out of range is NaN, so that the loss becomes NaN, too.
 
     Raises:
         UserError: outside of a compiled program: an id is out of range.
@@ -115,15 +115,15 @@ def embed(table: Float[Array, "v d"], tokens: Int[Array, "*batch"]) -> Float[Arr
 
 
 def rematerialise(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    """`function`, of which the backward pass computes again: nothing (`none`), all but matrix products (`dots`), or
-    everything (`layers`)."""
+    """`function` with a rematerialisation policy: the backward pass computes nothing again (`none`), everything except
+    matrix products (`dots`), or everything (`layers`)."""
     return function if remat == "none" else jax.checkpoint(function, policy=REMAT_POLICIES[remat])
 
 
 class Linear(nnx.Module):
     """`x @ kernel (+ bias)`, computed in the dtype of `x`. The kernel is [in, out], fan-in truncated normal.
 
-    With a `matmul_dtype` what is multiplied is rounded to that, but for the gradient of the kernel; see `product`.
+    With a `matmul_dtype`, factors are rounded to it, except for the gradient of the kernel; see `product`.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class LayerNorm(nnx.Module):
 class FeedForward(nnx.Module):
     """`relu(x W1) W2` without biases.
 
-    The two halves are called apart by the recurrent cell, whose gate reads the hidden layer.
+    The recurrent cell calls the two halves separately, because its gate reads the hidden layer.
     """
 
     def __init__(self, size_in: int, feedforward_width: int, model_width: int, *, rngs: nnx.Rngs):
@@ -198,13 +198,13 @@ class FeedForward(nnx.Module):
 
 
 def dropout_multiplier(key: PRNGKeyArray, rate: float, shape: tuple[int, ...], dtype) -> Array:
-    """An array of 0 and 1 / (1 - rate), to multiply with."""
+    """A random array of 0 and 1 / (1 - rate), by which dropout multiplies."""
     keep = jax.random.bernoulli(key, 1.0 - rate, shape)
     return jnp.where(keep, 1.0 / (1.0 - rate), 0.0).astype(dtype)
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
-    """Dropout whose mask is drawn for every number of `x`; none without a key."""
+    """Dropout with an independent mask value for every element of `x`; without a key, `x` itself."""
     if key is None or rate == 0.0:
         return x
     return x * dropout_multiplier(key, rate, x.shape, x.dtype)
@@ -213,7 +213,7 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Fl
 def tiled_dropout(x: Float[Array, "b n d"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "b n d"]:
     """Dropout whose mask is a tile of at most 128 tokens, shared by all lanes and repeated along the segment.
 
-    As in the reference: drawing the mask costs a thousandth of the tokens' own size.
+    The reference does the same: far fewer random numbers are drawn than there are activations.
     """
     if key is None or rate == 0.0:
         return x

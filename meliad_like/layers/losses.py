@@ -1,4 +1,4 @@
-"""Cross-entropy by slices of the segment, so that logits for all of it never exist."""
+"""Cross-entropy by slices of the segment, so that the logits of the whole segment never exist at the same time."""
 
 from typing import NamedTuple
 
@@ -10,10 +10,10 @@ from meliad_like.layers.sequence import num_parts
 
 
 class TokenLosses(NamedTuple):
-    """What the loss and the accuracy of each token are made of."""
+    """The loss of each token, and whether its prediction was right."""
 
     nats: Float[Array, "b n"]
-    """Minus the log-probability of each target, float32."""
+    """The negative log-probability of each target in nats, float32."""
     correct: Bool[Array, "b n"]
     """Whether no token was more likely than the target."""
 
@@ -25,14 +25,14 @@ def token_losses(
     slice_length: int,
     dropout_key: PRNGKeyArray | None = None,
 ) -> TokenLosses:
-    """The loss of every target, whether it counts or not.
+    """The loss of every target, including the targets that the caller masks.
 
     Args:
-        module: has `logits(hidden) -> [..., v]`, or `target_scores` where it can do without all of them.
-        hidden: one vector a token.
+        module: has `logits(hidden) -> [..., v]`, or `target_scores`, which does not compute the logits of all tokens.
+        hidden: one vector for each token.
         targets: the tokens that come next.
-        slice_length: tokens of a lane whose logits exist at once; if it doesn't divide n, the largest divisor below.
-        dropout_key: for training; none to keep everything. Only `target_scores` has any use for it.
+        slice_length: number of tokens of a lane whose logits exist at the same time; rounded down to a divisor of n.
+        dropout_key: random key of dropout in training; None: no dropout. Only `target_scores` uses it.
     """
     if hasattr(module, "target_scores"):
         return module.target_scores(hidden, targets, slice_length, dropout_key)
@@ -42,11 +42,11 @@ def token_losses(
         if num_parts() == 1:
             target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         else:
-            # XLA crashes where a part of a segment would look something up along the vocabulary that `tensor` cuts.
+            # XLA crashes on a lookup along the vocabulary, sharded over `tensor`, inside of `over_sequence`.
             chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
             target_logits = jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
         nats = jax.nn.logsumexp(logits, axis=-1) - target_logits
-        # On a CPU the place of the maximum takes many times as long as the maximum, which logsumexp needs in any case.
+        # On a CPU argmax takes many times as long as the maximum, which logsumexp needs in any case.
         return TokenLosses(nats, target_logits >= jnp.max(logits, axis=-1))
 
     return in_slices(losses, divisor(hidden.shape[1], slice_length), hidden, targets)
@@ -58,7 +58,7 @@ def divisor(n: int, at_most: int) -> int:
 
 
 def in_slices(function, length: int, *arrays):
-    """`function` of slices of `length` along the second axis; what is inside is computed again in the backward pass."""
+    """`function` of slices of `length` along the second axis; the backward pass computes each slice again."""
     b, n = arrays[0].shape[:2]
     if length == n:
         return function(*arrays)

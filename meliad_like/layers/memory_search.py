@@ -1,10 +1,10 @@
 """External memory: keys and values of a document's past, of which every token attends to the nearest few.
 
-Memorizing Transformers (Wu et al. 2022), section 3, as the baseline of Block-Recurrent Transformers (table 1).
+Memorizing Transformers (Wu et al. 2022), section 3, a baseline of Block-Recurrent Transformers (table 1).
 
-A memory is a ring: the token at position `p` of its document lies in slot `p % m`. So how many slots are filled follows
-from how many of the document's tokens are remembered, and nothing needs to be erased when the next document begins.
-Neither search nor memories take a gradient; attention to what was found does, through the query.
+A memory is a ring: the token at position `p` of its document lies in slot `p % m`. So the number of filled
+slots follows from the position in the document, and nothing needs to be erased when the next document begins.
+Neither the search nor the memories have a gradient; attention to the memories found has one, through the query.
 """
 
 from typing import Literal, NamedTuple
@@ -18,23 +18,23 @@ from meliad_like.layers.attention import MASKED, weigh
 
 MemorySearch = Literal["exact", "bucketed"]
 
-# Slots whose scores exist at once: for 512 queries of 8 heads 32 MB a lane, where 65,536 slots would be 1 GB.
+# Slots whose scores exist together: for 512 queries of 8 heads 32 MB a lane, where 65,536 slots would be 1 GB.
 PIECE = 2048
 
 
 class Memory(NamedTuple):
-    """Keys of unit length, and values."""
+    """The keys, of unit length, and values of an external memory."""
 
     key: Float[Array, "b h m k"]
     value: Float[Array, "b h m k"]
 
 
 class Found(NamedTuple):
-    """For every query and head its memories, the nearest first (`exact`) or by bucket (`bucketed`)."""
+    """The memories found for every query and head: the nearest first (`exact`) or by bucket (`bucketed`)."""
 
     slot: Int[Array, "b h t j"]
     valid: Bool[Array, "b h t j"]
-    """Whether there was one; the slot of one that wasn't means nothing."""
+    """Whether a memory was found; where none was, the slot has no meaning."""
 
 
 def search(
@@ -44,13 +44,13 @@ def search(
     count: int,
     kind: MemorySearch,
 ) -> Found:
-    """Finds `count` memories with the largest products for each query, a piece of the memory at a time.
+    """Finds the `count` memories with the largest inner products for each query, one piece of the memory at a time.
 
     Args:
-        query: of any length, which doesn't change the order.
-        key: the memory's.
-        filled: slots of each lane that are filled, the first ones; more than there are is all of them.
-        count: memories for a query.
+        query: vectors of any norm, which doesn't change the order.
+        key: the keys in the memory.
+        filled: number of filled slots of each lane, which are the first ones; may exceed m when all are filled.
+        count: number of memories for each query.
         kind: `exact`: the nearest of all. `bucketed`, the reference's approximation: slot `s` is in bucket
             `s % count`, and the nearest of each bucket is found; `m` must be a multiple of `count`.
     """
@@ -61,7 +61,7 @@ def search(
     merge = {"exact": _merge_nearest, "bucketed": _merge_buckets}[kind]
 
     def piece(best, index):
-        # The last piece ends with the memory and may begin with slots that the one before it had.
+        # The last piece ends with the memory, and may overlap the piece before it.
         begin = jnp.minimum(index * step, num_slots - size)
         slot = begin + jnp.arange(size)
         some = jax.lax.dynamic_slice_in_dim(key, begin, size, axis=2)
@@ -95,7 +95,7 @@ def _merge_buckets(best, scores: Float[Array, "b h t s"], slot: Int[Array, " s"]
 
 
 def recall(memory: Memory, slot: Int[Array, "b h t j"]) -> tuple[Float[Array, "b h t j k"], Float[Array, "b h t j k"]]:
-    """The keys and values in these slots."""
+    """Looks up the keys and values in the slots that a search found."""
 
     def gather(x):
         found = jnp.take_along_axis(x, rearrange(slot, "b h t j -> b h (t j) 1"), axis=2)
@@ -110,7 +110,7 @@ def attend_memories(
     value: Float[Array, "*batch t j k"],
     valid: Bool[Array, "*batch t j"],
 ) -> Float[Array, "*batch t k"]:
-    """Attention of every query to memories of its own; where it has none the result is 0."""
+    """Attention of every query to the memories found for it; the result is 0 where there are none."""
     scores = jnp.einsum("...tk,...tjk->...tj", query, key, preferred_element_type=jnp.float32)
     weights, total = weigh(jnp.where(valid, scores, MASKED))
     mixed = jnp.einsum("...tj,...tjk->...tk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
@@ -124,12 +124,12 @@ def remember(
     position: Int[Array, "b n"],
     keep: Bool[Array, "b n"],
 ) -> Memory:
-    """Writes tokens over the oldest memories.
+    """Overwrites the oldest memories with the keys and values of tokens.
 
     Args:
-        key, value: of the tokens; no more than there are slots.
-        position: of each token in its document.
-        keep: which of them to write.
+        key, value: keys and values of the tokens, of which there are at most m.
+        position: position of each token in its document.
+        keep: which tokens to write.
     """
     num_slots = memory.key.shape[2]
     lanes = jnp.arange(key.shape[0])[:, None]

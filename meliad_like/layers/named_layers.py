@@ -7,10 +7,10 @@ from meliad_like.errors import UserError
 
 
 def check_layers(config: Any, field: str, num_layers: int) -> None:
-    """Makes a tuple of a frozen config's field that names layers; negative numbers count from the end.
+    """Checks a frozen config's field that names layers, and makes it a tuple; negative numbers count from the end.
 
     Raises:
-      UserError: it names a layer that there is not, or one twice.
+      UserError: a layer does not exist or is named twice.
     """
     name, layers = f"{type(config).__name__}.{field}", tuple(getattr(config, field))
     object.__setattr__(config, field, layers)
@@ -21,5 +21,5 @@ def check_layers(config: Any, field: str, num_layers: int) -> None:
 
 
 def layer_indices(layers: Sequence[int], num_layers: int) -> frozenset[int]:
-    """Layers, counted from 0."""
+    """The indices of the named layers, counted from 0."""
     return frozenset(layer % num_layers for layer in layers)

@@ -1,6 +1,6 @@
 """Positions: T5's bias by distance, rotary embeddings, and sinusoids.
 
-All are told distances or places in a window, never positions in a document, which may so be of any length.
+All of them take distances or places in a window, never positions in a document, which may therefore be of any length.
 """
 
 import jax
@@ -13,7 +13,7 @@ from meliad_like.layers.basic import parameter
 
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
-# Fairseq counts positions from here, and its checkpoints were trained so.
+# Fairseq counts positions from this number, and its checkpoints were trained with it.
 FIRST_POSITION = 2
 
 
@@ -31,7 +31,7 @@ def t5_bucket(distance: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:
 
 
 class T5Bias(nnx.Module):
-    """A learned bias per head and bucket of distance."""
+    """T5's learned bias: one number per head and bucket of distances."""
 
     def __init__(self, num_heads: int, *, rngs: nnx.Rngs):
         initializer = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)

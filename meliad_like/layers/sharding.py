@@ -1,4 +1,4 @@
-"""The one table that says which logical axis of an array lies along which axis of the device mesh."""
+"""The table that maps the logical axes of arrays to the axes of the device mesh."""
 
 import jax
 from jax.sharding import PartitionSpec
@@ -16,10 +16,10 @@ MESH_AXES_OF: dict[str | None, str | tuple[str, ...] | None] = {
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """`x`, laid out by these logical axes where the program is compiled for a mesh (`jax.set_mesh`).
+    """`x` with a sharding constraint by these logical axes, if the program is compiled for a mesh (`jax.set_mesh`).
 
-    The compiler derives every other layout, but where an array of tokens meets a parameter that is cut along the model
-    width, it may gather either of the two. It must be the parameter: there are many more tokens.
+    The compiler derives every other layout, but where an array of tokens meets a parameter that is sharded along the
+    model width, it could gather either of the two. It must gather the parameter, which is much smaller.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x
@@ -27,9 +27,9 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def platform() -> str:
-    """`cpu`, `gpu` or `tpu`: what the program under trace is compiled for.
+    """The platform for which the traced program is compiled: `cpu`, `gpu` or `tpu`.
 
-    That is JAX's default platform, or the platform of the mesh, whose devices may not be there but only planned for.
+    That is JAX's default platform, or the platform of the mesh, whose devices may be only planned and not present.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

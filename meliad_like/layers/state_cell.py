@@ -1,4 +1,4 @@
-"""The recurrent cell: states that attend to a block of tokens, and the gates that they pass.
+"""The recurrent cell: states attend to a block of tokens and are updated through gates.
 
 Block-Recurrent Transformers, sections 3.2 to 3.4.
 """
@@ -22,7 +22,7 @@ class FixedGate(nnx.Module):
     """`g * state + (1 - g) * update` with `g = sigmoid(bias)`: a learned moving average (section 3.2)."""
 
     def __init__(self, hidden_width: int, model_width: int, hidden_axis: str, *, rngs: nnx.Rngs):
-        del hidden_width, hidden_axis  # this gate doesn't look at its input
+        del hidden_width, hidden_axis  # This gate doesn't depend on its input.
         self.bias = parameter(rngs.params(), jax.nn.initializers.normal(0.1), (model_width,), ("model",))
 
     def __call__(
@@ -39,7 +39,7 @@ class FixedGate(nnx.Module):
 
 
 class LstmGate(nnx.Module):
-    """`f * state + i * update`, both gates read from `hidden`, biased to remember (section 3.2)."""
+    """`f * state + i * update`, with both gates computed from `hidden` and biased to keep the state (section 3.2)."""
 
     def __init__(self, hidden_width: int, model_width: int, hidden_axis: str, *, rngs: nnx.Rngs):
         small = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
@@ -63,7 +63,7 @@ GATES = {"fixed": FixedGate, "lstm": LstmGate}
 
 
 class StateHeads(NamedTuple):
-    """What the states of one block attend with: [b, h, r, k] each, keys and queries of unit length times scale."""
+    """The heads of the states of one block: [b, h, r, k] each. Keys have unit length; queries too, times the scale."""
 
     key: Array
     value: Array
@@ -118,10 +118,10 @@ class StateCell(nnx.Module):
         self.cell = cell
 
     def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:
-        """By gate: the share of each channel that it keeps, and the share of the update that it takes in.
+        """For each gate, the share of each channel that it keeps, and the share of the update that it takes in.
 
         Args:
-            read: what each gate has read, from `update`.
+            read: the input of each gate, as `update` returns it.
         """
         return {name: jnp.stack(getattr(self, name).gates(hidden)) for name, hidden in read.items()}
 
@@ -130,7 +130,7 @@ class StateCell(nnx.Module):
         return jnp.broadcast_to(self.initial[...].astype(dtype), (b, *self.initial.shape))
 
     def kernels(self, dtype) -> Float[Array, "d 4 i"]:
-        """The four projections for `heads`, to be put together once, outside of the scan.
+        """The kernels of the four projections for `heads`, stacked once, outside of the scan.
 
         One product instead of four, because inside the scan the matrices are small. Stacked rather than side by side,
         because each is sharded along its heads.
@@ -161,13 +161,13 @@ class StateCell(nnx.Module):
         """The next states: attention among the states and to the tokens of the block and the one before, then gates.
 
         Args:
-            states: before the block.
+            states: the states before the block.
             heads: `self.heads(states, ...)`.
-            key, value: of the tokens.
+            key, value: keys and values of the tokens.
             valid: which tokens belong to the same document.
 
         Returns:
-            The states, and what each gate has read, for `gate_values`.
+            The states, and the input of each gate, for `gate_values`.
         """
         own = attend(heads.query, heads.key, heads.value)
         cross = attend(heads.cross_query, key, value, mask=valid[:, None, None, :])
@@ -180,8 +180,8 @@ class StateCell(nnx.Module):
             read["feedforward_gate"] = hidden = jax.nn.relu(self.feedforward.hidden(self.feedforward_norm(states)))
             states = self.feedforward_gate(states, hidden, self.feedforward.output(hidden))
         if self.cell == "single":
-            # Heads lie along `tensor`, and so does what the network makes of them. Left to itself the compiler finds a
-            # layout in between whose gradients are wrong, on meshes with all of `data`, `fsdp` and `tensor`.
+            # Heads are sharded along `tensor`, and so is the network's hidden layer. Otherwise the compiler chooses
+            # a layout between them whose gradients are wrong, on meshes with all of `data`, `fsdp` and `tensor`.
             hidden = jax.nn.relu(self.feedforward.hidden(constrain(mixed, "lanes", None, None)))
             read["feedforward_gate"] = hidden
             states = self.feedforward_gate(states, hidden, jnp.tanh(self.feedforward.output(hidden)))

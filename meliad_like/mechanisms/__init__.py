@@ -1,4 +1,4 @@
-"""Memory mechanisms, one file each: the ways in which a layer sees what came before.
+"""Memory mechanisms, one file each: the ways in which a layer sees earlier tokens.
 
 Importing this package imports every file in it, and so registers every mechanism. docs/extending.md shows how to add
 one.

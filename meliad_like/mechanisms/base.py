@@ -1,7 +1,7 @@
-"""The protocol of memory mechanisms: a frozen config that knows everything about one, and the module that it builds.
+"""The protocol of memory mechanisms: a frozen config that describes a mechanism, and the module that it builds.
 
-A layer has heads of its tokens, a list of mechanisms and a feed-forward network. It never asks which mechanisms it has:
-it calls all of them, lets each combine its result with those before it, and projects what comes out.
+A layer has heads of its tokens, a list of mechanisms and a feed-forward network. It treats all mechanisms alike: it
+calls each of them, lets each combine its result with the results before it, and projects the combined result.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ MECHANISMS = Registry("mechanism")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a mechanism knows of the decoder that it is part of."""
+    """The sizes of the decoder that a mechanism is part of."""
 
     num_layers: int
     model_width: int
@@ -49,9 +49,9 @@ class SegmentTokens(NamedTuple):
     """The layer's input, after its norm."""
     tile: Tile
     positions: Int[Array, "b c"]
-    """Of each block's first token in its document; 0 where a document begins."""
+    """Position of each block's first token in its document; 0 where a document begins."""
     shared: dict[str, Any]
-    """By mechanism: what its layers have published (`MechanismConfig.share`) of the time before the block."""
+    """By mechanism: what its layers publish (`MechanismConfig.share`) before the block."""
 
 
 class OneToken(NamedTuple):
@@ -61,44 +61,44 @@ class OneToken(NamedTuple):
     """The layer's input, after its norm."""
     tile: TokenTile
     position: Int[Array, " b"]
-    """The number of tokens of its document before it."""
+    """The number of earlier tokens of its document."""
     shared: dict[str, Any]
 
 
 class Watched(NamedTuple):
-    """What a study can watch while a mechanism reads a block."""
+    """Internal values of a mechanism while it reads a block, for studies."""
 
     before: Float[Array, "b r d"]
-    """The vectors that came into the block."""
+    """The state vectors before the block."""
     after: Float[Array, "b r d"]
-    """The vectors that left it."""
+    """The state vectors after the block."""
     gates: dict[str, Float[Array, "2 b r d"]]
-    """By gate: the share of each channel that was kept, and the share of the update that was taken in."""
+    """By gate: the share of each channel that was kept, and the share of the update that was added."""
 
 
 class Mechanism(nnx.Module):
-    """One way in which a layer sees what came before. `b c h w k` are lanes, blocks, heads, tokens, head size.
+    """One way in which a layer sees earlier tokens. `b c h w k` are lanes, blocks, heads, tokens, head size.
 
     A block-by-block reader, which is a decoder that writes token by token or one whose layers share what they publish,
     calls `begin_block` before a block, for the lanes whose block begins, and while decoding `end_block` after it.
     """
 
     def init_carry(self, b: int, dtype: Any, decoding: bool) -> Any:
-        """What `b` lanes remember before their first token: a pytree of arrays with the lane axis first."""
+        """The carry of `b` lanes before their first token: a pytree of arrays with the lane axis first."""
         del b, dtype, decoding
         return ()
 
     def begin_segment(self, carry: Any) -> Any:
-        """Called once before a segment is read; not while decoding, which has no segments."""
+        """The carry at the beginning of a segment. It is not called while decoding, which has no segments."""
         return carry
 
     def begin_block(self, carry: Any, start: Bool[Array, " b"], cache: TokenCache) -> Any:
-        """The carry that comes into a block.
+        """The carry at the beginning of a block.
 
         Args:
-            carry: from the block before.
+            carry: the carry after the block before.
             start: lanes where a document begins with the block.
-            cache: of the layer's tokens, which is the block before; its keys are of unit length, without positions.
+            cache: the layer's token cache, which holds the block before; keys of unit length, without positions.
         """
         del start, cache
         return carry
@@ -106,20 +106,20 @@ class Mechanism(nnx.Module):
     def __call__(
         self, tokens: SegmentTokens, carry: Any, dropout_key: PRNGKeyArray | None
     ) -> tuple[Float[Array, "b c h w k"], Any]:
-        """What every token of a segment gets, by head, and the carry after the segment."""
+        """The result of every token of a segment, by head, and the carry after the segment."""
         raise NotImplementedError
 
     def decode_step(self, token: OneToken, carry: Any) -> tuple[Float[Array, "b h 1 k"], Any]:
-        """The same for one token of every lane, at a cost that doesn't depend on how many were read."""
+        """The same as `__call__` for one token of every lane, at a cost independent of the document's length."""
         raise NotImplementedError
 
     def end_block(self, carry: Any, cache: TokenCache, position: Int[Array, " b"]) -> Any:
-        """The carry after a block that was read token by token.
+        """The carry at the end of a block that was read token by token.
 
         Args:
-            carry: after the block's last token.
-            cache: of the layer's tokens, which is the whole block; its keys as for `begin_block`.
-            position: of the block's last token.
+            carry: the carry after the block's last token.
+            cache: the layer's token cache, which holds the whole block; keys as for `begin_block`.
+            position: position of the block's last token.
         """
         del cache, position
         return carry
@@ -127,19 +127,19 @@ class Mechanism(nnx.Module):
     def combine(
         self, others: list[Float[Array, "*batch h t k"]], own: Float[Array, "*batch h t k"]
     ) -> list[Float[Array, "*batch h t k"]]:
-        """The results of the mechanisms before it with its own: by default beside each other."""
+        """Combines the results of the mechanisms before it with its own; by default concatenates them."""
         return [*others, own]
 
     def publish(self, carry: Any) -> Any:
-        """What other layers may read of a carry after `begin_block`, for `MechanismConfig.share`."""
+        """The part of a carry, after `begin_block`, that other layers may read (see `MechanismConfig.share`)."""
         raise NotImplementedError
 
     def watch(self, before: Any, after: Any, tile: Tile, start: Bool[Array, " b"]) -> Watched | None:
-        """What a study can watch; None: nothing.
+        """Internal values for studies; None if the mechanism has none.
 
         Args:
             before, after: the carries before and after a block.
-            tile: of the block.
+            tile: the heads of the block's tokens.
             start: lanes where a document begins with the block.
         """
         del before, after, tile, start
@@ -148,28 +148,28 @@ class Mechanism(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class MechanismConfig:
-    """The config of a mechanism. Every field that is a size says how it scales (`meliad_like/sizes.py`)."""
+    """The config of a mechanism. Every field that is a size declares how it scales (`meliad_like/sizes.py`)."""
 
     layers: tuple[int, ...] | None = size((), "layer_indices")
-    """Which layers have it; negative numbers count from the end. None: all."""
+    """The layers that have the mechanism; negative numbers count from the end. None: all layers."""
 
     carry_axes: ClassVar[tuple[str, ...]] = ("lanes",)
-    """The logical axes of every array in the carry, beginning with the first; further axes are not cut."""
+    """The logical axes of every array in the carry, from the first axis; axes not listed are not sharded."""
     rank: ClassVar[int] = 2
-    """A layer's mechanisms are called in the order of their ranks, then of their names: 0 the window, 1 what is mixed
-    into its result head by head, 2 what stands beside it."""
+    """A layer's mechanisms are called in the order of their ranks, then of their names. Rank 0 is the window, rank 1 is
+    mixed into the window's result head by head, rank 2 is concatenated with it."""
     without_positions: ClassVar[bool] = False
-    """Whether its layers do without positions, because it compares tokens at distances that have none."""
+    """Whether its layers have no positions, because it compares tokens at any distance."""
 
     def check(self, shape: Shape, others: tuple["MechanismConfig", ...]) -> None:
-        """Whether a decoder of this shape can have it.
+        """Checks that a decoder of this shape can have the mechanism.
 
         Args:
-            shape: of the decoder.
-            others: its other mechanisms.
+            shape: the sizes of the decoder.
+            others: the other mechanisms of the decoder.
 
         Raises:
-          UserError: it can't, in one line.
+          UserError: the decoder can't have it.
         """
         if self.layers is None:
             return
@@ -179,56 +179,56 @@ class MechanismConfig:
         check_layers(self, "layers", shape.num_layers)
 
     def indices(self, num_layers: int) -> frozenset[int]:
-        """The layers that have it, counted from 0."""
+        """The indices of the layers that have the mechanism, counted from 0."""
         return frozenset(range(num_layers)) if self.layers is None else layer_indices(self.layers, num_layers)
 
     def build(self, shape: Shape, index: int, *, rngs: nnx.Rngs) -> Mechanism | None:
-        """The module of layer `index`, counted from 0; None where that layer has no part in it."""
+        """The module for layer `index`, counted from 0; None if that layer needs none."""
         raise NotImplementedError
 
     def mixed_width(self, shape: Shape, index: int) -> int:
-        """How many channels it adds to what the layer's output projection reads."""
+        """The number of channels that it adds to the input of the layer's output projection."""
         return shape.inner_width if index in self.indices(shape.num_layers) else 0
 
     def flops(self, shape: Shape, index: int) -> Flops:
-        """Operations of one token in layer `index` (`layers/flops.py`), without the layer's own projections."""
+        """The operations of one token in layer `index` (`layers/flops.py`), without the layer's own projections."""
         raise NotImplementedError
 
     def num_visible(self, shape: Shape, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
-        """How many tokens a token at these positions of its document attends to in one layer, itself included."""
+        """The number of tokens, itself included, that a token at a position of its document attends to in one layer."""
         del shape
         return np.ones_like(position)
 
     @property
     def publishes(self) -> bool:
-        """Whether layers read what other layers publish, so that all layers read a block before any reads the next."""
+        """Whether layers read what other layers publish. If so, all layers read a block before the next block."""
         return False
 
     @property
     def needs_segments(self) -> bool:
-        """Whether what is remembered depends on where segments end, so that the model can't write token by token."""
+        """Whether the carry depends on where segments end. If so, the model can't generate text token by token."""
         return False
 
     def cleared(self) -> "MechanismConfig | None":
-        """The same mechanism that starts anew in every segment; None where nothing passes through states."""
+        """The same mechanism with states that are reset in every segment; None if it has no states."""
         return None
 
     @property
     def waits_for(self) -> str | None:
-        """Why the blocks of a segment can't lie on several devices (`MeshConfig.sequence`); None where they can."""
+        """The reason why a segment can't be sharded over devices (`MeshConfig.sequence`); None if it can."""
         return None
 
     def share(self, published: dict[int, Any]) -> Any:
-        """What the layers without it get of what its layers have published, by layer."""
+        """What other layers receive, from the values that layers with the mechanism publish, by layer."""
         raise NotImplementedError
 
 
 def at_lanes(flags: Bool[Array, " b"], function, carry: Any) -> Any:
-    """`function(carry)` for the lanes whose flag is set, and `carry` for the others; not computed where none is set.
+    """`function(carry)` for the flagged lanes, and `carry` for the others. Without a flagged lane it is not computed.
 
     Args:
         flags: one for each lane.
-        function: from a carry to one of the same shape.
+        function: maps a carry to one of the same shape.
         carry: a pytree of arrays with the lane axis first.
     """
 

@@ -1,7 +1,7 @@
 """External memory: attention to the nearest few of a document's past keys (Memorizing Transformers, section 3).
 
-As the baseline of Block-Recurrent Transformers (table 1). A layer with a memory compares its memories to its window, so
-both do without positions.
+This is a baseline of Block-Recurrent Transformers (table 1). A layer with a memory compares its memories with its
+window, so both have no positions.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ Update = Literal["block", "segment"]
 
 
 class MemoryAttention(Mechanism):
-    """A learned share of each head is what it found in its memory; the carry is the memory."""
+    """Attention to a memory, mixed with the window's result by a learned share per head; the carry is the memory."""
 
     def __init__(self, config: "ExternalMemory", shape: Shape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
@@ -67,16 +67,16 @@ class MemoryAttention(Mechanism):
         """Searches the memory and adds to it, block by block or all at once (`config.update`).
 
         Returns:
-            The memory, and keys [b, c, h, w, j, k], values and validity of what was found.
+            The memory, and keys [b, c, h, w, j, k], values and validity of the memories found.
         """
         w = self.shape.window_length
         per_turn = positions.shape[1] if self.config.update == "segment" else 1
-        # Of a segment that is longer than the memory its end stays: of two writes to a slot either may be the last.
+        # Only the end of a segment longer than the memory is written: of two writes to a slot either may be the last.
         newest = np.arange(per_turn) >= per_turn - self.config.num_slots // w
 
         def step(memory, turn):
             query, key, value, position = turn
-            # What an earlier document of the same segment left is neither seen nor kept.
+            # Memories of an earlier document of the same segment are neither found nor kept.
             first, last = position[:, :1], position[:, -1:]
             tokens = (position[:, :, None] + jnp.arange(w)).reshape(len(position), -1)
             same_as_before = jnp.repeat(position == first + w * jnp.arange(per_turn), w, axis=1)
@@ -114,14 +114,14 @@ class ExternalMemory(MechanismConfig):
     """The memory of a Memorizing Transformer."""
 
     num_slots: int = size(65_536, "length")
-    """Keys and values that a memory holds for each lane and head; then the oldest are overwritten."""
+    """The number of keys and values that a memory holds for each lane and head; the oldest are overwritten."""
     num_neighbors: int = size(128, "length")
-    """Memories that a token attends to."""
+    """The number of memories that a token attends to."""
     search: MemorySearch = "exact"
-    """The nearest memories, or as in the reference the nearest of each of `num_neighbors` strided buckets."""
+    """`exact`: the nearest memories. `bucketed` (the reference): the nearest in each of `num_neighbors` buckets."""
     update: Update = "block"
-    """When tokens become memories: after their block, or as in the reference after their segment, which is the same
-    where segments are one block long; if not, results depend on where segments begin."""
+    """When tokens become memories: after their `block`, or as in the reference after their `segment`, so that results
+    depend on where segments begin. With segments of one block both are the same."""
 
     carry_axes: ClassVar[tuple[str, ...]] = ("lanes", "heads")
     without_positions: ClassVar[bool] = True
@@ -154,7 +154,7 @@ class ExternalMemory(MechanismConfig):
 
     @property
     def waits_for(self) -> str | None:
-        return f"with ExternalMemory.layers={self.layers} a block searches what the ones before have remembered"
+        return f"with ExternalMemory.layers={self.layers} a block searches the memories of the blocks before it"
 
     def build(self, shape, index, *, rngs):
         return MemoryAttention(self, shape, rngs=rngs) if index in self.indices(shape.num_layers) else None
@@ -163,7 +163,7 @@ class ExternalMemory(MechanismConfig):
         return 0
 
     def flops(self, shape, index):
-        """A search, slot by slot, which has no gradient, and attention to what was found, whose memories have none."""
+        """The operations of the search, which has no gradient, and of attention, whose memories have no gradient."""
         if index not in self.indices(shape.num_layers):
             return Flops(0, 0)
         searching = 2 * self.num_slots * shape.inner_width

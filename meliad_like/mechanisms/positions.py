@@ -1,4 +1,4 @@
-"""Position strategies: how attention inside a window learns where its keys stand.
+"""Position strategies: how attention inside a window represents the positions of its keys.
 
 A strategy sees distances or places within a tile of `2w` keys, never positions in a document, which may therefore be of
 any length. Each is a config under a registered name (`DecoderConfig.position`) and the module that it builds.
@@ -24,7 +24,7 @@ POSITIONS = Registry("position")
 
 
 class Placed(NamedTuple):
-    """What a window attends with: unit queries times the attention scale, and unit keys, both with their positions."""
+    """Queries of unit length times the attention scale, and keys of unit length, both with their positions."""
 
     query: Float[Array, "b c h w k"]
     key: Float[Array, "b c h w k"]
@@ -32,7 +32,7 @@ class Placed(NamedTuple):
 
 
 class Position(nnx.Module):
-    """No positions at all, and the protocol of the other strategies."""
+    """The strategy without positions, and the base class of the other strategies."""
 
     def __init__(self, w: int):
         self.w = w
@@ -42,11 +42,11 @@ class Position(nnx.Module):
         return unit(key)
 
     def plain(self, kept: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
-        """Unit keys without positions, from the form in which they are kept."""
+        """Keys of unit length without positions, from the form in which they are kept."""
         return kept
 
     def bias(self, num_heads: int) -> Float[Array, "h w"]:
-        """What is added to scores at the distances 1 to w, float32."""
+        """The bias added to the scores at the distances 1 to w, float32."""
         return jnp.zeros((num_heads, self.w), jnp.float32)
 
     def place(
@@ -62,17 +62,17 @@ class Position(nnx.Module):
         Args:
             projections: the layer's query and key projections.
             scale: multiplies queries with the attention scale.
-            query: as projected.
-            kept, previous_kept: keys of each block and of the one before it, as they are kept.
+            query: the projected queries.
+            kept, previous_kept: keys of each block and of the block before it, in the form in which they are kept.
         """
         return Placed(scale(unit(query)), kept, previous_kept)
 
     def init_placed(self, key: Float[Array, "b h w k"]) -> Float[Array, "b h w k"] | None:
-        """Room for keys that stay the same for a block that is decoded; None where keys are placed token by token."""
+        """An array for keys whose places stay the same for a decoded block; None if they change with every token."""
         return None
 
     def begin_block(self, projections: tuple[Linear, Linear], kept: Float[Array, "b h w k"]) -> Array | None:
-        """The keys of the block before, placed as such."""
+        """The cached keys with the positions of the block before."""
         return None
 
     def place_token(
@@ -88,9 +88,9 @@ class Position(nnx.Module):
 
         Args:
             projections, scale: as in `place`.
-            query, key: of the token, as projected.
-            ring: the last w keys as they are kept, and as they were placed (`init_placed`).
-            offset: of the token in its block.
+            query, key: the projected query and key of the token.
+            ring: the last w keys as they are kept, and with their positions (`init_placed`).
+            offset: the token's offset in its block.
 
         Returns:
             The query, the keys, and the placed keys with the token's own.
@@ -110,7 +110,7 @@ class T5Position(Position):
 
 
 class RotaryPosition(Position):
-    """Queries and keys are rotated by their places (Su et al. 2021)."""
+    """Rotary embedding: queries and keys are rotated by their places (Su et al. 2021)."""
 
     def place(self, projections, scale, query, kept, previous_kept) -> Placed:
         here, before = np.arange(self.w, 2 * self.w), np.arange(self.w)
@@ -125,7 +125,7 @@ class RotaryPosition(Position):
 class InfusedPosition(Position):
     """Sinusoids of the places are added to what queries and keys are projected from (Shortformer, section 5.1).
 
-    A document's first block has the places w to 2w - 1 too, where Shortformer's counts from 0. Because a projection is
+    A document's first block also has the places w to 2w - 1; in Shortformer it counts from 0. Because a projection is
     linear, that of the sinusoids is added to that of the tokens, before both get unit length; so keys are kept without.
     """
 
@@ -171,23 +171,23 @@ class InfusedPosition(Position):
 
 @dataclasses.dataclass(frozen=True)
 class PositionConfig:
-    """A position strategy's config."""
+    """The base class of the configs of position strategies."""
 
     def check(self, model_width: int, head_size: int, mask_empty_cache: bool) -> None:
         """
         Raises:
-          UserError: a decoder of these sizes can't have it.
+          UserError: a decoder of these sizes can't have the strategy.
         """
 
     def build(self, w: int, num_heads: int, model_width: int, *, rngs: nnx.Rngs) -> Position:
-        """The module of one layer."""
+        """The strategy's module for one layer."""
         raise NotImplementedError
 
 
 @POSITIONS.register("none")
 @dataclasses.dataclass(frozen=True)
 class NoPosition(PositionConfig):
-    """A window is a set of tokens."""
+    """No positions: a window is a set of tokens without an order."""
 
     def build(self, w, num_heads, model_width, *, rngs):
         return Position(w)

@@ -1,8 +1,8 @@
-"""Recurrent states: vectors that pass from block to block and are updated once in each (Block-Recurrent Transformers).
+"""Recurrent states: vectors that each block of tokens reads and updates (Block-Recurrent Transformers).
 
 A token attends to the states from before its block, beside the window (section 3.1, vertical); the states attend to the
-block and to themselves, and pass a gate (horizontal). Only the states' side is inside the scan over blocks: that of the
-tokens is computed for all blocks at once, before (their keys and values) and after (their attention to the states).
+block and to themselves, and pass a gate (horizontal). Only the states' side is inside the scan over blocks. The tokens'
+side is computed for all blocks at once, before the scan (keys and values) and after it (attention to the states).
 With block feedback (appendix E) all other layers read the states too.
 """
 
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 from meliad_like.layers.attention import attend, head_scale, split_heads, unit
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.sequence import in_turn
+from meliad_like.layers.sequence import scan_in_order
 from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape, Watched
 from meliad_like.sizes import size
@@ -28,25 +28,25 @@ Feedback = Literal["none", "last", "all"]
 
 
 class StateKeys(NamedTuple):
-    """What tokens read of states."""
+    """The keys and values of states, which tokens attend to."""
 
     key: Float[Array, "b h r k"]
     value: Float[Array, "b h r k"]
 
 
 class StatesCarry(NamedTuple):
-    """What passes from block to block."""
+    """The recurrent states of a layer, which pass from block to block."""
 
     states: Float[Array, "b r d"]
     heads: StateHeads | None = None
-    """The projections of the states for the block that is being read, where it is read by itself."""
+    """The projections of the states for the current block, if blocks are read one at a time."""
     previous_key: Float[Array, "b h w k"] | None = None
-    """Decoding: the keys of the block before, which the ring of the layer's tokens is about to lose."""
+    """Decoding only: the keys of the block before, which the ring of the token cache overwrites."""
     previous_value: Float[Array, "b h w k"] | None = None
 
 
 class StateReader(Mechanism):
-    """Tokens read the states that another layer has published."""
+    """Attention of a layer's tokens to the states that another layer has published."""
 
     def __init__(self, name: str, shape: Shape, *, rngs: nnx.Rngs):
         self.name, self.num_heads = name, shape.num_heads
@@ -55,7 +55,7 @@ class StateReader(Mechanism):
         self.cross_attention_scale = parameter(rngs.params(), ones, (shape.num_heads,), ("heads",))
 
     def _attend(self, normed: Float[Array, "b n d"], keys: StateKeys) -> Float[Array, "*batch h t k"]:
-        """Attention of tokens to states, by block where the states' keys are."""
+        """Attention of tokens to states; separately for each block if the states' keys have a block axis."""
         query = unit(split_heads(self.cross_query(normed), self.num_heads))
         query = query * head_scale(self.cross_attention_scale, query.dtype)
         if keys.key.ndim == 5:
@@ -102,7 +102,7 @@ class StateRecurrence(StateReader):
         return carry._replace(states=self.cell.initial_states(carry.states.shape[0], carry.states.dtype))
 
     def _begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"], kernels: Float[Array, "d 4 i"]):
-        """The states that come into a block, and their projections."""
+        """The states before a block, and their projections."""
         states = jnp.where(start[:, None, None], self.cell.initial_states(states.shape[0], states.dtype), states)
         return states, self.cell.heads(states, kernels)
 
@@ -118,7 +118,7 @@ class StateRecurrence(StateReader):
     def __call__(self, tokens, carry, dropout_key):
         tile = tokens.tile.both_blocks()
         if self.config.publishes and carry.heads is not None:
-            # The layers read one block at a time, and this one has begun.
+            # The layers read one block at a time, and `begin_block` has been called for this one.
             keys = jax.tree.map(lambda x: x[:, None], self.publish(carry))
             states, _ = self.cell.update(carry.states, carry.heads, *(y[:, 0] for y in tile))
             heads = None if carry.previous_key is None else carry.heads
@@ -130,13 +130,13 @@ class StateRecurrence(StateReader):
         """Runs the states over the blocks.
 
         Args:
-            states: from the segment before.
-            start: blocks before which they become the initial ones.
-            tiles: of each block, by `b` and `c`: keys and values of the block before and its own, and which of them
-                belong to its document.
+            states: the states after the segment before.
+            start: blocks before which the states are reset to the initial states.
+            tiles: for each block, by `b` and `c`: keys and values of the block before and the block, and which of
+                them belong to its document.
 
         Returns:
-            The last states, and the keys and values of the states that came into each block.
+            The last states, and the keys and values of the states before each block.
         """
         kernels = self.cell.kernels(states.dtype)
 
@@ -146,7 +146,7 @@ class StateRecurrence(StateReader):
             return self.cell.update(states, heads, *tile)[0], StateKeys(heads.key, heads.value)
 
         blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (start, *tiles))
-        states, keys = in_turn(lambda states: jax.lax.scan(step, states, blocks), states)
+        states, keys = scan_in_order(lambda states: jax.lax.scan(step, states, blocks), states)
         return states, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), keys)
 
     def decode_step(self, token, carry):
@@ -172,15 +172,15 @@ class RecurrentStates(MechanismConfig):
     """The recurrent layers of a Block-Recurrent Transformer."""
 
     num_states: int = size(512, "length")
-    """State vectors of a layer."""
+    """The number of state vectors of a layer."""
     gate: GateKind = "fixed"
-    """`fixed`: a learned moving average. `lstm`: forget and input gates that read what the states attended to."""
+    """`fixed`: a learned moving average. `lstm`: forget and input gates computed from the states' attention."""
     cell: CellKind = "skip"
-    """Where the feed-forward network and the gates stand (section 3.3; `layers/state_cell.py`)."""
+    """The positions of the feed-forward network and the gates in the cell (section 3.3; `layers/state_cell.py`)."""
     clear_states: bool = False
-    """Start every segment with the initial states: what is the recurrence worth beyond a segment?"""
+    """Reset the states in every segment, which measures the value of recurrence beyond a segment."""
     feedback: Feedback = "none"
-    """Whose states from before a block all other layers read too (appendix E): the last recurrent layer's, or all."""
+    """Block feedback (appendix E): other layers read the states of the `last` recurrent layer, or of `all` of them."""
 
     name: ClassVar[str] = "recurrent_states"
 
@@ -228,7 +228,7 @@ class RecurrentStates(MechanismConfig):
         return shape.inner_width if self._num_read(shape, index) else 0
 
     def flops(self, shape, index):
-        """Queries and attention of a token that reads states, and its share of the states' update."""
+        """The operations of a token that attends to states, and its share of the states' update."""
         num_read, inner = self._num_read(shape, index), shape.inner_width
         if not num_read:
             return Flops(0, 0)
@@ -237,7 +237,7 @@ class RecurrentStates(MechanismConfig):
         return Flops.of_products(reading + update)
 
     def _update_flops(self, shape: Shape) -> int:
-        """The update of all states of a layer by one block."""
+        """The operations of the update of all states of a layer by one block."""
         d, inner, r, f = shape.model_width, shape.inner_width, self.num_states, shape.feedforward_width
         mixed = 2 * inner
         flops = 2 * r * d * 4 * inner

@@ -50,7 +50,7 @@ class SlidingWindow(MechanismConfig):
     """Attention to the `window_length` tokens before each token."""
 
     layers: tuple[int, ...] | None = size(None, "layer_indices")
-    """Which layers attend to the window; negative numbers count from the end. None: all."""
+    """The layers that attend to the window; negative numbers count from the end. None: all layers."""
 
     rank: ClassVar[int] = 0
 
@@ -58,11 +58,11 @@ class SlidingWindow(MechanismConfig):
         return WindowAttention(shape) if index in self.indices(shape.num_layers) else None
 
     def flops(self, shape, index):
-        """Tiles of `w` queries by `2w` keys in full, as they are computed, although a query sees half of its tile."""
+        """The operations of full tiles of `w` queries by `2w` keys, although a query sees half of its tile."""
         if index not in self.indices(shape.num_layers):
             return Flops(0, 0)
         return Flops.of_products(2 * 2 * (2 * shape.window_length) * shape.inner_width)
 
     def num_visible(self, shape, position):
-        """The w tokens before a token, and the token itself through the residual stream."""
+        """At most w tokens before a token, and the token itself through the residual stream."""
         return np.minimum(position, shape.window_length) + 1

@@ -1,4 +1,4 @@
-"""The heads of a layer's tokens, which its mechanisms share, and the cache of the last window of them."""
+"""The heads of a layer's tokens, which its mechanisms share, and the cache of the last window of tokens."""
 
 from typing import NamedTuple
 
@@ -15,22 +15,22 @@ from meliad_like.mechanisms.positions import Placed, Position, PositionConfig
 
 
 class TokenCache(NamedTuple):
-    """The keys and values of a layer's last `w` tokens, a ring: column `s` is the last with offset `s` in its block."""
+    """The keys and values of a layer's last `w` tokens as a ring: column `s` holds the last with block offset `s`."""
 
     key: Float[Array, "b h w k"]
-    """As the position strategy keeps them; of unit length, but with infused positions, which come before that."""
+    """Keys as the position strategy keeps them: of unit length, but unnormalised with infused positions."""
     value: Float[Array, "b h w k"]
     placed_key: Float[Array, "b h w k"] | None = None
-    """Decoding with infused positions: the keys with theirs, which last for a block."""
+    """The keys with their positions, only while decoding with infused positions; valid for one block."""
 
 
 class Tile(NamedTuple):
-    """By block: queries, and the keys and values of the block and of the one before it."""
+    """The queries of each block, and the keys and values of the block and of the block before it."""
 
     query: Float[Array, "b c h w k"]
-    """Of unit length times the attention scale, without positions."""
+    """Queries of unit length times the attention scale, without positions."""
     key: Float[Array, "b c h w k"]
-    """Of unit length, without positions."""
+    """Keys of unit length, without positions."""
     value: Float[Array, "b c h w k"]
     previous_key: Float[Array, "b c h w k"]
     previous_value: Float[Array, "b c h w k"]
@@ -39,10 +39,10 @@ class Tile(NamedTuple):
     placed: Placed
     """Queries and keys with positions."""
     bias: Float[Array, "h w"]
-    """Added to the scores at the distances 1 to w; the attention scale is in it."""
+    """The bias of the scores at the distances 1 to w, times the attention scale."""
 
     def both_blocks(self) -> tuple[Float[Array, "b c h s k"], Float[Array, "b c h s k"], Bool[Array, "b c s"]]:
-        """Keys and values of the block before and the block, and which of them belong to the block's document."""
+        """Keys and values of the block before and the block, and whether each belongs to the block's document."""
         valid = jnp.stack([self.previous_valid, jnp.ones_like(self.previous_valid)], axis=2)
         return (
             jnp.concatenate([self.previous_key, self.key], axis=3),
@@ -52,17 +52,17 @@ class Tile(NamedTuple):
 
 
 class TokenTile(NamedTuple):
-    """The same for one token of every lane, and the ring of the tokens before it."""
+    """The query of one token of every lane, and the keys and values of the ring of tokens before it."""
 
     query: Float[Array, "b h 1 k"]
-    """Of unit length times the attention scale, without positions."""
+    """Queries of unit length times the attention scale, without positions."""
     placed_query: Float[Array, "b h 1 k"]
     placed_key: Float[Array, "b h w k"]
     value: Float[Array, "b h w k"]
     bias: Float[Array, "b h w"]
-    """By column of the ring."""
+    """The bias by column of the ring."""
     seen: Bool[Array, "b w"]
-    """Columns that hold a token of the document, or zeros that are not masked."""
+    """The visible columns: tokens of the document, or zeros of an empty cache that are not masked."""
 
 
 class TokenHeads(nnx.Module):
@@ -107,8 +107,8 @@ class TokenHeads(nnx.Module):
 
         Args:
             y: the layer's input, after its norm.
-            cache: from the segment before.
-            positions: of each block's first token in its document; 0 where a document begins.
+            cache: the cache after the segment before.
+            positions: position of each block's first token in its document; 0 where a document begins.
         """
         key, value, query = (split_heads(linear(y), self.num_heads) for linear in (self.key, self.value, self.query))
         key, value, query = (
@@ -120,11 +120,11 @@ class TokenHeads(nnx.Module):
         )
 
     def tile_of_caches(self, before: TokenCache, after: TokenCache, position: Int[Array, " b"]) -> Tile:
-        """The tile of one block that was read, from the caches before and after it; its queries are zeros.
+        """The tile of one block that has been read, from the caches before and after it; its queries are zeros.
 
         Args:
-            before, after: of the layer.
-            position: of the block's first token in its document.
+            before, after: the layer's caches.
+            position: position of the block's first token in its document.
         """
         key, value = after.key[:, None], after.value[:, None]
         return self._tile(jnp.zeros_like(key), key, value, before.key, before.value, position[:, None])
@@ -152,7 +152,7 @@ class TokenHeads(nnx.Module):
         return cache._replace(key=self.position.plain(cache.key))
 
     def begin_block(self, cache: TokenCache) -> TokenCache:
-        """The cache before the first token of a block that is decoded: its keys become those of a block before."""
+        """The cache before the first token of a block is decoded: the keys get the positions of the block before."""
         return cache._replace(placed_key=self.position.begin_block((self.query, self.key), cache.key))
 
     def token(
@@ -162,8 +162,8 @@ class TokenHeads(nnx.Module):
 
         Args:
             y: the layer's input, after its norm.
-            cache: with the tokens before.
-            position: the number of tokens of its document before it.
+            cache: the cache of the tokens before.
+            position: the number of earlier tokens of its document.
         """
         key, value, query = (
             split_heads(linear(y[:, None]), self.num_heads) for linear in (self.key, self.value, self.query)
@@ -190,5 +190,5 @@ class TokenHeads(nnx.Module):
 
 
 def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:
-    """Each block's predecessor; the first one's is cached."""
+    """The block before each block; for the first block, the cached one."""
     return jnp.concatenate([cached.astype(blocks.dtype)[:, None], blocks[:, :-1]], axis=1)

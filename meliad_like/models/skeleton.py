@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import rematerialise
-from meliad_like.layers.sequence import num_parts, of_the_last, own_blocks
+from meliad_like.layers.sequence import from_rightmost, num_parts, own_blocks
 from meliad_like.layers.sharding import constrain
 from meliad_like.mechanisms.base import Watched, at_lanes
 
@@ -115,7 +115,7 @@ class Skeleton(nnx.Module):
         layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
         stack = self._scan_stack if self.block_by_block else self._stack
         x, layers = stack(x, layers, positions, keys[:-2])
-        return self.finish(x, keys[-1]), DecoderCarry(positions[:, -1] + w, of_the_last(layers))
+        return self.finish(x, keys[-1]), DecoderCarry(positions[:, -1] + w, from_rightmost(layers))
 
     def _stack(
         self,
