@@ -231,7 +231,7 @@ def train(request: HistoryRequest, folder: Path, scores: str) -> int:
         folder,
         {
             "scored_by": scored.info.maker,
-            "initialised_with": fingerprint(opened.model.reading_apart(1), opened.params),
+            "initialised_with": fingerprint(opened.model.for_separate_sequences(1), opened.params),
             "store_fingerprint": store.fingerprint,
             "split": scored.info.split,
             "documents": scored.info.documents_fingerprint,

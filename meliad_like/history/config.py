@@ -68,7 +68,7 @@ class AncientHistoryReaderConfig(ReaderConfig):
                 f"segment_length={segment} must be a multiple of HistoryConfig.window_length={window}, and that of the "
                 f"model's window_length={block}"
             )
-        if FAMILIES[family_name(model)].reading_apart(model, window) != model:
+        if FAMILIES[family_name(model)].for_separate_sequences(model, window) != model:
             raise UserError(
                 f"HistoryConfig.window_length={window} needs a model with window_length={window} and overlap=0, and "
                 f"this one reads windows of window_length={block}"

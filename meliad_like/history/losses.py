@@ -60,7 +60,7 @@ class TargetLosses:
         shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())
         self._rows = -(-batch_size // shards)
         self._batch_size = self._rows * shards
-        reading = model.reading_apart(length)
+        reading = model.for_separate_sequences(length)
         window = reading.config.window_length
         self._shape = (self._batch_size, -(-length // window) * window)
         self._lanes = lane_sharding(mesh, self._batch_size)

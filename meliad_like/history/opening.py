@@ -52,7 +52,7 @@ class Opened:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the model with its parameters."""
-        return fingerprint(self.checkpoint.model.reading_apart(1), self.checkpoint.params)
+        return fingerprint(self.checkpoint.model.for_separate_sequences(1), self.checkpoint.params)
 
     @property
     def read(self) -> Callable[..., TargetLosses]:

@@ -20,7 +20,7 @@ from meliad_like.models.skeleton import DecoderCarry, Skeleton
 
 
 class Decoder(Skeleton):
-    """A language model with a window of `w` tokens, and mechanisms that may reach further."""
+    """A language model with a window of `w` tokens, and memory mechanisms that may reach further back."""
 
     def __init__(self, config: DecoderConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
@@ -32,7 +32,7 @@ class Decoder(Skeleton):
         self.final_norm = RMSNorm(config.model_width, rngs=rngs)
 
     def embed(self, tokens, position, dropout_key):
-        # XLA crashes where a part of a segment would look something up along the vocabulary that `tensor` cuts.
+        # XLA crashes on a lookup along the vocabulary, sharded over `tensor`, inside of `over_sequence`.
         vocabulary = "vocabulary" if num_parts() == 1 else None
         table = self.embedding[...].astype(self.dtype)
         return embed(table if tokens.ndim == 1 else constrain(table, vocabulary, None), tokens)
@@ -42,7 +42,7 @@ class Decoder(Skeleton):
         return x if dropout_key is None else tiled_dropout(x, self.config.dropout_rate, dropout_key)
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
-        """Scores of the next token, float32; the softmax shares the embedding."""
+        """The logits of the next token, float32; the softmax shares the embedding's parameters."""
         table = self.embedding[...].astype(hidden.dtype)
         logits = self.logit_scale * jnp.einsum("nd,vd->nv", rows(hidden), table, preferred_element_type=jnp.float32)
         return logits.reshape(*hidden.shape[:-1], -1)
@@ -57,7 +57,7 @@ class Decoder(Skeleton):
 
 
 def carry_axes(config: DecoderConfig, carry: DecoderCarry) -> DecoderCarry:
-    """The logical axes of every array of a carry, beginning with the first: the same tree, of tuples of names."""
+    """The logical axes of every array of a carry, from the first axis: the same tree, of tuples of names."""
     axes = {MECHANISMS.name_of(kind): kind.carry_axes for kind in config.mechanisms}
 
     def of_layer(layer: LayerCarry) -> LayerCarry:

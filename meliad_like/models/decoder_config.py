@@ -1,4 +1,4 @@
-"""The shape of a decoder: what its layers are made of, and which memory mechanisms they have."""
+"""The config of a decoder: the sizes of its layers, and their memory mechanisms."""
 
 import dataclasses
 import functools
@@ -23,30 +23,30 @@ AnyMechanism = TypeVar("AnyMechanism", bound=MechanismConfig)
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A stack of layers that see what came before through memory mechanisms.
+    """A stack of layers that see earlier tokens through memory mechanisms.
 
     The defaults are the paper's 12-layer model with a sliding window.
     """
 
     num_layers: int = size(12, "layers")
-    """Layers of the size, before `extra_layers`."""
+    """The number of layers without `extra_layers`."""
     extra_layers: int = size(0, "fixed")
-    """Added to `num_layers`: the paper's 13-layer baselines are 1, whatever the size."""
+    """Added to `num_layers`. The paper's 13-layer baselines have one extra layer; so do those of other sizes."""
     model_width: int = size(1024, "width")
     num_heads: int = size(8, "heads")
     head_size: int = size(128, "heads")
     feedforward_width: int = size(4096, "width")
     window_length: int = size(512, "length")
-    """Tokens that a token sees, and tokens in a block."""
+    """The number of tokens that a token sees, and of tokens in a block."""
     position: PositionConfig = kind_field(POSITIONS, T5)
-    """How attention inside the window learns where its keys stand."""
+    """The position strategy of attention inside the window."""
     mechanisms: tuple[MechanismConfig, ...] = kind_field(MECHANISMS, lambda: (SlidingWindow(),), many=True)
-    """The ways in which layers see what came before (`meliad_like/mechanisms`)."""
+    """The memory mechanisms: the ways in which layers see earlier tokens (`meliad_like/mechanisms`)."""
     dropout_rate: float = 0.0
     logit_scale: float | None = None
-    """What hidden states are multiplied with before the softmax; by default 1 / sqrt(model_width)."""
+    """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""
     mask_empty_cache: bool = True
-    """Whether a document's first tokens ignore the empty cache. The reference lets them see zeros instead."""
+    """Whether the empty cache is masked for a document's first tokens. In the reference they attend to zeros."""
     activation_dtype: ActivationDtype = "float32"
     remat: Remat = resumable("none")
     """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
@@ -72,16 +72,16 @@ class DecoderConfig:
 
     @functools.cached_property
     def shape(self) -> Shape:
-        """What the mechanisms know of the decoder."""
+        """The sizes of the decoder that its mechanisms receive."""
         same = (field.name for field in dataclasses.fields(Shape) if field.name != "num_layers")
         return Shape(num_layers=self.total_layers, **{name: getattr(self, name) for name in same})
 
     def mechanism(self, kind: type[AnyMechanism]) -> AnyMechanism | None:
-        """The config of the mechanism of this class, where the decoder has it."""
+        """The config of the mechanism of this class; None if the decoder has none."""
         return next((mechanism for mechanism in self.mechanisms if isinstance(mechanism, kind)), None)
 
     def with_mechanism(self, mechanism: MechanismConfig) -> "DecoderConfig":
-        """The same decoder with this mechanism, in the place of one of its class or beside the others."""
+        """The same decoder with this mechanism, which replaces a mechanism of the same class or is added."""
         others = (other for other in self.mechanisms if type(other) is not type(mechanism))
         return dataclasses.replace(self, mechanisms=(*others, mechanism))
 
@@ -91,7 +91,7 @@ class DecoderConfig:
         return dataclasses.replace(self, mechanisms=others)
 
     def cleared(self) -> "DecoderConfig | None":
-        """The same decoder whose states start anew in every segment; None where it has none."""
+        """The same decoder with states that are reset in every segment; None if it has no states."""
         cleared = [mechanism.cleared() for mechanism in self.mechanisms]
         if all(mechanism is None for mechanism in cleared):
             return None
@@ -105,21 +105,21 @@ class DecoderConfig:
 
     @property
     def publishes(self) -> bool:
-        """Whether layers read what others publish, so that all layers read a block before any reads the next."""
+        """Whether layers read what others publish. If so, all layers read a block before the next block."""
         return any(mechanism.publishes for mechanism in self.mechanisms)
 
     @property
     def needs_segments(self) -> bool:
-        """Whether what is remembered depends on where segments end."""
+        """Whether the carry depends on where segments end."""
         return any(mechanism.needs_segments for mechanism in self.mechanisms)
 
     @property
     def waits_for(self) -> str | None:
-        """Why the blocks of a segment can't lie on several devices; None where they can."""
+        """The reason why a segment can't be sharded over devices; None if it can."""
         return next((m.waits_for for m in self.mechanisms if m.waits_for is not None), None)
 
     def flops(self, vocabulary_size: int) -> Flops:
-        """Operations of one token, which all layers read, and of its logits (`layers/flops.py`)."""
+        """The operations of one token in all layers, and of its logits (`layers/flops.py`)."""
         d, inner = self.model_width, self.shape.inner_width
         parts = [Flops.of_products(2 * d * vocabulary_size)]
         for index in range(self.total_layers):
@@ -129,5 +129,5 @@ class DecoderConfig:
         return Flops(*(sum(kind) for kind in zip(*parts)))
 
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
-        """How many tokens a token at these positions attends to in a layer, itself included."""
+        """The number of tokens, itself included, that a token at each position attends to in a layer."""
         return np.maximum.reduce([mechanism.num_visible(self.shape, position) for mechanism in self.mechanisms])

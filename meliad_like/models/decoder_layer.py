@@ -16,12 +16,12 @@ from meliad_like.models.decoder_config import DecoderConfig
 
 
 class LayerCarry(NamedTuple):
-    """What a layer remembers."""
+    """The carry of one layer."""
 
     tokens: TokenCache
-    """The last window of its tokens."""
+    """The keys and values of the last window of tokens."""
     mechanisms: dict[str, Any]
-    """What each of its mechanisms remembers, by name."""
+    """The carry of each mechanism, by name."""
 
 
 class DecoderLayer(nnx.Module):
@@ -42,7 +42,7 @@ class DecoderLayer(nnx.Module):
         )
         modules = {MECHANISMS.name_of(kind): kind.build(shape, index, rngs=rngs) for kind in config.mechanisms}
         self.mechanisms = nnx.Dict({name: module for name, module in modules.items() if module is not None})
-        # A tree of parameters is sorted by names, and mechanisms are called in the order of the config.
+        # A tree of parameters is sorted by names; mechanisms are called in the order of the config.
         self.names = tuple(name for name, module in modules.items() if module is not None)
         mixed_width = sum(kind.mixed_width(shape, index) for kind in config.mechanisms)
         self.output = Linear(mixed_width, d, ("heads", "model"), rngs=rngs)
@@ -50,40 +50,40 @@ class DecoderLayer(nnx.Module):
         self.feedforward = FeedForward(d, config.feedforward_width, d, rngs=rngs)
 
     def init_carry(self, b: int, dtype, decoding: bool) -> LayerCarry:
-        """What `b` lanes remember before their first token."""
+        """The carry of `b` lanes before their first token."""
         carries = {name: self.mechanisms[name].init_carry(b, dtype, decoding) for name in self.names}
         return LayerCarry(self.heads.init_cache(b, dtype, decoding), carries)
 
     def _each(self, method: str, carry: LayerCarry, *arguments: Any) -> LayerCarry:
-        """The carry after this method of each mechanism."""
+        """The carry after calling the named method of each mechanism."""
         carries = {
             name: getattr(self.mechanisms[name], method)(carry.mechanisms[name], *arguments) for name in self.names
         }
         return carry._replace(mechanisms=carries)
 
     def begin_segment(self, carry: LayerCarry) -> LayerCarry:
-        """The carry that comes into a segment."""
+        """The carry at the beginning of a segment."""
         return self._each("begin_segment", carry)
 
     def begin_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
-        """The carry that comes into the block whose first token is at `position` of its document."""
+        """The carry at the beginning of the block whose first token is at `position` of its document."""
         carry = self._each("begin_block", carry, position == 0, self.heads.plain(carry.tokens))
         return carry._replace(tokens=self.heads.begin_block(carry.tokens))
 
     def end_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
-        """The carry after a block whose last token, at `position`, was read by `decode_step`."""
+        """The carry at the end of a block that `decode_step` has read, the last token at `position`."""
         return self._each("end_block", carry, self.heads.plain(carry.tokens), position)
 
     @property
     def acts_at_blocks(self) -> bool:
-        """Whether anything happens where a block begins or ends while tokens are read one by one."""
+        """Whether decoding has to call `begin_block` and `end_block` of this layer."""
         classes = [type(mechanism) for mechanism in self.mechanisms.values()]
         return type(self.heads.position).begin_block is not Position.begin_block or any(
             one.begin_block is not Mechanism.begin_block or one.end_block is not Mechanism.end_block for one in classes
         )
 
     def publish(self, carry: LayerCarry, name: str) -> Any:
-        """What the mechanism of this name lets other layers read of a block that has begun."""
+        """What the named mechanism publishes for other layers, after `begin_block`."""
         return self.mechanisms[name].publish(carry.mechanisms[name])
 
     def _finish(
@@ -103,15 +103,14 @@ class DecoderLayer(nnx.Module):
         shared: dict[str, Any],
         dropout_key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n d"], LayerCarry]:
-        """A segment of `c` blocks.
+        """Reads a segment of `c` blocks.
 
         Args:
-            x: the tokens.
-            carry: from the segment before.
-            positions: of each block's first token in its document; 0 where a document begins.
-            shared: by mechanism, what other layers have published of the time before the segment, which is then one
-                block.
-            dropout_key: none to keep everything.
+            x: the hidden vectors of the tokens.
+            carry: the carry after the segment before.
+            positions: position of each block's first token in its document; 0 where a document begins.
+            shared: by mechanism, what other layers have published before the segment, which is then a single block.
+            dropout_key: random key; None: no dropout.
         """
         num_keys = 2 + len(self.names)
         keys = [None] * num_keys if dropout_key is None else list(jax.random.split(dropout_key, num_keys))
@@ -127,13 +126,13 @@ class DecoderLayer(nnx.Module):
     def decode_step(
         self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"], shared: dict[str, Any]
     ) -> tuple[Float[Array, "b d"], LayerCarry]:
-        """One token.
+        """Reads one token of every lane.
 
         Args:
-            x: the token of each lane.
-            carry: after `begin_block`, where a block begins.
-            position: the number of tokens of its document before it.
-            shared: as for a segment.
+            x: the hidden vector of each lane's token.
+            carry: the carry, after `begin_block` at the beginning of a block.
+            position: the number of earlier tokens of its document.
+            shared: as in `__call__`.
         """
         normed = self.attention_norm(x)
         tile, cache = self.heads.token(normed, carry.tokens, position)
@@ -144,11 +143,11 @@ class DecoderLayer(nnx.Module):
         return self._finish(x, merge_heads(*mixed)[:, 0]), LayerCarry(cache, carries)
 
     def watch(self, before: LayerCarry, after: LayerCarry, position: Int[Array, " b"]) -> dict[str, Watched]:
-        """What a study can watch of a block, by mechanism.
+        """The internal values of a block for studies, by mechanism.
 
         Args:
             before, after: the carries before and after the block.
-            position: of the block's first token in its document.
+            position: position of the block's first token in its document.
         """
         tile = self.heads.tile_of_caches(before.tokens, after.tokens, position)
         watched = {

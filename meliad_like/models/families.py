@@ -1,7 +1,7 @@
-"""The model families: whose configs a run may have, and what each becomes.
+"""The model families: the configs that a run's model may have, and the module that each of them builds.
 
 A family is a frozen config dataclass, a module that follows the contract of docs/design.md, and a count of operations.
-Everything that knows more than one of them is here; the trainer, the evaluator and the generator know none.
+Code for more than one family is only here; the trainer, the evaluator and the generator name no family.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from meliad_like.models.shortformer_config import DROPOUT_RATES, ShortformerConf
 
 
 class ModelConfig(Protocol):
-    """What the config of every family has, beside fields of its own. It is hashable, and validated when it is made."""
+    """The attributes that the configs of all families have. A config is hashable, and validated when it is created."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -40,12 +40,12 @@ class ModelConfig(Protocol):
 
     @property
     def needs_segments(self) -> bool:
-        """Whether what is remembered depends on where segments end: such a model can be evaluated, but can't write."""
+        """Whether the carry depends on where segments end. If so, the model can't generate text."""
         ...
 
 
 def same_but_for(*names: str) -> Callable[[Any, ModelConfig], bool]:
-    """Whether two configs are of one family and the same in all fields but these."""
+    """A test whether two configs are of one family and equal in all fields except these."""
 
     def same(config: Any, other: ModelConfig) -> bool:
         if type(config) is not type(other):
@@ -56,45 +56,44 @@ def same_but_for(*names: str) -> Callable[[Any, ModelConfig], bool]:
 
 
 class Family(NamedTuple):
-    """One kind of model."""
+    """A kind of model, and the functions of its config that the rest of the package needs."""
 
     config: type[ModelConfig]
     module: Callable[..., Any]
     """(config, vocabulary_size, *, rngs) -> the module."""
     forward_flops_per_token: Callable[[Any, int], float]
-    """(config, vocabulary_size) -> operations of a token's forward pass; see `layers/flops.py` for what is counted."""
+    """(config, vocabulary_size) -> operations of a token's forward pass, counted as `layers/flops.py` describes."""
     training_flops_per_token: Callable[[Any, int], float] | None = None
-    """The same of a training step; by default three times the forward pass, because every product has two more in the
-    backward pass, one for each of its factors."""
+    """(config, vocabulary_size) -> operations of a token in training; by default three times the forward pass, because
+    every product has two more in the backward pass, one for each of its factors."""
     flops_by_the_paper: Callable[[Any], float] | None = None
-    """(config) -> operations of a predicted token as the family's paper counts them, where it says how."""
+    """(config) -> operations of a predicted token as the family's paper counts them; None if the paper doesn't."""
     overlap: Callable[[Any], int] = lambda config: 0
-    """(config) -> tokens that a window repeats of the one before."""
+    """(config) -> the number of tokens of the window before that a window repeats."""
     rate_factor: Callable[[Any, str], float] = lambda config, name: 1.0
-    """(config, first name of a parameter) -> factor on its learning rate; 0 where training leaves it as it is."""
+    """(config, first name of a parameter) -> factor on its learning rate; 0: the parameter is not trained."""
     extends: Callable[[Any, ModelConfig], bool] = operator.eq
-    """(config, that of another run) -> whether training may begin with the other's parameters."""
+    """(config, config of another run) -> whether training may start from the parameters of the other run."""
     in_order: Callable[[Any], str | None] = lambda config: "its windows are read one after the other"
-    """(config) -> why the blocks of a segment cannot lie on several devices (`MeshConfig.sequence`); None where they
-    can."""
+    """(config) -> why a segment can't be sharded over devices (`MeshConfig.sequence`); None if it can."""
     num_visible: Callable[[Any, np.ndarray], np.ndarray] = lambda config, position: position % config.window_length + 1
-    """(config, positions in a document) -> how many tokens a token there attends to, itself included, in a layer that
-    attends to no memory beyond its cache; by default those of its block."""
+    """(config, positions in a document) -> number of tokens, itself included, that a token there attends to in a layer
+    without memory beyond its cache; by default those of its block."""
     carry_axes: Callable[[Any, Any], Any] = lambda config, carry: jax.tree.map(lambda _: ("lanes",), carry)
-    """(config, carry) -> the logical axes of each of its arrays, beginning with the first; further axes are not cut."""
-    reading_apart: Callable[[Any, int], Any] = lambda config, num_tokens: config
-    """(config, tokens) -> the config of the same model, as it reads sequences of so many tokens that have nothing to do
-    with each other; by default as it reads all others."""
+    """(config, carry) -> the logical axes of each array, from the first axis; axes not listed are not sharded."""
+    for_separate_sequences: Callable[[Any, int], Any] = lambda config, num_tokens: config
+    """(config, length) -> the config of the same model for reading independent sequences of this number of tokens; by
+    default the config itself."""
 
 
 def shortformer_visible(config: ShortformerConfig, position: np.ndarray) -> np.ndarray:
-    """What is cached when a token's block begins, and the block up to it."""
+    """`num_visible` of a Shortformer: the cache at the beginning of the block, and the block up to the token."""
     offset = position % config.window_length
     return np.minimum(position - offset, config.cache_length) + offset + 1
 
 
 def pretrained_visible(config: PretrainedConfig, position: np.ndarray) -> np.ndarray:
-    """A token's window up to it, and what that repeats of the window before; not what a recurrence inserts."""
+    """`num_visible` of a pretrained decoder: the window up to the token, without the vectors of a recurrence."""
     later = config.overlap + (position - config.overlap) % config.stride
     return np.where(position < config.window_length, position, later) + 1
 
@@ -122,7 +121,9 @@ FAMILIES = {
         ),
         extends=PretrainedConfig.extends,
         num_visible=pretrained_visible,
-        reading_apart=lambda config, num_tokens: dataclasses.replace(config, window_length=num_tokens, overlap=0),
+        for_separate_sequences=lambda config, num_tokens: dataclasses.replace(
+            config, window_length=num_tokens, overlap=0
+        ),
     ),
     "shortformer": Family(
         ShortformerConfig,
@@ -132,7 +133,7 @@ FAMILIES = {
         num_visible=shortformer_visible,
     ),
 }
-"""By the names that `RunConfig.model` is bound to."""
+"""The families by the names that `RunConfig.model` is bound to."""
 
 
 def family_name(config: ModelConfig) -> str:
@@ -141,10 +142,10 @@ def family_name(config: ModelConfig) -> str:
 
 
 def check_sequence(config: ModelConfig, segment_length: int, parts: int) -> None:
-    """Whether segments of this length can be cut into so many parts (`MeshConfig.sequence`).
+    """Checks that segments of this length can be sharded over `parts` devices (`MeshConfig.sequence`).
 
     Raises:
-      UserError: the model can't be cut, or the blocks can't be shared out evenly.
+      UserError: the model does not allow it, or the number of blocks is not a multiple of `parts`.
     """
     if parts == 1:
         return
@@ -158,5 +159,5 @@ def check_sequence(config: ModelConfig, segment_length: int, parts: int) -> None
 
 
 def extends(config: ModelConfig, other: ModelConfig) -> bool:
-    """Whether a model of this config may begin with the parameters of one of the other's."""
+    """Whether the training of a model may start from the parameters of a model with the other config."""
     return FAMILIES[family_name(config)].extends(config, other)

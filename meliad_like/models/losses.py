@@ -1,4 +1,4 @@
-"""A model reads a segment, and what that costs each of its tokens."""
+"""The losses of the tokens of a segment, with the carry for the next segment."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from meliad_like.data.batch import Batch
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sequence import over_sequence
 
-# Folded into the step's dropout key; models fold in the numbers of their layers.
+# Folded into the step's dropout key; must differ from the layer indices, which models fold in.
 SOFTMAX = 2**32 - 1
 
 
 def segment_losses(
     module, batch: Batch, carry: Any, slice_length: int, dropout_key: PRNGKeyArray | None = None
 ) -> tuple[TokenLosses, Any]:
-    """The module reads a segment: the loss of every target, and the carry for the next segment.
+    """Reads a segment: returns the loss of every target, and the carry for the next segment.
 
-    A module whose hidden vectors of a segment should not all exist at once has a method `losses` for it.
+    A module that must not hold the hidden vectors of a whole segment implements this as its method `losses`.
     """
     if hasattr(module, "losses"):
         return module.losses(batch.inputs, batch.targets, carry, batch.start, dropout_key, slice_length=slice_length)

@@ -1,4 +1,4 @@
-"""The functional core: a model is built once, and its parameters are a plain tree that everything jitted takes."""
+"""A model without its parameters: it is built once, and jitted functions take the parameters as a plain tree."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ class Model:
 
     @property
     def abstract_params(self) -> dict[str, Any]:
-        """Shapes and dtypes of the parameters."""
+        """The shapes and dtypes of the parameters."""
         return nnx.to_pure_dict(self._abstract[1])
 
     @property
@@ -48,38 +48,38 @@ class Model:
 
     @property
     def overlap(self) -> int:
-        """Tokens that a window repeats of the one before; of most families 0."""
+        """The number of tokens of the window before that a window repeats; for most families 0."""
         return self._family.overlap(self.config)
 
-    def reading_apart(self, num_tokens: int) -> "Model":
-        """The model with the same parameters that reads sequences of so many tokens, each from nothing.
+    def for_separate_sequences(self, num_tokens: int) -> "Model":
+        """The model with the same parameters for independent sequences of this number of tokens.
 
-        A pretrained decoder takes each as one window; of the others a sequence is made of their own windows, the last
-        of which may be longer than it.
+        A pretrained decoder reads each sequence as one window. Other models keep their own windows, of which the last
+        may extend beyond the sequence.
         """
-        return Model(self._family.reading_apart(self.config, num_tokens), self.vocabulary_size)
+        return Model(self._family.for_separate_sequences(self.config, num_tokens), self.vocabulary_size)
 
     @functools.cached_property
     def rate_factors(self) -> dict[str, float]:
-        """Factors on the learning rate by parameters' first names, where they aren't 1; of most families none."""
+        """Factors on the learning rate that aren't 1, by the first name of a parameter; for most families none."""
         factors = {name: self._family.rate_factor(self.config, name) for name in self.abstract_params}
         return {name: factor for name, factor in factors.items() if factor != 1}
 
     @functools.cached_property
     def fixed_parameters(self) -> frozenset[str]:
-        """The first names of parameters that training leaves as they are; of most families none."""
+        """The first names of the parameters that are not trained; for most families none."""
         return frozenset(name for name, factor in self.rate_factors.items() if not factor)
 
     @property
     def forward_flops_per_token(self) -> float:
-        """One token read by all layers, and its logits."""
+        """The operations of the forward pass of one token in all layers, and of its logits."""
         return self._family.forward_flops_per_token(self.config, self.vocabulary_size)
 
     @property
     def flops_per_prediction(self) -> dict[str, float]:
-        """What a predicted token costs in the long run, tokens that windows read again included.
+        """The operations of a predicted token in a long document, including tokens that windows read again.
 
-        `as_counted` from the model (`layers/flops.py`), and `by_the_paper` where the family's says how.
+        `as_counted` as `layers/flops.py` describes, and `by_the_paper` if the family's paper describes how to count.
         """
         counted = self.forward_flops_per_token * self.config.window_length / (self.config.window_length - self.overlap)
         paper = self._family.flops_by_the_paper
@@ -87,16 +87,16 @@ class Model:
 
     @property
     def training_flops_per_token(self) -> float:
-        """Forward and backward pass."""
+        """The operations of the forward and the backward pass of one token."""
         count = self._family.training_flops_per_token
         return 3 * self.forward_flops_per_token if count is None else count(self.config, self.vocabulary_size)
 
     def num_visible(self, position: np.ndarray) -> np.ndarray:
-        """How many tokens a token at these positions of a document attends to, itself included."""
+        """The number of tokens, itself included, that a token at each position of a document attends to."""
         return self._family.num_visible(self.config, position)
 
     def carry_axes(self, carry: Any) -> Any:
-        """The logical axes of each array of a carry, beginning with the first; further axes are not cut."""
+        """The logical axes of each array of a carry, from the first axis; axes not listed are not sharded."""
         return self._family.carry_axes(self.config, carry)
 
     def init(self, key: PRNGKeyArray) -> dict[str, Any]:

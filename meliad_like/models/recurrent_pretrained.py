@@ -1,7 +1,7 @@
-"""The recurrence that is added to a pretrained decoder: from the hidden vectors of a window to what the next one sees.
+"""The recurrence added to a pretrained decoder: it summarises a window in vectors for the next window.
 
-Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 3.1. Equation 1 sums over a window's tokens
-where its text says that they are averaged: `mean` averages, `sum` sums.
+Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 3.1. Equation 1 is a sum over the tokens of a
+window, but the text calls it an average: `sum` is the equation, `mean` the text.
 """
 
 import itertools
@@ -20,17 +20,17 @@ zeros = jax.nn.initializers.zeros
 
 
 class Recurrence(nnx.Module):
-    """Weighs the layers, pools the tokens, and makes of the result the vectors that the next window can attend to."""
+    """Weighs the layers, pools the tokens, and computes the vectors that the next window can attend to."""
 
     def __init__(self, config: PretrainedConfig, *, rngs: nnx.Rngs):
         self.config = config
         d, width = config.model_width, config.recurrence_width
         self.layer_scores = parameter(rngs.params(), zeros, (config.num_layers,), (None,))
-        # At zero it averages, and learns from there.
+        # Zeros make it an average at the start of training.
         self.pooling_key = parameter(rngs.params(), zeros, (d,), ("model",)) if config.pooling == "attention" else None
         sizes = [d, *[width] * config.recurrence_depth, config.num_inserted * d]
         scales = [1.0] * config.recurrence_depth + [config.recurrence_scale]
-        # Small, and the same on all devices: its inner sizes need not divide by any mesh.
+        # Small and replicated on all devices, so that its inner sizes need not be multiples of the mesh's.
         self.layers = nnx.List(
             Linear(size_in, size_out, (None, None), rngs=rngs, initializer=fan_in_scaled(scale), bias_initializer=zeros)
             for (size_in, size_out), scale in zip(itertools.pairwise(sizes), scales, strict=True)
@@ -58,10 +58,10 @@ class Recurrence(nnx.Module):
         return jnp.einsum("bt,btd->bd", jax.nn.softmax(scores, axis=1), y)
 
     def __call__(self, weighed: Float[Array, "b t d"]) -> Float[Array, "b e d"]:
-        """What the next window can attend to: the feed-forward network of the pooled vector (h_prev), float32.
+        """The vectors for the next window (h_prev): a feed-forward network of the pooled vector, float32.
 
         Args:
-            weighed: from `weigh`, of all tokens of a window.
+            weighed: the result of `weigh` for all tokens of a window.
         """
         x = self.pool(weighed)
         for i, layer in enumerate(self.layers):

@@ -1,4 +1,4 @@
-"""The shape of a Shortformer, its ablations and the baseline: they differ in these fields alone."""
+"""The config of a Shortformer, of its ablations and of the baseline, which differ only in these fields."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -24,24 +24,24 @@ class ShortformerConfig:
     head_size: int = size(128, "heads")
     feedforward_width: int = size(4096, "width")
     window_length: int = size(512, "length")
-    """Tokens in a block (the paper's L): a token sees those of its block that came before it, and itself."""
+    """The number of tokens in a block (the paper's L): a token sees itself and the earlier tokens of its block."""
     cache_length: int = size(512, "length")
-    """Tokens before its block that a token sees as well (the paper's L'); 0: none."""
+    """The number of tokens before the block that a token sees as well (the paper's L'); 0: none."""
     position: Position = "infused"
     """Where sinusoidal positions are added: `infused`, to the inputs of the query and key projections of every layer
     (section 5.1); or `input`, to the scaled word embeddings, counted from the beginning of each block."""
     cutoffs: tuple[int, ...] = (20_000, 60_000)
     """First ids of the vocabulary's narrower bands (`layers/adaptive.py`); (): one table, shared with the softmax."""
     band_factor: int = size(4, "fixed")
-    """By which each band's vectors are narrower than those of the band before."""
+    """The ratio of the widths of a band's vectors and those of the next band."""
     dropout_rate: float = 0.3
-    """Of the embeddings, and of what attention and feed-forward add."""
+    """Dropout of the embeddings, and of the outputs of attention and feed-forward networks."""
     attention_dropout_rate: float = 0.1
-    """Of the attention weights."""
+    """Dropout of the attention weights."""
     activation_dropout_rate: float = 0.1
-    """Of the feed-forward's hidden layer."""
+    """Dropout of the feed-forward network's hidden layer."""
     softmax_dropout_rate: float = 0.2
-    """Of what goes into the softmax, and into each narrower band's part of it."""
+    """Dropout of the input of the softmax, and of the inputs of its narrower bands."""
     activation_dtype: ActivationDtype = "float32"
     remat: Remat = resumable("none")
     """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
@@ -54,7 +54,7 @@ class ShortformerConfig:
         check_positive(self, (*sizes, "band_factor"))
         check_not_negative(self, ("cache_length",))
         check_shares(self, DROPOUT_RATES)
-        # Half of them are sines, and their frequencies are spaced over all but one of these.
+        # Half of the channels are sines, whose frequencies are spaced by 1 / (model_width / 2 - 1).
         if self.model_width % 2 or self.model_width < 4:
             raise UserError(f"model_width={self.model_width} must be even, and at least 4")
         object.__setattr__(self, "cutoffs", tuple(self.cutoffs))

@@ -1,7 +1,7 @@
-"""The skeleton under all decoders: how a segment goes through the layers, and how a token does while decoding.
+"""The base class of all decoders: how a segment passes through the layers, and how a token does while decoding.
 
-A family says what its tokens are embedded as, what its layers are, and how hidden vectors are scored. Scans over
-blocks, rematerialisation, dropout keys, and what happens where blocks begin and end are here.
+A family defines the embedding of its tokens, its layers, and the logits of hidden vectors. This module has what the
+families share: scans over blocks, rematerialisation, dropout keys, and the calls where blocks begin and end.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -19,16 +19,16 @@ from meliad_like.mechanisms.base import Watched, at_lanes
 
 
 class DecoderCarry(NamedTuple):
-    """All that a decoder remembers of the documents in its lanes."""
+    """The carry of a decoder: everything that it remembers of the documents in its lanes."""
 
     position: Int[Array, " b"]
-    """Tokens read since the lane's document began, padding included; a multiple of w between segments."""
+    """The number of tokens of the lane's document read so far, padding included; a multiple of w between segments."""
     layers: list[Any]
-    """What each layer remembers."""
+    """The carry of each layer."""
 
 
 class Layer(Protocol):
-    """What the skeleton asks of a layer; `DecoderLayer` documents each."""
+    """The methods that a layer must have; `DecoderLayer` documents them."""
 
     acts_at_blocks: bool
 
@@ -46,31 +46,31 @@ class Layer(Protocol):
 class Skeleton(nnx.Module):
     """A carry-passing language model of blocks of `w` tokens, without its parameters.
 
-    A family sets `config`, with its `window_length`, `activation_dtype` and `remat`, and `layers`; and it has `embed`,
-    `finish` and `logits`.
+    A family sets `layers` and `config`, which has `window_length`, `activation_dtype` and `remat`, and implements
+    `embed`, `finish` and `logits`.
     """
 
     config: Any
     layers: Any
     block_by_block = False
-    """Whether all layers read a block before any reads the next."""
+    """Whether all layers read a block before the next block."""
 
     def embed(
         self, tokens: Int[Array, "*batch"], position: Int[Array, "*#batch"], dropout_key: PRNGKeyArray | None
     ) -> Float[Array, "*batch d"]:
-        """Vectors of tokens at these positions in their blocks."""
+        """The embedding vectors of tokens at these positions in their blocks."""
         raise NotImplementedError
 
     def finish(self, x: Float[Array, "*batch d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "*batch d"]:
-        """Hidden vectors for `logits`, from what the last layer puts out."""
+        """The hidden vectors for `logits`, from the output of the last layer."""
         raise NotImplementedError
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
-        """Scores of the next token, float32."""
+        """The logits of the next token, float32."""
         raise NotImplementedError
 
     def shared(self, layers: list[Any]) -> dict[str, Any]:
-        """What layers let each other read of the time before a block that has begun, by mechanism."""
+        """What layers publish for each other after `begin_block`, by mechanism."""
         del layers
         return {}
 
@@ -79,7 +79,7 @@ class Skeleton(nnx.Module):
         return jnp.dtype(self.config.activation_dtype)
 
     def init_carry(self, b: int, *, decoding: bool = False) -> DecoderCarry:
-        """What `b` lanes remember before their first token; `decoding` makes room for `decode_step`."""
+        """The carry of `b` lanes before their first token; `decoding` adds the arrays that `decode_step` needs."""
         layers = [layer.init_carry(b, self.dtype, decoding) for layer in self.layers]
         return DecoderCarry(jnp.zeros((b,), jnp.int32), layers)
 
@@ -93,10 +93,10 @@ class Skeleton(nnx.Module):
         """Reads a segment.
 
         Args:
-            tokens: a whole number of blocks. Under `over_sequence`: those of this device.
-            carry: from the segment before, or `init_carry`; its position is a multiple of w.
-            start: blocks of the whole segment with which a new document begins: nothing is remembered across.
-            dropout_key: for training; none to keep everything.
+            tokens: a whole number of blocks; inside of `over_sequence`, the blocks of this device.
+            carry: the carry after the segment before, or `init_carry`; its position is a multiple of w.
+            start: blocks of the whole segment with which a new document begins; nothing before them is remembered.
+            dropout_key: random key in training; None: no dropout.
 
         Returns:
             Hidden vectors for `logits`, and the carry for the next segment.
@@ -110,7 +110,7 @@ class Skeleton(nnx.Module):
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
         x = constrain(x, "lanes", None, None)
         positions = block_positions(carry.position, start, w)
-        # Segments are separate for the gradient, whatever it is taken with respect to.
+        # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
         layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
         stack = self._scan_stack if self.block_by_block else self._stack
@@ -125,7 +125,7 @@ class Skeleton(nnx.Module):
         keys: list[PRNGKeyArray | None],
         shared: dict[str, Any] | None = None,
     ) -> tuple[Float[Array, "b n d"], list[Any]]:
-        """All layers, one after the other."""
+        """Applies the layers one after the other to the whole segment."""
         new_layers = []
         for layer, one, key in zip(self.layers, layers, keys, strict=True):
             call = rematerialise(type(layer).__call__, self.config.remat)
@@ -141,7 +141,7 @@ class Skeleton(nnx.Module):
         positions: Int[Array, "b c"],
         keys: list[PRNGKeyArray | None],
     ) -> tuple[Float[Array, "b n d"], list[Any]]:
-        """All layers read a block before any reads the next."""
+        """Applies all layers to a block before the next block."""
 
         def step(layers, block):
             x, position, number = block
@@ -161,7 +161,7 @@ class Skeleton(nnx.Module):
     def _at_blocks(
         self, flags: Bool[Array, " b"], method: str, layers: list[Any], position: Int[Array, " b"]
     ) -> list[Any]:
-        """The carries after this method of each layer that acts where blocks begin or end, for the flagged lanes."""
+        """The carries after calling this method of each layer that acts at block boundaries, for the flagged lanes."""
         acting = {i: one for i, one in enumerate(layers) if self.layers[i].acts_at_blocks}
         if not acting:
             return layers
@@ -173,10 +173,10 @@ class Skeleton(nnx.Module):
         return [acted.get(i, one) for i, one in enumerate(layers)]
 
     def decode_step(self, token: Int[Array, " b"], carry: DecoderCarry) -> tuple[Float[Array, "b v"], DecoderCarry]:
-        """Reads one more token per lane at a cost that does not depend on how much was read.
+        """Reads one more token per lane at a cost that does not depend on the number of tokens read before.
 
-        Lanes may be at different positions. The carry comes from `init_carry(b, decoding=True)`, through whole
-        segments or not. Returns the logits of the next token.
+        Lanes may be at different positions. The carry comes from `init_carry(b, decoding=True)`, directly or
+        after whole segments. Returns the logits of the next token.
         """
         position, w = carry.position, self.config.window_length
         x = self.embed(token, position % w, None)
@@ -189,7 +189,7 @@ class Skeleton(nnx.Module):
         return self.logits(self.finish(x, None)), DecoderCarry(position + 1, layers)
 
     def watch(self, before: DecoderCarry, after: DecoderCarry) -> dict[str, Watched]:
-        """What a study can watch of a block, by `layer 3 recurrent_states` and the like.
+        """The internal values of a block for studies, by names such as `layer 3 recurrent_states`.
 
         Args:
             before, after: the carries before and after a segment of one block.
@@ -205,7 +205,7 @@ def block_positions(position: Int[Array, " b"], start: Bool[Array, "b c"], w: in
     """The position of each block's first token in its document.
 
     Args:
-        position: of the segment's first token, if the document before continues.
+        position: position of the segment's first token, if the lane's document continues.
         start: blocks with which a document begins.
     """
     block = jnp.arange(start.shape[1])
