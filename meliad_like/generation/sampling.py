@@ -1,4 +1,4 @@
-"""How the next token is sampled from the logits."""
+"""Sampling of the next token from the logits."""
 
 import dataclasses
 
@@ -11,14 +11,14 @@ from meliad_like.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """Temperature first, then `top_k`, then `top_p` of what is left."""
+    """Sampling settings, applied in this order: temperature, `top_k`, then `top_p` of the remaining tokens."""
 
     temperature: float = 1.0
-    """Logits are divided by it, which is between 1e-6 and 1e6; 0 takes the most likely token."""
+    """The divisor of the logits, between 1e-6 and 1e6; 0: always the most likely token."""
     top_k: int = 0
-    """Sample from this number of most likely tokens; 0: from all."""
+    """Sample from this number of most likely tokens; 0: from all tokens."""
     top_p: float = 1.0
-    """Only the most likely tokens that together reach this probability (Holtzman et al. 2020); always at least one."""
+    """Sample from the most likely tokens that together reach this probability (Holtzman et al. 2020); at least one."""
 
     def __post_init__(self):
         if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:
@@ -30,7 +30,7 @@ class SamplingConfig:
 
 
 def sample(logits: Float[Array, "b v"], key: PRNGKeyArray, config: SamplingConfig) -> Int[Array, " b"]:
-    """One token per lane. Of tokens that are exactly as likely as each other, lower ids count as more likely."""
+    """Samples one token per lane. Among equally likely tokens, lower ids count as more likely."""
     if config.temperature == 0:
         return jnp.argmax(logits, axis=-1)
     logits = logits / config.temperature

@@ -1,4 +1,4 @@
-"""A carry as one file, so that reading a book can be interrupted and resumed."""
+"""A file with a carry, so that reading a book can be interrupted and resumed."""
 
 import dataclasses
 import hashlib
@@ -19,10 +19,10 @@ SAMPLED = 1000
 
 
 def identity(config: ModelConfig, params: Any, step: int, vocabulary_fingerprint: str) -> dict[str, Any]:
-    """What a saved carry shares with its checkpoint, for JSON."""
+    """The properties, for JSON, that a saved carry and its checkpoint must have in common."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
-        # A sample distinguishes two trainings, and takes no time with large models.
+        # A sample of the parameters distinguishes two trainings, and is fast for large models.
         digest.update(np.asarray(leaf.reshape(-1)[:SAMPLED]).tobytes())
     fields = {f"model.{name}": value for name, value in dataclasses.asdict(config).items()}
     identity = {
@@ -35,14 +35,14 @@ def identity(config: ModelConfig, params: Any, step: int, vocabulary_fingerprint
 
 
 def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity: dict[str, Any]) -> None:
-    """Writes the file, or leaves the one before as it is.
+    """Writes the file atomically: if it fails, an earlier file is unchanged.
 
     Args:
       unfinished: bytes of an incomplete character at the end.
-      identity: of the checkpoint that made it.
+      identity: identity of the checkpoint that computed the carry.
 
     Raises:
-      UserError: it can't be written.
+      UserError: the file can't be written.
     """
     arrays = {name: np.asarray(leaf) for name, leaf in _named(reading.carry).items()}
     facts = {
@@ -60,20 +60,20 @@ def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity
 
 
 def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[Reading, bytes]:
-    """Reads what `save_reading` wrote: the state, and the bytes of an incomplete character.
+    """Reads a file of `save_reading`: the state, and the bytes of an incomplete character.
 
     Args:
-      abstract_carry: shapes and dtypes.
-      identity: of the checkpoint that resumes.
+      abstract_carry: shapes and dtypes of the carry.
+      identity: identity of the checkpoint that resumes.
 
     Raises:
-      UserError: there is no such file, it can't be read, it is damaged, or it is of another checkpoint.
+      UserError: the file is missing, unreadable or damaged, or it belongs to another checkpoint.
     """
     try:
         with np.load(path) as file:
             facts = json.loads(str(file["facts"]))
             check_same(path, facts["identity"], identity, way_out="name the checkpoint that wrote it")
-            # bfloat16 comes back as raw bytes.
+            # numpy loads bfloat16 as raw bytes.
             leaves = [file[name].view(leaf.dtype) for name, leaf in _named(abstract_carry).items()]
             key = file["key"]
     except FileNotFoundError:

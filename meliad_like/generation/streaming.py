@@ -1,4 +1,4 @@
-"""Reading a prompt of any length, and continuing it token by token at a constant cost."""
+"""Reads a prompt of any length, and continues it token by token at a constant cost."""
 
 import functools
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ class Reading(NamedTuple):
     """The state of a generator in a document. Each use consumes it: the buffers of its carry are donated."""
 
     carry: Any
-    """What the model remembers of the tokens before `token`; one lane."""
+    """The model's carry after the tokens before `token`; one lane."""
     token: int | None
-    """The last token, not yet read; None before the first."""
+    """The last token, which has not been read yet; None before the first token."""
     key: jax.Array
-    """Key data for the tokens to come."""
+    """Data of the random key for the next tokens."""
     num_read: int
-    """Tokens that the carry has read."""
+    """The number of tokens that the carry has read."""
     ended: bool = False
-    """Whether `token` is the end of a document that was written. A text that was read can be continued even after that
-    token, which in vocabularies of whole words also ends lines."""
+    """Whether `token` is an end of document that the model has generated. A prompt can be continued even after an
+    end-of-document token, which in vocabularies of whole words also ends lines."""
 
 
 class Generator:
-    """Reads and writes one document with fixed parameters. The text does not depend on how the calls divide it."""
+    """Reads and continues one document with fixed parameters. The text does not depend on how calls divide it."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class Generator:
     ):
         """
         Args:
-          segment_length: tokens of a prompt that are read at once, a multiple of the model's window.
-          end_of_document: the token that ends a document; None: no token ends the text.
-          stop_at_end: whether that token ends the writing; if not, it is never drawn. (A model has learned to write
-            it, never to read it.)
-          chunk: tokens that are made between two returns to the host.
+          segment_length: number of tokens of a prompt that are read at once, a multiple of the window length.
+          end_of_document: the token that ends a document; None if there is no such token.
+          stop_at_end: whether generation stops after that token; if not, it is never sampled, because a model has
+                never read it in training.
+          chunk: number of tokens generated between two returns to the host.
 
         Raises:
-          UserError: the model's states depend on where segments begin, which a document that is being written has not.
+          UserError: the model's carry depends on where segments begin, and generated text has no segments.
         """
         if model.config.needs_segments:
             raise UserError(
@@ -66,7 +66,7 @@ class Generator:
         self._sampling, self._stop_at_end, self._chunk = sampling, stop_at_end, chunk
 
     def begin(self, seed: int) -> Reading:
-        """Before the first token of a document."""
+        """The state before the first token of a document."""
         carry = _begin(self._model, self._params)
         return Reading(carry, None, jax.random.key_data(jax.random.key(seed)), 0)
 
@@ -81,7 +81,7 @@ class Generator:
         if not (0 <= np.min(tokens) and np.max(tokens) < self._model.vocabulary_size):
             wrong = next(token for token in tokens if not 0 <= token < self._model.vocabulary_size)
             raise UserError(f"token {wrong} is not in the vocabulary of {self._model.vocabulary_size}")
-        # An end that was written is taken back.
+        # A generated end of document is dropped when the text is continued.
         pending = [] if reading.token is None or reading.ended else [reading.token]
         tokens = np.concatenate([pending, tokens]).astype(np.int32)
         carry, num_read, unread = reading.carry, reading.num_read, tokens[None, :-1]
@@ -101,12 +101,12 @@ class Generator:
         return Reading(carry, int(tokens[-1]), reading.key, num_read)
 
     def write(self, reading: Reading, num_tokens: int) -> Iterator[tuple[list[int], Reading]]:
-        """Makes up to `num_tokens` tokens, a chunk at a time; the last may be the end of the document.
+        """Generates up to `num_tokens` tokens in chunks; the last token may be the end of the document.
 
-        Each chunk comes with the place after it, which is good until the next chunk is asked for.
+        Each chunk comes with the state after it, which is valid until the next chunk is requested.
 
         Raises:
-          UserError: nothing was read, or the document has ended.
+          UserError: no token was read, or the document has ended.
         """
         if reading.token is None:
             raise UserError("there is nothing to continue: the prompt is empty")
@@ -133,7 +133,7 @@ class Generator:
             yield tokens, reading
 
 
-# Compiled once for a model, for any number of generators.
+# Compiled once per model, for any number of generators.
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -148,7 +148,7 @@ def _read_blocks(model: Model, params, carry, tokens: Int[Array, "1 n"], start: 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read_tokens(model: Model, params, carry, tokens: Int[Array, "1 w"], count):
-    """Reads the first `count` of the tokens."""
+    """Reads the first `count` tokens of `tokens`."""
     module = model.bind(params)
     return jax.lax.fori_loop(0, count, lambda i, carry: module.decode_step(tokens[:, i], carry)[1], carry)
 
@@ -172,7 +172,7 @@ def _write_tokens(
     stop_at_end: bool,
     chunk: int,
 ):
-    """Up to `count` tokens after `token`: carry, key, tokens [chunk], and how many of these are written."""
+    """Generates up to `count` tokens after `token`. Returns carry, key, tokens [chunk], and the number generated."""
     module = model.bind(params)
 
     def unfinished(loop):

@@ -1,7 +1,7 @@
 """The recurrence added to a pretrained decoder: it summarises a window in vectors for the next window.
 
-Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 3.1. Equation 1 is a sum over the tokens of a
-window, but the text calls it an average: `sum` is the equation, `mean` the text.
+Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 3.1. Equation 1 is a sum over the tokens of
+a window, but the text calls it an average: `sum` is the equation, `mean` the text.
 """
 
 import itertools

@@ -1,10 +1,9 @@
-"""Optimizers, from optax but for `nag`: their fields, their defaults, and what the gradient they are given means.
+"""Configs of the optimizers, which are optax's except for `nag`, and the scale of the gradient that they receive.
 
 The objective is the sum of the losses over the tokens divided by the constant number of positions in a batch (see
 `training/step.py`), so its gradient is nearly that of the mean. Adafactor divides the gradient by its own running size,
-so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` does see the factor, and so does `nag`:
-where a part of a batch is padding, its step is smaller by that part than fairseq's, which divides by the tokens that
-count.
+so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` and `nag` depend on the
+factor: if a batch has padding, the step of `nag` is smaller than fairseq's, which divides by the number of targets.
 """
 
 import functools
@@ -26,13 +25,13 @@ OPTIMIZERS = Registry("optimizer")
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The fields that all optimizers have. The defaults are the reference's."""
+    """The fields of all optimizers, with the reference's defaults."""
 
     base_rate: float = 1.0
     """Factor on the schedule's learning rate."""
     weight_decay: float = 0.0
-    """Share of a parameter removed by a step, times the learning rate. Parameters with fewer than two dimensions (norms
-    and biases) keep all."""
+    """The share of a parameter that a step removes, times the learning rate. Parameters with fewer than two dimensions
+    (norms and biases) have no weight decay."""
     clip_norm: float | None = None
     """Largest norm of the whole gradient (of the loss per position); None: no clipping."""
 
@@ -54,11 +53,11 @@ class Adafactor(OptimizerConfig):
     """Adafactor, whose steps are also scaled by each parameter's own size. Weight decay is not scaled by the rate."""
 
     momentum: float = 0.9
-    """Average of the scaled updates; 0: none, and no memory for it."""
+    """Decay of the average of the scaled updates; 0: no momentum, and no memory for it."""
     decay: float = 0.8
-    """After t updates the second moment's decay is 1 - t ** -decay."""
+    """The exponent of the second moment's decay, which is 1 - t ** -decay after t updates."""
     factored_size: int = 128
-    """A parameter's second moment is kept as two vectors when its two largest dimensions reach this."""
+    """A parameter's second moment is stored as two vectors if its two largest dimensions have at least this size."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -104,7 +103,7 @@ class Adam(OptimizerConfig):
 @OPTIMIZERS.register("nag")
 @dataclass(frozen=True)
 class Nesterov(OptimizerConfig):
-    """Nesterov's accelerated gradient, as fairseq has it."""
+    """Nesterov's accelerated gradient, as in fairseq."""
 
     momentum: float = 0.9
 
@@ -133,12 +132,12 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
 
 
 def decayed(params: Any) -> Any:
-    """Which parameters weight decay is for: all but norms and biases, which have fewer than two dimensions."""
+    """A mask of the parameters with weight decay: all but norms and biases, which have fewer than two dimensions."""
     return jax.tree.map(lambda param: param.ndim >= 2, params)
 
 
 def leave_fixed(optimizer: optax.GradientTransformation, fixed: Set[str]) -> optax.GradientTransformation:
-    """`optimizer` for the parameters whose path does not begin with one of these names; it has no state for others."""
+    """`optimizer` without the parameters whose path begins with one of these names, for which it has no state."""
 
     def labels(params):
         return {name: "fixed" if name in fixed else "trained" for name in params}
@@ -162,20 +161,20 @@ def _beginning_with(chosen: str, params: Mapping[str, Any]) -> dict[str, bool]:
 
 
 class NesterovState(NamedTuple):
-    """What `nesterov` remembers."""
+    """The state of `nesterov`."""
 
     count: Int[Array, ""]
-    """Updates so far."""
+    """The number of updates so far."""
     velocity: Any
-    """The last update but for what the gradient of its own step added at once; a tree like the parameters."""
+    """The velocity: the last update without the extra term of its own gradient; a tree like the parameters."""
 
 
 def nesterov(rate: optax.Schedule, momentum: float, weight_decay: float) -> optax.GradientTransformation:
-    """Nesterov's accelerated gradient as fairseq has it, whose velocity is measured in learning rates.
+    """Nesterov's accelerated gradient as in fairseq, whose velocity is scaled with the learning rate.
 
     With gradient g, momentum m, rates r_t, and the velocity v_t = m (r_t / r_{t-1}) v_{t-1} - r_t g, the update is
     m v_t - r_t g: the step from the point that the velocity leads to (Sutskever et al. 2013, section 2; Bengio et al.
-    2012, equation 7). So a change of the rate acts on the momentum at once, which `optax.sgd` leaves as it was.
+    2012, equation 7). So a change of the rate also rescales the momentum, which it doesn't in `optax.sgd`.
     """
 
     def init(params):

@@ -1,9 +1,9 @@
 """Learning rates as functions of the step, as in the training loop and optimizers of google-research/meliad.
 
 The rate that is applied at a step is `multiplier * schedule(max(step, warmup)) * min(step, warmup) / warmup`: a line
-from 0 (at step 0 nothing is learned) up to where the schedule stands when the warmup ends, then the schedule. The
-schedule's own clock starts at step 0, not at the end of the warmup. `first_rate` and
-`cosine_after_warmup` differ in this.
+from 0 at step 0 to the schedule's value at the end of the warmup, then the schedule, whose own
+clock starts at step 0, not at the end of the warmup. `first_rate` changes the value at step 0, and
+`cosine_after_warmup` the beginning of the clock.
 """
 
 import math
@@ -26,14 +26,14 @@ SCHEDULES = Registry("schedule")
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The fields that all schedules have."""
+    """The fields of all schedules."""
 
     warmup_steps: int = 1000
-    """Steps over which the rate grows from first_rate; 0: none."""
+    """The number of steps in which the rate grows from first_rate; 0: no warmup."""
     first_rate: float = 0.0
-    """The rate at step 0, where there is a warmup."""
+    """The rate at step 0, if there is a warmup."""
     multiplier: float = 1.0
-    """Factor on everything above."""
+    """Factor on all rates of the schedule."""
 
     def __post_init__(self):
         check_not_negative(self, ("warmup_steps", "first_rate"))
@@ -49,7 +49,7 @@ class ScheduleConfig:
         return num_steps
 
     def base_rate(self, length: int, step: jax.Array) -> jax.Array:
-        """The rate at a step (float32), which is not before the end of the warmup, but for warmup and multiplier."""
+        """The rate (float32) without warmup and multiplier, at a step that is not before the end of the warmup."""
         raise NotImplementedError
 
 
@@ -62,7 +62,7 @@ class DecayingScheduleConfig(ScheduleConfig):
     min_rate: float = 0.001
     """The rate at the last scheduled step."""
     max_scheduled_steps: int | None = None
-    """The schedule's length in steps where it is not that of the run."""
+    """The schedule's length in steps; None: the length of the run."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,9 +92,9 @@ class CosineSchedule(DecayingScheduleConfig):
     """Half a cosine wave that begins at step 0; after the last scheduled step the rate halves every `length` steps."""
 
     spike_steps: int = 0
-    """A second line, from spike_rate at step 0 to zero at this step; the higher of the two counts."""
+    """The end of a line from spike_rate at step 0 to zero at this step; the rate is the maximum of line and cosine."""
     spike_rate: float = 0.0
-    """Where that line begins."""
+    """The value of that line at step 0."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -129,7 +129,7 @@ class CosineAfterWarmupSchedule(DecayingScheduleConfig):
 @SCHEDULES.register("linear")
 @dataclass(frozen=True)
 class LinearSchedule(DecayingScheduleConfig):
-    """A line; after the last scheduled step the rate halves every `length` steps."""
+    """A linear decay; after the last scheduled step the rate halves every `length` steps."""
 
     def base_rate(self, length: int, step: jax.Array) -> jax.Array:
         return self._after(length, step, self.max_rate - (self.max_rate - self.min_rate) * step / length)
@@ -138,7 +138,7 @@ class LinearSchedule(DecayingScheduleConfig):
 @SCHEDULES.register("exponential")
 @dataclass(frozen=True)
 class ExponentialSchedule(DecayingScheduleConfig):
-    """Exponential decay, also after the last scheduled step."""
+    """Exponential decay, which continues after the last scheduled step."""
 
     def base_rate(self, length: int, step: jax.Array) -> jax.Array:
         return self.max_rate * (self.min_rate / self.max_rate) ** (step / length)

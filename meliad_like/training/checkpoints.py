@@ -1,9 +1,9 @@
 """Checkpoints: asynchronous, atomic, checked for damage, and restored onto any mesh bit for bit.
 
-orbax writes a checkpoint into a temporary folder and renames that when all is there. Before the rename process 0 adds a
-manifest of checksums, so that later damage of a file is noticed and the checkpoint before is used. Arrays are
+orbax writes a checkpoint into a temporary folder, which it renames when the checkpoint is complete. Before the rename
+process 0 adds a manifest of checksums, so that damage of a file is noticed and an older checkpoint is used. Arrays are
 stored under the names of their paths (`optimizer_state/0/v_row/embedding`), not under the classes of the tree, and
-the parameters separately, so that evaluation reads nothing else.
+the parameters separately, so that evaluation reads only them.
 """
 
 import logging as standard_logging
@@ -25,14 +25,14 @@ from meliad_like.errors import UserError, is_full_disk, refusals
 from meliad_like.remote import is_remote, one_line
 from meliad_like.training.manifest import find_damage, write_manifest
 
-COMMIT_SUCCESS_FILE = "commit_success.txt"  # orbax's, on gs://
+COMMIT_SUCCESS_FILE = "commit_success.txt"  # The name of orbax's marker of a complete checkpoint on gs://.
 FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
 
 
 class Checkpoints:
-    """The checkpoints of a run, one folder a step. Close it, or use it in a `with`, so that the last one is finished.
+    """The checkpoints of a run, one folder per step. `close` or a `with` statement waits for the last save.
 
-    With several processes all of them must make the same calls.
+    With several processes, all of them must make the same calls.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Checkpoints:
     ):
         """
         Args:
-          folder: where the steps' folders lie; local or gs://. Other files and folders in it are left alone.
+          folder: parent of the steps' folders, local or on gs://. Other files and folders in it are not touched.
           keep_last: number of newest checkpoints that are kept.
-          keep_every: steps that this divides are kept forever.
+          keep_every: checkpoints of steps that are multiples of it are kept forever.
           read_only: for evaluation while a run may still be writing: nothing is created, moved or deleted.
         """
         if keep_last < 1:
             raise UserError(f"keep_last={keep_last} must be at least 1")
         _leave_orbax_errors_to_the_caller()
-        # epath would take gs://... for a folder in the current one.
+        # epath would treat gs://... as a relative path.
         self.folder = epath.Path(folder) if is_remote(folder) else epath.Path(folder).resolve()
         self._read_only = read_only
         self._damage: dict[int, str | None] = {}
@@ -66,7 +66,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
             create=not read_only,
-            # Deletes what a killed run was writing. On gs:// it would delete every folder that is no checkpoint.
+            # Deletes unfinished checkpoints of a killed run. On gs:// it would delete every folder that is none.
             cleanup_tmp_directories=not read_only and not is_remote(folder),
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_manifest),
         )
@@ -79,15 +79,15 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
-        """Saves in the background; returns when the arrays are copied, so that their buffers may be donated.
+        """Saves in the background. When it returns the arrays have been copied, so their buffers may be donated.
 
         Args:
-          step: higher than the ones before.
+          step: number of steps done; higher than that of all earlier checkpoints.
           state: a tree of arrays with a field or key `params` and at least one more.
-          metadata: for JSON.
+          metadata: a value that JSON can represent.
 
         Raises:
-          UserError: the disk is full, now or when the checkpoint before was written.
+          UserError: the disk is full, now or while the previous checkpoint was written.
         """
         if self._read_only:
             raise ValueError(f"{self.folder} was opened for reading only")
@@ -104,7 +104,7 @@ class Checkpoints:
                     rest=ocp.args.StandardSave(rest),
                     metadata=ocp.args.JsonSave({"metadata": dict(metadata), "arrays": shapes}),
                 ),
-                # The training loop decides when a checkpoint is due.
+                # The training loop decides when to save.
                 force=True,
             )
 
@@ -112,29 +112,29 @@ class Checkpoints:
         """Loads a whole state.
 
         Args:
-          abstract_state: tree of jax.ShapeDtypeStruct with the wanted shardings, which may differ from the saved ones.
-          step: which one; None: the newest that is not damaged. Those after it, which are, are then moved aside
-            (`damaged-STEP`), so that the run can write these steps again. Where none is good, none is moved.
+          abstract_state: tree of jax.ShapeDtypeStruct with the new shardings, which may differ from the saved ones.
+          step: the step to load; None: the newest one that is not damaged. Newer checkpoints, which are damaged, are
+                then renamed to `damaged-STEP`, so that the run can save these steps again, unless all are damaged.
 
         Returns:
           The state, with the tree structure of `abstract_state`, and the metadata.
 
         Raises:
-          UserError: no usable checkpoint, or one of another shape.
+          UserError: there is no usable checkpoint, or its arrays have other shapes.
         """
         return self._restore(abstract_state, step, ("params", "rest"))
 
     def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Loads the parameters alone; otherwise as `restore`."""
+        """Loads only the parameters; otherwise like `restore`."""
         state, metadata = self._restore({"params": abstract_params}, step, ("params",))
         return state["params"], metadata
 
     def read_metadata(self, step: int | None = None) -> dict[str, Any]:
-        """The metadata of a step; None: of the newest that is not damaged, which `restore` would take."""
+        """The metadata of a step; None: of the newest step that is not damaged, which `restore` would load."""
         return self._read_json(self._usable(step))["metadata"]
 
     def newest(self) -> int | None:
-        """The newest step that is not damaged; None: there is none. Each damaged one is named in a warning, once."""
+        """The newest step that is not damaged; None if there is none. Warns once about each damaged step."""
         for step in reversed(self.steps()):
             known = step in self._damage
             damage = self._find_damage(step)
@@ -145,13 +145,13 @@ class Checkpoints:
         return None
 
     def move_aside_after(self, step: int | None) -> None:
-        """Moves checkpoints aside (`damaged-STEP`): those after a step, or all of them."""
+        """Renames checkpoints to `damaged-STEP`: those after `step`, or all of them."""
         for other in self.steps():
             if step is None or other > step:
                 self._move_aside(other)
 
     def check(self) -> None:
-        """Raises what the last save met in the background so far, without waiting for its end.
+        """Raises errors that the background save has met so far, without waiting for its end.
 
         Raises:
           UserError: the disk is full.
@@ -160,7 +160,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Until the last save is on the disk.
+        """Waits until the last save is complete.
 
         Raises:
           UserError: the disk is full.
@@ -169,7 +169,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends the background threads."""
+        """Waits for the last save, and ends the background threads."""
         with self._refusals_reported():
             self._manager.close()
 
@@ -214,7 +214,7 @@ class Checkpoints:
                 )
 
     def _usable(self, step: int | None) -> int:
-        """`step` itself, or the newest that is not damaged."""
+        """The given step, after a check for damage, or the newest step that is not damaged."""
         steps = self.steps()
         if step is not None:
             if step not in steps:
@@ -251,7 +251,7 @@ class Checkpoints:
         self._manager.reload()
 
     def _delete_unfinished(self) -> None:
-        """Deletes what a killed run was writing to gs://, where a file marks a complete checkpoint."""
+        """Deletes unfinished checkpoints of a killed run on gs://, where a file marks a complete checkpoint."""
         if jax.process_index() == 0 and self.folder.is_dir():
             for path in self.folder.iterdir():
                 if path.name.isdecimal() and not (path / COMMIT_SUCCESS_FILE).exists():
@@ -259,9 +259,9 @@ class Checkpoints:
         multihost_utils.sync_global_devices("unfinished checkpoints deleted")
 
     def _write_manifest(self) -> None:
-        """Called by orbax in its background thread when all files of a step are written, before the step appears."""
+        """Called by orbax in its background thread after all files of a step are written, before the rename."""
         if jax.process_index() == 0:
-            # orbax's temporary name is the step, a dot and more; where renaming is not atomic (gs://) the step alone.
+            # orbax's temporary name is the step, a dot and a suffix; on gs://, without atomic renames, only the step.
             step = str(self._step_being_written)
             (folder,) = (path for path in self.folder.iterdir() if path.name.split(".")[0] == step)
             write_manifest(folder)
@@ -270,7 +270,7 @@ class Checkpoints:
     def _refusals_reported(self) -> Iterator[None]:
         try:
             yield
-        # tensorstore raises ValueError for what the file system refuses.
+        # tensorstore raises ValueError for errors of the file system.
         except (*refusals(), ValueError) as error:
             full = is_full_disk(error)
             step = self.folder / str(self._step_being_written)
@@ -300,14 +300,14 @@ def read_metadata(folder: epath.PathLike) -> dict[str, Any]:
 def keep_best(
     folder: epath.PathLike, step: int, state: Any, metadata: Mapping[str, Any], measure: Callable[[Any], float]
 ) -> None:
-    """Keeps the parameters of a step in a folder of their own, unless those in it are as good.
+    """Keeps the parameters of a step in a folder of their own, unless the parameters already there are as good.
 
     Args:
-      folder: a damaged checkpoint in it is moved aside, and counts as none.
-      step: one that is done again after a kill may be there already, and stays.
+      folder: where to keep them; a damaged checkpoint in it is renamed and ignored.
+      step: number of steps done. A run that repeats steps after a kill may find it saved, and keeps it.
       state: its fields `step` and `params` are kept.
-      metadata: as for `Checkpoints.save`.
-      measure: metadata -> the number to minimise; a step for which it is NaN is not kept.
+      metadata: as in `Checkpoints.save`.
+      measure: metadata -> the number to minimise; a step with NaN is not kept.
 
     Raises:
       UserError: the disk is full.
@@ -323,7 +323,7 @@ def keep_best(
 
 
 def _leave_orbax_errors_to_the_caller() -> None:
-    """Silences orbax where it logs an error with its traceback in each thread that sees it, and then raises it."""
+    """Silences orbax's log of errors: it logs a traceback in each thread, although it also raises the error."""
     logging.get_absl_logger().addFilter(_no_error_of_orbax)
 
 
@@ -332,14 +332,14 @@ def _no_error_of_orbax(record) -> bool:
 
 
 def _named_arrays(tree: Any) -> dict[str, Any]:
-    """Leaves by their paths' names, in the tree's own order."""
+    """The leaves of a tree by the names of their paths, in the order of the tree."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
 
 def _split(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Nested dictionaries of the parameters and of the rest."""
+    """Nested dictionaries of the parameters, and of the other arrays."""
     params = {name: array for name, array in arrays.items() if _is_parameter(name)}
     rest = {name: array for name, array in arrays.items() if not _is_parameter(name)}
     return _nested(params), _nested(rest)

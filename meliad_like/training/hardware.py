@@ -1,4 +1,4 @@
-"""The peak rate and memory of a device, to compare with those of the model."""
+"""The peak rate and the memory of a device, with which those of a training are compared."""
 
 import functools
 import resource
@@ -26,20 +26,20 @@ DATASHEET_FLOPS = {
 
 @functools.cache
 def peak_flops(dtype: str) -> tuple[float, str]:
-    """FLOP/s of one device at matrix products, and where the figure comes from.
+    """The peak FLOP/s of one device for matrix products, and the source of the figure.
 
-    Data sheets are for bfloat16; for another type, or a device that is not in the table, a product is timed.
+    Data sheets are for bfloat16; for another dtype, or a device that is not in the table, it is measured.
     """
     kind = jax.local_devices()[0].device_kind
     if dtype == "bfloat16" and kind in DATASHEET_FLOPS:
         return DATASHEET_FLOPS[kind], "data sheet"
-    # Devices that are pretended on one CPU share its rate.
+    # Several simulated devices of one CPU share its rate.
     shared = jax.local_device_count() if jax.default_backend() == "cpu" else 1
     return measured_flops(dtype) / shared, "measured"
 
 
 def measured_flops(dtype: str, size: int = 2048, repeats: int = 5) -> float:
-    """FLOP/s of the best of some square matrix products on the first device."""
+    """The best measured FLOP/s of some square matrix products on the first device."""
     x = jax.device_put(jnp.ones((size, size), dtype), jax.local_devices()[0])
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
@@ -52,7 +52,7 @@ def measured_flops(dtype: str, size: int = 2048, repeats: int = 5) -> float:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory used so far: of the first device, or of the process where devices don't tell."""
+    """The peak memory so far of the first device, or of the process if the device reports none."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]

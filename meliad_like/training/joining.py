@@ -1,4 +1,4 @@
-"""How the processes of a run find each other. Where one does not come, or dies, jax's own time-outs end the others."""
+"""How the processes of a run connect. If a process does not start, or dies, jax's time-outs end the others."""
 
 import socket
 import sys
@@ -9,9 +9,9 @@ from meliad_like.errors import UserError
 from meliad_like.remote import one_line
 
 HEARTBEAT_SECONDS = 30
-"""After this time without a sign of life from one process, jax ends all others and names it in the log of process 0."""
+"""After this time without a heartbeat of a process, jax ends all others and names it in the log of process 0."""
 SHUTDOWN_SECONDS = 60
-"""How long a process that ends waits for the others, after an error too."""
+"""The time that a process waits for the others before it exits, also after an error."""
 
 
 def initialize_distributed(
@@ -20,11 +20,11 @@ def initialize_distributed(
     process_id: int | None = None,
     timeout_seconds: int = 300,
 ) -> None:
-    """Joins this process to the others of the run; must be called before anything that asks jax for its devices.
+    """Connects this process to the others of the run; must be called before any use of jax's devices.
 
-    Without arguments the cluster gives the places (a TPU pod, SLURM, GKE or MPI, as jax detects them); with all three,
-    the processes meet at `coordinator_address` ("host:port", where process 0 listens). jax ends the process if not all
-    processes come within `timeout_seconds`.
+    Without arguments, jax detects the cluster (a TPU pod, SLURM, GKE or MPI). With all three arguments, the processes
+    connect to `coordinator_address` ("host:port", where process 0 listens). jax ends the process if not all processes
+    connect within `timeout_seconds`.
 
     Raises:
       UserError: no cluster was detected, the arguments don't fit together, or process 0 can't listen at its port.
@@ -47,7 +47,7 @@ def initialize_distributed(
             file=sys.stderr,
             flush=True,
         )
-    # Used by processes that compute on CPUs alone; accelerators have their own.
+    # Used only by processes on CPUs; accelerators have their own collectives.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -61,7 +61,7 @@ def initialize_distributed(
 
 
 def _check_port(port: int) -> None:
-    # jax 0.10 crashes where it can't listen.
+    # jax 0.10 crashes if it can't listen at the port.
     try:
         socket.create_server(("", port)).close()
     except OSError as error:

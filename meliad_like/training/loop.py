@@ -1,4 +1,4 @@
-"""The training loop: one step after the other, with what is reported, evaluated and saved between them."""
+"""The training loop: one step after the other, with reports, evaluations and checkpoints between them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,11 +16,11 @@ State = TypeVar("State")
 
 
 class Hook(NamedTuple):
-    """Something that happens after every `every` steps (0: never), and after the last one."""
+    """A function that is called every `every` steps (0: never), and after the last step."""
 
     every: int
     call: Callable[[int, Any], None]
-    """Called with the number of steps done and the state after them."""
+    """The function; its arguments are the number of steps done and the state after them."""
 
     def due(self, step: int, num_steps: int) -> bool:
         """Whether the hook is to be called after `step` steps."""
@@ -29,17 +29,17 @@ class Hook(NamedTuple):
 
 @dataclass(frozen=True)
 class Loop:
-    """What happens between the steps of a training."""
+    """The parts of a training that act between its steps."""
 
     num_steps: int
-    """Steps of the whole training."""
+    """The number of steps of the whole training."""
     log_every: int
     report: Callable[[int, Any, Any], None]
     """Called with each step, its metrics, and a state at most one step newer. Raises an error to end the training."""
     hooks: Sequence[Hook]
-    """In the order in which they are called; a checkpoint comes last, so that errors of the others come before it."""
+    """The hooks in the order of their calls; the checkpoint comes last, so that errors of other hooks precede it."""
     outside_of_training: Callable[[], AbstractContextManager]
-    """A context for the hooks, whose time does not count as training."""
+    """A context for the hooks; time spent in it does not count as training."""
     save: Callable[[int, Any], None]
     checkpoints: Checkpoints
     writer: MetricsWriter
@@ -54,12 +54,12 @@ class Loop:
         step: int,
         last_step: int,
     ) -> tuple[State, bool]:
-        """Trains from `step` steps done to `last_step`. The host is always one step ahead of the devices.
+        """Trains from step `step` to `last_step`. The host is always one step ahead of the devices.
 
         Args:
           train_step: (state, batch) -> (state, metrics).
-          state: after `step` steps.
-          batches: the first one is that of step `step + 1`.
+          state: the state after `step` steps.
+          batches: the batches from step `step + 1` on.
 
         Returns:
           The state, and whether SIGTERM or Ctrl-C ended the training, with the state saved, before the last step.
@@ -72,12 +72,12 @@ class Loop:
             step += 1
             if self.profiler.after(step, metrics):
                 self.writer.say(f"step {step}: wrote a trace into {self.profiler.folder}")
-            # The metrics of the step before are ready; those of this one would make the host wait.
+            # The metrics of the previous step are ready; the host would have to wait for those of this step.
             if pending is not None:
                 self.report(*pending, state)
             pending = (step, metrics)
             if step % self.log_every == 0:
-                # Errors of the last checkpoint, which is written in the background; the next one may be hours away.
+                # Raises errors of the background save of the last checkpoint; the next save may be hours away.
                 self.checkpoints.check()
             stop = self.preempted.reached(step)
             due = [hook for hook in self.hooks if hook.due(step, self.num_steps)]
@@ -85,7 +85,7 @@ class Loop:
                 self.report(*pending, state)
                 pending = None
                 if stop:
-                    # Whoever sent the signal may not wait for an evaluation.
+                    # The sender of the signal may not wait for an evaluation.
                     self.save(step, state)
                     self.checkpoints.wait()
                 with self.outside_of_training():

@@ -1,4 +1,4 @@
-"""A list of a checkpoint's files with sizes and checksums, so that a cut-short or damaged one is noticed."""
+"""A list of a checkpoint's files with sizes and checksums, which reveals truncated and damaged files."""
 
 import json
 import zlib
@@ -9,19 +9,19 @@ from etils import epath
 from meliad_like.saved_json import read_json
 
 MANIFEST = "manifest.json"
-# orbax writes the time of the commit into this one afterwards; nothing that restoring needs is in it.
+# orbax writes the time of the commit into this file afterwards; it is not needed for restoring.
 CHANGES_LATER = "_CHECKPOINT_METADATA"
 CHUNK_BYTES = 1 << 22
 
 
 def write_manifest(folder: epath.Path) -> None:
-    """Writes the manifest of all files that lie under `folder` now."""
+    """Writes the manifest of all files that are under `folder` now."""
     files = {str(path.relative_to(folder)): list(_size_and_checksum(path)) for path in _files(folder)}
     (folder / MANIFEST).write_text(json.dumps({"files": files}))
 
 
 def find_damage(folder: epath.Path) -> str | None:
-    """Describes the first damage of the files under `folder`; None: all are as they were written."""
+    """Describes the first damaged file under `folder`; None: all files are unchanged."""
     try:
         files = read_json(folder / MANIFEST)["files"]
         entries = [(name, size, checksum) for name, (size, checksum) in files.items()]

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: `metrics.jsonl`, TensorBoard and the progress line."""
+"""Writers of a run's metrics: `metrics.jsonl`, TensorBoard and the progress line."""
 
 import json
 import math
@@ -27,22 +27,22 @@ UPLOAD_SECONDS = 30.0
 
 
 class MetricsWriter:
-    """Writes metrics of a run; on all processes but the first it does nothing. Use it in a `with`."""
+    """Writes the metrics of a run on process 0, and does nothing on the others. Use it in a `with` statement."""
 
     def __init__(self, workdir: epath.PathLike, start_step: int, num_steps: int):
         """
         Args:
-          workdir: of the run.
-          start_step: steps done before; what an earlier attempt logged beyond them is dropped, because these steps
-            are done again.
-          num_steps: steps of the whole run.
+          workdir: working folder of the run.
+          start_step: number of steps done before; rows of later steps from an earlier attempt are dropped, because
+                these steps are repeated.
+          num_steps: number of steps of the whole run.
         """
         self._active = jax.process_index() == 0
         if not self._active:
             return
         self._start_step, self._num_steps, self._began = start_step, num_steps, time.perf_counter()
         self._workdir, self._closing, self._uploaded = epath.Path(workdir), ExitStack(), time.monotonic()
-        # Object stores can't add to a file: there these are written here, and copied from time to time.
+        # Object stores can't append to a file: for them, files are written locally and copied from time to time.
         self._remote = is_remote(workdir)
         local = Path(self._closing.enter_context(TemporaryDirectory()) if self._remote else workdir)
         self._local = epath.Path(local)
@@ -52,11 +52,11 @@ class MetricsWriter:
         if self._remote or len(kept.encode()) < size_of(path):
             write_whole(local / FILE_NAME, kept)
         self._file = (local / FILE_NAME).open("a")
-        # Not a `SummaryWriter`: its thread prints tracebacks of its own when the disk is full.
+        # Not a `SummaryWriter`, whose thread prints tracebacks when the disk is full.
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
         self._events = RecordWriter(str(local / name))
         self._write_event(0, file_version="brain.Event:2")
-        # TensorBoard drops what an earlier attempt logged from this step on.
+        # Makes TensorBoard drop events of an earlier attempt from this step on.
         self._write_event(start_step + 1, session_log=SessionLog(status=SessionLog.START))
         self.console = Console()
         self._progress = Progress(
@@ -70,9 +70,9 @@ class MetricsWriter:
         """Adds the metrics of a step.
 
         Args:
-          step: steps done.
-          metrics: names to numbers; one that is not finite is written as null, because JSON has no such numbers.
-          kind: `train`, or the name of the split they were measured on.
+          step: number of steps done.
+          metrics: numbers by name; infinite numbers and NaN, which JSON doesn't have, are written as null.
+          kind: `train`, or the name of the evaluated split.
         """
         if not self._active:
             return
@@ -89,10 +89,10 @@ class MetricsWriter:
         self._events.write(Event(step=step, wall_time=time.time(), **content).SerializeToString())
 
     def upload(self) -> None:
-        """To be called before a checkpoint is written: what is logged up to it must not be lost with this machine.
+        """Copies the files to an object store. It is called before a save, so that no earlier metrics are lost.
 
         Raises:
-          UserError: the object store refuses.
+          UserError: the object store refuses the copy.
         """
         try:
             self._copy()
@@ -103,7 +103,7 @@ class MetricsWriter:
         try:
             self._copy()
         except refusals() as error:
-            # Nothing depends on it, or something worse has happened.
+            # A failure here must not end the training or hide another error.
             self.say(f"warning: {self._refused(error)}; {otherwise}")
 
     def _copy(self) -> None:
@@ -112,7 +112,7 @@ class MetricsWriter:
                 self._events.flush()
                 copy_folder(self._local, self._workdir)
         finally:
-            # After a minute of trying, too.
+            # These are raised after a minute of retries.
             self._uploaded = time.monotonic()
 
     def _refused(self, error: Exception) -> str:
@@ -121,12 +121,12 @@ class MetricsWriter:
     def progress(
         self, step: int, bits_per_byte: float, tokens_per_second: float, num_skipped: int, warning: str = ""
     ) -> None:
-        """Shows how far the run is: a moving line on a terminal, otherwise one line a call."""
+        """Shows the progress of the run: an updated line on a terminal, otherwise one line per call."""
         skipped = f"  {num_skipped} skipped" if num_skipped else ""
         self.show(step, f"{bits_per_byte:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s", skipped + warning)
 
     def show(self, step: int, figures: str, warnings: str = "") -> None:
-        """`progress` with other figures: these come before the time that is left, and the warnings after it."""
+        """Shows progress with the given figures before the remaining time, and the warnings after it."""
         if not self._active:
             return
         seconds = (time.perf_counter() - self._began) * (self._num_steps - step) / max(step - self._start_step, 1)
@@ -161,7 +161,7 @@ def read_rows(path: epath.Path) -> list[dict[str, Any]]:
     """The rows of a metrics file, one for each complete line.
 
     Raises:
-      UserError: a line is no row of metrics; gives its number.
+      UserError: a line is not a row of metrics; the message gives its number.
     """
     rows = read_json_lines(path)[1]
     for number, row in enumerate(rows, 1):

@@ -1,4 +1,4 @@
-"""One training in a working folder: a second is refused; where nothing can be locked, it takes over."""
+"""Ensures one training per working folder: a second one is refused, or takes over where files can't be locked."""
 
 import errno
 import fcntl
@@ -22,20 +22,20 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Ownership:
-    """Makes the working folder this training's as long as it is in a `with`. All processes of a run must use it.
+    """Reserves the working folder for this training in a `with` statement, which all processes of a run must use.
 
-    On a local disk the operating system locks a file, and frees it however the process ends. An object store has no
-    locks: there each training writes its name, and one that no longer finds its own ends before its next checkpoint.
+    On a local disk the operating system locks a file, and releases it when the process ends in any way. An object store
+    has no locks: each training writes its name there, and ends before its next checkpoint if it finds another name.
     """
 
     def __init__(self, workdir: epath.PathLike):
         """
         Args:
-          workdir: made if needed.
+          workdir: the working folder; created if needed.
         """
         self._workdir = epath.Path(workdir)
         self._path = self._workdir / LOCK_NAME
-        # Fine enough that two of one process differ.
+        # Precise enough to distinguish two trainings of one process.
         since = datetime.now(UTC).isoformat(timespec="microseconds")
         self._name = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
         self._locked = ExitStack()
@@ -56,10 +56,10 @@ class Ownership:
         return self
 
     def check(self) -> None:
-        """To be called before a checkpoint is written.
+        """Checks that the folder is still this training's. Call it before a checkpoint is saved.
 
         Raises:
-          UserError: another training has taken the folder, or whether it has can't be read.
+          UserError: another training has taken the folder, or the file with the name can't be read.
         """
         problem = None
         if jax.process_index() == 0 and not self._is_locked:
@@ -92,7 +92,7 @@ class Ownership:
                     "end that one, or choose another --workdir"
                 )
             except OSError as error:
-                # Then what holds for object stores does.
+                # The file system is then treated like an object store.
                 if error.errno not in NO_LOCKS:
                     raise
         self._path.write_text(self._name)
@@ -100,7 +100,7 @@ class Ownership:
 
 
 def _agree(problem: str | None) -> None:
-    """Ends all processes where process 0 has met a problem: alone, it would leave the others waiting."""
+    """Ends all processes if process 0 has a problem; otherwise the others would wait for it."""
     met = problem is not None
     if jax.process_count() > 1:
         met = bool(multihost_utils.broadcast_one_to_all(np.asarray(met)))

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: finish the step, save, and end with an exit status that means `start me again`."""
+"""SIGTERM and Ctrl-C: finish the step, save, and exit with the status of a temporary failure."""
 
 import os
 import signal
@@ -14,10 +14,10 @@ EXIT_STATUS = 75
 
 
 class Preemption:
-    """Notices SIGTERM and SIGINT while in a `with`; all processes of a run agree on the step after which they stop.
+    """Handles SIGTERM and SIGINT in a `with` statement; all processes of a run agree on the step to stop after.
 
-    A second SIGINT ends the process at once. Outside of the main thread, where Python allows no signal handlers, only
-    several processes notice SIGTERM.
+    A second SIGINT ends the process at once. Outside of the main thread, where Python allows no signal handlers, SIGTERM
+    is handled only if there are several processes.
     """
 
     def __init__(self):
@@ -27,9 +27,9 @@ class Preemption:
         self._previous = {}
 
     def reached(self, step: int) -> bool:
-        """Whether to save and stop after this step. To be called after every step, by all processes."""
+        """Whether to save and stop after this step. All processes must call it after every step."""
         if jax.process_count() > 1:
-            # jax's coordination service has its own handler for SIGTERM and picks a step that none has passed.
+            # jax's coordination service handles SIGTERM and chooses a step that no process has passed.
             return multihost_utils.reached_preemption_sync_point(step)
         return self._received
 
@@ -38,7 +38,7 @@ class Preemption:
             return self
         if jax.process_count() == 1:
             self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
-        # A shell lets the programs that it starts in the background ignore SIGINT.
+        # Programs that a shell starts in the background ignore SIGINT.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         return self
@@ -51,11 +51,11 @@ class Preemption:
         self._received, self.signal_name = True, signal.Signals(number).name
 
     def _interrupt(self, number: int, frame) -> None:
-        # Python's own handler waits until a computation of jax returns. An interactive session must survive, though.
+        # Python's own handler waits until a jax computation returns. But an interactive session must not be ended.
         signal.signal(number, self._previous[number] if hasattr(sys, "ps1") else signal.SIG_DFL)
         if jax.process_count() == 1:
             self._note(number, frame)
         else:
             os.kill(os.getpid(), signal.SIGTERM)
-        # `print` may have been interrupted itself.
+        # The signal may have interrupted a `print`, so `print` must not be used here.
         os.write(2, b"\nCtrl-C: stopping after this step; press it again to stop at once\n")

@@ -1,4 +1,4 @@
-"""`--profile_steps`: what devices and host did in some steps of a run, as a trace that xprof and Perfetto show."""
+"""`--profile_steps`: a trace of devices and host in some steps of a run, which xprof and Perfetto display."""
 
 import re
 import sys
@@ -15,10 +15,10 @@ FOLDER = "profile"
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """The first and the last step of `FIRST:LAST`.
+    """Parses `FIRST:LAST` into the first and the last step.
 
     Raises:
-      UserError: it is something else.
+      UserError: the text has another form.
     """
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -27,28 +27,28 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 class Profiler:
-    """Traces those of the wanted steps that the run does, in process 0. Use it in a `with`."""
+    """Traces the requested steps in process 0. Use it in a `with` statement."""
 
     def __init__(self, workdir: epath.PathLike, steps: tuple[int, int] | None):
         """
         Args:
-          workdir: of the run; traces lie in its folder `profile`.
-          steps: the first and the last; None: nothing is traced.
+          workdir: working folder of the run; traces are written to its folder `profile`.
+          steps: the first and the last step; None: no trace.
         """
         self._first, self._last = (sys.maxsize, 0) if steps is None or jax.process_index() else steps
         self.folder = epath.Path(workdir) / FOLDER
         self._local: tempfile.TemporaryDirectory | None = None
 
     def before(self, step: int, state: Any) -> None:
-        """To be called before a step is dispatched, with the state that it starts from."""
+        """Call it before a step is dispatched, with the state from which the step starts."""
         if self._local is None and self._first <= step <= self._last:
-            # Steps that were dispatched before must not be in the trace.
+            # Wait for earlier steps, which must not be in the trace.
             jax.block_until_ready(state)
             self._local = tempfile.TemporaryDirectory()
             jax.profiler.start_trace(self._local.name)
 
     def after(self, step: int, metrics: Any) -> bool:
-        """To be called when a step was dispatched; whether the trace is complete, and written, with this one."""
+        """Call it after a step is dispatched. Returns whether the trace was completed and written with this step."""
         if self._local is None or step < self._last:
             return False
         jax.block_until_ready(metrics)

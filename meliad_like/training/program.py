@@ -1,4 +1,4 @@
-"""The model and its training step, laid out on a mesh: what is a function of the config and the devices alone."""
+"""The model and its training step on a mesh: everything that depends only on the config and the devices."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -28,34 +28,34 @@ from meliad_like.training.step import make_train_step
 
 
 class Program(NamedTuple):
-    """The model and its training step on a mesh: what is a function of the config and the devices."""
+    """The model and its training step on a mesh."""
 
     model: Any
-    """What is trained, such as a `Model`."""
+    """The trained model, such as a `Model`."""
     mesh: Mesh
     abstract_state: TrainState
-    """Shapes, with the shardings of this mesh."""
+    """The shapes of the state, with their shardings on this mesh."""
     initialise: Callable[[], TrainState]
     train_step: jax.stages.Wrapped
     """(state, batch) -> (state, metrics), jitted; the state's buffers are donated."""
     abstract_batch: Any
-    """Shapes of the batch of a step, over all hosts."""
+    """The shapes of the batch of a step, over all hosts."""
 
     def compile_step(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-        """The step for these shapes and shardings. It refuses all others, so a run compiles it once.
+        """The step compiled for these shapes and shardings. It rejects all others, so a run compiles only once.
 
         Args:
-          options: for XLA.
+          options: compiler options of XLA.
         """
         with jax.set_mesh(self.mesh):
             return self.train_step.lower(self.abstract_state, self.abstract_batch).compile(options)
 
 
 def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
-    """Lays out the model, its optimizer and its lanes on a mesh, without any documents and without compiling.
+    """Lays out the model, its optimizer and its lanes on a mesh. It needs no documents and compiles nothing.
 
     Args:
-      run: of one stage.
+      run: the config of one stage.
 
     Raises:
       UserError: the mesh does not fit the lanes or the model.
@@ -63,7 +63,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
     num_lanes = run.data.num_lanes
     check_sequence(run.model, run.data.segment_length, mesh.shape["sequence"])
     model = Model(run.model, vocabulary_size)
-    # Raises an error with the way out, if the lanes don't divide among the devices.
+    # Raises a helpful error if the number of lanes is not a multiple of the number of devices.
     lane_sharding(mesh, num_lanes)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if num_lanes % (run.training.gradient_accumulation * shards):
@@ -96,16 +96,16 @@ def lay_out(
     abstract_batch: Any,
     num_lanes: int,
 ) -> Program:
-    """Lays out any training on a mesh, without compiling.
+    """Lays out any training on a mesh. It compiles nothing.
 
     Args:
-      model: what is trained; its `carry_axes` gives the logical axes of the carry (`Model.carry_axes`).
+      model: the trained model; its `carry_axes` gives the logical axes of the carry (`Model.carry_axes`).
       mesh: the devices.
-      axes: tree like the parameters, with the logical axes of each.
+      axes: a tree like the parameters, with the logical axes of each.
       init: key -> the state before the first step.
-      seed: seed of that key.
-      train_step: (state, batch) -> (state, metrics), as `training.step` makes it.
-      abstract_batch: shapes of the batch of a step, over all hosts.
+      seed: seed of the key for `init`.
+      train_step: (state, batch) -> (state, metrics), as made by `training.step`.
+      abstract_batch: the shapes of the batch of a step, over all hosts.
       num_lanes: size of the first axis of all arrays of a batch.
 
     Raises:
@@ -113,7 +113,7 @@ def lay_out(
     """
     lanes = lane_sharding(mesh, num_lanes)
 
-    # The seed comes in as data: its program is then that of all seeds, and is found in a compilation cache.
+    # The seed is an argument, so that one compiled program serves all seeds and is found in a compilation cache.
     def initialise(key_data) -> TrainState:
         return init(jax.random.wrap_key_data(key_data))
 
@@ -147,6 +147,6 @@ def lay_out(
 
 
 def abstract_batch(run: RunConfig) -> Batch:
-    """Shapes of the batch of a step, over all hosts."""
+    """The shapes of the batch of a step, over all hosts."""
     batch = empty_batch(run.data.num_lanes, run.data.segment_length, run.model.window_length)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

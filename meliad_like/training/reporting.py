@@ -1,4 +1,4 @@
-"""From the metrics of steps to the figures that are logged: averages between two logs, speeds, shares of the peak."""
+"""Computes the logged figures from the metrics of steps: averages between two logs, speeds, shares of the peak."""
 
 import math
 import time
@@ -19,7 +19,7 @@ from meliad_like.training.step import StepMetrics
 
 
 class Reporter:
-    """Gathers steps between two logs, and writes them down."""
+    """Collects the metrics of steps between two logs, and writes their averages."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class Reporter:
     ):
         """
         Args:
-          run: the config of the stage that is trained.
-          writer: where the figures go.
-          batches: says how long the loop has waited for them.
-          last_step: of the stage, which is always logged.
-          leaks: whether the reader's choices read the targets (`leaks_the_future`), which the figures then say.
-          bytes_per_token: of text, for each target.
-          flops_per_token: floating-point operations of training.
+          run: config of the stage that is trained.
+          writer: writes the figures.
+          batches: iterator that reports how long the loop has waited for batches.
+          last_step: last step of the stage, which is always logged.
+          leaks: whether the reader's choices use the targets (`leaks_the_future`), which is then logged.
+          bytes_per_token: average bytes of text per target.
+          flops_per_token: floating-point operations of training per token.
         """
         self._run, self._writer, self._batches = run, writer, batches
         self._last_step, self._leaks = last_step, leaks
@@ -52,13 +52,13 @@ class Reporter:
         self._began = time.perf_counter()
 
     def report(self, step: int, metrics: StepMetrics) -> None:
-        """Adds a step that is done; every `log_every` steps, and at the stage's last, writes their averages."""
+        """Adds the metrics of a step. Every `log_every` steps, and after the stage's last step, writes the averages."""
         self._gathered.append(metrics)
         if step % self._run.training.log_every and step != self._last_step:
             return
         now = time.perf_counter()
         seconds = max(now - self._began - self._seconds_out, 1e-9)
-        # Metrics of skipped steps are not part of the run.
+        # Skipped steps don't count in the averages.
         taken = [m for m in self._gathered if m.finite]
         loss, accuracy = (average_by_token(taken, name) for name in ("loss", "accuracy"))
         bits = loss / math.log(2)
@@ -75,7 +75,7 @@ class Reporter:
                 "gradient_norm": float(last.gradient_norm),
                 "update_norm": float(last.update_norm),
                 "parameter_norm": float(last.parameter_norm),
-                # The optimizer's clock stands still in skipped steps.
+                # The optimizer does not count skipped steps.
                 "learning_rate": float(self._learning_rate(step - 1 - int(last.num_skipped))),
                 "num_tokens": sum(int(m.num_tokens) for m in taken),
                 "num_skipped": int(last.num_skipped),
@@ -94,14 +94,14 @@ class Reporter:
 
     @contextmanager
     def outside_of_training(self) -> Iterator[None]:
-        """A context whose time does not count as training."""
+        """A context; time spent in it does not count as training."""
         began = time.perf_counter()
         yield
         self._seconds_out += time.perf_counter() - began
 
 
 def bytes_per_target(reader: ReaderConfig, totals: Totals) -> float:
-    """All bytes over all targets of an epoch: every token but a document's first, unless that one is predicted, too."""
+    """The ratio of all bytes and all targets of an epoch; a document's first token may not be a target."""
     return totals.bytes / (totals.tokens - (0 if reader.first_tokens_are_targets else totals.documents))
 
 

@@ -10,20 +10,20 @@ from meliad_like.models.model import Model
 
 
 class TrainState(NamedTuple):
-    """Parameters, optimizer state and what every lane remembers.
+    """The parameters, the optimizer state and the carry of every lane.
 
     There is no random key and no data position in it: both are functions of the seed and the step.
     """
 
     step: Int[Array, ""]
-    """Steps done, skipped ones included."""
+    """The number of steps done, including skipped steps."""
     params: Any
     optimizer_state: Any
     carry: Any
     num_skipped: Int[Array, ""]
-    """Steps whose loss or gradient was not finite and that changed nothing (`nonfinite="skip"`)."""
+    """The number of skipped steps, whose loss or gradient was not finite (`nonfinite="skip"`)."""
     halted: Bool[Array, ""]
-    """Set by such a step under `nonfinite="stop"`: from then on no step changes anything."""
+    """Set by a step with a non-finite loss or gradient under `nonfinite="stop"`; later steps change nothing."""
 
 
 def init_state(model: Model, optimizer: optax.GradientTransformation, num_lanes: int, key: PRNGKeyArray) -> TrainState:

@@ -16,22 +16,22 @@ from meliad_like.training.state import TrainState
 
 
 class StepMetrics(NamedTuple):
-    """Of one step, over all lanes."""
+    """The metrics of one step over all lanes."""
 
     loss: Float[Array, ""]
-    """Nats per token."""
+    """The loss, in nats per token."""
     accuracy: Float[Array, ""]
     num_tokens: Int[Array, ""]
-    """Targets that counted."""
+    """The number of targets that counted."""
     gradient_norm: Float[Array, ""]
     update_norm: Float[Array, ""]
     parameter_norm: Float[Array, ""]
     finite: Bool[Array, ""]
-    """Whether loss, gradient and update were; if not, the norms are those of the update that was refused."""
+    """Whether loss, gradient and update were finite; if not, the norms are those of the rejected update."""
     num_skipped: Int[Array, ""]
-    """Steps skipped so far."""
+    """The number of steps skipped so far."""
     lane_finite: Bool[Array, " b"]
-    """Lanes whose losses were all finite."""
+    """The lanes whose losses were all finite."""
 
 
 class Sums(NamedTuple):
@@ -39,28 +39,28 @@ class Sums(NamedTuple):
 
     loss: Float[Array, ""]
     correct: Int[Array, ""]
-    """Targets that were the most likely ones; 0 for an objective without such targets."""
+    """The number of targets that were the most likely token; 0 for an objective without accuracy."""
     num_tokens: Int[Array, ""]
-    """Number of losses that count."""
+    """The number of losses that count."""
 
 
 class Objective(NamedTuple):
-    """What a step minimises: the sum of a batch's losses, divided by a constant number."""
+    """The function that a step minimises: the sum of a batch's losses, divided by a constant number."""
 
     differentiable: Callable[[Any, Any, Any, PRNGKeyArray], tuple[Array, tuple[Sums, Any, Bool[Array, " b"]]]]
-    """(params, carry, batch, dropout key) -> the sum of the losses, and beside it their `Sums`, the new carry, and
+    """(params, carry, batch, dropout key) -> the sum of the losses, and a tuple of their `Sums`, the new carry, and
     whether the losses of each lane are finite."""
     size: Callable[[Any], int]
-    """The number by which the sum over a whole batch is divided."""
+    """The divisor of the sum over a whole batch."""
     init_carry: Callable[[Any, int], Any]
-    """(params, number of lanes) -> what the lanes remember before their first batch."""
+    """(params, number of lanes) -> the carry of the lanes before their first batch."""
 
 
 def language_model(model: Model, loss_slice: int) -> Objective:
-    """The sum of the losses that count, divided by the constant number of positions in a batch.
+    """The objective of a language model: the sum of the losses that count, over the number of positions in a batch.
 
-    So a token weighs the same in every step, as in the reference, whose objective is the sum: to an optimizer that
-    remembers gradients the mean would be another objective wherever padding varies.
+    A token has the same weight in every step, as in the reference, whose objective is the sum. For an optimizer with
+    momentum, the mean over the tokens would be another objective when the amount of padding varies.
     """
 
     def differentiable(params, carry, batch: Batch, dropout_key):
@@ -77,19 +77,19 @@ def language_model(model: Model, loss_slice: int) -> Objective:
 def make_train_step(
     model: Model, optimizer: optax.GradientTransformation, config: TrainingConfig
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """The step of a language model as a function to be jitted."""
+    """The training step of a language model, as a function to be jitted."""
     return make_step(language_model(model, config.loss_slice), optimizer, config)
 
 
 def make_step(
     objective: Objective, optimizer: optax.GradientTransformation, config: TrainingConfig
 ) -> Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]:
-    """A step of any objective as a function to be jitted.
+    """The training step of any objective, as a function to be jitted.
 
     Args:
       objective: the first axis of all arrays of its batches is the lane.
       optimizer: applied to the gradient of the objective.
-      config: its seed, gradient_accumulation and nonfinite.
+      config: supplies seed, gradient_accumulation and nonfinite.
     """
     key = jax.random.key(config.seed)
     differentiate = _accumulated(jax.grad(objective.differentiable, has_aux=True), config.gradient_accumulation)
@@ -109,7 +109,7 @@ def make_step(
         params = choose(optax.apply_updates(state.params, updates), state.params)
         optimizer_state = choose(optimizer_state, state.optimizer_state)
         if config.nonfinite == "skip":
-            # The carry may not be finite either.
+            # The carry may also be non-finite.
             carry = choose(carry, objective.init_carry(params, lane_finite.shape[0]))
             new_state = TrainState(
                 state.step + 1, params, optimizer_state, carry, state.num_skipped + ~finite, state.halted
@@ -135,7 +135,7 @@ def make_step(
 
 
 def _accumulated(differentiate: Callable[..., tuple[Any, Any]], parts: int) -> Callable[..., tuple[Any, Any]]:
-    """The gradient of an objective in a number of parts of the lanes, one after the other."""
+    """Gradient accumulation: the gradient of an objective, computed for one part of the lanes after the other."""
     if parts == 1:
         return differentiate
 
