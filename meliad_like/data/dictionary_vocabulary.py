@@ -1,7 +1,7 @@
 """A vocabulary of whole words, in the dictionary format of fairseq: a word and its count in each line.
 
-Text is already cut into words by spaces, as WikiText-103 is. The end of a line is a token of its own, and the last
-line's is the end of the document, so that documents one after the other are the stream of tokens that fairseq makes.
+The text must already be split into words by spaces, like WikiText-103. The end of a line is a token, and that of the
+last line is the end of the document, so that concatenated documents are the token stream of fairseq.
 """
 
 import collections
@@ -15,7 +15,7 @@ from meliad_like.errors import UserError
 from meliad_like.remote import write_whole
 
 DICTIONARY_NAME = "dict.txt"
-# Ids 0 to 3. The dictionary's file does not name them.
+# The ids 0 to 3, which the dictionary file does not contain.
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 END_OF_LINE, UNKNOWN = 2, 3
 
@@ -23,15 +23,15 @@ Counts = list[tuple[str, int]]
 
 
 class DictionaryVocabulary(TableVocabulary):
-    """Words by rank. A word that is not among them is `<unk>`, and how many spaces were between two is forgotten."""
+    """Words by rank. Other words become `<unk>`, and several spaces between words become one."""
 
     def __init__(self, counts: Sequence[tuple[str, int]], size_multiple: int = 1):
-        """`counts`: words and how often they were seen, the most frequent first."""
+        """`counts`: the words and their numbers of occurrences, the most frequent first."""
         self._counts = list(counts)
         words = [word for word, _ in self._counts]
         pieces = [b"", b"", b"\n", b"<unk> ", *(word.encode() + b" " for word in words)]
         super().__init__(pieces, END_OF_LINE, size_multiple)
-        # WikiText has the word <unk> in its text: it is that of the specials.
+        # The word <unk> in WikiText's text gets the id of the special token.
         self._ids = {word: i for i, word in reversed([*enumerate([*SPECIALS, *words])])}
 
     @property
@@ -56,13 +56,13 @@ class DictionaryVocabulary(TableVocabulary):
 
 
 def read_dictionary(path: str | Path) -> Counts:
-    """The words and counts of a fairseq dictionary, in its order.
+    """Reads the words and counts of a fairseq dictionary, in its order.
 
     Args:
       path: the file, or a folder with dict.txt.
 
     Raises:
-      UserError: it can't be read, or a line is no word and count.
+      UserError: the file can't be read, or a line is not a word and its count.
     """
     path = Path(path).expanduser()
     path = path / DICTIONARY_NAME if path.is_dir() else path
@@ -85,14 +85,14 @@ def read_dictionary(path: str | Path) -> Counts:
 
 
 def format_dictionary(counts: Iterable[tuple[str, int]]) -> str:
-    """What `read_dictionary` reads."""
+    """The text of a dictionary file, as `read_dictionary` reads it."""
     return "".join(f"{word} {count}\n" for word, count in counts)
 
 
 def count_words(texts: Iterable[str]) -> Counts:
-    """The dictionary of these texts: their words, the most frequent first, and equally frequent ones by the alphabet.
+    """The dictionary of these texts: their words by falling frequency, and alphabetically for equal frequencies.
 
-    As fairseq does, fills up to a multiple of 8 ids with words that do not occur.
+    As in fairseq, placeholder words fill it up to a multiple of 8 ids.
     """
     counter = collections.Counter(word for text in texts for word in text.split())
     counter.pop(SPECIALS[UNKNOWN], None)

@@ -1,4 +1,4 @@
-"""Where documents come from: the kinds of sources, and the way from a config to a source that can be read."""
+"""The kinds of document sources: their configs, and how they are opened."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -17,19 +17,19 @@ SOURCES = Registry("source")
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """How documents are split: the fields that all sources have."""
+    """The fields that all sources have: how documents are assigned to splits."""
 
     validation_documents: tuple[str, ...] = ()
-    """Names of the documents for validation. Where this list or the next has any, all others are for training."""
+    """Names of the documents for validation. If this or `test_documents` names any, all others are for training."""
     test_documents: tuple[str, ...] = ()
-    """Names of the documents for test."""
+    """Names of the documents for the test split."""
     validation_share: float = 0.05
-    """Share of the documents for validation, chosen by a hash of their names, where neither lists nor folders or files
-    named `train`, `validation`, `test` decide."""
+    """Share of the documents for validation, chosen by a hash of their names, unless lists or folders or files named
+    `train`, `validation` or `test` assign them."""
     test_share: float = 0.05
-    """The same, for test."""
+    """Share of the documents for the test split, chosen in the same way."""
     empty: Policy = "stop"
-    """A document without text: `stop` with an error that names it, or `skip` it with a warning."""
+    """What to do with a document without text: `stop` with an error that names it, or `skip` it with a warning."""
 
     folder: ClassVar[str] = ""
     undecodable: ClassVar[str] = "stop"
@@ -46,7 +46,7 @@ class SourceConfig:
 
     @property
     def split_rule(self) -> SplitRule:
-        """Which split a document belongs to."""
+        """The rule that assigns documents to splits."""
         return SplitRule(
             frozenset(self.validation_documents),
             frozenset(self.test_documents),
@@ -56,12 +56,12 @@ class SourceConfig:
 
     @property
     def settings_fingerprint(self) -> str:
-        """SHA-256 of the settings that are not defaults, the folder excepted, which may be another on each machine."""
+        """SHA-256 of the settings that are not defaults, without the folder, which may differ between machines."""
         settings = to_plain(self, SOURCES, changed_only=True)
         return fingerprint({key: value for key, value in settings.items() if key != "folder"})
 
     def open(self) -> Source:
-        """The source, which may have no documents.
+        """Opens the source, which may have no documents.
 
         Raises:
           UserError: the folder is missing.
@@ -71,12 +71,12 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class FolderSourceConfig(SourceConfig):
-    """The fields of sources that lie in a folder."""
+    """The fields of sources that read a folder."""
 
     folder: str = ""  # type: ignore[misc]  # the class variable is for sources without one
     """The folder to read."""
     undecodable: Policy = "stop"  # type: ignore[misc]
-    """A document that is not UTF-8: `stop` or `skip`. Of a repository only the file is left out."""
+    """What to do with a document that is not UTF-8: `stop` or `skip`. In a repository only the file is left out."""
 
 
 @SOURCES.register("text")
@@ -85,7 +85,7 @@ class TextSource(FolderSourceConfig):
     """A folder of text files, one document per file."""
 
     suffixes: tuple[str, ...] = ()
-    """Endings of the files to read; (): `.txt`."""
+    """Suffixes of the files to read; (): `.txt`."""
     exclude: tuple[str, ...] = ()
     """Patterns (`*.min.js`, `vendor`) of names of files and folders to leave out."""
 
@@ -119,7 +119,7 @@ class RepositoriesSource(FolderSourceConfig):
     """Source trees, one document per sub-folder, all its files concatenated, each under a line `# file: path`."""
 
     suffixes: tuple[str, ...] = ()
-    """Endings of the files to read; (): those of common programming languages."""
+    """Suffixes of the files to read; (): those of common programming languages."""
     exclude: tuple[str, ...] = ()
     """Patterns (`*.min.js`, `vendor`) of names of files and folders to leave out."""
 
@@ -136,7 +136,7 @@ class StandardLibrarySource(SourceConfig):
     """Python's own source, one document per package or module; files that are not UTF-8 are left out."""
 
     suffixes: tuple[str, ...] = ()
-    """Endings of the files to read; (): `.py`."""
+    """Suffixes of the files to read; (): `.py`."""
     exclude: tuple[str, ...] = ()
     """Patterns of names of files and folders to leave out."""
 
@@ -149,11 +149,10 @@ class StandardLibrarySource(SourceConfig):
 @SOURCES.register("tfds")
 @dataclass(frozen=True)
 class TfdsSource(FolderSourceConfig):
-    """A TensorFlow Datasets dataset that was prepared as array_record files; the folder is the `data_dir`, or a
-    version's own folder."""
+    """A TensorFlow Datasets dataset in array_record files; the folder is the `data_dir`, or that of one version."""
 
     dataset: str = "pg19"
-    """Name of the dataset, where `folder` holds several."""
+    """Name of the dataset, if `folder` holds several."""
     text_field: str = "text"
     """The field that holds a document's text (`book_text` in PG-19)."""
     name_field: str = ""
@@ -167,10 +166,10 @@ class TfdsSource(FolderSourceConfig):
 
 
 def open_source(config: SourceConfig) -> Source:
-    """The source that the config describes.
+    """Opens the source that the config describes.
 
     Raises:
-      UserError: the folder is missing, or there is no document in it.
+      UserError: the folder is missing, or contains no document.
     """
     source = config.open()
     if source.num_documents == 0:
@@ -182,5 +181,5 @@ def open_source(config: SourceConfig) -> Source:
 
 
 def source_fingerprint(config: SourceConfig, source: Source) -> str:
-    """SHA-256 of the settings and of every document's name and contents: changes whenever a store would."""
+    """SHA-256 of the settings and of every document's name and contents, so that it changes if a store would."""
     return fingerprint([config.settings_fingerprint, *source.contents()])

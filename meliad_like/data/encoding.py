@@ -18,7 +18,7 @@ from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """What a worker makes of a document."""
+    """A document's tokens and sizes, as a worker process returns them."""
 
     name: str
     split: str
@@ -27,18 +27,18 @@ class EncodedDocument:
     num_bytes: int
     num_words: int
     skipped: tuple[str, ...]
-    """Why files of it were left out."""
+    """The reasons why files of the document were left out."""
 
 
 class _Encoder:
-    """Reads and encodes one document; a worker process is given one at its start."""
+    """Reads and encodes one document. A worker process receives this object when it starts."""
 
     def __init__(self, config: SourceConfig, vocabulary: Vocabulary):
         self._config = config
         self._vocabulary = vocabulary
 
     def __call__(self, reference: Reference) -> EncodedDocument | str:
-        """The encoded document, or why it is left out."""
+        """The encoded document, or the reason why it is left out."""
         document = read_document(reference, self._config)
         if isinstance(document, str):
             return document
@@ -52,20 +52,20 @@ class _Encoder:
 def encode_all(
     config: SourceConfig, source: Source, vocabulary_folder: Path, num_workers: int
 ) -> Iterator[EncodedDocument | str]:
-    """All documents, encoded, or why one is left out, in the order of the source.
+    """Encodes all documents. Yields each in the order of the source, or the reason why it is left out.
 
     Args:
       vocabulary_folder: where each worker loads the vocabulary from.
-      num_workers: processes; 0: one per core; with 1, this process does the work.
+      num_workers: number of processes; 0: one per core; 1: this process does the work.
 
     Raises:
-      UserError: a document is bad, and the config says to stop.
+      UserError: a document is bad, and the config's policy is to stop.
     """
     num_workers = num_workers or num_cores()
     if num_workers == 1:
         yield from map(_Encoder(config, load_vocabulary(vocabulary_folder)), source.references())
         return
-    # Not forked: jax and grain start threads, whose locks a forked child would inherit as they stand.
+    # Not forked: jax and grain start threads, and a forked child would inherit locks that they hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, context, _start_worker, (config, str(vocabulary_folder))) as pool:
         try:
@@ -75,7 +75,7 @@ def encode_all(
 
 
 def read_document(reference: Reference, config: SourceConfig) -> Document | str:
-    """The document, or why it is left out by the config's policies."""
+    """The document, or the reason why the config's policies leave it out."""
     try:
         return reference.read()
     except NotUTF8Error as error:
@@ -89,7 +89,7 @@ def read_document(reference: Reference, config: SourceConfig) -> Document | str:
 
 
 def _bounded_map(pool: ProcessPoolExecutor, function: Callable, items: Iterable, ahead: int) -> Iterator:
-    """Like `pool.map`, in order, but never more than `ahead` items or results wait in memory."""
+    """Like `pool.map`, in order, but with at most `ahead` items and results in memory."""
     waiting: collections.deque = collections.deque()
     for item in items:
         waiting.append(pool.submit(function, item))

@@ -8,11 +8,11 @@ import numpy as np
 
 from meliad_like.errors import UserError
 
-ROWS = 4096  # of a tensor that are dequantised at once: what that needs besides is several times their size
+ROWS = 4096  # Rows of a tensor that are dequantised at once, which takes several times their memory.
 
 
 class GGUFFile:
-    """The metadata and tensors of a file, which stays on the disk."""
+    """The metadata and tensors of a GGUF file, which are read on demand."""
 
     def __init__(self, path: Path, reader: gguf.GGUFReader):
         self.path = path
@@ -20,10 +20,10 @@ class GGUFFile:
         self._fields = reader.fields
 
     def value(self, key: str, *default: Any) -> Any:
-        """One of the metadata.
+        """The value of a metadata key.
 
         Raises:
-          UserError: there is none of this name, and no default; or it is no text although it is marked so.
+          UserError: the key is missing and there is no default, or its text is damaged.
         """
         if (field := self._fields.get(key)) is not None:
             try:
@@ -35,15 +35,15 @@ class GGUFFile:
         raise UserError(f"{self.path} has no {key}")
 
     def keys(self, prefix: str) -> list[str]:
-        """The names of the metadata that begin with `prefix`, without it."""
+        """The metadata keys that begin with `prefix`, without the prefix."""
         return [key.removeprefix(prefix) for key in self._fields if key.startswith(prefix)]
 
     def forget(self) -> None:
-        """Frees the metadata: a vocabulary in them takes 100 MB as the reader has it."""
+        """Frees the metadata; a vocabulary in them takes 100 MB in the reader."""
         self._fields.clear()
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor in float32, whatever it is stored as.
+        """A tensor in float32, dequantised if needed.
 
         Raises:
           UserError: `gguf` can't dequantise it.
@@ -52,7 +52,7 @@ class GGUFFile:
         stored, found = tensor.data, np.empty(tuple(int(size) for size in reversed(tensor.shape)), np.float32)
         try:
             for first in range(0, len(found), ROWS):
-                # Read and not mapped: pages of the file would stay in memory as long as it is open.
+                # Not memory mapped: pages of the file would stay in memory as long as it is open.
                 rows = stored[first : first + ROWS]
                 offset = int(tensor.data_offset) + first * (stored.nbytes // len(stored))
                 rows = np.fromfile(self.path, rows.dtype, rows.size, offset=offset).reshape(rows.shape)
@@ -66,7 +66,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     """Maps a file and reads its metadata.
 
     Raises:
-      UserError: there is no such file, or it is truncated, or no GGUF file.
+      UserError: the file is missing or truncated, or it is not a GGUF file.
     """
     path = Path(path)
     try:
@@ -74,5 +74,5 @@ def open_gguf(path: str | Path) -> GGUFFile:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        # What the reader meets where a header is cut short, or the tensors are.
+        # The reader's errors if the header or the tensors are truncated.
         raise UserError(f"{path} is truncated, or no GGUF file: {error}") from None

@@ -1,4 +1,4 @@
-"""Batches made in background threads and moved to the devices ahead of the step that needs them."""
+"""Batches are made in background threads, and moved to the devices before the step that needs them."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ def local_lanes(sharding: jax.sharding.Sharding, num_lanes: int) -> np.ndarray:
     """The rows of a batch that this process's devices hold, in ascending order.
 
     Args:
-      sharding: of an array whose first axis is the lane.
+      sharding: sharding of an array whose first axis is the lane.
     """
     held = np.zeros(num_lanes, bool)
     for index in sharding.addressable_devices_indices_map((num_lanes,)).values():
@@ -27,18 +27,18 @@ def local_lanes(sharding: jax.sharding.Sharding, num_lanes: int) -> np.ndarray:
 
 
 class BatchIterator(Iterator[Batch]):
-    """Batches on the devices, in the order of their steps. Close it, or use it in a `with`, to end its threads."""
+    """Batches on the devices, in the order of their steps. `close` or a `with` statement ends its threads."""
 
     def __init__(self, batches: "grain.DatasetIterator[Batch]"):
         self._batches = batches
         self.seconds_waited = 0.0
-        """Seconds that the consumer has spent in `next`, over all batches so far."""
+        """The time in seconds that the consumer has spent in `next` so far."""
 
     def __next__(self) -> Batch:
         """
         Raises:
           StopIteration: after the reader's last step.
-          Exception: what the reader raised in the background, as it was.
+          Exception: the exception that the reader raised in the background.
         """
         began = time.perf_counter()
         try:
@@ -65,12 +65,12 @@ def load_batches(
     batches_ahead: int = 4,
     device_batches_ahead: int = 2,
 ) -> BatchIterator:
-    """Batches from `start_step` on, each host making only the lanes that its devices hold.
+    """Iterates over batches from `start_step` on. Each host makes only the lanes that its devices hold.
 
     Args:
-      reader: what to read.
-      sharding: of the batch's arrays over the lane axis, which is their first (`mesh.lane_sharding`).
-      start_step: the first step wanted.
+      reader: the reader that makes the batches.
+      sharding: sharding of the batch's arrays along the lane axis, the first one (`mesh.lane_sharding`).
+      start_step: the step of the first batch.
       num_threads, batches_ahead, device_batches_ahead: as in `ReaderConfig`.
     """
     lanes = local_lanes(sharding, reader.num_lanes).tolist()

@@ -32,22 +32,22 @@ from meliad_like.remote import is_remote
 from meliad_like.resumable import check_same, locked, whole_folder
 from meliad_like.tables import Table
 
-SHOWN = 10  # of the reasons why documents were left out
+SHOWN = 10  # The number of reasons for left-out documents that are printed.
 
 
 def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Path, num_workers: int = 0) -> TokenStore:
-    """The token store of these documents and this vocabulary: the one in `folder`, or a new one written there.
+    """Opens the token store of these documents and this vocabulary in `folder`, or writes it if there is none.
 
-    A store appears in `folder` only once it is complete. Progress, warnings and a table go to standard error.
+    A store appears in `folder` only when it is complete. Progress, warnings and a table go to standard error.
 
     Args:
-      source: the documents.
-      vocabulary: how they become tokens.
-      folder: on a local disk.
-      num_workers: processes that read and tokenise (0: one per core). The store does not depend on it.
+      source: config of the documents' source.
+      vocabulary: config of the vocabulary.
+      folder: folder of the store, on a local disk.
+      num_workers: number of processes that read and tokenise (0: one per core). The store does not depend on it.
 
     Raises:
-      UserError: `folder` holds something else, a document is bad, the disk is full.
+      UserError: `folder` holds something else, a document is bad, or the disk is full.
     """
     if is_remote(folder):
         raise UserError(
@@ -58,7 +58,7 @@ def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Pa
     opened = open_source(source)
     source_print = source_fingerprint(source, opened)
     vocabulary_print = vocabulary.settings_fingerprint
-    # Another process waits, and finds the store complete.
+    # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):
         if folder.exists() and any(folder.iterdir()):
             _check_same(folder, source_print, vocabulary_print)

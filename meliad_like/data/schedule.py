@@ -1,7 +1,7 @@
-"""Which lane reads which blocks of which document, when: arithmetic on the documents' lengths and a seed.
+"""The schedule of documents: which lane reads which blocks when, computed from the documents' lengths and a seed.
 
-Documents come as a stream, epoch after epoch, and each is dealt to the lane that is free first. The stream does not
-depend on who asks for what, so every host computes the same schedule, and a run that resumes finds its place again.
+Documents form a stream, epoch after epoch, and each is assigned to the lane that is free first. The schedule does not
+depend on the order of queries, so every host computes the same one, and a resumed run continues at the right place.
 """
 
 import heapq
@@ -16,8 +16,8 @@ from meliad_like.errors import UserError
 
 
 def permutation(size: int, *seed: int) -> np.ndarray:
-    """A random order of a number of things: a function of the seed alone, in every version of numpy."""
-    # numpy promises the same raw bits of a bit generator in every version, but not the same permutation.
+    """A random permutation that depends only on the seed, and is the same in every version of numpy."""
+    # numpy guarantees the raw bits of a bit generator across versions, but not the permutations.
     return np.argsort(np.random.PCG64(seed).random_raw(size), kind="stable")
 
 
@@ -25,18 +25,18 @@ class Run(NamedTuple):
     """Consecutive blocks of one document in one lane."""
 
     block: int
-    """The first of them, counted from the beginning of the lane."""
+    """The index of the first block in the lane."""
     num_blocks: int
     document: int
     offset: int
-    """The first of them, counted from the beginning of the document."""
+    """The index of the first block in the document."""
     epoch: int
 
 
 class Schedule:
-    """Deals documents to lanes, as far ahead as anyone has asked.
+    """Assigns documents to lanes, lazily, as far as queries need.
 
-    Keeps 16 bytes for each document dealt. Safe to ask from several threads, and in any order.
+    It stores 16 bytes for each assigned document, is thread-safe, and can be queried in any order.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Schedule:
     ):
         """
         Args:
-          document_blocks: int64[documents], their lengths in blocks; documents of 0 blocks are left out.
-          num_lanes: lanes over all hosts.
-          seed: not negative; with the epoch's number it decides that epoch's order.
+          document_blocks: int64[documents], the documents' lengths in blocks; documents of 0 blocks are left out.
+          num_lanes: number of lanes over all hosts.
+          seed: non-negative seed; with the epoch's number it determines the order of that epoch.
           shuffle: a new random order each epoch; otherwise the longest documents come first, which lets the lanes of a
             finite schedule finish at nearly the same time.
-          epochs: how often each document is read; None: without end.
+          epochs: how often each document is read; None: endlessly.
 
         Raises:
           UserError: no document has a block.
@@ -69,17 +69,17 @@ class Schedule:
         self._shuffle = shuffle
         self._epochs = epochs
         self._epochs_dealt = 0
-        # One integer a lane, (the block at which it is free) * num_lanes + lane: ties go to the lowest lane.
+        # One integer per lane, (block at which it is free) * num_lanes + lane, so that ties go to the lowest lane.
         self._free = list(range(num_lanes))
         self._starts = [array("q") for _ in range(num_lanes)]
-        # What is dealt is kept as epoch * number of documents + document.
+        # Assigned documents are stored as epoch * number of documents + document.
         self._dealt = [array("q") for _ in range(num_lanes)]
         self._ends = [0] * num_lanes
         self._lock = threading.Lock()
 
     @property
     def num_blocks(self) -> int | None:
-        """Blocks until the last lane is done; None where the schedule has no end."""
+        """The number of blocks until the last lane is done; None if the schedule is endless."""
         if self._epochs is None:
             return None
         with self._lock:
@@ -88,14 +88,14 @@ class Schedule:
             return max(self._ends)
 
     def num_steps(self, blocks_in_step: int) -> int | None:
-        """Steps of so many blocks of every lane until the last one is done; None where the schedule has no end."""
+        """The number of steps, of `blocks_in_step` blocks per lane, until the last lane is done; None: endless."""
         num_blocks = self.num_blocks
         return None if num_blocks is None else -(-num_blocks // blocks_in_step)
 
     def runs(self, lane: int, first: int, count: int) -> list[Run]:
-        """What the lane reads in its blocks [first, first + count), in order; nothing where it is idle."""
+        """The runs in the lane's blocks [first, first + count), in order; idle blocks have none."""
         with self._lock:
-            # A lane's past never changes, so that it does not matter how far the other lanes are.
+            # Later assignments never change a lane's past, so the progress of other lanes does not matter.
             while self._ends[lane] < first + count and self._epochs_dealt != self._epochs:
                 self._deal_epoch()
             starts, dealt = self._starts[lane], self._dealt[lane]

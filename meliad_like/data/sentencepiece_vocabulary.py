@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MODEL_NAME = "sentencepiece.model"
 # SentencePiece learns from "sentences". Ours are some lines of text with their line ends, so that newlines and
 # indentation are learned like everything else, and short enough that a sample of them spans all documents.
-SENTENCE_LENGTH = 4096  # characters; SentencePiece counts bytes, at most four of them each
+SENTENCE_LENGTH = 4096  # In characters; SentencePiece counts bytes, at most four per character.
 
 
 class SentencePieceVocabulary(TableVocabulary):
@@ -32,7 +32,7 @@ class SentencePieceVocabulary(TableVocabulary):
         for token in range(len(processor)):
             piece = processor.id_to_piece(token)
             if processor.is_byte(token):
-                byte = int(piece[3:-1], 16)  # written <0x41>
+                byte = int(piece[3:-1], 16)  # Byte pieces are written as <0x41>.
                 self._byte_ids[byte] = token
                 pieces.append(bytes([byte]))
             elif processor.is_control(token) or processor.is_unused(token):
@@ -117,13 +117,13 @@ def train_sentencepiece(config: "SentencePieceVocabularyConfig", texts: Iterable
             pad_id=-1,
             input_sentence_size=-(-config.training_bytes // SENTENCE_LENGTH),
             max_sentence_length=4 * SENTENCE_LENGTH,
-            # Sums of floats depend on how they are shared out: a fixed number gives the same model on any machine.
+            # Sums of floats depend on the number of threads: a fixed number gives the same model on any machine.
             num_threads=8,
             minloglevel=2,
             **keeping,
         )
     except RuntimeError as error:
-        reason = str(error).splitlines()[-1].rpartition("] ")[2]  # after file, line and condition
+        reason = str(error).splitlines()[-1].rpartition("] ")[2]  # The reason follows file, line and condition.
         raise UserError(
             f"cannot train a vocabulary of SentencePieceVocabularyConfig.size = {config.size}: {reason}"
         ) from None
@@ -131,7 +131,7 @@ def train_sentencepiece(config: "SentencePieceVocabularyConfig", texts: Iterable
 
 
 def sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Cuts texts into pieces of at most `SENTENCE_LENGTH` characters, at line ends where there are any."""
+    """Cuts texts into pieces of at most `SENTENCE_LENGTH` characters, at line ends if possible."""
     for text in texts:
         piece = ""
         for line in text.splitlines(keepends=True):

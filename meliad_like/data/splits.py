@@ -1,4 +1,4 @@
-"""Which split a document belongs to."""
+"""The rule that assigns documents to splits."""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ SPLITS = ("train", "validation", "test")
 class SplitRule:
     """Assigns documents to splits by the first of these that applies:
 
-    1. Lists of names, if there are any: what they do not name is for training.
-    2. The folder or file that the document lies in, where those are named after splits.
-    3. A hash of the document's name, so that a document stays in its split while a collection grows.
+    1. Lists of names, if there are any: all documents that they do not name are for training.
+    2. The folder or file of the document, if it is named after a split.
+    3. A hash of the document's name, so that a document stays in its split when the collection grows.
     """
 
     validation_documents: frozenset[str]
@@ -25,7 +25,7 @@ class SplitRule:
     """Share of documents that rule 3 gives to test."""
 
     def __call__(self, name: str, found_in: str | None = None) -> str:
-        """The split of the document `name`, which lies in a folder of the split `found_in` (None: in none)."""
+        """The split of the document `name`; `found_in` is the split after which its folder is named, if any."""
         if self.listed:
             if name in self.test_documents:
                 return "test"
@@ -33,7 +33,7 @@ class SplitRule:
         if found_in is not None:
             return found_in
         # The first 64 bits of SHA-256, as a fraction: [0, test) [test, test + validation) [the rest: train).
-        # JSON may put half a surrogate pair into a name.
+        # A name from JSON may contain half a surrogate pair.
         digest = hashlib.sha256(name.encode(errors="surrogatepass")).digest()
         fraction = int.from_bytes(digest[:8], "big") / 2**64
         if fraction < self.test_share:
@@ -42,5 +42,5 @@ class SplitRule:
 
     @property
     def listed(self) -> frozenset[str]:
-        """All names that the lists have."""
+        """All names in the lists."""
         return self.validation_documents | self.test_documents

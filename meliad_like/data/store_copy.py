@@ -1,4 +1,4 @@
-"""Token stores in object stores are read through a copy on this machine's disk."""
+"""Local copies of token stores that are in object stores."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from meliad_like.resumable import locked, whole_folder
 
 
 def cache_folder() -> Path:
-    """Where copies lie: `meliad_like/stores` in `$XDG_CACHE_HOME`, or else in `~/.cache`."""
+    """The folder of the copies: `meliad_like/stores` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "meliad_like" / "stores"
 
 
@@ -20,7 +20,7 @@ def local_split(store: epath.Path, fingerprint: str, split: str, num_bytes: int)
     """The folder of a split on a local disk: in the store itself, or a copy of it, made once for all processes.
 
     Args:
-      fingerprint: of the store; a store that was made anew gets a copy of its own.
+      fingerprint: fingerprint of the store; a store that was prepared again gets its own copy.
       num_bytes: size of the split's tokens.
 
     Raises:
@@ -29,7 +29,7 @@ def local_split(store: epath.Path, fingerprint: str, split: str, num_bytes: int)
     if not is_remote(store):
         return store / split
     copy = cache_folder() / fingerprint / split
-    # The processes of this machine come at the same time, and one of them copies.
+    # All processes of this machine arrive at the same time; one of them makes the copy.
     with locked(copy.parent / f".{split}.lock"):
         if not copy.exists():
             _copy(store / split, copy)

@@ -1,4 +1,4 @@
-"""A subset of the documents of a split, whole ones or their beginnings, that is read like a split."""
+"""A subset of a split, of whole documents or their beginnings, with the interface of a split."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,15 +12,15 @@ from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 
 SHORTEST_BEGINNING = 1000
-"""Tokens; the default of `beginnings`."""
+"""The default number of tokens of `beginnings`."""
 
 
 class Documents(Protocol):
-    """A split of a token store, or a subset of one, with what an evaluation reads of it."""
+    """The interface of a split or a subset that evaluations need."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[documents]: tokens of each document, its end included."""
+        """int64[documents]: the number of tokens of each document, its end included."""
         ...
 
     @property
@@ -33,12 +33,12 @@ class Documents(Protocol):
     def names(self) -> Sequence[str]: ...
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: these tokens of a document."""
+        """int32[stop - start]: the tokens of a document in this range."""
         ...
 
 
 class Subset:
-    """Some documents of a split."""
+    """A subset of the documents of a split."""
 
     def __init__(self, split: Documents, members: Int[np.ndarray, " documents"]):
         """
@@ -48,24 +48,24 @@ class Subset:
         """
         self._split, self._members = split, members
         self.indices = split.indices[members] if isinstance(split, Subset) else np.asarray(members)
-        """Indices of the documents in the split of the token store, whatever subsets are between."""
+        """Indices of the documents in the split of the token store, through any nested subsets."""
         self.lengths, self.num_bytes, self.num_words = (
             np.asarray(values)[members] for values in (split.lengths, split.num_bytes, split.num_words)
         )
         self.names = [split.names[int(document)] for document in members]
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: these tokens of a document of the subset."""
+        """int32[stop - start]: the tokens of a document of the subset in this range."""
         return self._split.tokens(int(self._members[document]), start, stop)
 
 
 def beginnings(split: Documents, vocabulary: Vocabulary, max_tokens: int, shortest: int = SHORTEST_BEGINNING) -> Subset:
-    """The beginnings of the first documents of a split, for an evaluation of the whole split would take too long.
+    """The beginnings of the first documents of a split, because an evaluation of the whole split would take too long.
 
     Args:
       split: the documents.
       vocabulary: gives the number of bytes and words of a beginning.
-      max_tokens: of all beginnings together; each document has the same share, if it is that long.
+      max_tokens: number of tokens of all beginnings together; long documents have equal shares.
       shortest: a further document is taken only if the share of each is at least this number of tokens.
     """
     num_documents = min(max(max_tokens // shortest, 1), len(split.lengths))
@@ -85,11 +85,11 @@ def random_order(num_documents: int) -> Int[np.ndarray, " documents"]:
 
 
 def random_subset(lengths: np.ndarray, max_tokens: int) -> Int[np.ndarray, " documents"]:
-    """Indices of random whole documents, the same ones each time; one that no longer fits is passed over.
+    """Indices of random whole documents, the same ones each time; documents that no longer fit are skipped.
 
     Args:
-      lengths: tokens of each document.
-      max_tokens: of the chosen documents together.
+      lengths: number of tokens of each document.
+      max_tokens: number of tokens of the chosen documents together.
 
     Raises:
       UserError: not even the shortest document fits.

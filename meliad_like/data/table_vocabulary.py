@@ -1,4 +1,4 @@
-"""What a vocabulary can do, and the part of it that all kinds share; the vocabulary of bytes."""
+"""The interface of vocabularies, the implementation that most kinds share, and the vocabulary of bytes."""
 
 import codecs
 import hashlib
@@ -19,22 +19,22 @@ class Vocabulary(Protocol):
     """Text to ids and back; `decode(encode(text)) == text` where `lossless`."""
 
     size: int
-    """Number of ids, unused ones included."""
+    """The number of ids, including unused ones."""
     end_of_document: int
-    """The id that ends a document; no text is encoded to it, but for lines that end with it, too (whole words)."""
+    """The id that ends a document. No text is encoded to it, except ends of lines in vocabularies of whole words."""
 
     @property
     def lossless(self) -> bool:
-        """Whether every text comes back exactly. If not, bits per byte are flattering, and depend on the vocabulary."""
+        """Whether decoding restores every text. If not, bits per byte are too low, and depend on the vocabulary."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides which ids a text is given."""
+        """SHA-256 of everything that determines the ids of a text."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """int32[tokens], without an end of document."""
+        """Encodes a text as int32[tokens], without an end of document."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -46,8 +46,8 @@ class Vocabulary(Protocol):
         ...
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The UTF-8 of these ids, which may begin and end within a character; the end of a document gives nothing, or a
-        newline where it ends lines as well.
+        """The UTF-8 of these ids, which may begin and end within a character. The end of a document has no bytes, or
+        is a newline in a vocabulary of whole words.
 
         Raises:
           UserError: an id is out of range.
@@ -55,11 +55,11 @@ class Vocabulary(Protocol):
         ...
 
     def stream(self, unfinished: bytes = b"") -> "StreamingDecoder":
-        """A decoder that is given one id at a time; it may go on from what another left `unfinished`."""
+        """A decoder that takes one id at a time; `unfinished` bytes of an earlier decoder come first."""
         ...
 
     def save(self, folder: str | Path) -> None:
-        """Writes what `load_vocabulary` reads into an existing folder."""
+        """Saves the vocabulary into an existing folder, for `load_vocabulary`."""
         ...
 
 
@@ -81,12 +81,12 @@ class StreamingDecoder:
         return self._decoder.decode(self._vocabulary.decode_bytes([token]))
 
     def finish(self) -> str:
-        """What is left: U+FFFD where the text ended within a character, else nothing."""
+        """The rest: U+FFFD if the text ended within a character, otherwise nothing."""
         return self._decoder.decode(b"", final=True)
 
 
 class TableVocabulary:
-    """A vocabulary whose ids each stand for fixed bytes (none for ids that control, or are padding)."""
+    """A vocabulary in which each id stands for fixed bytes (none for control tokens and padding)."""
 
     def __init__(self, pieces: Sequence[bytes], end_of_document: int, size_multiple: int):
         self._pieces = pieces
@@ -117,7 +117,7 @@ class TableVocabulary:
 
 
 class ByteVocabulary(TableVocabulary):
-    """Id i < 256 is the byte i of UTF-8, and 256 ends a document."""
+    """The vocabulary of bytes: id i < 256 is the byte i of UTF-8, and 256 ends a document."""
 
     def __init__(self, size_multiple: int = 1):
         super().__init__([bytes([byte]) for byte in range(256)], 256, size_multiple)

@@ -8,7 +8,7 @@
     validation/, test/    the same
 
 The folder may lie in an object store (gs://...), which can't be memory mapped: a split is then copied to the local disk
-when it is opened first (`store_copy`).
+when it is opened for the first time (`store_copy`).
 """
 
 import hashlib
@@ -40,13 +40,13 @@ class Totals:
     """Sums over the documents of a split."""
 
     documents: int = 0
-    """Number of documents."""
+    """The number of documents."""
     tokens: int = 0
-    """Tokens, each document's end included."""
+    """The number of tokens, each document's end included."""
     bytes: int = 0
-    """Bytes of the documents' text in UTF-8."""
+    """The number of bytes of the documents' text in UTF-8."""
     words: int = 0
-    """Words as `count_words` counts them."""
+    """The number of words, as `count_words` counts them."""
 
 
 @dataclass(frozen=True)
@@ -54,41 +54,41 @@ class StoreInfo:
     """The contents of `store.json`."""
 
     version: int
-    """Of the format."""
+    """The version of the format."""
     fingerprint: str
-    """SHA-256 of version, source and vocabulary: of everything that decides the tokens."""
+    """SHA-256 of version, source and vocabulary, which together determine the tokens."""
     source: str
     """Fingerprint of the source: its settings, and the names and contents of its documents."""
     source_settings: str
-    """Fingerprint of the source's settings alone."""
+    """Fingerprint of only the source's settings."""
     vocabulary: str
     """Fingerprint of the vocabulary."""
     vocabulary_settings: str
-    """Fingerprint of the settings that the vocabulary was made by."""
+    """Fingerprint of the vocabulary's settings."""
     dtype: str
     """Type of the tokens on disk."""
     splits: dict[str, Totals]
     """Totals of each split."""
     skipped: tuple[str, ...]
-    """Why documents, or files of them, were left out."""
+    """The reasons why documents, or files of documents, were left out."""
 
 
 def store_fingerprint(source: str, vocabulary: str) -> str:
-    """The fingerprint of a store, from those of its source and its vocabulary."""
+    """The fingerprint of a store, computed from those of its source and its vocabulary."""
     return hashlib.sha256(json.dumps([FORMAT_VERSION, source, vocabulary]).encode()).hexdigest()
 
 
 def short(fingerprint: str) -> str:
-    """As much of a fingerprint as a message needs."""
+    """A fingerprint shortened for messages."""
     return fingerprint[:12]
 
 
 def count_words(text: str) -> int:
-    """Number of words between whitespace.
+    """The number of words, separated by whitespace.
 
     PG-19's authors publish counts (train 1,973,136,207, validation 3,007,061, test 6,966,499: Rae et al.,
     arXiv:1911.05507, Table 2, and the README of google-deepmind/pg19) but not their code. Their word-level perplexity
-    divides by "the number of tokens" of text that was not tokenised otherwise, and Appendix I of arXiv:2203.07852 says
+    divides by "the number of tokens" of untokenised text, and Appendix I of arXiv:2203.07852 says
     that "the word count ignores whitespace": that is, runs of characters that are not whitespace.
     """
     return len(text.split())
@@ -101,11 +101,11 @@ class Split:
         self.names = names
         """A name for each document."""
         self.lengths = statistics[:, 0]
-        """int64[documents]: tokens of each document, its end included."""
+        """int64[documents]: the number of tokens of each document, its end included."""
         self.num_bytes = statistics[:, 1]
-        """int64[documents]: bytes of each document's text in UTF-8."""
+        """int64[documents]: the number of bytes of each document's text in UTF-8."""
         self.num_words = statistics[:, 2]
-        """int64[documents]: words of each document (`count_words`)."""
+        """int64[documents]: the number of words of each document (`count_words`)."""
         self._folder = folder
         self._tokens = tokens
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -114,10 +114,10 @@ class Split:
         return len(self.names)
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: these tokens of a document, copied out of the memory map.
+        """int32[stop - start]: the tokens of a document in this range, copied out of the memory map.
 
         Raises:
-          IndexError: there is no such document, or it has no such tokens.
+          IndexError: the document does not exist, or has no such tokens.
         """
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)} in {self._folder}")
@@ -128,17 +128,16 @@ class Split:
 
 
 class TokenStore:
-    """A store that `prepare` wrote."""
+    """A token store, as `prepare` writes it."""
 
     def __init__(self, folder: epath.PathLike):
         """Opens a store and checks that it is complete.
 
         Args:
-          folder: local, or of an object store.
+          folder: a local folder, or one of an object store.
 
         Raises:
-          UserError: there is none, it was written by another version, or a file is damaged or does not have the size
-            it should.
+          UserError: there is no store, it was written by another version, or a file is damaged.
         """
         self.folder = any_path(folder)
         self.info = read_info(self.folder)
@@ -153,7 +152,7 @@ class TokenStore:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides the tokens."""
+        """SHA-256 of everything that determines the tokens."""
         return self.info.fingerprint
 
     @cached_property
@@ -161,7 +160,7 @@ class TokenStore:
         """The vocabulary of the tokens.
 
         Raises:
-          UserError: it is damaged.
+          UserError: the saved vocabulary is damaged.
         """
         vocabulary = load_vocabulary(self.folder)
         if vocabulary.fingerprint != self.info.vocabulary:
@@ -172,14 +171,14 @@ class TokenStore:
         return vocabulary
 
     def totals(self, split: str) -> Totals:
-        """Sums over a split's documents; zero for a split without any."""
+        """The sums over a split's documents; zero for a split without documents."""
         return self.info.splits[split]
 
     def split(self, name: str) -> Split:
         """The documents of a split.
 
         Raises:
-          UserError: there is no such split, or no document in it, or it is damaged.
+          UserError: the split does not exist, is empty or is damaged.
         """
         if name not in self.info.splits or not self.info.splits[name].documents:
             present = ", ".join(split for split, totals in self.info.splits.items() if totals.documents)
@@ -196,14 +195,14 @@ class TokenStore:
     def check_unchanged(self) -> None:
         """
         Raises:
-          UserError: tokens that were opened have been written to since.
+          UserError: a file of tokens was changed after it was opened.
         """
         for path, before in self._opened.items():
             if _size_and_time(path) != before:
                 raise UserError(f"{path} was changed while it was read: prepare {self.folder} again, or bring it back")
 
     def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:
-        """Raises a UserError unless the store was made by these settings. The documents themselves are not read."""
+        """Raises a UserError unless the store was made with these settings. The documents are not read."""
         pairs = (
             ("source", self.info.source_settings, source.settings_fingerprint),
             ("vocabulary", self.info.vocabulary_settings, vocabulary.settings_fingerprint),
@@ -228,7 +227,7 @@ def read_info(folder: Path | epath.Path) -> StoreInfo:
     """Reads `store.json`.
 
     Raises:
-      UserError: there is no store, or a damaged one, or one of another version.
+      UserError: the store is missing or damaged, or has another version.
     """
     path = folder / STORE_NAME
     try:
@@ -251,7 +250,7 @@ def read_info(folder: Path | epath.Path) -> StoreInfo:
         check_fields(totals, {field.name: int for field in fields(Totals)}, f"{path}, {split}")
         splits[split] = Totals(**{field.name: totals[field.name] for field in fields(Totals)})
     info = StoreInfo(**{name: saved[name] for name in types} | {"splits": splits, "skipped": tuple(saved["skipped"])})
-    # The fingerprint also names a folder, where the store is copied.
+    # The fingerprint is also used as the name of a folder for copies.
     if info.dtype not in DTYPES or info.fingerprint != store_fingerprint(info.source, info.vocabulary):
         raise UserError(
             f"{path} is damaged: its fingerprint or dtype is not what it should be; prepare the store again"
@@ -267,14 +266,14 @@ def _size_and_time(path: epath.Path) -> tuple[int, int]:
 
 
 def _read_documents(folder: epath.Path, totals: Totals) -> tuple[list[str], np.ndarray]:
-    """The names of a split's documents, and int64[documents, 3]: their tokens, bytes, words."""
+    """The names of a split's documents, and int64[documents, 3]: their numbers of tokens, bytes and words."""
     try:
         names = read_json(folder / "names.json")
-        # Not np.load, which also opens archives, and pickles where it is told to.
+        # Not np.load, which also opens archives and can unpickle.
         statistics = np.array(np.lib.format.open_memmap(folder / "documents.npy", "r"))
     except FileNotFoundError as error:
         raise UserError(f"{error.filename} is missing: prepare the token store again") from None
-    # What numpy and its parser of headers raise where the file is cut or overwritten.
+    # The errors of numpy and its header parser for a truncated or overwritten file.
     except (ValueError, OSError, EOFError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
         if isinstance(error, UserError):
             raise
@@ -297,7 +296,7 @@ def _read_documents(folder: epath.Path, totals: Totals) -> tuple[list[str], np.n
 
 
 class SplitWriter:
-    """Appends documents to a split; holds three numbers and a name per document in memory, and no tokens."""
+    """Appends documents to a split. It keeps three numbers and a name per document in memory, but no tokens."""
 
     def __init__(self, folder: Path, vocabulary: Vocabulary, dtype: str):
         folder.mkdir(parents=True)
@@ -309,7 +308,7 @@ class SplitWriter:
         self._file = (folder / "tokens.bin").open("wb")
 
     def write(self, name: str, tokens: np.ndarray, num_bytes: int, num_words: int) -> None:
-        """Appends a document; `tokens` int32[n] without its end.
+        """Appends a document; `tokens` is int32[n] without the end of the document.
 
         Raises:
           UserError: a token is out of range.
@@ -324,7 +323,7 @@ class SplitWriter:
         self._statistics.append((tokens.size + 1, num_bytes, num_words))
 
     def close(self) -> Totals:
-        """Writes what is known per document, and returns the sums."""
+        """Writes the names and numbers of all documents, and returns the sums."""
         self._file.close()
         statistics = np.asarray(self._statistics, np.int64).reshape(-1, 3)
         np.save(self._folder / "documents.npy", statistics)
@@ -333,11 +332,11 @@ class SplitWriter:
 
 
 def token_dtype(vocabulary_size: int) -> str:
-    """The smallest of the two types that holds every id."""
+    """The smaller of the two types, if it can represent every id; otherwise the larger one."""
     return "<u2" if vocabulary_size <= 2**16 else "<u4"
 
 
 def write_info(folder: Path, info: StoreInfo) -> None:
-    """Writes `store.json`, which makes the folder a store: to be called last."""
+    """Writes `store.json`, which makes the folder a store; must be called last."""
     assert set(info.splits) == set(SPLITS)
     (folder / STORE_NAME).write_text(json.dumps(asdict(info), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Byte-level BPE vocabularies of pretrained models, as `tokenizers` has them, from whatever their models come with."""
+"""Byte-level BPE vocabularies of pretrained models, in `tokenizers`, read from the file formats of the models."""
 
 import json
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from meliad_like.remote import write_whole
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 DEFAULT_END = "<|endoftext|>"
-# What llama.cpp calls the ways to cut text before byte pairs are merged.
+# llama.cpp's names of the pre-tokenizers, which split text before byte pairs are merged.
 GGUF_PRE_TOKENIZERS = {"gpt-2": (), "smollm": (pre_tokenizers.Digits(individual_digits=True),)}
-CONTROL, USER_DEFINED = 3, 4  # of GGUF's kinds of tokens
+CONTROL, USER_DEFINED = 3, 4  # Two of GGUF's types of tokens.
 
 
 class TokenizersVocabulary(TableVocabulary):
-    """A byte-level BPE. Its control tokens are no text: text that looks like one is encoded like any other."""
+    """A byte-level BPE. Text that looks like a control token is encoded as ordinary text."""
 
     def __init__(self, tokenizer_json: str, end_token: str, size_multiple: int = 1):
         """
@@ -30,14 +30,14 @@ class TokenizersVocabulary(TableVocabulary):
           end_token: the token that ends documents.
 
         Raises:
-          UserError: it is no byte-level BPE, or has no such token.
+          UserError: the tokenizer is no byte-level BPE, or has no such token.
         """
         self._json = tokenizer_json
         self.end_token = end_token
         self._tokenizer = tokenizer = _parse(tokenizer_json)
-        # Prompts and documents are text: they can't give orders.
+        # Control tokens are not recognised in prompts and documents.
         tokenizer.encode_special_tokens = True
-        # Of the batches of a training, saved with the tokenizer: documents would lose their ends.
+        # Truncation and padding may be saved with the tokenizer; documents would be cut.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if (end := tokenizer.token_to_id(end_token)) is None:
@@ -50,7 +50,7 @@ class TokenizersVocabulary(TableVocabulary):
             if token in added:
                 return b"" if added[token].special else added[token].content.encode()
             text = tokenizer.id_to_token(token) or ""
-            # Tokens that no bytes merge to (reserved ones) may be written in any characters.
+            # Reserved tokens, which no bytes are merged to, may be written in any characters.
             return bytes(map(to_byte.__getitem__, text)) if all(map(to_byte.__contains__, text)) else b""
 
         num_tokens = max(tokenizer.get_vocab().values()) + 1
@@ -80,7 +80,7 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
       path: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with vocab.json and merges.txt.
 
     Raises:
-      UserError: there is nothing of the kind, or it can't be read.
+      UserError: there is no such file, or it can't be read.
     """
     path = Path(path).expanduser()
     end = ""
@@ -109,11 +109,11 @@ def _from_merges(vocabulary: Path, merges: Path) -> str:
 
 
 def _from_gguf(path: Path) -> tuple[str, str]:
-    # Reading the file's header takes a second: only where it is asked for.
+    # Reading the file's header takes a second, so it is read only if needed.
     from meliad_like.data.gguf_file import open_gguf
 
     file = open_gguf(path)
-    # Older files don't say how text is cut first, and are of models that cut it differently.
+    # Older files don't name the pre-tokenizer, and their models have different ones.
     model, pre = file.value("tokenizer.ggml.model", ""), file.value("tokenizer.ggml.pre", "default")
     if model != "gpt2" or pre not in GGUF_PRE_TOKENIZERS:
         raise UserError(
@@ -148,9 +148,9 @@ def _byte_level(
 def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # the library raises nothing more specific
+    except Exception as error:  # The library raises no more specific exception.
         raise UserError(f"{owner} is no {TOKENIZER_NAME}: {error}") from None
-    # What it is read as, not what it says: older files, GPT-2's among them, have no type of model.
+    # The type of the loaded model, not of the file: older files, such as GPT-2's, don't have one.
     kinds = (type(tokenizer.model).__name__, tokenizer.decoder and type(tokenizer.decoder).__name__)
     if kinds != ("BPE", "ByteLevel"):
         raise UserError(
@@ -161,7 +161,7 @@ def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
 
 
 def _byte_characters() -> dict[int, str]:
-    """The characters in which byte-level vocabularies write the bytes: printable ones as they are."""
+    """The characters in which byte-level vocabularies write the bytes; printable bytes stand for themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

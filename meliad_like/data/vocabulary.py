@@ -51,10 +51,10 @@ VOCABULARIES = Registry("vocabulary")
 
 @dataclass(frozen=True)
 class VocabularyConfig:
-    """How text becomes tokens: what all kinds of vocabularies have in common."""
+    """The fields that all kinds of vocabularies have."""
 
     size_multiple: int = 1
-    """Rounds the size up to a multiple that the hardware likes; the ids that this adds are never used."""
+    """Rounds the size up to a multiple that is efficient on the hardware; the additional ids are never used."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -67,12 +67,12 @@ class VocabularyConfig:
 
     @property
     def progress(self) -> str:
-        """What is being done while it is learned, for the terminal."""
+        """The text that the terminal shows while the vocabulary is learned."""
         return ""
 
     @property
     def settings_fingerprint(self) -> str:
-        """SHA-256 of the settings that are not defaults; instead of a model file, of the vocabulary in it.
+        """SHA-256 of the settings that are not defaults; a model file counts by the vocabulary in it.
 
         Raises:
           UserError: the model file cannot be read.
@@ -83,21 +83,21 @@ class VocabularyConfig:
         return fingerprint(settings)
 
     def make(self, texts: Iterable[str]) -> Vocabulary:
-        """The vocabulary, if need be learned from `texts`."""
+        """Makes the vocabulary; learns it from `texts` if needed."""
         raise NotImplementedError
 
     @staticmethod
     def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
-        """What `Vocabulary.save` wrote into a folder, with the contents of its SETTINGS_NAME."""
+        """Loads what `Vocabulary.save` wrote into a folder; `settings` are the contents of its SETTINGS_NAME."""
         raise NotImplementedError
 
     def of_folder(self, folder: str, vocabulary: Vocabulary) -> "VocabularyConfig":
-        """The config of a vocabulary that was saved into a folder: it is not learned again."""
+        """The config that loads a vocabulary saved in a folder, instead of learning it again."""
         return self
 
     @property
     def expected_size(self) -> int:
-        """Number of tokens, as far as it is known before the vocabulary is learned."""
+        """The number of tokens, if it is known before the vocabulary is learned."""
         return make_vocabulary(self).size
 
 
@@ -121,7 +121,7 @@ class FileVocabularyConfig(VocabularyConfig):
     model_file: str = ""
     """The file to load; "": none."""
 
-    # Of a file that the vocabulary's `save` wrote.
+    # The name of the file that the vocabulary's `save` writes.
     saved_name: ClassVar[str] = ""
 
     def of_folder(self, folder: str, vocabulary: Vocabulary) -> "VocabularyConfig":
@@ -131,17 +131,17 @@ class FileVocabularyConfig(VocabularyConfig):
 @VOCABULARIES.register("sentencepiece")
 @dataclass(frozen=True)
 class SentencePieceVocabularyConfig(FileVocabularyConfig):
-    """A SentencePiece model: a `.model` file, or one that is trained on the source's training documents. What follows
-    is about the latter."""
+    """A SentencePiece model: a `.model` file, or one that is trained on the source's training documents, to which the
+    fields apply."""
 
     model_type: ModelType = "unigram"
     size: int = 32_000
-    """Number of tokens, with the end of a document, one unknown token and 256 bytes among them."""
+    """The number of tokens, including the end of a document, one unknown token and 256 bytes."""
     keep_whitespace: bool = True
-    """Whether text comes back exactly as it was (no normalisation, spaces, tabs and newlines as they are, rare
-    characters as bytes). False: SentencePiece's own defaults, which lose newlines and repeated spaces."""
+    """Whether decoding restores text exactly (no normalisation, whitespace unchanged, rare characters as bytes). False:
+    SentencePiece's own defaults, which lose newlines and repeated spaces."""
     training_bytes: int = 100_000_000
-    """Size of the sample of text to learn from, in bytes (about)."""
+    """The approximate size in bytes of the sample of text to learn from."""
 
     saved_name = MODEL_NAME
 
@@ -177,7 +177,7 @@ class TokenizersVocabularyConfig(FileVocabularyConfig):
     vocab.json and merges.txt."""
 
     end_token: str = ""
-    """What ends a document; "": <|endoftext|> where there is one, else what ends a text by the file."""
+    """The token that ends a document; "": <|endoftext|> if there is one, otherwise the file's end-of-text token."""
 
     saved_name = TOKENIZER_NAME
 
@@ -204,7 +204,7 @@ class TokenizersVocabularyConfig(FileVocabularyConfig):
 @VOCABULARIES.register("dictionary")
 @dataclass(frozen=True)
 class DictionaryVocabularyConfig(FileVocabularyConfig):
-    """Whole words between spaces, by rank: from fairseq's dict.txt, or counted in the training documents."""
+    """Whole words between spaces, by rank, from fairseq's dict.txt or counted in the training documents."""
 
     saved_name = DICTIONARY_NAME
 
@@ -226,18 +226,18 @@ class DictionaryVocabularyConfig(FileVocabularyConfig):
 
     @property
     def expected_size(self) -> int:
-        # How many words the documents have is not known before they are read.
+        # The number of different words is not known before the documents are read.
         return -(-32_000 // self.size_multiple) * self.size_multiple if self.trained else super().expected_size
 
 
 def load_vocabulary(folder: epath.PathLike) -> Vocabulary:
-    """The vocabulary that `save` wrote into a token store or a checkpoint.
+    """Loads the vocabulary that `save` wrote into a token store or a checkpoint.
 
     Args:
-      folder: local, or of an object store.
+      folder: a local folder, or one of an object store.
 
     Raises:
-      UserError: there is none, or it is damaged.
+      UserError: the vocabulary is missing or damaged.
     """
     with local_files(folder) as path:
         try:
@@ -252,9 +252,9 @@ def load_vocabulary(folder: epath.PathLike) -> Vocabulary:
 
 
 def make_vocabulary(config: VocabularyConfig, texts: Iterable[str] = ()) -> Vocabulary:
-    """The vocabulary that the config describes, if need be learned from `texts`.
+    """Makes the vocabulary that the config describes; learns it from `texts` if needed.
 
     Raises:
-      UserError: the model file cannot be read, or the texts do not hold as many pieces as asked for.
+      UserError: the model file cannot be read, or the texts do not hold the configured number of pieces.
     """
     return config.make(texts)

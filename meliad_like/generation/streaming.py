@@ -49,7 +49,7 @@ class Generator:
           segment_length: number of tokens of a prompt that are read at once, a multiple of the window length.
           end_of_document: the token that ends a document; None if there is no such token.
           stop_at_end: whether generation stops after that token; if not, it is never sampled, because a model has
-                never read it in training.
+            never read it in training.
           chunk: number of tokens generated between two returns to the host.
 
         Raises:

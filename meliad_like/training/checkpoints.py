@@ -114,7 +114,7 @@ class Checkpoints:
         Args:
           abstract_state: tree of jax.ShapeDtypeStruct with the new shardings, which may differ from the saved ones.
           step: the step to load; None: the newest one that is not damaged. Newer checkpoints, which are damaged, are
-                then renamed to `damaged-STEP`, so that the run can save these steps again, unless all are damaged.
+            then renamed to `damaged-STEP`, so that the run can save these steps again, unless all are damaged.
 
         Returns:
           The state, with the tree structure of `abstract_state`, and the metadata.

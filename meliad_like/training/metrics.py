@@ -34,7 +34,7 @@ class MetricsWriter:
         Args:
           workdir: working folder of the run.
           start_step: number of steps done before; rows of later steps from an earlier attempt are dropped, because
-                these steps are repeated.
+            these steps are repeated.
           num_steps: number of steps of the whole run.
         """
         self._active = jax.process_index() == 0

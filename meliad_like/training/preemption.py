@@ -14,10 +14,10 @@ EXIT_STATUS = 75
 
 
 class Preemption:
-    """Handles SIGTERM and SIGINT in a `with` statement; all processes of a run agree on the step to stop after.
+    """Handles SIGTERM and SIGINT in a `with` statement; all processes of a run stop after the same step.
 
-    A second SIGINT ends the process at once. Outside of the main thread, where Python allows no signal handlers, SIGTERM
-    is handled only if there are several processes.
+    A second SIGINT ends the process at once. Outside of the main thread, where Python allows no signal handlers,
+    SIGTERM is handled only if there are several processes.
     """
 
     def __init__(self):
