@@ -141,11 +141,12 @@ class ShortformerLayer(nnx.Module):
         place = (num_cached + offset)[:, None]
         key = self._key(inputs[:, None], place)[:, :, 0]
         value = split_heads(self.value(inputs[:, None]), self.config.num_heads)[:, :, 0]
-        lanes = jnp.arange(x.shape[0])
+        lanes, old = jnp.arange(x.shape[0]), carry.decoding
+        assert old is not None
         decoding = DecodingCarry(
-            recent=carry.decoding.recent.at[lanes, offset].set(inputs),
-            key=carry.decoding.key.at[lanes, :, m + offset].set(key),
-            value=carry.decoding.value.at[lanes, :, m + offset].set(value),
+            recent=old.recent.at[lanes, offset].set(inputs),
+            key=old.key.at[lanes, :, m + offset].set(key),
+            value=old.value.at[lanes, :, m + offset].set(value),
         )
         slot = np.arange(-m, w)
         visible = (slot >= -num_cached[:, None]) & (slot <= offset[:, None])
@@ -167,6 +168,7 @@ class ShortformerLayer(nnx.Module):
 
     def end_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
         """Moves a block that was read token by token into the cache."""
+        assert carry.cache is not None and carry.decoding is not None
         seen = jnp.concatenate([carry.cache, carry.decoding.recent], axis=1)
         return carry._replace(cache=seen[:, self.config.window_length :])
 
