@@ -6,8 +6,8 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# On a CPU the arrays of a step are given back to the system after each step; in huge pages taking them again costs an
-# eighth of the step less. Read by glibc 2.35 and newer when a program starts, otherwise without effect.
+# On a CPU the memory of a step's arrays is freed after each step; with huge pages, allocating it again is faster, by an
+# eighth of the step. Read by glibc 2.35 and newer when a program starts, otherwise without effect.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 
 say() { printf '== %s\n' "$*"; }
@@ -51,7 +51,7 @@ make_environment() {
 }
 
 # set_up_environment [EXTRA]: dev adds the tools of the tests and the linters, gpu or tpu an accelerator. It holds a lock
-# on this file (its last line), so that the quick start and the tests may be started side by side.
+# on this file (its last line), so that the quick start and the tests can be started at the same time.
 set_up_environment() {
     local extra="${1:-base}" wanted stamp stamps begin=$SECONDS
     if command -v flock >/dev/null && ! flock --nonblock 9; then
@@ -60,10 +60,10 @@ set_up_environment() {
     fi
     PATH="$PWD/.venv/bin:$PATH"
 
-    # The folder is part of it: after a move, programs and links in .venv point to the old place.
+    # The stamp includes the folder, because programs and links in .venv point to the old folder after a move.
     wanted="$(pwd && cat requirements.txt setup.py)"
     stamps=(".venv/installed-$extra")
-    # Each extra is base and more, but dev is no accelerator.
+    # Each extra includes base, but dev includes no accelerator.
     [[ "$extra" != base ]] || stamps=(.venv/installed-*)
     for stamp in "${stamps[@]}"; do
         if [[ -f "$stamp" && "$(<"$stamp")" == "$wanted" && ! -e .venv/unfinished ]] && is_new_enough .venv/bin/python
@@ -73,13 +73,13 @@ set_up_environment() {
         fi
     done
 
-    # pip takes packages that were only half written, when it was killed, for installed.
+    # pip considers packages installed that it had only partly written when it was killed.
     if [[ -e .venv/unfinished ]] || ! is_new_enough .venv/bin/python; then make_environment; fi
-    say "Installing into .venv what setup.py and requirements.txt name (minutes the first time)"
+    say "Installing the requirements of setup.py and requirements.txt into .venv (minutes the first time)"
     touch .venv/unfinished
     if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"; then
         rm .venv/unfinished
-        stop "pip could not install, for the reason above; run this again when that is mended"
+        stop "pip could not install, for the reason above; fix it and run this again"
     fi
     rm -f .venv/installed-* .venv/unfinished
     printf '%s\n' "$wanted" >".venv/installed-$extra"

@@ -3,16 +3,16 @@
 #
 #   bash launch/gke_xpk.sh --name=run --cluster=CLUSTER --zone=ZONE --type=v5litepod-16 --image=IMAGE --build -- --gin_file=...
 #
-# --name, --cluster, --zone   of the workload, which is new with each run, and where; --project=PROJECT if not gcloud's
+# --name, --cluster, --zone   of the workload, a new name for each run; --project=PROJECT if it is not gcloud's default
 # --type                      of the slice, as in xpk's --tpu-type
 # --image=IMAGE               REGION-docker.pkg.dev/PROJECT/REPOSITORY/meliad_like:TAG
 # --build                     builds and pushes the image first, with this checkout
-# --max_restarts=20           of the whole workload, after preemptions and failures; a mistake in the flags is none
+# --max_restarts=20           of the whole workload, after preemptions and failures, but not after wrong flags
 # --create_flags="..."        more flags for xpk workload create, such as --priority=high
 # --logs=FOLDER               gets NAME.log, every line with its pod; default: runs/gke
 # --dry_run                   prints the commands and runs none
 #
-# Ctrl-C ends the waiting, not the workload. --workdir must be a gs:// path: a pod's disk goes with it.
+# Ctrl-C ends the waiting, not the workload. --workdir must be a gs:// path, because a pod's disk is lost with the pod.
 set -euo pipefail
 # shellcheck source=launch/running.sh
 source "$(dirname "${BASH_SOURCE[0]}")/running.sh"
@@ -32,27 +32,27 @@ place=(--cluster="$cluster" --zone="$zone")
 read -ra more <<<"$create_flags"
 
 if [[ -n "$build" ]]; then
-    need_program docker "https://docs.docker.com/engine/install says how; or leave out --build"
-    # As root: xpk's containers are privileged, and the TPUs are root's devices.
+    need_program docker "see https://docs.docker.com/engine/install, or leave out --build"
+    # As root, because xpk's containers are privileged and the TPUs belong to root.
     execute docker build --file launch/Dockerfile --build-arg ACCELERATOR=tpu --build-arg USER_ID=0 --tag "$image" .
     execute docker push "$image"
 fi
 
-# exec, so that the SIGTERM that xpk passes on reaches the training. It restarts all pods when one ends with a status from
-# 127, or with one of these: 75 is saved after SIGTERM, 1 what the others end with when a host is lost. 2 is a mistake.
+# exec, so that xpk's SIGTERM reaches the training. xpk restarts all pods when one ends with a status of 127 or more, or one
+# of these: 75 (saved after SIGTERM) and 1 (of the other processes when a host is lost). 2 is a user's mistake.
 command="exec $(quote python -m meliad_like.train --distributed "${training_arguments[@]}")"
 execute xpk workload create --workload="$name" --tpu-type="$type" --docker-image="$image" --command="$command" \
     --max-restarts="$max_restarts" --restart-on-exit-codes="1,$SAVED" --termination-grace-period-seconds=120 \
     "${place[@]}" ${more[@]+"${more[@]}"}
-say "Waiting for $name; this ends it before its time:"
+say "Waiting for $name; this command ends it early:"
 quote xpk workload delete --workload="$name" "${place[@]}"
 status=0
 execute xpk workload list --wait-for-job-completion="$name" "${place[@]}" || status=$?
 
-# Of the last attempt; Cloud Logging keeps those before.
+# The logs of the last attempt; Cloud Logging keeps the earlier ones.
 fetch=(kubectl logs --selector=xpk.google.com/workload="$name" --all-containers --prefix --tail=-1 --max-log-requests=1000)
 if [[ -n "$dry_run" ]]; then
-    say "Into $logs/$name.log:"
+    say "Writing to $logs/$name.log:"
     execute "${fetch[@]}"
     exit
 fi

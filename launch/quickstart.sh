@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a model that writes Python, in minutes on two CPU cores: set-up, documents, training, then a table, a
-# picture and a sample. --gin_param arguments change the run: bash launch/quickstart.sh --gin_param=TrainingConfig.seed=1
+# Trains a model that writes Python, in minutes on two CPU cores: set-up, documents, training, then a table, a picture and
+# a sample. --gin_param arguments change the run: bash launch/quickstart.sh --gin_param=TrainingConfig.seed=1
 set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -8,7 +8,7 @@ set_up_environment
 
 workdir=runs/quickstart
 if [[ -e "$workdir/finished" ]]; then
-    say "Removing $workdir, the last quick start's finished run, to make a new one"
+    say "Removing $workdir, the finished run of an earlier quick start"
     rm -r "$workdir"
 elif [[ -e "$workdir" ]]; then
     say "Going on with $workdir, which was cut off"
@@ -16,15 +16,15 @@ fi
 
 say "Reading the documents: the Python standard library's own source, one document per package"
 python -m meliad_like.prepare --gin_file=quickstart.gin "$@"
-say "Training in $workdir; to stop press Ctrl-C, the same command resumes from the last checkpoint"
+say "Training in $workdir. Press Ctrl-C to stop; the same command resumes from the last checkpoint"
 python -m meliad_like.train --gin_file=quickstart.gin --workdir="$workdir" "$@"
 
-say "Evaluating on documents that were held out, before and after the training"
+say "Evaluating on held-out documents, before and after the training"
 python -m meliad_like.evaluate --checkpoint="$workdir" --compare --nodetails --output="$workdir/evaluation.json"
 python -m meliad_like.plot --workdir="$workdir" --evaluation="$workdir/evaluation.json"
-say "Going on from the beginning of a document that was held out"
+say "Continuing the beginning of a held-out document"
 python -m meliad_like.generate --checkpoint="$workdir" --document=logging --document_tokens=2000 --echo=500 \
     --tokens=300 --temperature=0.7
 
 touch "$workdir/finished"
-say "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s. Everything is in $workdir, and README.md says where to go from here"
+say "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s. Everything is in $workdir; docs/guide.md has the next steps"

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Sourced by the scripts that start runs, tpu_pod.sh and its like, before anything else: environment.sh, and how they read
-# flags, print commands and judge how a run ended.
+# Sourced first by the scripts that start runs, such as tpu_pod.sh: environment.sh, and functions that read flags, print
+# commands and interpret how a run ended.
 set -euo pipefail
 
 [[ "$0" == /* ]] && script="$0" || script="$PWD/$0"
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# What training ends with after SIGTERM, with everything saved (meliad_like/training/preemption.py).
+# The exit status of training after SIGTERM, when everything is saved (meliad_like/training/preemption.py).
 # shellcheck disable=SC2034  # for the scripts that source this
 SAVED=75
 
@@ -24,11 +24,11 @@ quote() {
 # Runs a command, or under --dry_run prints it.
 execute() { if [[ -n "${dry_run:-}" ]]; then quote "$@"; else "$@"; fi; }
 
-# need_program NAME WAY_OUT; what is only printed needs no program.
+# need_program NAME ADVICE: stops if the program is missing, except under --dry_run.
 need_program() { [[ -n "${dry_run:-}" ]] || command -v "$1" >/dev/null || stop "$1 is not installed; $2"; }
 
-# read_flags "NAMES" "SWITCHES" ARGUMENTS: --name=value, --switch and --dry_run set the variables of these names, which have
-# their defaults already; what follows `--` becomes training_arguments. --help prints the script's first comment.
+# read_flags "NAMES" "SWITCHES" ARGUMENTS: --name=value, --switch and --dry_run set the variables of these names, which
+# already have their defaults; arguments after `--` become training_arguments. --help prints the script's first comment.
 dry_run=""
 training_arguments=()
 read_flags() {
@@ -55,11 +55,11 @@ read_flags() {
     training_arguments=("${@:2}")
 }
 
-# need_flags NAMES: each must have been given.
+# need_flags NAMES: stops if one is missing.
 need_flags() {
     local flag
     for flag; do [[ -n "${!flag}" ]] || stop "--$flag=VALUE is missing; --help shows what it means"; done
 }
 
-# The step that a run started from, by its log; nothing where it did not come so far.
+# The step from which a run started, by its log; empty if the run ended before it started.
 start_step() { [[ ! -f "$1" ]] || sed -n 's/.* parameters, from step \([0-9,]*\) to .*/\1/p' "$1" | tail -n 1 | tr -d ,; }

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Trains on a TPU pod slice: makes the slice or takes the one of that name, puts this checkout there, runs the same command
-# on every worker, and after a preemption makes the slice again and goes on from the last checkpoint.
+# Trains on a TPU pod slice: creates the slice or uses the one of that name, copies this checkout to it, runs the same
+# command on every worker, and after a preemption creates the slice again and resumes from the last checkpoint.
 #
 #   bash launch/tpu_pod.sh --name=pod --zone=us-central2-b --type=v4-64 --spot -- --gin_file=... --workdir=gs://BUCKET/RUN
 #
 # --name, --zone, --type   of the slice; the type as in gcloud's --accelerator-type, up to v6e (v7x: gke_xpk.sh)
 # --project=PROJECT        if it is not gcloud's default
 # --spot, --reserved       preemptible, or from a reservation; otherwise on demand
-# --runtime=VERSION        TPU software, if not what Google names for the type
+# --runtime=VERSION        TPU software, if not Google's default for the type
 # --create_flags="..."     more flags for gcloud compute tpus queued-resources create, such as --network=NAME
-# --before=COMMAND         runs on every worker first, in the checkout: fetches the token store, say
-# --max_restarts=5         gives up after so many restarts in a row that went on from the same step as the one before
+# --before=COMMAND         runs on every worker first, in the checkout; for example fetches the token store
+# --max_restarts=5         gives up after this number of consecutive restarts from the same step
 # --logs=FOLDER            gets attempt_1/worker_0.log and so on; default: runs/pods/NAME
 # --keep                   keeps the slice after the last step; after a failure or Ctrl-C it is kept in any case
-# --poll=30                seconds between two looks at a slice that is being made
+# --poll=30                seconds between requests for the state of a slice that is being created
 # --dry_run                prints the commands and runs none
 #
 # Ctrl-C and SIGTERM: the training saves, then this ends with status 75. The same command resumes.
@@ -44,11 +44,11 @@ train() {
     local number workers processes=() command
     command="$(worker train "$(date +%s)" "$before" "${training_arguments[@]}")"
     if [[ -n "$dry_run" ]]; then
-        say "And the same on each other worker at the same time, with a log each:"
+        say "The same command runs on every other worker at the same time, with its own log:"
         on_slice 0 "$command"
         return
     fi
-    # The slice may have gone since, or the cloud not answer.
+    # The slice may be lost by now, or the cloud may not answer.
     workers="$(tpus tpu-vm describe "$name" --format="value(networkEndpoints.len())")" || workers=""
     if [[ ! "$workers" =~ ^[1-9][0-9]*$ ]]; then
         statuses=(255)
@@ -64,7 +64,7 @@ train() {
     done
     statuses=()
     for number in "${!processes[@]}"; do
-        # A signal to this script ends a wait before its time.
+        # A signal to this script ends a wait early.
         while :; do
             wait "${processes[number]}" && statuses[number]=0 || statuses[number]=$?
             kill -0 "${processes[number]}" 2>/dev/null || break
@@ -78,14 +78,14 @@ stopping=""
 stop_training() {
     trap - INT TERM
     stopping=1
-    say "SIGTERM to the training on all workers, which saves first"
+    say "Sending SIGTERM to the training on all workers, which saves and ends"
     on_slice all "$(worker stop)" || true
 }
 
 attempt=1
 while [[ -e "$logs/attempt_$attempt" ]]; do attempt=$((attempt + 1)); done
 if [[ -n "$dry_run" ]]; then
-    say "Unless there is such a slice:"
+    say "Unless the slice exists:"
     tpus "${create[@]}"
     pack "$logs/attempt_$attempt"
     install "$logs/attempt_$attempt"
@@ -103,7 +103,7 @@ while :; do
     [[ -z "$stopping" ]] || exit "$SAVED"
     worst="$(printf '%s\n' "${statuses[@]}" | sort -n | tail -n 1)"
     ((worst > 0)) || break
-    # Saved after SIGTERM, killed, connection lost; or nothing of that, but the slice has gone.
+    # Saved after SIGTERM, killed, connection lost; or another status, but the slice is lost.
     if [[ ! " ${statuses[*]} " =~ \ ($SAVED|137|143|255)\  && "$(slice_state)" == READY ]]; then
         say "The training failed; the logs in $folder say why"
         exit "$worst"
@@ -113,7 +113,7 @@ while :; do
     step="${began:-$step}"
     ((restarts < max_restarts)) || stop "$restarts restarts in a row saved nothing; the logs are in $logs"
     attempt=$((attempt + 1))
-    say "Preempted: going on from the last checkpoint"
+    say "Preempted: resuming from the last checkpoint"
 done
 [[ -n "$keep" ]] || again tpus "${delete[@]}"
 trap - EXIT

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154
-# Sourced by tpu_pod.sh, whose flags it uses: one slice of TPUs, made, deleted and given the code with gcloud.
+# Sourced by tpu_pod.sh, whose flags it uses: creates and deletes one slice of TPUs, and copies the code to it, with gcloud.
 
 place=(--zone="$zone" --quiet)
 [[ -z "$project" ]] || place+=(--project="$project")
@@ -10,8 +10,8 @@ create=(queued-resources create "$name" --node-id="$name" --accelerator-type="$t
 read -ra create_flags <<<"$create_flags${spot:+ --spot}${reserved:+ --reserved}"
 create+=(${create_flags[@]+"${create_flags[@]}"})
 
-# on_slice WORKER COMMAND: in the checkout of a worker, or of all. Ends with the command's exit status, or with 255 when
-# ssh fails ten times.
+# on_slice WORKER COMMAND: runs a command in the checkout of a worker, or of all. Returns the command's exit status, or 255
+# when ssh fails ten times.
 on_slice() { tpus tpu-vm ssh "$name" --worker="$1" --command="mkdir -p meliad_like && cd meliad_like && $2"; }
 
 code=(launch gin meliad_like setup.py requirements.txt pyproject.toml MANIFEST.in)
@@ -19,14 +19,14 @@ worker() { quote bash launch/tpu_worker.sh "$@"; }
 
 pack() { execute mkdir -p "$1" && execute tar -czhf "$1/code.tgz" --exclude=__pycache__ "${code[@]}"; }
 
-# Puts the code onto every worker, in the place of older code and what may still run of it.
+# Replaces the code on every worker, after stopping a training that still runs.
 install() {
     tpus tpu-vm scp "$1/code.tgz" "$name:meliad_like.tgz" --worker=all || return 255
     local unpack="rm -rf ${code[*]} && tar -xzf ../meliad_like.tgz"
     on_slice all "if test -e launch; then $(worker stop); fi && $unpack && $(worker install)"
 }
 
-# READY, or what state the slice or the request for it is in; nothing where there is none, or no answer.
+# Prints READY or another state of the slice or of the request for it; nothing if there is none, or no answer.
 slice_state() {
     local state
     state="$(tpus queued-resources describe "$name" --format="value(state.state)" 2>/dev/null)" || true
@@ -36,7 +36,7 @@ slice_state() {
     printf '%s\n' "$state"
 }
 
-# again COMMAND...: until it succeeds, five times at most.
+# again COMMAND...: repeats a command until it succeeds, at most five times.
 again() {
     local try
     for ((try = 1; try < 5; try++)); do
@@ -46,9 +46,9 @@ again() {
     "$@"
 }
 
-# Returns when the slice is there. A queued resource waits until one is free; tpu-vm create would fail where none is. After
-# a preemption it can only be deleted and made again. A request that fails is no end: the cloud may not have answered, now
-# or when it was asked for the state; so that is asked again.
+# Returns when the slice exists. A queued resource waits until one is free; tpu-vm create would fail if none is. After a
+# preemption it can only be deleted and created again. After a failed request the state is requested again, because the
+# cloud may not have answered, now or when it was asked for the state.
 make_slice() {
     local state="" last=unknown requested="" failures=0 silent=0
     while :; do
@@ -61,14 +61,14 @@ make_slice() {
         fi
         case "$state" in
             READY) return ;;
-            "$requested") # none, and none asked for
+            "$requested") # no slice, and no request
                 if tpus "${create[@]}"; then requested=asked failures=0; else failures=$((failures + 1)); fi
                 ;;
             FAILED | SUSPENDED | PREEMPTED | TERMINATED | STOPPED)
                 if tpus "${delete[@]}"; then requested="" failures=0; else failures=$((failures + 1)); fi
                 ;;
             *)
-                # Asked for, and nothing is said of it: no answer now and then, or somebody has deleted it.
+                # A request without a state: a missing answer, or somebody has deleted it.
                 if [[ -z "$state" ]]; then silent=$((silent + 1)); else silent=0; fi
                 ((silent < 10)) || stop "nothing is known of the slice $name any more; the same command asks for it again"
                 sleep "$poll"
@@ -80,6 +80,6 @@ make_slice() {
 }
 
 say_what_costs() {
-    say "While it exists, the slice $name costs; the same command goes on with it, and this deletes it:"
+    say "While it exists, the slice $name costs money; the same command resumes on it, and this deletes it:"
     quote gcloud compute tpus "${delete[@]}" "${place[@]}"
 }

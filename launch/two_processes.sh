@@ -3,7 +3,7 @@
 #
 #   bash launch/two_processes.sh [--dry_run] --gin_file=quickstart.gin --workdir=runs/two
 #
-# The progress shown is that of process 0; what each process wrote lies in WORKDIR/logs. Ctrl-C and SIGTERM reach both,
+# The progress shown is that of process 0; the output of each process is in WORKDIR/logs. Ctrl-C and SIGTERM reach both,
 # which then save and end with status 75: the same command resumes. A second Ctrl-C ends them at once. When one fails, the
 # other gets GRACE seconds (default 60) to notice and is then ended. The exit status is the worse of the two.
 # XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four devices of each process.
@@ -39,7 +39,7 @@ for process in 0 1; do
     "${command[@]}" --process_id="$process" >>"$logs/process_$process.log" 2>&1 &
     pids+=("$!")
 done
-# It ends with process 0, not with whoever else has the log open.
+# It ends with process 0, even if another program has the log open.
 tail --pid="${pids[0]}" --sleep-interval=0.2 -c "+$((sizes[0] + 1))" -f "$logs/process_0.log" |
     while IFS= read -r line; do printf '[0] %s\n' "$line"; done &
 printer=$!
@@ -49,12 +49,12 @@ asked=0
 pass_on() {
     local signal=TERM
     ((++asked == 1)) || signal=KILL
-    say "Passing SIG$signal on to both processes"
+    say "Sending SIG$signal to both processes"
     kill -s "$signal" "${pids[@]}" 2>/dev/null || true
 }
 trap pass_on INT TERM
 
-# The training ends when its peer dies; this is for one that hangs.
+# The training ends when its peer dies; this ends one that hangs.
 statuses=(running running)
 worst=0
 deadline=""
@@ -68,10 +68,10 @@ while [[ "${statuses[*]}" == *running* ]]; do
     done
     if [[ "${statuses[*]}" != *running* ]] || ((worst == 0 || worst == SAVED)); then continue; fi
     if [[ -z "$deadline" ]]; then
-        say "Process $failed ended with status $worst; the other one has ${GRACE:-60} s to notice"
+        say "Process $failed ended with status $worst; the other one has ${GRACE:-60} s to end"
         deadline=$((SECONDS + ${GRACE:-60}))
     elif ((SECONDS >= deadline)); then
-        say "Process $((1 - failed)) did not notice, and is killed"
+        say "Process $((1 - failed)) did not end, and is killed"
         kill -KILL "${pids[1 - failed]}" 2>/dev/null || true
         statuses[1 - failed]=killed
     fi
