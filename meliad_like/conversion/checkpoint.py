@@ -1,4 +1,4 @@
-"""Checkpoints of the reference: reading npz files and orbax folders, and turning them into ours and back."""
+"""Checkpoints of the reference: reads npz files and orbax folders, and converts them to our checkpoints and back."""
 
 from pathlib import Path
 
@@ -20,20 +20,20 @@ from meliad_like.models.model import Model
 from meliad_like.remote import replacing
 from meliad_like.run.opening import open_checkpoint, write_checkpoint
 
-# Where the parameters lie in what different versions of flax saved; the first that fits counts.
+# The places of the parameters in checkpoints of different versions of flax; the first match counts.
 ROOTS = ("", "params/", "target/", "target/params/", "optimizer/target/", "optimizer/target/params/")
 EMBEDDING = "embed/embedding"
 
 
 def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
-    """The parameters of a checkpoint of the reference, by names joined by "/".
+    """Reads the parameters of a checkpoint of the reference, by names joined by "/".
 
     Args:
-      path: an npz file of such names, or an orbax folder of nested dictionaries; the parameters may lie under
-        `params`, `target` or `optimizer/target`, and other entries are left out.
+      path: an npz file with such names, or an orbax folder of nested dictionaries. The parameters may be under
+        `params`, `target` or `optimizer/target`; other entries are ignored.
 
     Raises:
-      UserError: it is neither, or there are no such parameters in it.
+      UserError: the path is neither of these, or has no such parameters.
     """
     path = Path(path)
     if path.is_dir():
@@ -48,7 +48,7 @@ def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
             raise UserError(f"{path} is no npz file, or it is damaged") from None
         for name, array in arrays.items():
             if array.dtype.type is np.void:
-                # An npz file keeps the size of such numbers, and not what they are.
+                # An npz file stores only the size of such numbers, not their type.
                 raise UserError(f"{path}: {name} has no type that numpy knows, such as bfloat16: save it as float32")
     for root in ROOTS:
         if root + EMBEDDING in arrays:
@@ -60,7 +60,7 @@ def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
-    # A checkpoint manager puts the arrays into a folder `default` of the step's folder.
+    # A checkpoint manager saves the arrays in the folder `default` of the step's folder.
     candidates = [place for place in (folder, folder / "default") if (place / "_METADATA").is_file()]
     if not candidates:
         raise UserError(f"{folder} is no orbax checkpoint (no _METADATA in it): give the folder of one step")
@@ -68,7 +68,7 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
     place = epath.Path(candidates[0].resolve())
     item = checkpointer.metadata(place).item_metadata
     assert item is not None
-    # As numpy arrays, for any devices that they were saved from.
+    # Restored as numpy arrays, whatever devices they were saved from.
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item.tree)
     restored = checkpointer.restore(place, restore_args=as_numpy)
     return {
@@ -78,12 +78,12 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
 
 
 def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) -> None:
-    """Writes a checkpoint folder of ours, at step 0, for evaluation, generation and fine-tuning.
+    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning.
 
     Tokens keep their ids, so the vocabulary must be the one that the reference was trained with.
 
     Raises:
-      UserError: the checkpoint is not of this config and vocabulary, or `folder` has checkpoints already.
+      UserError: the checkpoint does not match the config or the vocabulary, or `folder` already has checkpoints.
     """
     _check_family(run, "--gin_file")
     theirs = read_meliad(path)

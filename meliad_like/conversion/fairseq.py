@@ -1,7 +1,7 @@
-"""The parameter names of fairseq's `transformer_lm` with adaptive input and softmax, and ours.
+"""The mapping between parameter names of fairseq's `transformer_lm` with adaptive input and softmax and ours.
 
-Theirs are [out, in]. The softmax's own copies of what it shares with the embedding (`tie_adaptive_weights`,
-`tie_adaptive_proj`) are checked and left out.
+Fairseq's kernels are [out, in]. The softmax's copies of parameters shared with the embedding (`tie_adaptive_weights`,
+`tie_adaptive_proj`) are compared and left out.
 """
 
 import re
@@ -24,13 +24,13 @@ _LAYER = {
     "feedforward_output": "fc2",
 }
 _LEAF = {"kernel": "weight", "scale": "weight", "bias": "bias"}
-# Of the embedding: a table for each band, and its projection.
+# The embedding has a table and a projection for each band.
 _SHARED = {
     r"adaptive_softmax\.head\.word_proj\.weight": "embed_tokens.embeddings.0.0.weight",
     r"adaptive_softmax\.tail\.(\d+)\.2\.weight": "embed_tokens.embeddings.{}.0.weight",
     r"adaptive_softmax\.tail\.(\d+)\.0\.weight": "embed_tokens.embeddings.{}.1.weight",
 }
-# Buffers of their code, without numbers that are learned: versions of modules, and tensors that know a device.
+# Buffers without learned numbers: versions of modules, and tensors that only mark a device.
 _BUFFER = re.compile(r"(.+\.)?(version|_float_tensor)")
 
 
@@ -47,11 +47,11 @@ def from_fairseq(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> 
     """Our parameter tree, filled from fairseq's flat parameters.
 
     Args:
-        theirs: arrays by their names.
+        theirs: fairseq's arrays by their names.
         template: our parameters or their shapes (`Model.abstract_params`).
 
     Raises:
-        UserError: a parameter is missing, left over, of another shape, or not tied.
+        UserError: a parameter is missing, unknown, of another shape, or not tied.
     """
     theirs = {name.removeprefix("decoder."): array for name, array in theirs.items()}
     learned = {name for name in theirs if not _BUFFER.fullmatch(name)}
@@ -68,7 +68,7 @@ def from_fairseq(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> 
 
 
 def _is_table(name: str) -> bool:
-    """Whether rows are words; such an array, and a vector, is not transposed."""
+    """Whether the rows of an array are words. Such arrays, and vectors, are not transposed."""
     return bool(re.fullmatch(r"embed_tokens\.embeddings\.\d+\.0\.weight", name))
 
 

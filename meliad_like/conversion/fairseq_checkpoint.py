@@ -16,17 +16,17 @@ from meliad_like.run.opening import write_checkpoint
 
 
 def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:
-    """The parameters of a fairseq checkpoint (`.pt`), float32, by their names. Nothing in the file is run.
+    """Reads the parameters of a fairseq checkpoint (`.pt`), float32, by their names. No code in the file is executed.
 
     Raises:
-      UserError: PyTorch is not installed, or the file can't be read, or holds more than numbers and settings.
+      UserError: PyTorch is not installed, or the file can't be read or contains pickled objects.
     """
     try:
         import torch  # type: ignore[import-not-found]  # an extra
     except ImportError:
         raise UserError("reading fairseq's checkpoints needs PyTorch: pip install -e '.[fairseq]'") from None
     try:
-        # Beside the parameters lie the settings of the training.
+        # The file also contains the settings of the training.
         with torch.serialization.safe_globals([argparse.Namespace]):
             saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -39,10 +39,10 @@ def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def convert_from_fairseq(path: str | Path, run: RunConfig, folder: str | Path) -> None:
-    """Writes a checkpoint folder of ours, at step 0, for evaluation, generation and fine-tuning.
+    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning.
 
     Raises:
-      UserError: the checkpoint is not of this config and vocabulary, or `folder` has checkpoints already.
+      UserError: the checkpoint does not match the config or the vocabulary, or `folder` already has checkpoints.
     """
     if not isinstance(run.model, ShortformerConfig):
         raise UserError("a checkpoint of fairseq is a Shortformer: add --gin_file=shortformer/shortformer.gin")

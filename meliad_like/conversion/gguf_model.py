@@ -13,15 +13,15 @@ from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 
-# Metadata of the architecture that say nothing more.
+# Metadata of the architecture that have no effect on the model.
 HARMLESS = {"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"}
 
 
 def read_gguf(path: str | Path) -> Pretrained:
-    """A Llama model from a GGUF file, dequantised.
+    """Reads a Llama model from a GGUF file and dequantises it.
 
     Raises:
-      UserError: the file is damaged, or its model is not one that we can read.
+      UserError: the file is damaged, or its model is not supported.
     """
     file = open_gguf(path)
     config = _config(file)
@@ -43,7 +43,7 @@ def _config(file: GGUFFile) -> PretrainedConfig:
         left.discard(key)
         value = file.value(f"llama.{key}", *default)
         if type(value) is float:
-            # It is in single precision there: 1e-05, as other files of the model say, and not 9.999999747378752e-06.
+            # The file has single precision: 9.999999747378752e-06 is the 1e-05 in other files of the model.
             value = float(str(np.float32(value)))
         return positive(str(file.path), f"llama.{key}", value, kind)
 

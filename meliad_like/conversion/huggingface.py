@@ -23,31 +23,31 @@ CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 RECURRENCE_NAME = "recurrence.safetensors"
-# In the metadata of that file: what the recurrence is, and how the windows were read that it was trained between.
+# The key in that file's metadata of the recurrence's config and the windows with which it was trained.
 RECURRENCE_KEY = "PretrainedConfig"
 SAVED_FIELDS = (*RECURRENCE_FIELDS, "window_length", "overlap")
 TABLES = {"gpt2": GPT2, "llama": LLAMA}
 DTYPES = ("F32", "F16", "BF16")
-# Masks and wavelengths that older versions saved with the parameters: they follow from the config.
+# Masks and wavelengths that older versions saved with the parameters; the config determines them.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class Pretrained(NamedTuple):
-    """A pretrained model in memory."""
+    """A pretrained model: its config and its parameters."""
 
     config: PretrainedConfig
     vocabulary_size: int
     params: dict[str, Any]
-    """float32, on the default device."""
+    """The parameters, float32, on the default device."""
 
 
 def read_huggingface(folder: str | Path) -> Pretrained:
-    """A model from config.json and `model.safetensors`, or from several files and their index.
+    """Reads a model from config.json and `model.safetensors`, or from several files and their index.
 
-    Includes the recurrence that `write_huggingface` may have saved in the folder, and its windows.
+    The model includes a recurrence that `write_huggingface` has saved in the folder, and its windows.
 
     Raises:
-      UserError: a file is missing, damaged, or not of such a model; or the config asks for what we can't do.
+      UserError: a file is missing, damaged, or of another kind of model, or the config needs an unsupported feature.
     """
     folder = Path(folder)
     saved = _read_json(folder / CONFIG_NAME)
@@ -56,7 +56,7 @@ def read_huggingface(folder: str | Path) -> Pretrained:
         raise UserError(f"{folder / CONFIG_NAME} has no vocab_size")
     files = _files(folder)
     prefix = "transformer." if config.architecture == "gpt2" and "wte.weight" in files else ""
-    # The body of a model alone is saved without the prefix.
+    # A model without its output layer is saved without the prefix.
     names = {prefix + name: name for name in files if not name.endswith(CONSTANTS)}
     if config.tied_embedding:
         names.pop("lm_head.weight", None)
@@ -74,9 +74,9 @@ def read_huggingface(folder: str | Path) -> Pretrained:
 
 
 def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str | Path) -> list[Path]:
-    """Writes what `transformers` reads into an existing folder; the tokenizer is not among it.
+    """Writes a model for `transformers` into an existing folder, without the tokenizer.
 
-    A recurrence, which config.json can't express, is saved in a file of its own, with its fields of the config.
+    A recurrence, which config.json can't express, is saved in a separate file with its fields of the config.
 
     Returns:
       The files.
@@ -101,7 +101,7 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
 
 
 def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """The config with the recurrence, and its parameters."""
+    """Reads the recurrence: returns the config with it, and its parameters."""
     with _open(path) as file:
         names, metadata = set(file.keys()), file.metadata() or {}
     saved = parse_json(metadata.get(RECURRENCE_KEY, "null"), f"{path}: {RECURRENCE_KEY}")
@@ -127,7 +127,7 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Names of all tensors to the files that have them."""
+    """The file of each tensor, by the tensor's name."""
     if (folder / INDEX_NAME).exists():
         index = _read_json(folder / INDEX_NAME).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
@@ -135,7 +135,7 @@ def _files(folder: Path) -> dict[str, Path]:
         files = {name: folder / file for name, file in index.items()}
     elif (folder / TENSORS_NAME).exists():
         with _open(folder / TENSORS_NAME) as file:
-            files = dict.fromkeys(file.keys(), folder / TENSORS_NAME)  # it is no mapping
+            files = dict.fromkeys(file.keys(), folder / TENSORS_NAME)  # The value is not a mapping.
     else:
         raise UserError(
             f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: save the model with transformers' "
@@ -159,9 +159,9 @@ def _open(path: Path) -> Any:
 
 
 def _read_tensor(path: Path, name: str) -> np.ndarray:
-    # The file is mapped anew for each tensor: the pages of those before would otherwise stay in memory.
+    # The file is mapped again for each tensor; otherwise the pages of earlier tensors would stay in memory.
     with _open(path) as file:
-        # Asked beforehand: of some kinds, such as 8 bits, numpy has none.
+        # Checked first, because numpy lacks some of the types, such as 8 bits.
         if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
             raise UserError(f"{path}: tensor {name} is {dtype}, and not {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
         return file.get_tensor(name)

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json and our PretrainedConfig. What we cannot honour is refused by name, never ignored."""
+"""Converts Hugging Face's config.json and our PretrainedConfig. Unsupported fields are refused, never ignored."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-# Say nothing about what the model computes once it is trained (dropout is for the run's own config to say).
+# Fields that have no effect on the trained model (the run's config sets dropout).
 HARMLESS = {
     "_name_or_path", "_attn_implementation_autoset", "_num_labels", "architectures", "attention_dropout", "attn_pdrop",
     "bos_token_id", "do_sample", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "gradient_checkpointing",
@@ -26,10 +26,10 @@ HARMLESS = {
     "resid_pdrop", "rope_interleaved", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
     "summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers.js_config",
     "transformers_version", "unk_token_id", "use_cache", "vocab_size",
-    # Only how it is computed: our softmax is float32 in any case.
+    # Fields for the precision of the softmax, which is always float32 here.
     "reorder_and_upcast_attn",
 }  # fmt: skip
-# The one value that we can honour; absent means that value too.
+# The only supported value; a missing field means this value.
 FIXED = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     "llama": {
@@ -44,10 +44,10 @@ FIXED = {
 
 
 def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
-    """The decoder that a config.json describes; its window is all positions.
+    """The config of the decoder that a config.json describes; its window is all positions.
 
     Raises:
-      UserError: a field is missing, unknown, or has a value that we can't honour; `owner` is the file's name.
+      UserError: a field is missing, unknown, or has an unsupported value; `owner` is the file's name.
     """
     saved = dict(saved)
     architecture = saved.get("model_type")
@@ -59,17 +59,17 @@ def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
     reader = _Reader(saved, owner)
     fields = _gpt2(reader) if architecture == "gpt2" else _llama(reader)
     for key, value in reader.left.items():
-        # Whatever else it may be, a switch that is off changes nothing.
+        # An unknown switch that is off has no effect.
         if key not in HARMLESS and value not in (None, False, {}, []):
             raise UserError(f"{owner}: we don't know {key} = {value!r}, and can't tell whether it changes the model")
     return decoder_config(owner, architecture=architecture, **fields)
 
 
 def decoder_config(owner: str, **fields: Any) -> PretrainedConfig:
-    """The decoder of these fields; its window is all positions.
+    """The config of a decoder with these fields; its window is all positions.
 
     Raises:
-      UserError: they don't fit each other; `owner` is the name of the file that they are from.
+      UserError: the fields are inconsistent; `owner` is the name of their file.
     """
     try:
         return PretrainedConfig(**fields, window_length=fields["max_positions"])
@@ -81,7 +81,7 @@ def positive(owner: str, key: str, value: Any, kind: type) -> Any:
     """`value`, which must be a positive and finite number of this kind.
 
     Raises:
-      UserError: it is not; `owner` is the name of the file that it is from.
+      UserError: the value is something else; `owner` is the name of its file.
     """
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise UserError(f"{owner}: {key} = {value!r} is no {kind.__name__}")
@@ -91,7 +91,7 @@ def positive(owner: str, key: str, value: Any, kind: type) -> Any:
 
 
 class _Reader:
-    """Takes fields out of a config.json; those that are left are not understood."""
+    """Takes fields out of a config.json; fields left at the end are unknown."""
 
     def __init__(self, saved: dict[str, Any], owner: str):
         self.left = saved
@@ -116,7 +116,7 @@ class _Reader:
         return ACTIVATIONS[name]
 
     def rotary_base(self) -> float:
-        """In `rope_theta`, or as newer versions write it in `rope_parameters`; no scaling of positions."""
+        """The base of rotary wavelengths: `rope_theta`, or in newer versions `rope_parameters` without scaling."""
         base = self.take("rope_theta", float, 10_000.0)
         for key, value in self.take("rope_parameters", dict, {}).items():
             if key == "rope_theta":

@@ -1,4 +1,4 @@
-"""Arrays of other programs' checkpoints, matched with the tree of our parameters."""
+"""Matches the arrays of other programs' checkpoints with the tree of our parameters."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,11 +17,11 @@ def fill_parameters(
     read: Callable[[str, str, Any], np.ndarray],
     owner: str,
 ) -> Any:
-    """Our parameters, float32, read one after the other, so that only one further array is in memory.
+    """Fills our parameters, float32, one after the other, so that only one additional array is in memory.
 
     Args:
       template: tree of the shapes of our parameters.
-      names: of the arrays in the checkpoint; each must be used.
+      names: names of the arrays in the checkpoint; each must be used.
       name_of: path of a parameter of ours, such as `layers/0/key/kernel` -> the name of its array.
       read: (our path, name of the array, our shape) -> the array, laid out as ours.
       owner: the file or folder, for messages.
@@ -40,12 +40,12 @@ def fill_parameters(
         array = read(path, name, leaf)
         if array.shape != leaf.shape:
             raise UserError(f"{owner}: {name} has shape {array.shape}, its config asks for {leaf.shape}")
-        # Copies are made in the background: the next array is not read before the source of this one is free.
+        # Copies are made in the background; wait, so that this array is freed before the next is read.
         return jax.block_until_ready(jnp.asarray(np.ascontiguousarray(array, np.float32)))
 
     leaves, structure = jax.tree.flatten_with_path(template)
     filled: list[Any] = [None] * len(leaves)
-    # The largest first, while memory is free.
+    # The largest array comes first, while most memory is free.
     for i in sorted(range(len(leaves)), key=lambda i: -leaves[i][1].size):
         filled[i] = fill(path_name(leaves[i][0]), leaves[i][1])
     if left_over:

@@ -1,4 +1,4 @@
-"""The parameter names of google-research/meliad, and ours.
+"""The mapping between parameter names of google-research/meliad and ours.
 
 Only names differ: kernels are [in, out] and heads major in both, and where self- and cross-attention are concatenated
 the heads of self-attention come first.
@@ -22,7 +22,7 @@ _HEADS = {
     "query/kernel": "tbase/_kvq/queries_layer/kernel",
     "attention_scale": "tbase/_kvq/attention_scale",
 }
-# Theirs keeps the cross-attention scale outside of `_kvq`.
+# The reference keeps the cross-attention scale outside of `_kvq`.
 _READER = {
     "cross_query/kernel": "tbase/_kvq/queries2_layer/kernel",
     "cross_attention_scale": "tbase/attention_scale2",
@@ -47,7 +47,7 @@ _CELL = {
     **{f"attention_gate/{ours}": f"recurrent_tbase/post_attn_mlp/{theirs}" for ours, theirs in _GATE.items()},
     **{f"feedforward_gate/{ours}": f"recurrent_tbase/ffn/{theirs}" for ours, theirs in _GATE.items()},
 }
-# Ours to theirs, within a layer.
+# From our names to the reference's, within a layer.
 _LAYER = {
     "attention_norm/scale": "tbase/_kvq/pre_attn_layernorm/scale",
     **_BLOCK,
@@ -77,11 +77,11 @@ def from_meliad(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> d
     """Our parameter tree, filled from the reference's flat parameters.
 
     Args:
-        theirs: arrays by their names, parts joined by "/".
+        theirs: the reference's arrays by their names, whose parts are joined by "/".
         template: our parameters or their shapes (`Model.abstract_params`).
 
     Raises:
-        UserError: a parameter is missing, left over, or of another shape.
+        UserError: a parameter is missing, unknown, or of another shape.
     """
     left_over = set(theirs)
 

@@ -1,4 +1,4 @@
-"""Pretrained models as checkpoint folders of ours, and back."""
+"""Converts pretrained models to our checkpoint folders, and back."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from meliad_like.run.opening import open_checkpoint, write_checkpoint
 def convert_from_pretrained(
     kind: str, path: str | Path, gin_files: Sequence[str], gin_params: Sequence[str], folder: str | Path
 ) -> None:
-    """Writes a checkpoint folder of ours, at step 0, for evaluation, generation and fine-tuning.
+    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning.
 
-    The file decides what the decoder is, and its recurrence if it has one; gin files and bindings may say how it reads
-    (window, overlap), which documents and which vocabulary. By default the window is all positions, or the one that the
-    recurrence was trained with, and the vocabulary is the one beside the model.
+    The file determines the decoder and its recurrence, if it has one. Gin files and bindings may set window, overlap,
+    documents and vocabulary. By default the window is all positions, or the window that the recurrence was
+    trained with, and the vocabulary is the one in the model's folder.
 
     Args:
       kind: `huggingface`: a folder of config.json and safetensors; `gguf`: a file.
@@ -50,13 +50,13 @@ def convert_from_pretrained(
 
 
 def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunConfig:
-    """The run that a pretrained model and the changes of a user make.
+    """The run config of a pretrained model with the changes of a user.
 
     Raises:
       UserError: the changes contradict the file of the model.
     """
     model = pretrained.config
-    # base.gin's segments are those of another window.
+    # The segment length of base.gin is for another window.
     window = changes.value("PretrainedConfig.window_length", model.window_length)
     segment = changes.value("ReaderConfig.segment_length", window)
     reader = WindowsReaderConfig if model.recurrent else LanesReaderConfig
@@ -78,7 +78,7 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[P
     """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer.
 
     Returns:
-      The files. A recurrence is in one of its own, which only we read.
+      The written files. A recurrence has a separate file, which only this package reads.
 
     Raises:
       UserError: there is no usable checkpoint, it is of another family, or the folder is not empty.
@@ -94,7 +94,7 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[P
     written = write_huggingface(pretrained, opened.vocabulary.end_of_document, folder)
     if isinstance(opened.vocabulary, TokenizersVocabulary):
         opened.vocabulary.save(folder)
-        # A tokenizer.json doesn't say which of its tokens ends a text, and that is asked for when it comes back.
+        # A tokenizer.json doesn't name the end-of-text token, which is needed when the folder is read again.
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": opened.vocabulary.end_token}
         write_json(folder / TOKENIZER_CONFIG_NAME, settings)
     return written

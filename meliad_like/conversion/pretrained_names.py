@@ -1,4 +1,4 @@
-"""Parameter names of pretrained models in safetensors and GGUF files, and ours."""
+"""The mapping between parameter names of pretrained models in safetensors and GGUF files and ours."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,16 +13,16 @@ from meliad_like.models.pretrained.config import PretrainedConfig
 
 
 class Place(NamedTuple):
-    """Where one of our parameters is in a file."""
+    """The place of one of our parameters in a file."""
 
     name: str
-    """Of the tensor; `{}` stands for the layer's number."""
+    """Name of the tensor; `{}` stands for the layer's number."""
     transposed: bool = False
-    """Whether it is [out, in] there. Our kernels are [in, out]."""
+    """Whether the tensor is [out, in]. Our kernels are [in, out]."""
     part: int | None = None
-    """It is this third of the tensor's last axis: GPT-2 keeps queries, keys and values in one."""
+    """The third of the tensor's last axis that it is: GPT-2 has queries, keys and values in one tensor."""
     interleaved: bool = False
-    """Whether the rotary pairs lie side by side there, as in GGUF. In ours their distance is half a head."""
+    """Whether rotary pairs are adjacent, as in GGUF. In our parameters their distance is half a head."""
 
 
 def _linear(ours: str, theirs: str, **how: Any) -> dict[str, Place]:
@@ -81,7 +81,7 @@ GGUF_LLAMA = {
 
 
 def place(table: Mapping[str, Place], path: str) -> Place:
-    """Where our parameter of this path (such as `blocks/0/query/kernel`) is in a file."""
+    """The place in a file of our parameter with this path, such as `blocks/0/query/kernel`."""
     if match := re.fullmatch(r"blocks/(\d+)/(.+)", path):
         found = table[match[2]]
         return found._replace(name=found.name.format(match[1]))
@@ -89,7 +89,7 @@ def place(table: Mapping[str, Place], path: str) -> Place:
 
 
 def check_num_layers(table: Mapping[str, Place], config: PretrainedConfig, names: Iterable[str], owner: str) -> None:
-    """Refuses a file without the last layer of its config, before anything of the size of that config is made.
+    """Refuses a file that lacks the last layer of its config, before arrays of the config's sizes are allocated.
 
     Raises:
       UserError: a tensor of that layer is missing.
@@ -107,14 +107,14 @@ def read_parameters(
     read: Callable[[str], np.ndarray],
     owner: str,
 ) -> dict[str, Any]:
-    """Our parameters from the tensors of a file.
+    """Reads our parameters from the tensors of a file.
 
     Args:
-      table: of the kind of file.
-      template: our parameters' shapes, those of the decoder alone.
-      config: of the decoder.
-      names: of the file's tensors.
-      read: gives one of them.
+      table: the places of the kind of file.
+      template: shapes of our parameters, only those of the decoder.
+      config: config of the decoder.
+      names: names of the file's tensors.
+      read: function that reads a tensor by its name.
       owner: the file or folder, for messages.
 
     Raises:
@@ -137,7 +137,7 @@ def read_parameters(
 
 
 def to_tensors(table: Mapping[str, Place], params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors of a file from our parameters; the inverse of `read_parameters` (GGUF is only read)."""
+    """The tensors of a file, made from our parameters; the inverse of `read_parameters` (GGUF is only read)."""
     tensors: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         where = place(table, path_name(path))

@@ -1,7 +1,7 @@
 """General-purpose compressors on the same documents, for comparison.
 
-Each document is compressed alone, as the model reads it: it remembers nothing of the one before. All documents together
-would compress better, and a model that reads on without forgetting could as well.
+Each document is compressed separately, because the model also reads each document with an empty memory. All documents
+together would compress better, as they might with a model that is not reset between documents.
 """
 
 import lzma
@@ -30,8 +30,8 @@ def compressed_bits_per_byte(split: Documents, documents: Iterable[int], vocabul
     """Bits per byte of each compressor, file headers included.
 
     Args:
-      split, documents: the documents, by index; as an evaluator has them (`Evaluator.documents`).
-      vocabulary: turns their tokens into the text that the model was asked to predict. Where that is not quite the
+      split, documents: the split, and the indices of its documents, such as `Evaluator.documents`.
+      vocabulary: decodes their tokens into the text that the model has to predict. If that is not exactly the
         original text (`lossless` is False), both model and compressors are spared the difference, and the bytes are
         still those of the original.
     """

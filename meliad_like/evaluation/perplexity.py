@@ -1,12 +1,12 @@
-"""How well a model predicts documents: every token of every document once, in order, with all that it remembers.
+"""The perplexity of documents: every token of every document is predicted once, in order, with the model's carry.
 
 Targets and bytes: a document of L tokens, the last of which ends it, has L - 1 targets: all tokens but the first, which
-nothing precedes. The end of the document is a target too, although it is no byte. Bits per byte are the bits of all
-targets over all bytes of the documents, so a document's first token is the one that is not paid for: of a byte
-vocabulary one byte in each document, of others at most the longest piece.
+has no context. The end of the document is a target too, although it has no bytes. Bits per byte are the bits of all
+targets over all bytes of the documents, so they leave out the bits of a document's first token: one byte per
+document with a byte vocabulary, with others at most the longest piece.
 
-With `clear_states` a model forgets at segment boundaries, and only then do the numbers depend on the segment length and
-on the number of lanes (with `whole_segments` on the segment length alone).
+With `clear_states` a model's states are reset at segment boundaries. Only then do the numbers depend on the segment
+length and on the number of lanes (with `whole_segments`, only on the segment length).
 """
 
 import functools
@@ -33,7 +33,7 @@ from meliad_like.models.model import Model
 
 
 class _Losses(NamedTuple):
-    """Of a segment of every lane, as the step returns them."""
+    """The losses of a segment of every lane, as the step returns them."""
 
     nats: Float[AnyArray, "b n"]
     correct: Bool[AnyArray, "b n"]
@@ -42,15 +42,15 @@ class _Losses(NamedTuple):
     position: Int[AnyArray, "b c"]
 
     def by_token(self, of_block: Int[AnyArray, "b c"]) -> Int[np.ndarray, " counted"]:
-        """The value of its block for every token that counts."""
+        """For every token that counts, the value of its block."""
         return np.repeat(of_block, self.counted.shape[1] // of_block.shape[1], axis=1)[np.asarray(self.counted)]
 
 
 class Evaluator:
-    """Evaluates a model on a split, any number of times and compiled once.
+    """Evaluates a model on a split. It is compiled once for any number of evaluations.
 
-    Every token's loss comes to the host, and is summed there in float64: the number of lanes, the segment length and
-    the mesh don't matter.
+    The losses of all tokens are summed on the host in float64, so the results don't depend on the number of lanes, the
+    segment length or the mesh.
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class Evaluator:
         Args:
           model: without its parameters.
           split: the documents.
-          mesh: where the parameters and lanes are.
-          name: of the split, for the report.
-          segment_length: tokens that a lane reads in a step; a multiple of the window.
-          max_lanes: documents that are read side by side, at most (up to a multiple that the mesh divides). Fewer are,
-            where more would only wait for the longest document.
-          max_tokens: evaluate a random subset of whole documents, the same each time, of this number of tokens at most.
-          loss_slice: tokens of a lane whose logits exist at once.
-          whole_segments: every document begins with a segment, so that what is done at segment boundaries
-            (`clear_states`) is done at the same positions of every document.
-          read: (documents, number of lanes) -> a reader of all documents once; None: a reader in order. Results of
-            a reader whose attribute `leaks_the_future` is true are marked in the report.
+          mesh: the mesh of the parameters and lanes.
+          name: name of the split, for the report.
+          segment_length: number of tokens that a lane reads in a step; a multiple of the window.
+          max_lanes: the largest number of documents read in parallel, rounded up to a multiple that the mesh needs;
+            fewer are used if more would only wait for the longest document.
+          max_tokens: evaluate a random subset of whole documents, always the same, with at most this number of tokens.
+          loss_slice: number of tokens of a lane whose logits exist at the same time.
+          whole_segments: every document begins at a segment boundary, so that `clear_states` resets the states at the
+            same positions of every document.
+          read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order. The
+            report marks results of a reader whose attribute `leaks_the_future` is true.
 
         Raises:
-          UserError: the segment is not made of whole windows, or can't be cut as the mesh would; or no document has a
+          UserError: the segment is not a multiple of the window or can't be sharded on the mesh, or no document has a
             target.
         """
         self.model = model
@@ -92,7 +92,7 @@ class Evaluator:
         self.documents = (
             np.arange(len(split.lengths)) if max_tokens is None else random_subset(split.lengths, max_tokens)
         )
-        """Indices in the split of the documents that are evaluated."""
+        """The indices in the split of the evaluated documents."""
         self._documents_in_split = len(split.lengths)
         self._split = Subset(split, self.documents)
         self._window = window = model.config.window_length
@@ -121,7 +121,7 @@ class Evaluator:
             mesh, self.num_lanes, model.carry_axes(jax.eval_shape(init_carry, model.abstract_params))
         )
         self._init_carry = jax.jit(init_carry, out_shardings=carry)
-        # Every host needs the losses of all lanes; compared with the logits they are small.
+        # Every host needs the losses of all lanes, which are small compared with the logits.
         self._step = jax.jit(
             functools.partial(evaluation_step, model, loss_slice),
             donate_argnums=1,
@@ -129,10 +129,10 @@ class Evaluator:
         )
 
     def __call__(self, params: Any, on_progress: Callable[[int, int], None] | None = None) -> Evaluation:
-        """Evaluates these parameters. With several processes all of them call, and all get the same result.
+        """Evaluates these parameters. With several processes, all must call it, and all get the same result.
 
         Args:
-          params: on the evaluator's mesh.
+          params: parameters on the evaluator's mesh.
           on_progress: called with the number of tokens predicted so far, and of all tokens to predict.
         """
         began = time.perf_counter()
@@ -167,9 +167,9 @@ class Evaluator:
     def token_losses(
         self, params: Any, on_progress: Callable[[int, int], None] | None = None
     ) -> list[Float[np.ndarray, " targets"]]:
-        """The loss of every target in nats, float32, by document: what a call sums.
+        """The loss of every target in nats, float32, by document; `__call__` returns sums of these.
 
-        Number `i` of a document is the loss of its token `i + 1`. Arguments as for a call.
+        Number `i` of a document is the loss of its token `i + 1`. The arguments are those of `__call__`.
         """
         ends = np.cumsum(self._targets)
         starts = ends - self._targets
@@ -203,7 +203,7 @@ class Evaluator:
         with jax.set_mesh(self._mesh), load_batches(self._reader, self._lanes) as batches:
             for batch in batches:
                 carry, losses = self._step(params, carry, batch)
-                # Fetched one step late, so that the devices have the next step already.
+                # Fetched one step later, so that the devices are already computing the next step.
                 if previous is not None:
                     fetch(previous)
                 previous = losses
@@ -211,7 +211,7 @@ class Evaluator:
             fetch(previous)
 
     def _positions(self, losses: _Losses) -> Int[np.ndarray, " counted"]:
-        """The position in its document of every token that counts; windows that overlap begin anywhere."""
+        """The position in its document of every token that counts; overlapping windows begin at any position."""
         positions = np.asarray(losses.position)[..., None] + np.arange(self._window)
         return positions.reshape(losses.counted.shape)[losses.counted]
 
@@ -220,7 +220,7 @@ class Evaluator:
 
 
 def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _Losses]:
-    """Reads a segment: the carry after it, and every target's loss."""
+    """Reads a segment. Returns the carry after it, and the loss of every target."""
     losses, carry = segment_losses(model.bind(params), batch, carry, loss_slice)
     return carry, _Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
 
@@ -233,7 +233,7 @@ class _Sums:
         self.num_correct, self.num_tokens = np.zeros((2, size), np.int64)
 
     def add(self, index: Int[np.ndarray, " counted"], losses: _Losses) -> None:
-        """Adds each token that counts to its place in `index`."""
+        """Adds each token that counts to the sum that `index` names."""
         self.nats += np.bincount(index, losses.nats[losses.counted], len(self.nats))
         self.num_correct += np.bincount(index[losses.correct[losses.counted]], minlength=len(self.nats))
         self.num_tokens += np.bincount(index, minlength=len(self.nats))
@@ -243,5 +243,5 @@ class _Sums:
 
 
 def _position_bin(block: np.ndarray) -> Any:
-    """0 for the first block of a document, then 1; 2 for the next two, 3 for the next four, and so on."""
+    """The bin of a block: 0 for a document's first block, 1 for the next, 2 for the next two, and so on."""
     return np.frexp(block)[1]

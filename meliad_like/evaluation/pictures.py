@@ -1,4 +1,4 @@
-"""A run's metrics as a picture."""
+"""A plot of a run's metrics."""
 
 import json
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ from meliad_like.remote import any_path
 from meliad_like.training.metrics import FILE_NAME, read_rows
 
 Curve = tuple[np.ndarray, np.ndarray]
-"""Steps and values."""
+"""The steps and values of a curve."""
 
 COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c", "#8a4fa3", "#b0892c", "#4aa3b5", "#c2477a")
-SMOOTHED_PARTS = 25  # of a curve, over each of which the bold line is averaged
+SMOOTHED_PARTS = 25  # Number of parts of a curve; each is averaged to a point of the bold line.
 
 
 def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, Curve]:
-    """The curve of each kind of measurement: `train`, and the names of the splits that were evaluated on the way.
+    """The curve of each kind of measurement: `train`, and the names of the splits that were evaluated during training.
 
     Raises:
-      UserError: there are no metrics, or none of this name.
+      UserError: there are no metrics, or no metric has this name.
     """
     path = any_path(workdir) / FILE_NAME
     if not path.exists():
@@ -42,10 +42,10 @@ def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, Curve]:
 
 
 def read_levels(path: epath.PathLike) -> dict[str, float]:
-    """Bits per byte of the compressors on the split of an evaluation, from its file.
+    """Reads the compressors' bits per byte on the split of an evaluation from its file.
 
     Raises:
-      UserError: it holds none.
+      UserError: the file is missing or has no compressors.
     """
     try:
         saved = json.loads(epath.Path(path).read_text())
@@ -58,18 +58,18 @@ def read_levels(path: epath.PathLike) -> dict[str, float]:
 
 
 def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, output: Path) -> None:
-    """Writes the picture.
+    """Draws the curves and writes the image file.
 
     Args:
-      curves: each with its own line; many points are also averaged into a bold one.
+      curves: one line for each; a curve of many points also gets a bold line of averages.
       levels: horizontal lines, for comparison.
-      label: of the vertical axis.
-      output: a file, with the format as its ending; its folder is made if needed.
+      label: label of the vertical axis.
+      output: the file, whose suffix is the image format; its folder is created if needed.
 
     Raises:
-      UserError: matplotlib writes no such format.
+      UserError: matplotlib does not support the format.
     """
-    # Not pyplot, which looks for a display.
+    # Not pyplot, which needs a display.
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     formats = figure.canvas.get_supported_filetypes()
     if output.suffix.lower().removeprefix(".") not in formats:
@@ -86,7 +86,7 @@ def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, o
     for name, value in levels.items():
         axes.axhline(value, color="#777777", linestyle="--", linewidth=1)
         axes.annotate(f" {name}", (1, value), xycoords=("axes fraction", "data"), va="center", annotation_clip=False)
-    # The beginning of a curve is far above the rest.
+    # The beginning of a curve is far above the rest, and would determine the scale.
     shown = np.concatenate([values[len(values) // SMOOTHED_PARTS :] for _, values in curves.values()])
     highest, lowest = max([*shown, *levels.values()]), min([*shown, *levels.values()])
     margin = 0.05 * (highest - lowest) or 1.0

@@ -1,9 +1,9 @@
-"""Protocols that predict the same tokens with more or less context for each of them, at more or less cost.
+"""Evaluation protocols, which predict the same tokens with different amounts of context and at different costs.
 
-Shortformer, sections 2 and 5: `segments` are disjoint, and the carry of a model passes from one to the next;
-`sliding` windows repeat the tokens before their `stride` new ones, and each begins with an empty carry;
-`token_by_token` decodes one token at a time with the whole carry. For a model without a carry the paper's
-token-by-token figures are those of `sliding` windows with a stride of 1. All but windows are read in one lane.
+Shortformer, sections 2 and 5: `segments` are disjoint, and the carry of a model passes from one to the next; `sliding`
+windows repeat the tokens before their `stride` new ones, and each begins with an empty carry; `token_by_token` decodes
+one token at a time with the whole carry. For a model without a carry the paper's token-by-token figures are those of
+`sliding` windows with a stride of 1. Only sliding windows are read in several lanes.
 """
 
 import functools
@@ -35,17 +35,17 @@ class ProtocolScore:
 
     protocol: str
     num_tokens: int
-    """Tokens that were predicted: all but each document's first."""
+    """The number of predicted tokens: all but each document's first."""
     nats: float
-    """Minus the sum of the logarithms of their probabilities."""
+    """The sum of the tokens' negative log-probabilities, in nats."""
     min_visible: int
-    """The fewest tokens that a layer attends to where a prediction is made (`Family.num_visible`)."""
+    """The smallest number of tokens that a layer attends to for a prediction (`Family.num_visible`)."""
     mean_visible: float
     max_visible: int
     flops: float
-    """Operations of all that was computed, padding and repetition included; compilation is not."""
+    """The number of operations, including padding and repetition."""
     seconds: float
-    """Wall time without compilation."""
+    """The wall time in seconds, without compilation."""
 
     @property
     def bits_per_token(self) -> float:
@@ -61,28 +61,28 @@ class ProtocolScore:
 
 
 class Row(NamedTuple):
-    """Inputs of a document that are read at once."""
+    """Consecutive inputs of a document that are read at once."""
 
     document: int
     first: int
-    """The first input's position."""
+    """The position of the first input in its document."""
     length: int
     repeated: int
-    """Inputs whose targets don't count, because an earlier row has them."""
+    """The number of inputs whose targets don't count, because an earlier row has them."""
     fresh: bool
-    """Whether the carry is empty before it."""
+    """Whether the row starts with an empty carry."""
 
 
 def rows_of(lengths: np.ndarray, protocol: ProtocolName, n: int, stride: int) -> Iterator[Row]:
     """The rows of all documents; every token after a document's first is a target exactly once.
 
     Args:
-        lengths: of the documents, in tokens.
-        protocol: which.
-        n: inputs in a row, at most.
-        stride: of sliding windows: the new tokens that each scores, with the n - stride before them as context. As
-            long as a window would begin before its document, it begins with it; as nothing depends on what comes
-            later, all such windows are one row.
+        lengths: lengths of the documents, in tokens.
+        protocol: the protocol.
+        n: the largest number of inputs in a row.
+        stride: the number of new tokens that each sliding window scores, with the n - stride tokens before them as
+        context. Windows that would begin before their document begin with it; because predictions don't depend
+        on later tokens, all such windows are one row.
     """
     for document, num_targets in enumerate(np.maximum(lengths - 1, 0).tolist()):
         if protocol != "sliding":
@@ -114,18 +114,18 @@ def evaluate(
 
     Args:
         model: without its parameters.
-        params: on the mesh.
-        split: the documents; `Concatenated` makes one of them, in which nothing is reset.
-        protocol: which.
-        segment_length: tokens read at once; of sliding windows, their length. A multiple of the model's window.
-        mesh: where the parameters are.
-        stride: new tokens of a sliding window.
-        num_windows: sliding windows that are read side by side.
-        loss_slice: tokens of a lane whose logits exist at once.
+        params: parameters on the mesh.
+        split: the documents; `Concatenated` turns them into one document, without resets.
+        protocol: the protocol.
+        segment_length: number of tokens read at once, or length of a sliding window; a multiple of the window length.
+        mesh: the mesh of the parameters.
+        stride: number of new tokens of a sliding window.
+        num_windows: number of sliding windows that are read in parallel.
+        loss_slice: number of tokens of a lane whose logits exist at the same time.
         on_progress: called with the number of tokens predicted so far, and of all tokens to predict.
 
     Raises:
-        UserError: the lengths do not fit, the model's own windows repeat tokens, or there is nothing to predict.
+        UserError: the lengths don't suit the model, the model's own windows overlap, or there is nothing to predict.
     """
     _check(model, protocol, segment_length, stride)
     n, w = segment_length, model.config.window_length
@@ -135,7 +135,7 @@ def evaluate(
         raise UserError("no document has a token to predict")
     b = num_windows if protocol == "sliding" else 1
     step = functools.partial(_decode if protocol == "token_by_token" else _read, model, loss_slice)
-    # Every device does the same: there is one lane.
+    # There is one lane, so all devices compute the same.
     everywhere = replicated(mesh)
     init = jax.jit(
         lambda params: model.bind(params).init_carry(b, decoding=protocol == "token_by_token"),
@@ -150,7 +150,7 @@ def evaluate(
     for index in range(0, len(rows), b):
         chosen = rows[index : index + b]
         batch = _batch(split, chosen, b, n, w)
-        # Decoding has no flag that says where a document begins.
+        # Decoding has no flag for the beginning of a document.
         carry, losses = compiled(params, fresh_carry if chosen[0].fresh else carry, batch)
         nats += float(np.asarray(losses, np.float64)[batch.loss_mask].sum())
         num_read += batch.inputs.size
@@ -168,7 +168,7 @@ def evaluate(
         min_visible=min(int(part.min()) for part in visible),
         mean_visible=sum(int(part.sum()) for part in visible) / total,
         max_visible=max(int(part.max()) for part in visible),
-        # Token by token, windows that repeat some read them once more when they begin.
+        # When decoding token by token, overlapping windows read some tokens again when they begin.
         flops=num_read * model.flops_per_prediction["as_counted"],
         seconds=time.perf_counter() - began,
     )
@@ -199,7 +199,7 @@ def _read(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) 
 
 
 def _decode(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Float[Array, "b n"]]:
-    """As `_read`, one token after the other."""
+    """Does the same as `_read`, one token after the other."""
     module = model.bind(params)
 
     def one_token(carry, token):

@@ -31,17 +31,17 @@ FIGURES = (
     "tokens_per_word",
     "tokens_per_second",
 )
-"""The properties of an evaluation that are written and shown."""
+"""The properties of an evaluation that are saved and displayed."""
 
 
 def table(evaluation: Evaluation) -> Table:
-    """All figures of one evaluation, below each other."""
+    """A table of all figures of one evaluation, one per row."""
     rows = [(name.removeprefix("num_").replace("_", " "), _text(getattr(evaluation, name))) for name in FIGURES]
     return Table(title(evaluation), ("", label(evaluation.split, evaluation.leaks_the_future)), rows)
 
 
 def positions(evaluation: Evaluation) -> Table:
-    """Bits per token by position in the document: what reading on is worth."""
+    """A table of bits per token by position in the document, which shows the value of long context."""
     rows = [
         (f"{score.start:,} to {score.stop - 1:,}", _text(score.num_tokens), _text(score.bits_per_token))
         for score in evaluation.positions
@@ -50,10 +50,10 @@ def positions(evaluation: Evaluation) -> Table:
 
 
 def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, float] | None = None) -> Table:
-    """Evaluations of the same documents below each other, and compressors (bits per byte) below them.
+    """A table of evaluations of the same documents, one per row, followed by compressors (bits per byte).
 
     Raises:
-      UserError: they are not of the same documents.
+      UserError: the evaluations are not of the same documents.
     """
     first, *others = evaluations.values()
     for name, other in zip(list(evaluations)[1:], others, strict=True):
@@ -71,7 +71,7 @@ def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, 
 
 
 def protocols(scores: Sequence[ProtocolScore]) -> Table:
-    """Protocols below each other, which read the same tokens."""
+    """A table of protocols on the same tokens, one per row."""
     rows = [
         (
             score.protocol,
@@ -89,7 +89,7 @@ def protocols(scores: Sequence[ProtocolScore]) -> Table:
 
 
 def title(evaluation: Evaluation) -> str:
-    """What was evaluated, with the size of a subset."""
+    """The name of the evaluated split, with the size of a subset."""
     shown, whole = evaluation.num_documents, evaluation.documents_in_split
     documents = f"{shown:,} documents" if shown == whole else f"a subset, {shown:,} of {whole:,} documents"
     split = label(evaluation.split, evaluation.leaks_the_future)
@@ -97,7 +97,7 @@ def title(evaluation: Evaluation) -> str:
 
 
 def with_progress(title: str, work: Callable[[Callable[[int, int], None]], Result]) -> Result:
-    """Runs `work` with a callback for its progress, (done, total), which a bar shows; returns the result of `work`."""
+    """Runs `work` with a callback (done, total) that updates a progress bar; returns the result of `work`."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=None)
         return work(lambda done, total: progress.update(task, completed=done, total=total))
@@ -107,9 +107,9 @@ def write(evaluation: Evaluation, path: epath.PathLike, **details: Any) -> None:
     """Writes the figures, the documents and the positions as JSON.
 
     Args:
-      evaluation: what `read` gives back.
-      path: the file; its folder is made if needed.
-      **details: more for the file, such as the checkpoint; JSON has no NaN, so such figures are written as null.
+      evaluation: the evaluation, which `read` returns.
+      path: the file; its folder is created if needed.
+      **details: additional values for the file, such as the checkpoint; NaN is written as null.
     """
     saved = details | {
         "figures": {name: _finite(getattr(evaluation, name)) for name in FIGURES},
@@ -121,10 +121,10 @@ def write(evaluation: Evaluation, path: epath.PathLike, **details: Any) -> None:
 
 
 def read(path: epath.PathLike) -> Evaluation:
-    """The evaluation that `write` wrote.
+    """Reads an evaluation from a file of `write`.
 
     Raises:
-      UserError: there is no such file, or it holds something else.
+      UserError: the file does not exist, or is not an evaluation.
     """
     try:
         saved = json.loads(epath.Path(path).read_text())

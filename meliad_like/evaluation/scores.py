@@ -1,4 +1,4 @@
-"""Sums over the tokens of documents, and the figures that follow from them."""
+"""Sums over the tokens of documents, and the figures computed from them."""
 
 import math
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over tokens."""
+    """Sums over predicted tokens."""
 
     num_tokens: int
-    """Tokens that were predicted."""
+    """The number of predicted tokens."""
     nats: float
-    """Minus the sum of the logarithms of their probabilities."""
+    """The sum of the tokens' negative log-probabilities, in nats."""
     num_correct: int
-    """Those that were the most likely ones."""
+    """The number of predicted tokens that were the most likely ones."""
 
     @property
     def bits_per_token(self) -> float:
@@ -24,13 +24,13 @@ class Score:
 
 @dataclass(frozen=True)
 class DocumentScore(Score):
-    """One document."""
+    """The sums over one document."""
 
     name: str
     num_bytes: int
-    """Bytes of its text in UTF-8."""
+    """The number of bytes of its text in UTF-8."""
     num_words: int
-    """Words as `data.token_store.count_words` counts them."""
+    """The number of words, as `data.token_store.count_words` counts them."""
 
     @property
     def bits_per_byte(self) -> float:
@@ -39,7 +39,7 @@ class DocumentScore(Score):
 
 @dataclass(frozen=True)
 class PositionScore(Score):
-    """The tokens at positions `start` to `stop` (not included) of all documents; the bins double from a window on."""
+    """The sums over positions `start` to `stop` (exclusive) of all documents; after a window, bins double."""
 
     start: int
     stop: int
@@ -51,15 +51,15 @@ class Evaluation:
 
     split: str
     documents: tuple[DocumentScore, ...]
-    """In the order of the split; one without a second token has no target."""
+    """The documents in the order of the split; a document with a single token has no target."""
     positions: tuple[PositionScore, ...]
-    """Loss by position in the document, counted to the token that predicts."""
+    """The losses by position in the document of the token from which the target is predicted."""
     documents_in_split: int
-    """More than `documents`, where only a part was asked for."""
+    """The number of documents of the split; more than `documents` if a subset was evaluated."""
     seconds: float
-    """Wall time, compilation included where this was the evaluator's first call."""
+    """The wall time in seconds, including compilation in the evaluator's first call."""
     leaks_the_future: bool = False
-    """Whether the reader's selections were made with knowledge of the targets (`data.readers.leaks_the_future`)."""
+    """Whether the reader's selections used the targets (`data.readers.leaks_the_future`)."""
 
     @property
     def num_documents(self) -> int:
@@ -67,7 +67,7 @@ class Evaluation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were predicted: all but each document's first."""
+        """The number of predicted tokens: all but each document's first."""
         return sum(document.num_tokens for document in self.documents)
 
     @property
@@ -88,12 +88,12 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """Per token."""
+        """The perplexity per token."""
         return _exp(self.nats / self.num_tokens)
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits of all predicted tokens, ends of documents included, over all bytes."""
+        """The bits of all predicted tokens, including ends of documents, divided by the number of bytes."""
         return _ratio(self.nats / math.log(2), self.num_bytes)
 
     @property
@@ -108,7 +108,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of the tokens that were the most likely ones."""
+        """The share of the predicted tokens that were the most likely ones."""
         return sum(document.num_correct for document in self.documents) / self.num_tokens
 
     @property
