@@ -1,4 +1,4 @@
-"""Flags that the entry points share, and how a mistake on the command line is reported."""
+"""The flags that entry points share, and the report of mistakes on the command line."""
 
 import errno
 import os
@@ -22,15 +22,15 @@ GIN_PARAM = flags.DEFINE_multi_string(
 )
 
 REFUSED = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
-"""Errors of the system about a path that the user gave. Commands check for missing files themselves."""
+"""Errors of the operating system about a path from the user. Commands check for missing files themselves."""
 
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit status of a program that SIGINT (Ctrl-C) has ended, as a shell counts it."""
+"""The exit status in a shell of a program that SIGINT (Ctrl-C) has ended."""
 
 
 def read_config() -> "RunConfig":
     """The run described by `--gin_file` and `--gin_param`."""
-    # Importing the configs imports jax, which takes seconds: a mistyped flag is reported before.
+    # Imported here, because the configs import jax, which takes seconds; mistyped flags are reported earlier.
     from meliad_like import config
 
     return config.parse(GIN_FILE.value, GIN_PARAM.value)
@@ -39,7 +39,7 @@ def read_config() -> "RunConfig":
 def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> None:
     """Parses the flags and exits with what `main` returns; a UserError is one line on stderr and exit status 2.
 
-    With `subjects`, the first argument of the command is one of these words, which is passed to `main`.
+    With `subjects`, the first argument of the command must be one of these words and is passed to `main`.
     """
 
     def report(argv: list[str]) -> int | None:
@@ -60,8 +60,8 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
                 return _fail(f"{error.filename}: {os.strerror(error.errno)}; name another path")
             raise
         except bucket_errors() as error:
-            said = " ".join(str(error).split())
-            return _fail(f"the object store failed: {said}; the same command tries again")
+            message = " ".join(str(error).split())
+            return _fail(f"the object store failed: {message}; the same command tries again")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return INTERRUPTED

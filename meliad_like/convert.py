@@ -1,4 +1,4 @@
-"""Turns checkpoints of other code into ours and back.
+"""Converts checkpoints of other programs to ours and back.
 
 python -m meliad_like.convert meliad --input=FILE_OR_FOLDER --output=DIR --gin_file=... [--gin_file=...]
 python -m meliad_like.convert meliad --reverse --input=DIR --output=FILE.npz
@@ -8,9 +8,9 @@ python -m meliad_like.convert gguf --input=FILE.gguf --output=DIR [--gin_file=..
 python -m meliad_like.convert fairseq --input=FILE.pt --output=DIR --gin_file=... [--gin_file=...]
 
 For the reference, google-research/meliad, gin files describe the model as it was trained; it does not mask the empty
-cache at a document's start: --gin_file=option/unmasked_empty_cache.gin. Pretrained models say themselves what they are;
-gin files may say how they read, such as PretrainedConfig.window_length, and which documents. Of fairseq's word models
-gin files say all: --gin_file=shortformer/shortformer.gin --gin_file=task/wikitext103.gin, and the dictionary as
+cache at a document's start: --gin_file=option/unmasked_empty_cache.gin. Pretrained models contain their own config; gin
+files may set how they read, such as PretrainedConfig.window_length, and the documents. Fairseq's word models need gin
+files for everything: --gin_file=shortformer/shortformer.gin --gin_file=task/wikitext103.gin, and the dictionary as
 FileVocabularyConfig.model_file.
 """
 
@@ -20,7 +20,7 @@ from meliad_like import command_line
 from meliad_like.errors import UserError
 
 INPUT = flags.DEFINE_string(
-    "input", None, "Their file or folder; with --reverse, our checkpoint folder.", required=True
+    "input", None, "The other program's file or folder; with --reverse, our checkpoint folder.", required=True
 )
 OUTPUT = flags.DEFINE_string(
     "output", None, "Our checkpoint folder; with --reverse, an npz file or a new folder.", required=True

@@ -1,4 +1,4 @@
-"""The exception whose message is for the person at the command line, and those of disks, buckets and npz files."""
+"""The exception whose message is for the user, and groups of exceptions of disks, buckets and npz files."""
 
 import errno
 import sys
@@ -9,22 +9,22 @@ import zlib
 class UserError(ValueError):
     """A mistake in the configuration, the data or the command line.
 
-    The message is one line: it names the thing that is wrong and the way out. Entry points print it
+    The message is one line, which names the problem and its solution. Entry points print it
     without a traceback and exit with status 2; any other exception is a defect and keeps its traceback.
     """
 
 
 DAMAGED_NPZ = (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError)
-"""Errors of numpy about a file that is no npz file, or a damaged one."""
+"""numpy's errors for a file that is damaged or not an npz file."""
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether the system raised an error because the disk, or a quota, is full."""
+    """Whether the cause of an error is a full disk or quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def bucket_errors() -> tuple[type[Exception], ...]:
-    """Errors of gcsfs, other than OSErrors, after its last attempt."""
+    """Errors that gcsfs raises after its last retry, other than OSErrors."""
     if "gcsfs" not in sys.modules:
         return ()
     from aiohttp import ClientError
@@ -35,5 +35,5 @@ def bucket_errors() -> tuple[type[Exception], ...]:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Errors of disks and buckets, for `except`, which evaluates this only when something was raised."""
+    """Errors of disks and buckets, for an `except` clause, which calls this only after an exception."""
     return OSError, *bucket_errors()

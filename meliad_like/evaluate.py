@@ -29,7 +29,7 @@ PROTOCOL = flags.DEFINE_multi_enum(
     "protocol",
     [],
     ["segments", "sliding", "token_by_token"],
-    "Instead of the evaluation by document: how the tokens are read, what each sees, and what it costs. Repeatable.",
+    "Compare ways of reading the tokens, with their context and cost, instead of evaluating by document. Repeatable.",
 )
 STRIDE = flags.DEFINE_integer("stride", None, "New tokens of a window of --protocol=sliding.", lower_bound=1)
 WINDOWS = flags.DEFINE_integer("windows", 1, "Windows of --protocol=sliding that are read side by side.", lower_bound=1)
@@ -47,7 +47,7 @@ def main() -> None:
     for flag in (STRIDE, WINDOWS):
         if flag.present and "sliding" not in PROTOCOL.value:
             raise UserError(f"--{flag.name} has no effect without --protocol=sliding: leave it out")
-    # Importing jax takes seconds: a mistyped flag is reported before.
+    # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
     import jax
     from rich.console import Console
 
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Split | Concatenated") -> None:
-    """Prints what each --protocol finds and takes, and writes it to --output."""
+    """Prints the results and the cost of each --protocol, and writes them to --output."""
     import dataclasses
     import json
 

@@ -35,8 +35,8 @@ STOP_AT_END = flags.DEFINE_bool(
     "Whether the end of the document ends the text. If not, it is never sampled, or ends a line.",
 )
 SAVE_CARRY = flags.DEFINE_string("save_carry", None, "File for the carry, to resume from later.")
-LOAD_CARRY = flags.DEFINE_string("load_carry", None, "File of --save_carry; a prompt is read after what it remembers.")
-CHUNK = flags.DEFINE_integer("chunk", 8, "Tokens that are made before they are shown.", lower_bound=1)
+LOAD_CARRY = flags.DEFINE_string("load_carry", None, "File of --save_carry, from which to resume; a prompt is read next.")
+CHUNK = flags.DEFINE_integer("chunk", 8, "Number of tokens that are generated before they are printed.", lower_bound=1)
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         raise UserError("--gin_file and --gin_param have no effect here: the config comes from the checkpoint")
     prompt = _given_text()
     _check_place()
-    # Importing jax takes seconds: a mistyped flag is reported before.
+    # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
     from meliad_like.generation.sampling import SamplingConfig
     from meliad_like.run.opening import open_checkpoint
     from meliad_like.run.text import TextRequest, read_document, write_text
@@ -63,20 +63,20 @@ def main() -> None:
         save_carry=SAVE_CARRY.value,
         chunk=CHUNK.value,
     )
-    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale is
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # independent of the locale
     if ECHO.value:
         print(f"--- read, up to here:\n{prompt[-ECHO.value :]}\n--- written:")
     try:
         speed = write_text(opened, request, lambda text: print(text, end="", flush=True))
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has closed it; buffered text is still written at the exit.
+        # The reader of the output, such as `head`, has closed the pipe, to which the exit would write buffered text.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if SAVE_CARRY.value is not None:
             raise UserError(
                 f"the output was closed before its end: nothing is in --save_carry={SAVE_CARRY.value}"
             ) from None
         return
-    # On stderr alone, so that the output of two runs with a carry between them is the output of one.
+    # On stderr, so that the outputs of two runs with a saved carry between them join to the output of one run.
     rate = f", {speed.tokens_per_second:.0f} tokens/s" if speed.tokens_per_second else ""
     print(
         f"\nread {speed.tokens_read} tokens in {speed.read_seconds:.1f} s, wrote {speed.tokens_written}{rate}",
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def _given_text() -> str | None:
-    """The prompt, unless it is a document of the token store, for which the checkpoint has to be opened first."""
+    """The prompt from the flags; None for a document of the token store, which needs the checkpoint."""
     given = [flag for flag in (PROMPT, PROMPT_FILE, DOCUMENT) if flag.value is not None]
     if len(given) > 1:
         raise UserError(f"--{given[0].name} and --{given[1].name} are both given: choose one")
@@ -97,7 +97,7 @@ def _given_text() -> str | None:
     prompt = PROMPT.value or ""
     if PROMPT_FILE.value is not None:
         try:
-            # No translation of newlines: bytes as the vocabulary saw them.
+            # Newlines are not translated, so the vocabulary gets the bytes of the file.
             prompt = Path(PROMPT_FILE.value).read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"--prompt_file={PROMPT_FILE.value} is not UTF-8 (byte {error.start})") from None
@@ -111,7 +111,7 @@ def _given_text() -> str | None:
 
 
 def _check_place() -> None:
-    """Reports a file that can't be written now, not after a book has been read."""
+    """Checks that --save_carry can be written before a book is read."""
     if SAVE_CARRY.value is None:
         return
     path = Path(SAVE_CARRY.value)

@@ -1,9 +1,9 @@
-"""The device mesh, and where on it the parameters, the optimizer state and the lanes lie.
+"""The device mesh, and the shardings of parameters, optimizer state and lanes on it.
 
-`data` and `fsdp` share out the lanes; `fsdp` also cuts every parameter along the model width and `tensor` along heads,
-feed-forward width and vocabulary. Arrays are placed by `NamedSharding`; the compiler derives what lies between, but for
-the few layouts that the model prescribes (`layers.sharding.constrain`), and for `sequence`, which cuts the tokens of a
-segment (`layers/sequence.py`): parameters, optimizer state, carry and batch are the same along it.
+The axes `data` and `fsdp` shard the lanes; `fsdp` also shards every parameter along the model width, and `tensor` along
+heads, feed-forward width and vocabulary. Arrays have a `NamedSharding`; the compiler derives intermediate layouts,
+except for the few that the model prescribes (`layers.sharding.constrain`) and for `sequence`, which shards the tokens
+of a segment (`layers/sequence.py`): parameters, optimizer state, carry and batch are replicated along it.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ class MeshConfig:
     """Number of devices along each axis of the mesh; their product is the number of devices."""
 
     data: int = resumable(-1)
-    """Copies of the parameters, each with its own lanes; -1: all devices that the others leave."""
+    """The number of copies of the parameters, each with its own lanes; -1: all remaining devices."""
     fsdp: int = resumable(1)
-    """Parts that parameters and optimizer state are cut into along the model width; each has its own lanes too."""
+    """The number of shards of parameters and optimizer state along the model width; each has its own lanes too."""
     tensor: int = resumable(1)
-    """Parts that heads, feed-forward width and vocabulary are cut into; these devices share their lanes."""
+    """The number of shards of heads, feed-forward width and vocabulary; these devices share their lanes."""
     sequence: int = resumable(1)
-    """Parts that the blocks of a segment are cut into, for segments that are too long for one device; only for decoders
+    """The number of shards of the blocks of a segment, for segments that are too long for one device; only for decoders
     without feedback and external memory."""
 
     def __post_init__(self):
@@ -57,13 +57,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
             f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} sequence={config.sequence} does not "
             f"fit {len(devices)} device(s): the product must be their number (data=-1 takes what the others leave)"
         )
-    # jax.make_mesh makes Explicit axes unless told otherwise.
+    # jax.make_mesh makes Explicit axes by default.
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
     shape = (data, config.fsdp, config.tensor, config.sequence)
     try:
         return jax.make_mesh(shape, MESH_AXES, axis_types=axis_types, devices=devices)
     except NotImplementedError:
-        # It lays every axis along whole sides of a TPU slice, and 2 is none of 4x4. Then a side has several axes.
+        # jax.make_mesh assigns whole sides of a TPU slice to an axis, but a 4x4 slice has no side of 2: split sides.
         arranged = create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(arranged, MESH_AXES, axis_types=axis_types)
 
@@ -73,10 +73,10 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
-    """For every array whose first axis is the lane: all arrays of a batch, all leaves of a carry.
+    """The sharding of every array whose first axis is the lane, such as the arrays of a batch.
 
     Raises:
-      UserError: the lanes can't be shared out evenly.
+      UserError: the number of lanes is not a multiple of the number of shards.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if num_lanes % shards:
@@ -88,16 +88,16 @@ def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
 
 
 def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any) -> Any:
-    """Where everything lies that lanes remember.
+    """The shardings of a carry.
 
     Args:
-      axes: a tree like the carry, with a tuple of the logical names of its first axes for each array.
+      axes: a tree like the carry, with a tuple of the logical names of the first axes of each array.
 
     Returns:
       The same tree, of NamedShardings.
 
     Raises:
-      UserError: the lanes can't be shared out evenly.
+      UserError: the number of lanes is not a multiple of the number of shards.
     """
     lane_sharding(mesh, num_lanes)
     return jax.tree.map(
@@ -113,17 +113,17 @@ def is_axes(node: Any) -> bool:
 
 
 def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
-    """Where every parameter lies.
+    """The shardings of the parameters.
 
     Args:
-      axes: tree like the parameters, with a tuple of logical axis names (or None) for each array.
+      axes: a tree like the parameters, with a tuple of logical axis names (or None) for each array.
       abstract_params: the parameters, or their shapes.
 
     Returns:
       The same tree, of NamedShardings.
 
     Raises:
-      UserError: a dimension does not divide by the mesh; names the parameter, the dimension and the axis.
+      UserError: a dimension is not a multiple of its mesh axis; names the parameter, the dimension and the axis.
     """
 
     def sharding(path, names: tuple[str | None, ...], array) -> NamedSharding:
@@ -140,16 +140,16 @@ def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
 
 
 def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: Any, shardings: Any) -> Any:
-    """Where every array of an optax state lies: with the parameter that it belongs to.
+    """The shardings of an optax state, which follow those of the parameters.
 
     A state's array belongs to the parameter whose path its own path ends with. An array of the parameter's shape
-    (momentum, second moment) lies as the parameter does. Adafactor's `v_row` and `v_col` lack one of its two largest
+    (momentum, second moment) has the parameter's sharding. Adafactor's `v_row` and `v_col` lack one of its two largest
     dimensions, so their sharding lacks that entry. Counters and Adafactor's placeholders of shape (1,) are replicated.
 
     Args:
-      abstract_state: the state, or its shapes, as `jax.eval_shape(optimizer.init, params)` gives them.
+      abstract_state: the state, or its shapes from `jax.eval_shape(optimizer.init, params)`.
       abstract_params: the parameters, or their shapes.
-      shardings: of the parameters, as `parameter_shardings` gives them.
+      shardings: shardings of the parameters, from `parameter_shardings`.
 
     Returns:
       A tree like the state, of NamedShardings.
@@ -166,7 +166,7 @@ def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: 
             return replicated(mesh)
         shape, spec = parameters[names[start:]]
         if array.shape != shape:
-            # optax drops the largest dimension for v_row and the second largest for v_col, by this very argsort.
+            # optax drops the largest dimension for v_row and the second largest for v_col, by the same argsort.
             dropped = {"v_row": -1, "v_col": -2}[names[start - 1]]
             dimension = int(np.argsort(shape)[dropped])
             spec = PartitionSpec(*(entry for index, entry in enumerate(spec) if index != dimension))

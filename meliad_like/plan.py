@@ -1,4 +1,4 @@
-"""Does a run fit? `python -m meliad_like.plan --gin_file=... --topology=v4:2x2x4` asks the compiler, without the pod.
+"""Plans the memory of a run without the pod: `python -m meliad_like.plan --gin_file=... --topology=v4:2x2x4`.
 
 Compiles the real training, evaluation and decoding steps, and shows the memory, traffic and operations of each device.
 If a step does not fit, the exit status is 1, and the nearest settings that fit are named.
@@ -18,7 +18,7 @@ TOPOLOGY = flags.DEFINE_string(
 VOCABULARY_SIZE = flags.DEFINE_integer(
     "vocabulary_size",
     None,
-    "Number of tokens. Default: that of the token store, if there is one, or as VocabularyConfig says.",
+    "Number of tokens. Default: that of the token store if there is one, otherwise that of the vocabulary's config.",
     lower_bound=1,
 )
 SEARCH = flags.DEFINE_bool("search", True, "Whether to search for settings that fit, if these don't.")
@@ -30,7 +30,7 @@ OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
 
 
 def main() -> int:
-    # The program itself runs on the CPU, whatever it compiles for.
+    # The command itself runs on the CPU, independent of the platform for which it compiles.
     os.environ["JAX_PLATFORMS"] = "cpu"
     run = command_line.read_config()
     from rich.console import Console

@@ -21,7 +21,7 @@ def main() -> None:
     curves = pictures.read_metrics(WORKDIR.value, METRIC.value)
     levels = pictures.read_levels(EVALUATION.value) if EVALUATION.value else {}
     name = f"{METRIC.value}.png"
-    # A picture of a run in a bucket is for whoever is here.
+    # The picture of a run in a bucket is written to the current folder.
     output = Path(OUTPUT.value or (name if is_remote(WORKDIR.value) else Path(WORKDIR.value) / name))
     pictures.draw(curves, levels, METRIC.value.replace("_", " "), output)
     print(f"drew {output}")

@@ -1,8 +1,8 @@
 """Registries of kinds: the frozen config dataclasses that can fill one role, such as that of an optimizer or a reader.
 
 A *kind* is a dataclass with only the fields that it reads, so that a field without effect can't be set. The room that
-defines a role owns its registry; whoever adds a kind, in this package or in another one, registers it there, and no
-general code learns its name:
+defines a role owns its registry; a new kind, in this package or in another one, is registered there, and general code
+never names it:
 
     READERS = Registry("reader")
 
@@ -57,7 +57,7 @@ class Registry(Mapping[str, type]):
     def __getitem__(self, name: str) -> type:
         """
         Raises:
-          UserError: there is no such kind; lists those that there are.
+          UserError: there is no such kind; the message lists the existing kinds.
         """
         # Kinds of this role's own room are found without loading any other room.
         found = self._classes.get(name) or self._load().get(name)
@@ -75,7 +75,7 @@ class Registry(Mapping[str, type]):
         return len(self._load())
 
     def name_of(self, config: Any) -> str:
-        """The name that the class of `config` is registered under."""
+        """The name under which the class of `config` is registered."""
         return next(name for name, config_class in self._classes.items() if type(config) is config_class)
 
 
@@ -83,8 +83,8 @@ def kind_field(registry: Registry, default: Callable[[], Any], *, many: bool = F
     """A dataclass field whose value is of a registered kind; with `many`, a tuple of configs of different kinds.
 
     Args:
-      registry: of the role.
-      default: makes the value that the field has when nothing is said.
+      registry: registry of the role.
+      default: function that makes the field's default value.
       many: the field holds a tuple. In gin its members are those of the default, and every kind that a gin file or
         parameter binds a field of.
     """
@@ -92,11 +92,11 @@ def kind_field(registry: Registry, default: Callable[[], Any], *, many: bool = F
 
 
 def resumable(default: Any, when: Callable[[Any, Any], bool] = lambda old, new: True) -> Any:
-    """A dataclass field that may have another value when a run resumes: earlier steps learned nothing from it.
+    """A dataclass field that may change when a run resumes, because earlier steps did not depend on it.
 
     Args:
       default: the field's default.
-      when: (the run's config so far, the new one) -> whether that is so between the two.
+      when: (the run's config so far, the new one) -> whether the field may differ between the two.
     """
     return dataclasses.field(default=default, metadata={"resumable": when})
 
@@ -111,7 +111,7 @@ def to_plain(config: Any, registry: Registry | None = None, *, changed_only: boo
 
     Args:
       config: a dataclass, whose fields may be dataclasses and kinds again.
-      registry: of the config, where it is itself a kind.
+      registry: registry of the config, if it is itself a kind.
       changed_only: leave out the fields that have their defaults.
     """
 
@@ -131,5 +131,5 @@ def to_plain(config: Any, registry: Registry | None = None, *, changed_only: boo
 
 
 def fingerprint(plain: Any) -> str:
-    """SHA-256 of plain values. A new field with a default changes none of `to_plain(..., changed_only=True)`."""
+    """SHA-256 of plain values. New fields with defaults don't change it after `to_plain(..., changed_only=True)`."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Paths that may lie in an object store (gs://...): which packages they need, what such a store can't do, whole files.
+"""Paths that may be in an object store (gs://...): the packages that they need, and reading and writing of whole files.
 
-`etils.epath` reads and writes whole objects there. It can't add to one, map one into memory or lock one.
+`etils.epath` reads and writes whole objects there. It can't append to a file, map it into memory or lock it.
 """
 
 import importlib.util
@@ -17,10 +17,10 @@ from fsspec.config import conf
 
 from meliad_like.errors import UserError
 
-# By scheme; what epath reads them with.
+# The package that epath needs for each scheme.
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
 CHUNK_BYTES = 1 << 24
-# gcsfs would remember what a folder holds, and other processes write into it.
+# gcsfs would cache the contents of folders, into which other processes write.
 conf.setdefault("gcs", {})["use_listings_cache"] = False
 
 
@@ -30,10 +30,10 @@ def is_remote(path: epath.PathLike) -> bool:
 
 
 def any_path(path: epath.PathLike, schemes: Collection[str] = tuple(PACKAGES)) -> epath.Path:
-    """A path that can be read: of this machine, with `~` replaced, or of an object store of one of these kinds.
+    """A path that can be read: a local one, with `~` expanded, or one of an object store with a supported scheme.
 
     Raises:
-      UserError: another kind of object store, or the package for it is missing.
+      UserError: the scheme is not supported, or its package is not installed.
     """
     if not is_remote(path):
         return epath.Path(path).expanduser()
@@ -47,23 +47,23 @@ def any_path(path: epath.PathLike, schemes: Collection[str] = tuple(PACKAGES)) -
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error on one line; that of gcsfs has the whole answer of the server."""
+    """The message of an error on one line; gcsfs's messages contain the whole response of the server."""
     return " ".join(str(error).split())[:300]
 
 
 def size_of(path: epath.Path) -> int:
-    """Bytes of a file; 0 where there is none."""
+    """The size of a file in bytes; 0 if it does not exist."""
     if not path.exists():
         return 0
-    # epath asks the system for the owner's name as well, and fails in containers where the user has none.
+    # epath also looks up the owner's name, and fails in containers whose user has no name.
     return path.stat().length if is_remote(path) else os.stat(path).st_size
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write into, which takes the place of `path` at the end of the `with`.
+    """A temporary file for writing, which replaces `path` at the end of the `with` statement.
 
-    Whatever ends the process before, or fails, `path` is what it was.
+    If anything fails or the process ends before, `path` is unchanged.
 
     Args:
       path: on a disk.
@@ -73,7 +73,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with part.open("wb") as file:
             yield file
             file.flush()
-            # Where the name reaches the disk before the content, a power cut would leave an empty file.
+            # Otherwise the rename could reach the disk before the content, and a power cut would leave an empty file.
             os.fsync(file.fileno())
         part.replace(path)
     finally:
@@ -81,10 +81,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: epath.PathLike, content: str | bytes) -> None:
-    """Writes a file of which, at any moment, either all is there or what was there before; text as UTF-8."""
+    """Writes a file atomically: a reader sees either the old or the complete new content. Text is written as UTF-8."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):
-        # An object appears when all of it has come.
+        # An object appears only when its upload is complete.
         epath.Path(path).write_bytes(content)
         return
     with replacing(path) as file:
@@ -92,13 +92,13 @@ def write_whole(path: epath.PathLike, content: str | bytes) -> None:
 
 
 def copy_file(source: epath.Path, target: epath.Path) -> None:
-    """Copies the content, whichever of the two is remote."""
+    """Copies a file; each of the two paths may be remote."""
     with source.open("rb") as read, target.open("wb") as written:
         shutil.copyfileobj(read, written, CHUNK_BYTES)
 
 
 def copy_folder(source: epath.Path, target: epath.Path) -> None:
-    """Copies all files below a folder into another, which is made if needed."""
+    """Copies all files below a folder into another folder, which is created if needed."""
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_dir():
@@ -109,7 +109,7 @@ def copy_folder(source: epath.Path, target: epath.Path) -> None:
 
 @contextmanager
 def local_files(folder: epath.PathLike) -> Iterator[Path]:
-    """The folder itself, or a copy of its own files that lasts as long as the `with`, for what reads local files."""
+    """A local folder with the files: the folder itself, or a temporary copy of a remote one."""
     path = any_path(folder)
     if not is_remote(path):
         yield Path(path)
@@ -123,7 +123,7 @@ def local_files(folder: epath.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def written_locally(folder: epath.PathLike) -> Iterator[Path]:
-    """A local folder to write into, whose files then lie in `folder`: that itself, or for a remote one a copy."""
+    """A local folder for writing: `folder` itself, or a temporary one that is then copied to a remote `folder`."""
     path = any_path(folder)
     path.mkdir(parents=True, exist_ok=True)
     if not is_remote(path):

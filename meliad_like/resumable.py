@@ -1,4 +1,4 @@
-"""Work that is interrupted and resumed: whose work a folder holds, locks, and files that are whole at any moment."""
+"""Interrupted work that is resumed: checks of its settings, locks, atomic files and journals of finished parts."""
 
 import fcntl
 import json
@@ -16,18 +16,18 @@ from meliad_like.saved_json import read_json_lines
 
 ABSENT = "absent"
 MAX_NAMED = 3
-"""Differences that a message names."""
+"""The largest number of differences that a message names."""
 
 
 def refuse_differences(place: epath.PathLike, differences: Iterable[tuple[str, Any, Any]], way_out: str) -> None:
     """
     Args:
       place: file or folder that holds earlier work.
-      differences: of its settings and the present ones: (name, old value, new value).
-      way_out: what to do about it.
+      differences: the settings that differ: (name, old value, new value).
+      way_out: the advice at the end of the message.
 
     Raises:
-      UserError: there are differences; names the first ones with both values.
+      UserError: there are differences; the message names the first ones with both values.
     """
     if not (differences := list(differences)):
         return
@@ -47,15 +47,15 @@ def check_same(
 
     Args:
       place: file or folder that holds the work.
-      saved, wanted: the settings of that work and the present ones, nested dictionaries of what JSON holds.
+      saved, wanted: the saved and the current settings, nested dictionaries of values that JSON can represent.
       may_differ: dotted names of fields, or of whole groups (`config.training.num_steps`, `config.mesh`), that don't
         change the results.
-      way_out: what to do about a difference.
+      way_out: the advice at the end of the message.
 
     Raises:
-      UserError: as `refuse_differences`.
+      UserError: the settings differ, as in `refuse_differences`.
     """
-    # Through JSON, so that a tuple equals the list that it was saved as.
+    # Converted to JSON and back, so that a tuple equals the list as which it was saved.
     old, new = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, wanted))
     names = (name for name in {**new, **old} if not any(f"{name}.".startswith(f"{free}.") for free in may_differ))
     pairs = ((name, old.get(name, ABSENT), new.get(name, ABSENT)) for name in names)
@@ -71,20 +71,20 @@ def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def write_json(path: epath.PathLike, content: Any) -> None:
-    """Writes JSON of which, at any moment, either all is there or what was there before."""
+    """Writes a JSON file atomically."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager
 def locked(path: Path, busy: str | None = None) -> Iterator[None]:
-    """Lets one process of this machine at a time run what is in the `with`.
+    """A lock: only one process of this machine at a time runs the body of the `with` statement.
 
     Args:
-      path: the lock; its folder is made if needed. The system frees it however the process ends.
-      busy: a message for other processes, which are refused; None: they wait.
+      path: the lock file; its folder is created if needed. The system releases the lock when the process ends.
+      busy: the message with which other processes are refused; None: they wait.
 
     Raises:
-      UserError: `busy`, where another process has the lock.
+      UserError: another process has the lock; the message is `busy`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
@@ -97,13 +97,13 @@ def locked(path: Path, busy: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, which is renamed to it at the end, and deleted if anything fails.
+    """A temporary folder, which is renamed to `folder` at the end, and deleted if anything fails.
 
     Raises:
       UserError: the disk is full.
     """
     incomplete = folder.with_name(f"{folder.name}.incomplete")
-    shutil.rmtree(incomplete, ignore_errors=True)  # left by a process that was killed
+    shutil.rmtree(incomplete, ignore_errors=True)  # It may be left over from a killed process.
     incomplete.mkdir()
     try:
         yield incomplete
@@ -116,18 +116,18 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 class Journal:
-    """Finished parts of some work, a line of JSON each, in a file whose first line says what decides the results."""
+    """A file of finished parts of some work, one line of JSON each, after a line that identifies the work."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any], *, replace: bool = False):
-        """Opens the file, or creates it.
+        """Opens the file or creates it.
 
         Args:
-          path: its folder is made if needed.
-          identity: all that decides the results, for JSON.
+          path: the file; its folder is created if needed.
+          identity: everything that determines the results, for JSON.
           replace: whether the results of other settings are replaced.
 
         Raises:
-          UserError: the file has results of other settings that are not to be replaced, or a line is no JSON.
+          UserError: the file has results of other settings and `replace` is false, or a line is not JSON.
         """
         self._path = path
         lines, rows = read_json_lines(path)
@@ -142,6 +142,6 @@ class Journal:
         """The parts that were finished before."""
 
     def write(self, row: Any) -> None:
-        """Adds a part."""
+        """Adds a finished part."""
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")

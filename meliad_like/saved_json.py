@@ -1,4 +1,4 @@
-"""JSON files that may be damaged."""
+"""Reading of JSON files that may be damaged."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ def read_json(path: Path | epath.Path) -> Any:
 
     Raises:
       FileNotFoundError: there is no such file.
-      UserError: it is not JSON.
+      UserError: the text is not JSON.
     """
     return parse_json(path.read_bytes(), str(path))
 
@@ -24,10 +24,10 @@ def parse_json(text: str | bytes, place: str) -> Any:
     """Parses JSON text.
 
     Args:
-      place: for the message.
+      place: the origin of the text, for the message.
 
     Raises:
-      UserError: it is not JSON.
+      UserError: the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -37,12 +37,12 @@ def parse_json(text: str | bytes, place: str) -> Any:
 
 
 def read_json_lines(path: Path | epath.Path) -> tuple[list[str], list[Any]]:
-    """The complete lines of a file, and their values; none where there is no file.
+    """The complete lines of a file, and their values; no lines if the file does not exist.
 
-    A last line without its end, which a process was writing when it was killed, is left out.
+    A last line without a newline, which a killed process has not completed, is left out.
 
     Raises:
-      UserError: a line is not JSON; gives its number.
+      UserError: a line is not JSON; the message gives its number.
     """
     text = path.read_text() if path.exists() else ""
     lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -52,7 +52,7 @@ def read_json_lines(path: Path | epath.Path) -> tuple[list[str], list[Any]]:
 def check_fields(saved: Any, types: Mapping[str, type], place: str) -> None:
     """
     Raises:
-      UserError: `saved`, which was read at `place`, is no object with these fields (and others) of these types.
+      UserError: `saved`, read from `place`, is not an object that has these fields with these types.
     """
     if not isinstance(saved, dict):
         raise UserError(f"{place} is damaged: it holds a {type(saved).__name__}, no object")

@@ -1,4 +1,4 @@
-"""By which rule each size in a model's config shrinks when a smaller model of the same kind is made."""
+"""The rules by which the sizes in a model's config shrink for a smaller model of the same kind."""
 
 import dataclasses
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Tables for the terminal, for Markdown and for HTML, from text or from a pandas DataFrame."""
+"""Tables for the terminal, Markdown and HTML, made of text or of a pandas DataFrame."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, frame: pd.DataFrame, title: str = "", formats: Mapping[str, str] | None = None) -> "Table":
-        """The columns of a frame, the first of which names the rows.
+        """A table of the columns of a frame, the first of which names the rows.
 
         Args:
-          frame: of numbers, and of text, which is taken as it is. Its index is left out.
-          title: stands above the table.
-          formats: how the numbers of a column are written, as format specifications such as `,.4f`.
+          frame: columns of numbers and of text. Its index is left out.
+          title: title above the table.
+          formats: format specifications, such as `,.4f`, of the columns of numbers.
         """
         columns = [
             [number(value, (formats or {}).get(str(name), "")) for value in frame.iloc[:, i]]
@@ -33,7 +33,7 @@ class Table(NamedTuple):
         return cls(title, tuple(map(str, frame.columns)), list(zip(*columns, strict=True)))
 
     def to_rich(self) -> RichTable:
-        """For a rich console."""
+        """The table for a rich console."""
         table = RichTable(title=escape(self.title) or None, title_justify="left")
         for i, name in enumerate(self.header):
             table.add_column(escape(name), justify="right" if i else "left")
@@ -42,13 +42,13 @@ class Table(NamedTuple):
         return table
 
     def to_markdown(self) -> str:
-        """Markdown, the title being a paragraph above the table."""
+        """The table as Markdown, with the title as a paragraph above it."""
         alignment = ("---", *["---:"] * (len(self.header) - 1))
         lines = [f"| {' | '.join(row)} |" for row in (self.header, alignment, *self.rows)]
         return "\n".join([*([self.title, ""] if self.title else []), *lines, ""])
 
     def to_html(self) -> Element:
-        """A `table` element, without the title."""
+        """The table as an HTML `table` element, without the title."""
         table = Element("table")
         head = SubElement(SubElement(table, "thead"), "tr")
         for name in self.header:
@@ -62,17 +62,17 @@ class Table(NamedTuple):
 
 
 def number(value: Any, form: str = "") -> str:
-    """A number by a format specification, text as it is, and `-` for what is missing or not finite."""
+    """Formats a number; text is returned unchanged, and missing or non-finite values become `-`."""
     if isinstance(value, str):
         return value
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def signed(value: float, digits: int) -> str:
-    """A difference with its sign and this number of decimals, for text that people read."""
+    """Formats a difference with its sign and this number of decimals, with a typographic minus."""
     return number(value, f"+,.{digits}f").replace("-", "\N{MINUS SIGN}")
 
 
 def with_error(mean: float, error: float, form: str) -> str:
-    """A mean and its standard error, which is left out where there is none."""
+    """Formats a mean and its standard error, which is left out if it is not finite."""
     return number(mean, form) + (f" ± {error:.4f}" if math.isfinite(error) else "")

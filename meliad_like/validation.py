@@ -1,4 +1,4 @@
-"""Checks that many configs make. Their messages name a field as a gin file binds it."""
+"""Checks for the fields of configs. Their messages name a field as gin files do."""
 
 from collections.abc import Sequence
 from types import NoneType, UnionType
@@ -10,7 +10,7 @@ from meliad_like.errors import UserError
 def check_choices(config: Any) -> None:
     """
     Raises:
-      UserError: a field whose type is a Literal, or a union of Literals and None, has a value that is none of it.
+      UserError: a field whose type is a Literal, or a union of Literals and None, has another value.
     """
     for field, annotation in get_type_hints(type(config)).items():
         # A union lists its members; any other annotation is its own only member.
@@ -45,7 +45,7 @@ def check_not_negative(config: Any, fields: Sequence[str]) -> None:
 def check_steps(config: Any, fields: Sequence[str]) -> None:
     """
     Raises:
-      UserError: one of these fields is a number of steps that 32 bits, which a state counts its steps in, don't hold.
+      UserError: one of these fields is a number of steps that exceeds the 32 bits of the step counter.
     """
     for field in fields:
         if (getattr(config, field) or 0) >= 2**31:
@@ -55,7 +55,7 @@ def check_steps(config: Any, fields: Sequence[str]) -> None:
 def check_seed(config: Any) -> None:
     """
     Raises:
-      UserError: `seed` is not one of 32 bits; of a larger one, JAX uses these alone.
+      UserError: `seed` is not an unsigned integer of 32 bits; JAX ignores the higher bits of a larger one.
     """
     if not 0 <= config.seed < 2**32:
         raise UserError(f"{_binding(config, 'seed')} must not be negative, and below 2**32")
