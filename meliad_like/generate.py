@@ -35,7 +35,7 @@ STOP_AT_END = flags.DEFINE_bool(
     "Whether the end of the document ends the text. If not, it is never sampled, or ends a line.",
 )
 SAVE_CARRY = flags.DEFINE_string("save_carry", None, "File for the carry, to resume from later.")
-LOAD_CARRY = flags.DEFINE_string("load_carry", None, "File of --save_carry, from which to resume; a prompt is read next.")
+LOAD_CARRY = flags.DEFINE_string("load_carry", None, "File of --save_carry to resume from; a prompt is read next.")
 CHUNK = flags.DEFINE_integer("chunk", 8, "Number of tokens that are generated before they are printed.", lower_bound=1)
 
 

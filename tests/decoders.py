@@ -1,4 +1,4 @@
-"""Decoders with recurrent states, and what the tests ask of them."""
+"""Decoders with recurrent states for the tests, and queries of their configs."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The decoder once more, in plain numpy: dense attention, a literal mask, a loop over blocks, one document.
+"""A reimplementation of the decoder in plain numpy: dense attention, a literal mask, a loop over blocks, one document.
 
 With the parameter names of google-research/meliad; shares no code with the package but its configs.
 """
@@ -26,7 +26,7 @@ def unit(x):
 
 
 def softmax_of_seen(scores, seen):
-    """Rows that see nothing are 0."""
+    """The softmax over visible keys; rows without visible keys are 0."""
     weights = np.where(seen, np.exp(scores), 0)
     return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
 
@@ -45,7 +45,7 @@ def rotate(x, position):
 
 
 def sinusoids(place, width):
-    """As fairseq has them, which counts from 2."""
+    """Sinusoids as in fairseq, whose positions start at 2."""
     angle = (place[:, None] + 2) / 10_000 ** (np.arange(width // 2) / (width // 2 - 1))
     return np.concatenate([np.sin(angle), np.cos(angle)], axis=-1)
 
@@ -88,7 +88,7 @@ class DenseModel:
         return x.reshape(len(x), self.config.num_heads, self.config.head_size).transpose(1, 0, 2)
 
     def state_heads(self, p, states):
-        """Keys, values, queries and cross-queries."""
+        """The keys, values, queries and cross-queries of the states."""
         place = "recurrent_tbase/_kvq/"
         y = norm(states, p[place + "pre_attn_layernorm/scale"]) + p[place + "position_embeddings"]
         names = ("keys_layer", "values_layer", "queries_layer", "queries2_layer")

@@ -1,6 +1,6 @@
-"""A bucket of Google Cloud Storage on this machine: as much of its JSON API as gcsfs and tensorstore use.
+"""A local fake of a Google Cloud Storage bucket, with the parts of its JSON API that gcsfs and tensorstore use.
 
-Both are pointed at it by environment variables, so that what runs is what a real bucket would meet.
+Environment variables direct both to it, so that the tests run the same code as with a real bucket.
 """
 
 import base64
@@ -195,7 +195,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def fake_gcs(monkeypatch) -> Iterator[FakeBucket]:
-    """Serves an empty bucket, to this process and to those that it starts, as long as it is in a `with`."""
+    """Serves an empty bucket to this process and its subprocesses, for the duration of a `with` statement."""
     bucket = FakeBucket()
     handler = type("BoundHandler", (Handler,), {"bucket": bucket})
     server = ThreadingHTTPServer(("localhost", 0), handler)

@@ -1,4 +1,4 @@
-"""Documents in memory whose tokens tell which document and position they are."""
+"""Documents in memory whose tokens encode their document and position."""
 
 import numpy as np
 

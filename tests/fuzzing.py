@@ -1,4 +1,4 @@
-"""How hypothesis is used here: the same examples in every run, and as many as seconds allow."""
+"""The settings of hypothesis: the same examples in every run, as many as a number of seconds allows."""
 
 from hypothesis import HealthCheck, settings
 

@@ -1,4 +1,4 @@
-"""A tiny frozen model, documents, and how ancient history reads them."""
+"""A tiny frozen model, documents, and the settings with which ancient history reads them."""
 
 from pathlib import Path
 

@@ -97,7 +97,7 @@ def outputs(kind: str) -> dict[str, np.ndarray]:
     """What transformers makes of a model and the tokens.
 
     `hidden0` is the embedding, the others the layers' outputs (the last one without the final norm), `normed` the last
-    after it; `cached` are the logits from token FROM on, each of which is read alone; `greedy` goes on from there.
+    after it; `cached` are the logits from token FROM on, each of which is read alone; `greedy` continues from there.
     """
     import torch
     import transformers

@@ -1,4 +1,4 @@
-"""Pretrained decoders and the recurrence between windows, written once more: numpy, float64, one window at a time.
+"""A reimplementation of pretrained decoders and the recurrence between windows: numpy, float64, window by window.
 
 Parameters have the names and layouts of Hugging Face's files, and loops go over heads and windows as the papers do.
 """
@@ -121,7 +121,7 @@ def window(model, tokens, inserted=None):
 
 
 def summary(recurrence, config, outputs):
-    """From the outputs of a window's layers to what is inserted into the next, [e, d]."""
+    """Computes the vectors inserted into the next window, [e, d], from the outputs of a window's layers."""
     if config.normalise_pooled:
         outputs = [y / np.sqrt((y**2).mean(axis=1, keepdims=True) + config.norm_epsilon) for y in outputs]
     weighed = np.tensordot(softmax(np.asarray(recurrence["layer_scores"], np.float64)), np.stack(outputs), axes=1)

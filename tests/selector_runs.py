@@ -1,5 +1,5 @@
-"""Small selectors of ancient history on documents that are made up here, with scores that say how spans and contexts
-fit."""
+"""Small selectors of ancient history on synthetic documents, whose scores measure how well spans and contexts
+match."""
 
 import functools
 
@@ -30,7 +30,7 @@ TRAINING = SelectorTrainingConfig(
 
 
 class MadeUp:
-    """Documents of two letters and their blanks."""
+    """Synthetic documents of two letters and blanks."""
 
     lengths = np.array([60, 75, 90, 64, 81])
     names = tuple("abcde")

@@ -33,7 +33,7 @@ def one_device():
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Folders of untrained checkpoints by name, on the same documents; made when they are asked for."""
+    """Folders of untrained checkpoints by name, on the same documents; created on first use."""
     root = tmp_path_factory.mktemp("studies")
     (root / "documents" / "test").mkdir(parents=True)
     for name, text in DOCUMENTS.items():
@@ -68,7 +68,7 @@ def request(checkpoint, output, **changes):
 
 
 class Page(HTMLParser):
-    """What is in a page."""
+    """The parsed content of a page."""
 
     def __init__(self, folder):
         super().__init__()
@@ -99,7 +99,7 @@ class Page(HTMLParser):
 
 
 def assert_safe(page):
-    """Nothing is loaded from anywhere, and nothing runs that a document or a folder brought."""
+    """Asserts that a page loads no external resource and runs no code from a document or a folder."""
     assert not {"img", "link", "iframe", "object", "b"} & set(page.tags)
     for name, value in page.attributes:
         assert name not in ("src", "srcset", "data") and not name.startswith("on")

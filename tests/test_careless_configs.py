@@ -57,7 +57,7 @@ def bindings(draw, class_name, kind, integers):
 
 
 def text(value) -> str:
-    """As gin reads it, which knows no infinity but numbers that are too large."""
+    """The value as gin text; gin has no literal for infinity, so a number that is too large stands for it."""
     return repr(value).replace("inf", "1e999")
 
 
@@ -76,7 +76,7 @@ def base(tmp_path_factory):
 
 
 def traced_or_refused(base, changes) -> str | None:
-    """The error, of one line; None where the step can be traced."""
+    """The one-line error; None if the step can be traced."""
     try:
         setup = set_up(tiny_run.parse(base, *changes))
     except UserError as error:

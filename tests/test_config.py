@@ -1,4 +1,4 @@
-"""From gin files to RunConfig and back, and what a mistake is told."""
+"""Conversion of gin files to RunConfig and back, and the error messages for mistakes."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_a_mistake_in_a_parameter_is_one_line(gin_params, expected):
         ("size/tinny.gin", "size/tiny.gin"),
     ],
 )
-def test_an_unknown_file_is_told_the_nearest_name(name, nearest):
+def test_the_error_for_an_unknown_file_names_the_nearest(name, nearest):
     assert message([name]) == f"no gin file {name!r} (nearest: {nearest})"
 
 
@@ -240,7 +240,7 @@ def test_a_working_folder_refuses_another_config(tmp_path):
         "ReaderConfig.device_batches_ahead = 3",
     ],
 )
-def test_what_a_run_may_go_on_with(tmp_path, binding):
+def test_fields_that_may_change_when_a_run_resumes(tmp_path, binding):
     config.save(config.parse(), tmp_path)
     other = config.parse(gin_params=[binding])
     assert other != config.parse()
@@ -258,7 +258,7 @@ def test_what_a_run_may_go_on_with(tmp_path, binding):
         ("ScheduleConfig.warmup_steps = 7", "schedule.warmup_steps is 1000 there, 7 here"),
     ],
 )
-def test_what_a_run_can_not_go_on_with(tmp_path, binding, message):
+def test_fields_that_may_not_change_when_a_run_resumes(tmp_path, binding, message):
     config.save(config.parse(), tmp_path)
     with pytest.raises(UserError, match=re.escape(message)):
         config.save(config.parse(gin_params=[binding]), tmp_path)

@@ -1,4 +1,4 @@
-"""What a step costs: linear in the segment, the same at every position, and compiled once."""
+"""The cost of a step: linear in the segment length, independent of the position, with one compilation."""
 
 import logging
 

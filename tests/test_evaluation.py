@@ -1,4 +1,4 @@
-"""An evaluation is the plain loop over documents, whatever the lanes, the segments and the mesh."""
+"""An evaluation equals a plain loop over documents for any number of lanes, segment length and mesh."""
 
 import json
 import math
@@ -26,7 +26,7 @@ WINDOW = 8
 
 
 class CountedSplit(FakeSplit):
-    """With tokens of chance below 29, and numbers of bytes and words."""
+    """A split of random tokens below 29, with numbers of bytes and words."""
 
     vocabulary_size = 32
 
@@ -58,7 +58,7 @@ def params(model):
 
 @pytest.fixture(scope="module")
 def expected(model, params):
-    """(nats, correct) of every target of every document, read alone in one pass."""
+    """Returns (nats, correct) of every target of every document, each document read separately in one pass."""
     split = CountedSplit(LENGTHS)
     length = -(-max(LENGTHS) // WINDOW) * WINDOW
 
@@ -197,11 +197,11 @@ def test_a_part_is_whole_documents_and_says_so(model, params, expected):
         make_evaluator(model, max_tokens=0)
 
 
-def test_progress_is_told(evaluator, params):
-    told = []
-    evaluator(params, lambda done, total: told.append((done, total)))
+def test_progress_is_reported(evaluator, params):
+    progress = []
+    evaluator(params, lambda done, total: progress.append((done, total)))
     total = sum(LENGTHS) - len(LENGTHS)
-    assert told[-1] == (total, total) and len(told) > 1 and sorted(told) == told
+    assert progress[-1] == (total, total) and len(progress) > 1 and sorted(progress) == progress
 
 
 PROCESS = """

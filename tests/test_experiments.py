@@ -1,4 +1,4 @@
-"""The command that makes the paper's tables: runs, their times, and what is reported of them."""
+"""The command that makes the paper's tables: runs, their times, and the reports."""
 
 import csv
 import dataclasses
@@ -55,7 +55,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def bindings(tmp_path_factory):
-    """Of a run on documents that are made up."""
+    """The bindings of a run on synthetic documents."""
     made = tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
     return [
         b
@@ -77,7 +77,7 @@ def write_result(folder, row: str, seed: int, bits: float, split: str = "test") 
     (folder / f"{row}-{seed}" / "result.json").write_text(json.dumps(content))
 
 
-def test_a_run_is_done_once_and_goes_on_from_where_it_was(bindings, tmp_path, monkeypatch, capsys):
+def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys):
     for module in ("run.setup", "experiments.jobs"):
         monkeypatch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
 
@@ -155,7 +155,7 @@ def test_vocabularies_that_are_too_large_for_a_scale_are_made_when_they_are_name
     ]
 
 
-def test_statuses_of_processes_are_told(tmp_path):
+def test_statuses_of_processes_are_reported(tmp_path):
     commands = {f"{i}": (["sh", "-c", f"echo here; exit {i}"], tmp_path / "new" / f"{i}.txt") for i in range(4)}
     statuses = {}
     assert run_processes(commands, 2, dict(os.environ), statuses.__setitem__) == 0
@@ -193,7 +193,7 @@ def test_side_by_side_each_run_has_one_thread(tmp_path, monkeypatch):
     assert environment(tmp_path, side_by_side=False)["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "compiled")
 
 
-def test_steps_are_timed_in_turn():
+def test_steps_are_timed_alternately():
     order = []
     run = SimpleNamespace(model=SimpleNamespace(activation_dtype="float32"), data=SimpleNamespace(tokens_per_step=10))
 

@@ -117,7 +117,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="learned_selector belongs to another config: training.learning_rate is"):
         faster.make()
 
-    # Other rows of other documents take the place of what was evaluated, without being told to.
+    # Rows of other documents replace the evaluated ones without a flag.
     monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: [row for row in ROWS if row.name in ALWAYS])
     assert experiment(place, split="train")[0].make() == 0
     saved = json.loads((place / "table" / "evaluation" / "evaluation.json").read_text())

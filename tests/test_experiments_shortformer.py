@@ -1,4 +1,4 @@
-"""The Shortformer paper's tables: their rows, what a scale makes of them, two of them trained, and the report."""
+"""The Shortformer paper's tables: their rows at each scale, the training of two of them, and the report."""
 
 import dataclasses
 import json

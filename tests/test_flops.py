@@ -31,7 +31,7 @@ def test_a_layer_of_the_paper_by_hand():
 @pytest.mark.parametrize(
     ("gate", "cell", "states"),
     [
-        # Tokens: 28 d² and cross-query 2 d², cross-attention 2 d², wider output 2 d². States, as many as tokens:
+        # Tokens: 28 d² and cross-query 2 d², cross-attention 2 d², wider output 2 d². With one state per token:
         # projections 8 d², attention 2 d² + 4 d², then output, gates and network.
         ("fixed", "skip", 4),
         ("lstm", "skip", 4 + 2 * 4),
@@ -46,7 +46,7 @@ def test_a_recurrent_layer_of_the_paper_by_hand(gate, cell, states):
 
 
 def test_recurrence_costs_about_one_more_layer():
-    """At four layers of bytes a little less."""
+    """With four layers and a byte vocabulary it is a little less."""
     sizes = {"num_layers": 4, "model_width": 256, "num_heads": 4, "head_size": 64, "feedforward_width": 1024}
     slide = DecoderConfig(**sizes, window_length=128)
     recurrent = with_states(slide, layers=(-2,), num_states=128).flops(256).forward

@@ -1,4 +1,4 @@
-"""Reading a prompt, writing on from it, stopping and going on."""
+"""Generation: reading a prompt, continuing it, stopping and resuming."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def make_generator(opened):
 
 
 def write(generator, reading, num_tokens):
-    """All tokens at once, and the place after them."""
+    """Generates all tokens at once; returns them and the state after them."""
     chunks = list(generator.write(reading, num_tokens))
     return [token for chunk, _ in chunks for token in chunk], chunks[-1][1]
 
@@ -155,7 +155,7 @@ def test_a_prompt_may_end_with_the_token_that_ends_documents(make_generator):
     assert generator.read(generator.read(generator.begin(0), np.array([5, END])), np.array([7])).num_read == 2
 
 
-def test_nothing_to_go_on_from(make_generator):
+def test_nothing_to_continue(make_generator):
     generator = make_generator()
     with pytest.raises(UserError, match="the prompt is empty"):
         next(generator.write(generator.begin(0), 1))
@@ -337,10 +337,10 @@ def test_who_reads_may_have_enough(folder, tmp_path, place, status):
     command = [sys.executable, "-m", "meliad_like.generate", f"--checkpoint={folder}", "--prompt=a", *save]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
-        said = process.stderr.read().decode().splitlines()
+        errors = process.stderr.read().decode().splitlines()
     assert process.returncode == status
-    told = f"error: the output was closed before its end: nothing is in --save_carry={tmp_path / 'place.npz'}"
-    assert said == ([] if place is None else [told])
+    expected = f"error: the output was closed before its end: nothing is in --save_carry={tmp_path / 'place.npz'}"
+    assert errors == ([] if place is None else [expected])
 
 
 @pytest.mark.parametrize(

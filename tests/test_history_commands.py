@@ -1,4 +1,4 @@
-"""The commands of ancient history on a tiny model: scores that go on after a stop, evaluations, a search."""
+"""The commands of ancient history on a tiny model: scores that resume after a stop, evaluations, a search."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def test_every_candidate_has_its_score(place, scores, capsys):
     assert documents.tokens(1, 3, 9).tolist() == opened.documents.tokens(1, 3, 9).tolist()
 
 
-def test_scores_go_on_after_a_stop(place, scores, tmp_path, monkeypatch):
+def test_scoring_resumes_after_a_stop(place, scores, tmp_path, monkeypatch):
     whole = StrideStore(scores)
     asked = request(place, split="train")
     seen = []
@@ -154,7 +154,7 @@ def test_evaluation(place, tmp_path):
     assert "per token | per word | per byte" in text
 
 
-def test_an_evaluation_goes_on_after_a_stop(place, tmp_path):
+def test_an_evaluation_resumes_after_a_stop(place, tmp_path):
     asked = request(place, "HistoryConfig.first_selection = 1")
     commands.evaluate_selections(asked, tmp_path, [])
     whole = json.loads((tmp_path / "evaluation.json").read_text())

@@ -1,4 +1,4 @@
-"""Documents with and without spans: against a plain loop over windows, and what comes of it."""
+"""Evaluation of documents with and without spans against a plain loop over windows."""
 
 import dataclasses
 import functools

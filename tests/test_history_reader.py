@@ -48,7 +48,7 @@ def first_spans(name, document, stride):
 
 
 def windows(reader):
-    """Of all lanes and steps: (document, position of the blocks, inputs, targets that count), idle ones left out."""
+    """The windows of all lanes and steps: (document, positions of blocks, inputs, targets that count), if not idle."""
     found = []
     for step in range(reader.num_steps):
         batch = reader.batch(step, range(reader.num_lanes))
@@ -91,7 +91,7 @@ def test_every_token_after_the_first_is_predicted_once(stride):
     assert found == [STRIDE * d + i for d, length in enumerate(lengths) for i in range(1, length)]
 
 
-def test_lanes_are_made_apart_and_orders_are_the_seeds():
+def test_lanes_are_made_separately_and_orders_depend_on_the_seed():
     reader = make([90, 50, 70, 20], num_lanes=3, shuffle=True, epochs=None, seed=1)
     whole = reader.batch(4, [0, 1, 2])
     for name, values in reader.batch(4, [2, 0])._asdict().items():

@@ -1,4 +1,4 @@
-"""Equation 2: what a span is worth, one at a time and many at once."""
+"""Equation 2: the score of a span, computed one at a time and in batches."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def mesh():
 
 
 def losses_of(model, params, tokens):
-    """Of each token after the first, by the model as it is read in training: all of it at once."""
+    """The loss of each token after the first, from the model as in training, on the whole sequence at once."""
     model = Model(dataclasses.replace(model.config, window_length=len(tokens), overlap=0), model.vocabulary_size)
     module = model.bind(params)
     hidden, _ = module(jnp.asarray(tokens)[None], module.init_carry(1), jnp.ones((1, 1), bool))
@@ -115,7 +115,7 @@ def test_operations_are_counted(params, mesh):
     assert gains.losses.flops == (2 + 4 + 6) * (16 * layer + 4 * 2 * 8 * 50)
 
 
-def test_any_family_reads_sequences_apart(mesh):
+def test_any_family_reads_separate_sequences(mesh):
     config = DecoderConfig(
         num_layers=1, model_width=8, num_heads=2, head_size=4, feedforward_width=8, window_length=8, dropout_rate=0.0
     )

@@ -1,4 +1,4 @@
-"""Rankings of spans: what they read, and what they don't."""
+"""Rankings of spans: the inputs that they depend on, and those that they must not depend on."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def test_recent_spans_are_the_last_ones():
     assert select(Ranking("recent", CONFIG).scores(DOCUMENT, STRIDE, ENDS), ENDS, CONFIG).tolist() == ENDS[-2:].tolist()
 
 
-def test_only_what_runs_a_model_chooses_among_candidates_by_chance():
+def test_only_rankings_that_run_a_model_choose_among_random_candidates():
     config = dataclasses.replace(CONFIG, max_candidates=3)
     for scorer in (*HONEST, Ranking("overlap_oracle", config)):
         assert candidates_of(scorer, STRIDE, config).tolist() == ENDS.tolist()

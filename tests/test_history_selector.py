@@ -1,4 +1,4 @@
-"""Selectors of ancient history as functions of arrays: a decoder's vectors, and what the heads make of them."""
+"""Selectors of ancient history as functions of arrays: a decoder's vectors, and the outputs of the heads."""
 
 import functools
 

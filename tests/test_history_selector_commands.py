@@ -1,4 +1,4 @@
-"""From scores to a trained selector, what it reaches on other documents, and the page of what it chose."""
+"""From scores to a trained selector, its evaluation on other documents, and the page of its choices."""
 
 import json
 import subprocess

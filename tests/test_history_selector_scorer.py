@@ -1,4 +1,4 @@
-"""A trained selector that ranks candidates: what it sees, what it reads, and what its folder is good for."""
+"""A trained selector that ranks candidates: its inputs, and the checks of its folder."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def test_a_light_selector_reads_each_span_and_each_context_once(folders):
     assert joint.flops > 30 * light.flops > 0
 
 
-def test_compilation_is_counted_apart(folders):
+def test_compilation_is_counted_separately(folders):
     scorer = LearnedSelector(open_selector(folders / "joint"))
     assert scorer.compile_seconds == 0
     all_scores(scorer)

@@ -1,4 +1,4 @@
-"""Training of selectors of ancient history: what is read, in which order, and that a run that stops goes on."""
+"""Training of selectors of ancient history: the examples, their order, and that an interrupted run resumes."""
 
 import dataclasses
 import errno
@@ -76,7 +76,7 @@ def test_a_place_costs_the_same_wherever_it_is():
     assert texts("context", far).tokens.tolist() == [[97] * 8]
 
 
-def test_encoding_goes_on_after_a_full_disk(tmp_path, monkeypatch):
+def test_encoding_resumes_after_a_full_disk(tmp_path, monkeypatch):
     selector, encoder, inputs = selector_of("light", train_encoder=False)
     places, texts = pairs_of().places, DocumentTexts(inputs, MadeUp())
     told: list[int] = []
@@ -158,7 +158,7 @@ def undisturbed(request, tmp_path_factory):
     return folder, kind, train_encoder
 
 
-def test_a_run_that_stops_goes_on_as_if_it_had_not(undisturbed, tmp_path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(undisturbed, tmp_path, monkeypatch):
     folder, kind, train_encoder = undisturbed
 
     class StopAtFour(training._BetweenSteps):

@@ -1,4 +1,4 @@
-"""Files that were cut, overwritten, or made to do harm: one line that says so, and nothing that is in them is run."""
+"""Truncated, overwritten or malicious files: a one-line error, and no code from the file is executed."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ few = settings(FEW, max_examples=60)
 
 @st.composite
 def harms(draw):
-    """What may happen to a file: (kind, where, by what)."""
+    """Kinds of damage of a file: (kind, position, replacement)."""
     kind = draw(st.sampled_from(["flip", "cut", "insert", "replace", "json", "delete"]))
     place = draw(st.floats(0, 1, exclude_max=True))
     content = draw(st.one_of(st.binary(max_size=40), st.sampled_from([b"", b"null", b"[]", b"{}", b"[" * 100_000])))
@@ -155,7 +155,7 @@ def checkpoints(tmp_path_factory):
 @example(0, ("replace", 0.0, b'{"files": {"../../x": [1, 2]}}'))
 @example(0, ("replace", 0.0, b'{"files": []}'))
 def test_a_checkpoint(checkpoints, tmp_path_factory, which, damage):
-    """What it holds comes back bit for bit, or the one before does."""
+    """Restoring returns the saved arrays bit for bit, or those of the checkpoint before."""
     folder = tmp_path_factory.mktemp("damaged") / "checkpoints"
     shutil.copytree(checkpoints, folder)
     # The manifest first, which says what the others should be.
@@ -186,7 +186,7 @@ def test_a_line_of_the_metrics(tmp_path, line):
 
 
 def test_a_full_disk_is_one_line_wherever_it_is_met():
-    """/dev/full is one: what is logged first meets it."""
+    """/dev/full is a full disk, on which the first write of metrics fails."""
     program = """
         from meliad_like import command_line
         def main():
@@ -200,7 +200,7 @@ def test_a_full_disk_is_one_line_wherever_it_is_met():
 
 
 def test_a_full_disk_under_a_run_prints_nothing_of_its_own(tmp_path):
-    """A limit on the size of files stands in for the disk."""
+    """A limit on the size of files simulates the full disk."""
     program = f"""
         import resource
         from meliad_like.training.metrics import MetricsWriter
@@ -217,10 +217,10 @@ def test_a_full_disk_under_a_run_prints_nothing_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "said"),
+    ("folder", "text"),
     [("file", "File exists"), ("file/below", "Not a directory"), (".", None), ("n" * 300, "File name")],
 )
-def test_a_path_that_the_system_refuses_is_one_line(tmp_path, folder, said):
+def test_a_path_that_the_system_refuses_is_one_line(tmp_path, folder, text):
     (tmp_path / "file").touch()
     program = f"""
         import pathlib
@@ -228,9 +228,9 @@ def test_a_path_that_the_system_refuses_is_one_line(tmp_path, folder, said):
         command_line.run(lambda: pathlib.Path({str(tmp_path / folder)!r}).mkdir(parents=True, exist_ok=True))
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert result.returncode == (0 if said is None else 2)
-    assert result.stderr.startswith(f"error: {tmp_path / folder}: {said}" if said else "")
-    assert result.stderr.endswith("; name another path\n" if said else "") and result.stderr.count("\n") == bool(said)
+    assert result.returncode == (0 if text is None else 2)
+    assert result.stderr.startswith(f"error: {tmp_path / folder}: {text}" if text else "")
+    assert result.stderr.endswith("; name another path\n" if text else "") and result.stderr.count("\n") == bool(text)
 
 
 class Malicious:
@@ -244,7 +244,7 @@ class Malicious:
 
 
 def test_nothing_is_unpickled(store, tmp_path):
-    """The arrays would run a program where numpy is told to allow it, which is first shown."""
+    """With `allow_pickle`, loading the arrays would run code, which the test shows first."""
     written = tmp_path / "written"
     array = np.array([Malicious(written)], dtype=object)
     planted = tmp_path / "planted.npy"

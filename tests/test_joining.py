@@ -1,4 +1,4 @@
-"""The processes of a run find each other, or end."""
+"""The processes of a run connect, or end."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""The launch scripts and the packaging: what a person meets before any Python of ours runs."""
+"""The launch scripts and the packaging, which run before any Python code of the package."""
 
 import os
 import subprocess

@@ -134,7 +134,7 @@ def test_a_request_that_somebody_deletes_is_not_waited_for(cloud):
     assert errors == "error: nothing is known of the slice pod any more; the same command asks for it again\n"
 
 
-def test_a_preempted_slice_is_made_again_and_the_training_goes_on(cloud):
+def test_a_preempted_slice_is_made_again_and_the_training_resumes(cloud):
     cloud.plan("preempt 100", "preempt 200", "exit 0")
     status, output, _ = cloud.run("--max_restarts=1")
     assert status == 0, output
@@ -181,7 +181,7 @@ def test_gives_up_after_requests_that_were_all_refused(cloud):
     assert errors.endswith("error: gcloud refused five times in a row; what it said is above\n")
 
 
-def test_after_sigterm_the_same_slice_goes_on(cloud):
+def test_after_sigterm_the_same_slice_resumes(cloud):
     cloud.plan("exit 75", "exit 0")
     assert cloud.run()[0] == 0
     assert len(cloud.calls("queued-resources", "create")) == 1 and len(cloud.trained(1)) == 2

@@ -80,7 +80,7 @@ def test_two_steps_with_progress_and_logs(start, tmp_path):
     logs = tmp_path / "a run" / "logs"
     assert output.splitlines()[-1] == f"== Ended with status 0 and 0; the logs are in {logs}"
     assert "step 2/2" in (logs / "process_0.log").read_text() and "step" not in (logs / "process_1.log").read_text()
-    # What the other scripts read in the logs of a run that goes on.
+    # The lines that the other scripts read in the logs of a resumed run.
     command = 'source "$1/launch/running.sh"; start_step "$2"'
     step = subprocess.check_output(["bash", "-c", command, "x", str(ROOT), str(logs / "process_0.log")], text=True)
     assert step == "0\n"

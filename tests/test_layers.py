@@ -1,4 +1,4 @@
-"""The parts of layers, on platforms that are not there too."""
+"""The parts of layers, also for platforms that this machine does not have."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def value(x, kernel, dtype=None):
 
 @pytest.fixture
 def arguments():
-    """With a kernel that has more rows than columns."""
+    """Arguments with a kernel that has more rows than columns."""
     generator = np.random.default_rng(0)
     return [generator.standard_normal(shape, np.float32) for shape in ((64, 32), (32, 8))]
 

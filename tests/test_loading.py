@@ -31,7 +31,7 @@ def sharding():
 
 
 class SlowReader:
-    """Takes a while for each batch, and notes which were made."""
+    """A reader that takes some time for each batch, and records the batches made."""
 
     num_lanes = 8
     num_steps = None

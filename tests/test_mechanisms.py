@@ -1,4 +1,4 @@
-"""What every memory mechanism has to be: exact in every way it can be read, and known to every command."""
+"""The requirements for every memory mechanism: equal results of all ways of reading, and support in every command."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ def model_of(name):
 
 @functools.cache
 def make(name):
-    """The model, and parameters in which nothing is 1, 0 or small enough to be missed."""
+    """Makes a model, and parameters without ones, zeros or values too small for the tests to notice."""
     model, generator = model_of(name), np.random.default_rng(0)
 
     def perturb(x):
@@ -185,7 +185,7 @@ def test_sharded_equals_unsharded(name, shape):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Four steps of a run on tiny documents, of which the last is evaluated and followed by a sample."""
+    """Runs four training steps on tiny documents, an evaluation and a sample after the last step."""
     bindings = tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
     every = ("checkpoint_every = 2", "evaluate_every = 4", "sample_every = 4", "sample_tokens = 6", "num_steps = 4")
     return tiny_run.parse(bindings, *(f"TrainingConfig.{binding}" for binding in every), "MeshConfig.data = 1")

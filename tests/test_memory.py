@@ -1,4 +1,4 @@
-"""The external memory: what is found, how much space finding takes, and what is never seen."""
+"""The external memory: results of a search, its memory use, and the memories that must never be found."""
 
 import dataclasses
 
@@ -112,7 +112,7 @@ def model_and_carry(config, b=2):
 
 
 def poison(carry, lane):
-    """Memories of a lane made unmissable."""
+    """Replaces the memories of a lane by values that change every result."""
     layer = carry.layers[0]
     stored = Memory(*(x.at[lane].set(1e3) for x in layer.mechanisms["external_memory"]))
     return carry._replace(layers=[with_memory(layer, stored), *carry.layers[1:]])
@@ -126,7 +126,7 @@ def with_memory(layer, stored):
 def test_memories_leak_neither_into_another_lane_nor_into_the_next_document(update):
     model, params, carry = model_and_carry(memorizing(update=update))
     _, carry = read(model, params, tokens_of(2, 4), carry, starts(2, 4))
-    # Lane 0 goes on for two blocks before its next document begins.
+    # Lane 0 continues for two blocks before its next document begins.
     start = starts(2, 4, (0, 2))
     tokens = tokens_of(2, 4, seed=1)
     clean, clean_carry = read(model, params, tokens, carry, start)

@@ -110,7 +110,7 @@ def test_data_axis_takes_the_remaining_devices():
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What jax looks at in a TPU when it lays out a mesh."""
+    """The attributes of a TPU device that jax reads to lay out a mesh."""
 
     coords: tuple[int, int, int]
     id: int

@@ -1,4 +1,4 @@
-"""The decoder: one result by several ways, and what may depend on what."""
+"""The decoder: equal results of all ways of computing them, and which outputs depend on which inputs."""
 
 import dataclasses
 import functools
@@ -67,7 +67,7 @@ WAYS += ("memory beside states",)
 
 @functools.cache
 def make(config: DecoderConfig, seed: int = 0):
-    """A model, and parameters in which nothing is 1, 0 or small enough to be missed."""
+    """Makes a model, and parameters without ones, zeros or values too small for the tests to notice."""
     model = Model(config, V)
     generator = np.random.default_rng(seed)
 
@@ -128,7 +128,7 @@ def test_a_book_in_segments_is_the_book(name):
 
 
 @pytest.mark.parametrize("name", ["two", "slide", "unmasked", "feedback", "memory", "memory of buckets"])
-def test_documents_that_begin_within_a_segment_are_apart(name):
+def test_documents_that_begin_within_a_segment_are_separate(name):
     model, params = make(CONFIGS[name])
     tokens, n = tokens_of(2, 6), 6 * W
     # Both lanes are inside a document before; lane 0 has two beginnings, lane 1 begins at once.

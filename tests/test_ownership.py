@@ -1,4 +1,4 @@
-"""One training at a time in a working folder, and who has it is named."""
+"""One training at a time in a working folder; the error names the owner."""
 
 import errno
 import fcntl

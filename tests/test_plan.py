@@ -1,4 +1,4 @@
-"""Plans: what is counted in a compiled program, and what the command says of a run."""
+"""Plans: the figures of a compiled program, and the report of the command for a run."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Three ways to predict the same tokens: what each scores, sees and costs."""
+"""Three protocols that predict the same tokens: their scores, contexts and costs."""
 
 import dataclasses
 import math
@@ -63,7 +63,7 @@ def run(name, protocol, mesh, concatenated=True, segment_length=W, **arguments):
 
 
 def reference(name, windows):
-    """Nats of the last targets of some windows of the stream, each read alone and from nothing."""
+    """The nats of the last targets of windows of the stream, each read separately with an empty carry."""
     model = Model(CONFIGS[name], V)
     params = model.init(jax.random.key(0))
     stream = Concatenated(Split(LENGTHS), V, V - 1).tokens(0, 0, sum(LENGTHS) + 1)

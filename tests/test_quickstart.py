@@ -1,4 +1,4 @@
-"""The quick start from its first line to its last, small; and what it does with what an earlier one left."""
+"""The whole quick start at a small size, also in a folder that an earlier quick start has left."""
 
 import subprocess
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_from_documents_to_table_picture_and_sample(tmp_path):
 
 
 @pytest.mark.parametrize("failing", ["", "train", "generate"])
-def test_a_finished_run_is_made_again_and_a_cut_off_one_goes_on(tmp_path, failing):
+def test_a_finished_run_is_made_again_and_an_interrupted_one_resumes(tmp_path, failing):
     checkout = make_checkout(tmp_path, FAKE_PYTHON)
     first = quick_start(checkout, FAILING=f"meliad_like.{failing}" if failing else "")
     assert first.returncode == bool(failing)

@@ -1,4 +1,4 @@
-"""Batches of the lanes reader: literal ones, and what must hold for any lengths."""
+"""Batches of the lanes reader: literal ones, and invariants for any lengths."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def test_several_documents_in_one_segment():
     assert second.position.tolist() == [[0, 4, 0]]
 
 
-def test_a_document_goes_on_in_the_next_segment():
+def test_a_document_continues_in_the_next_segment():
     batch = evaluation_reader([22], num_lanes=2, segment_length=8).batch(1, range(2))
     assert batch.inputs.tolist() == [list(range(8, 16)), [0] * 8]
     assert batch.targets.tolist() == [list(range(9, 17)), [0] * 8]

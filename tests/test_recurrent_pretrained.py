@@ -149,7 +149,7 @@ def test_without_influence_it_is_the_unmodified_model():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("changes", [{}, {"overlap": 3}, {**RECURRENT}, {**RECURRENT, "overlap": 3, "pooling": "max"}])
 def test_a_token_at_a_time_is_the_windows(architecture, changes):
-    """Two lanes that are three tokens apart: windows end for one and not for the other."""
+    """Two lanes with an offset of three tokens, so that windows end at different steps."""
     model, params = make(architecture, **changes)
     module = model.bind(params)
 

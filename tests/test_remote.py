@@ -1,4 +1,4 @@
-"""Working folders and token stores on gs://, met through a fake bucket that can fail."""
+"""Working folders and token stores on gs://, in a fake bucket that can fail."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(bucket):
 
 @pytest.fixture(scope="module")
 def bindings(tmp_path_factory):
-    """Of a short run on a store in the bucket, which `run` puts there."""
+    """The bindings of a short run on a store in the bucket, where `run` writes it."""
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
         "DecoderConfig.num_layers = 1",
@@ -116,7 +116,7 @@ def upload(bucket, folder, prefix):
 
 
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(bindings, bucket, cache, tmp_path, monkeypatch, capsys):
-    """Its documents, its checkpoints and all that it logs are there; stopped half way, it goes on."""
+    """Its documents, checkpoints and logs are in the bucket; an interrupted run resumes."""
     evaluating = (
         "TrainingConfig.evaluate_every = 6",
         "TrainingConfig.sample_every = 6",
@@ -195,7 +195,7 @@ def test_a_bucket_that_refuses_to_be_written_to(bindings, bucket, tmp_path):
 
 
 def test_a_bucket_that_fails_under_a_run(bindings, bucket):
-    """What was saved before is there, and the same command goes on."""
+    """Earlier checkpoints are still there, and the same command resumes."""
     run = parse(bindings)
     bucket.refuse = lambda method, name: 403 if method == "POST" and "checkpoints/4" in name else None
     with pytest.raises(UserError, match=r"checkpoint gs://bucket/run/checkpoints/4 could not be written"):

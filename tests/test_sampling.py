@@ -1,4 +1,4 @@
-"""Which tokens can be drawn, and how often."""
+"""The tokens that can be sampled, and their frequencies."""
 
 import jax
 import jax.numpy as jnp

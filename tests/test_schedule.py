@@ -1,4 +1,4 @@
-"""The schedule against tables written by hand, and its promises over random lengths."""
+"""The schedule against tables written by hand, and its invariants for random lengths."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,7 +48,7 @@ def test_documents_without_blocks_are_never_dealt():
 
 
 def test_shuffled_order_is_the_one_that_earlier_runs_had():
-    """A run that resumes finds its place only if this never changes, whatever the version of numpy."""
+    """Resuming needs an order that never changes with the version of numpy."""
     assert table(Schedule(np.ones(8, int), 1, 0), 16) == ["dcbgahef" + "hefbgcad"]
     assert table(Schedule(np.ones(8, int), 1, 7), 8) == ["gdeachfb"]
 

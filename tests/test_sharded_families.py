@@ -1,4 +1,4 @@
-"""Every family on meshes of eight devices: losses, gradients and what is remembered are those of one device."""
+"""Every family on meshes of eight devices: losses, gradients and carries are those of one device."""
 
 import dataclasses
 import functools
@@ -93,7 +93,7 @@ def model_and_params(name):
 
 
 def batches(model):
-    """Two segments, in which documents begin and go on."""
+    """Two segments, in which documents begin and continue."""
     generator = np.random.default_rng(1)
     w = model.config.window_length
     for _ in range(2):
@@ -111,7 +111,7 @@ def losses_and_gradient(model):
 
 
 def place(name, mesh):
-    """Parameters and an empty carry on the mesh, and where a batch lies."""
+    """Parameters and an empty carry on the mesh, and the sharding of a batch."""
     model, params = model_and_params(name)
     carry = model.bind(params).init_carry(B)
     lanes = lane_sharding(mesh, B)
@@ -120,7 +120,7 @@ def place(name, mesh):
 
 
 def read(name, mesh):
-    """Losses, gradients and carry of two segments, the second of which goes on with the first one's carry."""
+    """Losses, gradients and carry of two segments, the second of which continues with the carry of the first."""
     model, _ = model_and_params(name)
     params, carry, lanes = place(name, mesh)
     where = jax.tree.map(lambda x: x.sharding, (params, carry))

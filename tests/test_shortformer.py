@@ -1,4 +1,4 @@
-"""The Shortformer and its ablations: one result by several ways, and what may depend on what."""
+"""The Shortformer and its ablations: equal results of all ways of computing them, and dependencies on inputs."""
 
 import dataclasses
 import functools
@@ -154,7 +154,7 @@ def test_a_book_in_segments_is_the_book(name):
 
 
 @pytest.mark.parametrize("name", ["shortformer", "longer cache"])
-def test_documents_that_begin_within_a_segment_are_apart(name):
+def test_documents_that_begin_within_a_segment_are_separate(name):
     model, params = make(name)
     tokens = tokens_of(2, 6)
     _, carry = read(model, params, tokens_of(2, 6, seed=1), begin(model, params, 2), starts(2, 6))

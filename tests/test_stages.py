@@ -1,4 +1,4 @@
-"""Staged training: what changes from stage to stage, what goes on, and that being killed changes nothing."""
+"""Staged training: changes between stages, what is kept, and that a kill changes no result."""
 
 import json
 import signal
@@ -120,7 +120,7 @@ def test_a_run_without_stages_is_one(bindings):
     assert (index, first, last, same) == (0, 0, run.training.num_steps, run)
 
 
-def test_what_goes_on_and_what_begins_anew(bindings, straight):
+def test_what_a_stage_keeps_and_what_it_resets(bindings, straight):
     run = parse(bindings, *STAGES)
     before, after, last = (read_state(run, straight, step) for step in (4, 5, 10))
     assert [state.carry.layers[0].tokens.key.shape[:3] for state in (before, after, last)] == [
@@ -172,7 +172,7 @@ def test_killed_around_a_switch(bindings, straight, tmp_path):
 
 
 def test_a_first_step_of_a_stage_that_is_not_finite(bindings, tmp_path, monkeypatch):
-    """What is saved is the stage before's last step, with lanes that the stage before can go on with."""
+    """The saved state is the last step of the stage before, with the lanes of that stage."""
 
     def make(*arguments):
         step = make_train_step(*arguments)

@@ -1,4 +1,4 @@
-"""Continuations after a context and without it: what is written is what the model finds most likely."""
+"""Continuations with and without a context: the text consists of the model's most likely tokens."""
 
 import json
 
@@ -17,7 +17,7 @@ __all__ = ["one_device", "runs"]  # fixtures
 
 
 def greedy(opened, prompt, num_tokens):
-    """Token by token, each from all before it at once."""
+    """Greedy decoding, in which each token is computed from all tokens before it in one pass."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         blocks = -(-len(tokens) // WINDOW)

@@ -1,4 +1,4 @@
-"""What is said of gates and states is what the model has and does."""
+"""The reported gates and states are those of the model."""
 
 import json
 from itertools import pairwise
@@ -53,7 +53,7 @@ def recurrent_layers(subject):
 
 
 def states_after(subject, layer, blocks):
-    """The states of a layer when so many blocks have been read in one pass."""
+    """The states of a layer after a number of blocks were read in one pass."""
     model = subject.opened.model
 
     @jax.jit

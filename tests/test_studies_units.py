@@ -1,4 +1,4 @@
-"""Documents in words and tokens: where they begin, how far back they last stood, what kind of word they are."""
+"""Documents in words and tokens: their beginnings, the distance to their last occurrence, and their word classes."""
 
 from types import SimpleNamespace
 from typing import Any

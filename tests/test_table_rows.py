@@ -1,4 +1,4 @@
-"""The rows of tables 1, 3, 4 and 5: their gin files at the paper's size, and what a scale makes of them."""
+"""The rows of tables 1, 3, 4 and 5: their gin files at the paper's size, and at other scales."""
 
 import dataclasses
 import math

@@ -53,7 +53,7 @@ def assert_equal(actual, expected):
 
 
 def with_nan_in_lane(state, lane):
-    """The state, with something remembered in a lane that is not a number."""
+    """The state with NaN in the carry of a lane."""
     layers = state.carry.layers
     tokens = layers[1].tokens
     poisoned = layers[1]._replace(tokens=tokens._replace(value=tokens.value.at[lane].set(jnp.nan)))
@@ -79,7 +79,7 @@ def test_gradient_accumulation_equals_the_whole_batch(fresh, batches, parts):
 
 
 def test_the_step_is_gradient_descent_on_the_sum_over_targets_by_positions_of_the_batch(fresh, batches):
-    """What a token weighs does not depend on how much of the batch is padding."""
+    """The weight of a token does not depend on the amount of padding in the batch."""
     batch = batches[0]
     half = batch._replace(loss_mask=batch.loss_mask & (np.arange(NUM_LANES) < 2)[:, None])
     other_half = batch._replace(loss_mask=batch.loss_mask & (np.arange(NUM_LANES) >= 2)[:, None])
@@ -92,7 +92,7 @@ def test_the_step_is_gradient_descent_on_the_sum_over_targets_by_positions_of_th
 
 
 def test_tokens_that_do_not_count_change_nothing(fresh, batches):
-    """Neither in their step, nor by what is remembered."""
+    """They change neither their step nor the carry."""
     generator = np.random.default_rng(0)
     state = noisy_state = fresh
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Mistakes and accidents: one line that names the thing, nothing lost, and a way to go on."""
+"""Mistakes and accidents: a one-line error that names the cause, no loss of data, and a way to resume."""
 
 import dataclasses
 import errno
@@ -41,7 +41,7 @@ def _one_device(monkeypatch):
 
 @pytest.fixture
 def poisoned_step(monkeypatch):
-    """In step 4 one lane remembers something that is not a number."""
+    """The step function with NaN in the carry of one lane in step 4."""
 
     def make(*arguments):
         step = make_train_step(*arguments)
@@ -68,7 +68,7 @@ def saved_steps(workdir):
 
 
 @pytest.mark.parametrize("checkpoint_every", [3, 2])
-def test_a_loss_that_is_not_a_number_stops_and_skipping_goes_on(
+def test_a_loss_that_is_not_a_number_stops_and_skipping_continues(
     bindings, poisoned_step, tmp_path, checkpoint_every, capsys
 ):
     """Also where the good state has been saved already."""

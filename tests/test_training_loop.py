@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, and that stopping and going on changes nothing."""
+"""Whole runs: the files that they write, and that stopping and resuming changes nothing."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def _two_devices():
 
 @pytest.fixture(scope="module")
 def bindings(tmp_path_factory):
-    """Of a run on two devices, which share lanes and parameters out between them."""
+    """The bindings of a run whose lanes and parameters are sharded over two devices."""
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
         f"TrainingConfig.num_steps = {NUM_STEPS}",
@@ -53,7 +53,7 @@ def setup(bindings):
 
 @pytest.fixture(scope="module")
 def straight(bindings, tmp_path_factory):
-    """Working folder of a run that nothing interrupted."""
+    """The working folder of an uninterrupted run."""
     workdir = tmp_path_factory.mktemp("straight")
     assert train(parse(bindings, *EXTRAS), workdir) == 0
     return workdir
@@ -61,7 +61,7 @@ def straight(bindings, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(bindings, tmp_path_factory):
-    """Working folder of a run that was told to end after 17 steps."""
+    """The working folder of a run of 17 steps."""
     workdir = tmp_path_factory.mktemp("stopped")
     assert train(parse(bindings, "TrainingConfig.num_steps = 17", "TrainingConfig.log_every = 5"), workdir) == 0
     return workdir
@@ -181,7 +181,7 @@ def test_sigterm_at_a_step_with_an_evaluation_saves_first(bindings, tmp_path, mo
     assert saved == [True]
 
 
-def test_a_run_that_ended_goes_on_when_it_is_given_more_steps(bindings, setup, straight, stopped, tmp_path):
+def test_a_finished_run_resumes_when_it_is_given_more_steps(bindings, setup, straight, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     assert train(parse(bindings), tmp_path) == 0
     assert_same_bits(read_state(setup, tmp_path, NUM_STEPS), read_state(setup, straight, NUM_STEPS))

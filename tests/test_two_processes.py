@@ -96,7 +96,7 @@ def test_two_processes_equal_one(bindings, one, tmp_path):
 
 
 def test_ctrl_c_to_one_stops_both_after_the_same_step(bindings, one, tmp_path):
-    """It becomes SIGTERM, which jax tells the others of."""
+    """It becomes SIGTERM, of which jax notifies the other processes."""
     # What one process saved, two go on with.
     shutil.copytree(one / "checkpoints" / "2", tmp_path / "checkpoints" / "2")
     metrics = tmp_path / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Files that a run writes anew at each start: a kill or a full disk in between leaves what was there before."""
+"""Files that a run rewrites at each start: after a kill or with a full disk, the old content is still there."""
 
 import errno
 import os

@@ -15,7 +15,7 @@ def make(lengths, num_lanes=1, windows=3, w=10, **changes):
 
 
 def windows(reader):
-    """Of all lanes and steps: (start, document, inputs, targets that count), idle windows left out."""
+    """The windows of all lanes and steps as (start, document, inputs, targets that count), without idle windows."""
     found = []
     for step in range(reader.num_steps):
         batch = reader.batch(step, range(reader.num_lanes))
@@ -61,7 +61,7 @@ def test_a_window_at_a_time_is_the_whole_document():
     assert [targets for *_, targets in read[1:]] == [[i] for i in range(11, 30)]
 
 
-def test_sequences_apart():
+def test_separate_sequences():
     read = windows(make([100], apart=True))
     # Three windows: 10 + 2 * 7 targets, and then anew from the next token.
     assert [start for start, *_ in read[:6]] == [True, False, False, True, False, False]
@@ -93,7 +93,7 @@ def test_whole_segments_begin_with_documents():
     assert [targets for *_, targets in windows(reader)] == [targets for *_, targets in windows(make(lengths))]
 
 
-def test_lanes_are_made_apart_and_orders_are_the_seeds():
+def test_lanes_are_made_separately_and_orders_depend_on_the_seed():
     reader = make([90, 50, 70, 20], num_lanes=3, shuffle=True, epochs=None, seed=1)
     whole = reader.batch(4, [0, 1, 2])
     for name, values in reader.batch(4, [2, 0])._asdict().items():

@@ -1,4 +1,4 @@
-"""A tiny training run on documents that are made up here."""
+"""A tiny training run on synthetic documents."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def command(bindings: list[str], *arguments: str) -> list[str]:
 
 
 def environment(num_devices: int) -> dict[str, str]:
-    """For a subprocess with so many fake devices."""
+    """The environment of a subprocess with a number of fake devices."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={num_devices}"
     return {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parent)}
 
@@ -89,14 +89,14 @@ command_line.run(train.main)
 
 
 def run_and_act(bindings: list[str], workdir: Path, step: int, deed: str) -> subprocess.CompletedProcess:
-    """The training command in a process of its own, which does the deed, Python's, when it has logged a step."""
+    """Runs the training command in a process that executes the Python statement `deed` after it has logged a step."""
     flags = command(bindings, f"--workdir={workdir}")[3:]
     program = ON_STEP.format(step=step, deed=deed)
     return run_command([*INTERRUPTIBLE, sys.executable, "-c", program, *flags])
 
 
 def mesh_of_the_first_devices(mesh: MeshConfig) -> Mesh:
-    """In the place of `make_mesh`: eight fake devices are slow, and a mesh need not have all of them."""
+    """A replacement for `make_mesh` that uses only the first devices, because eight fake devices are slow."""
     return make_mesh(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.tensor * mesh.sequence])
 
 

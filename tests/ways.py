@@ -1,4 +1,4 @@
-"""One result by several ways, for models of any family: segments read at once, and token by token."""
+"""Different ways to compute the same result with models of any family: whole segments, and token by token."""
 
 import functools
 
@@ -11,7 +11,7 @@ W, V = 4, 50
 
 @functools.partial(jax.jit, static_argnums=0)
 def read(model, params, tokens, carry, start):
-    """A segment at once: logits [b, n, v] and the carry after it."""
+    """Reads a segment at once; returns logits [b, n, v] and the carry after it."""
     module = model.bind(params)
     hidden, carry = module(tokens, carry, start)
     return module.logits(hidden), carry
@@ -19,7 +19,7 @@ def read(model, params, tokens, carry, start):
 
 @functools.partial(jax.jit, static_argnums=0)
 def decode(model, params, tokens, carry):
-    """Token by token: logits [b, n, v] and the carry after them."""
+    """Reads token by token; returns logits [b, n, v] and the carry after them."""
     module = model.bind(params)
 
     def step(carry, token):
