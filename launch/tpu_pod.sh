@@ -33,7 +33,7 @@ case "$type" in
     v5p*) : "${runtime:=v2-alpha-tpuv5}" ;;
     v5lite*) : "${runtime:=v2-alpha-tpuv5-lite}" ;;
     v[234]-*) : "${runtime:=tpu-ubuntu2204-base}" ;;
-    *) [[ -n "$runtime" ]] || stop "--type=$type is none of v2 to v6e; give its software with --runtime=VERSION" ;;
+    *) [[ -n "$runtime" ]] || stop "--type=$type is not one of v2 to v6e; give its software with --runtime=VERSION" ;;
 esac
 need_program gcloud "https://cloud.google.com/sdk/docs/install says how"
 # shellcheck source=launch/tpu_slice.sh

@@ -62,7 +62,7 @@ class Registry(Mapping[str, type]):
         # Kinds of this role's own room are found without loading any other room.
         found = self._classes.get(name) or self._load().get(name)
         if found is None:
-            raise UserError(f"{self.role}={name!r} is none of {', '.join(sorted(self._classes))}")
+            raise UserError(f"{self.role}={name!r} is not one of {', '.join(sorted(self._classes))}")
         return found
 
     def __contains__(self, name: object) -> bool:

@@ -50,7 +50,7 @@ def message(gin_files=(), gin_params=()):
         (["FolderSourceConfig.folder = books"], "expected Class.parameter = value, with text in quotes"),
         (["DecoderConfig.num_layers = " + 2000 * "("], "bad gin syntax: "),
         (["DecoderConfig.num_layers = {[]: 3}"], "unhashable type: 'list'"),
-        (["RunConfig.model = ['decoder']"], "RunConfig.model = ['decoder'] is none of decoder, "),
+        (["RunConfig.model = ['decoder']"], "RunConfig.model = ['decoder'] is not one of decoder, "),
         (["ScheduleConfig.multiplier = 1e999"], "ScheduleConfig.multiplier=inf must be finite"),
         ([f"ScheduleConfig.multiplier = 1{400 * '0'}"], "0 must be finite"),
         (["ReaderConfig.segment_length = 1000", "ReaderConfig.tokens_per_step = 1000"], "segment_length=1000 must be a "
@@ -190,7 +190,7 @@ def test_the_saved_gin_file_gives_the_same_run(tmp_path):
         (lambda saved: saved.update(model=3), "has 3 where model should be an object"),
         (
             lambda saved: saved["model"].update(kind=["decoder"]),
-            "model.kind=['decoder'], which is none of decoder, ",
+            "model.kind=['decoder'], which is not one of decoder, ",
         ),
         (lambda saved: saved["schedule"].update(multiplier=float("nan")), "schedule.multiplier=nan must be finite"),
     ],

@@ -43,7 +43,7 @@ def test_a_run_is_a_decoder_unless_it_says_otherwise():
 
 def test_a_family_that_does_not_exist_is_an_error():
     assert message(gin_params=["RunConfig.model = 'toi'"]).startswith(
-        "--gin_param=RunConfig.model = 'toi': RunConfig.model = 'toi' is none of decoder, "
+        "--gin_param=RunConfig.model = 'toi': RunConfig.model = 'toi' is not one of decoder, "
     )
 
 
@@ -80,7 +80,7 @@ def test_a_config_from_before_there_were_families_is_a_decoders():
 
 def test_a_saved_config_of_an_unknown_family_is_an_error():
     text = config.to_json(config.parse()).replace('"decoder"', '"decodr"')
-    with pytest.raises(UserError, match="has model.kind='decodr', which is none of decoder"):
+    with pytest.raises(UserError, match="has model.kind='decodr', which is not one of decoder"):
         config.from_json(text)
 
 

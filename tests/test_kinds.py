@@ -128,8 +128,8 @@ def test_a_field_is_bound_by_a_base_class_for_all_kinds_that_have_it():
         ),
         (["Window.lenght = 5"], "mine.gin:1: Window has no parameter lenght (nearest: length)"),
         (["Windw.length = 5"], "mine.gin:1: unknown class Windw (nearest: Window)"),
-        (["Root.network = 'tabel'"], "mine.gin:1: Root.network = 'tabel' is none of stack, table"),
-        (["Stack.memories = [3]"], "mine.gin:1: Stack.memories = 3 is none of lookup, states, window"),
+        (["Root.network = 'tabel'"], "mine.gin:1: Root.network = 'tabel' is not one of stack, table"),
+        (["Stack.memories = [3]"], "mine.gin:1: Stack.memories = 3 is not one of lookup, states, window"),
         (["States.gate = 3"], "mine.gin:1: States.gate has fields of its own: bind Gate.FIELD = ..."),
         (["States.number = 'a'"], "mine.gin:1: States.number='a' must be int"),
     ],
@@ -177,8 +177,8 @@ def test_what_is_saved_is_read_back():
 @pytest.mark.parametrize(
     ("plain", "expected"),
     [
-        ({"network": {"kind": "tabel"}}, "has network.kind='tabel', which is none of stack, table"),
-        ({"network": {"memories": [{"size": 3}]}}, "has network.memories.kind=None, which is none of lookup, "),
+        ({"network": {"kind": "tabel"}}, "has network.kind='tabel', which is not one of stack, table"),
+        ({"network": {"memories": [{"size": 3}]}}, "has network.memories.kind=None, which is not one of lookup, "),
         ({"network": {"memories": 3}}, "has 3 where network.memories should be a list"),
         ({"network": {"rows": 3}}, "has an unknown field network.rows"),
     ],

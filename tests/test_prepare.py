@@ -166,7 +166,7 @@ def test_command_line(tmp_path):
         [*command, "--gin_param=RunConfig.source='books'"], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "'books' is none of jsonl, " in done.stderr
+    assert done.stderr.count("\n") == 1 and "'books' is not one of jsonl, " in done.stderr
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert TokenStore(tmp_path / "a store").split("test").names == ["logging", "urllib"]

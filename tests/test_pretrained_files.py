@@ -268,12 +268,12 @@ def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "bert"}, "model_type 'bert' is none of gpt2, llama"),
+        ({"model_type": "bert"}, "model_type 'bert' is not one of gpt2, llama"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "can't honour rope_scaling"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, "rope_parameters.rope_type = 'llama3'"),
         ({"sliding_window": 4096}, "can't honour sliding_window"),
         ({"attention_bias": True}, "can't honour attention_bias"),
-        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is none of"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not one of"),
         ({"layer_types": ["sliding_attention"]}, r"we don't know layer_types = \['sliding_attention'\]"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers = 'two' is no int"),
         ({"hidden_size": None}, "has no hidden_size"),
@@ -282,7 +282,7 @@ def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
         ({"num_hidden_layers": 2**40}, "has no tensor model.layers.1099511627775.self_attn.q_proj.weight"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan must be positive"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta = 'x' is no float"),
-        ({"model_type": ["llama"]}, r"model_type \['llama'\] is none of"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\] is not one of"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(tmp_path, changes, message):

@@ -111,5 +111,5 @@ def test_a_token_out_of_range_is_named():
 
 
 def test_the_kind_of_reader_is_checked():
-    with pytest.raises(UserError, match="RunConfig.data = 'streams' is none of ancient_history, lanes, shuffled"):
+    with pytest.raises(UserError, match="RunConfig.data = 'streams' is not one of ancient_history, lanes, shuffled"):
         config.parse([], ["RunConfig.data = 'streams'"])

@@ -123,7 +123,7 @@ class _Builder:
 
     def _chosen(self, registry: Registry, key: str, binding: Binding, name: Any) -> type:
         if not isinstance(name, str) or name not in registry:
-            raise UserError(f"{binding.origin}: {key} = {name!r} is none of {', '.join(sorted(registry))}")
+            raise UserError(f"{binding.origin}: {key} = {name!r} is not one of {', '.join(sorted(registry))}")
         return registry[name]
 
     def check_all_read(self, roots: Sequence[Any]) -> None:

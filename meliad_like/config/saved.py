@@ -81,7 +81,7 @@ def _kind(registry: Registry, saved: Any, path: str, default: type | None) -> An
         name = saved.get("kind")
         if not isinstance(name, str) or name not in registry:
             raise UserError(
-                f"the saved config has {path}.kind={name!r}, which is none of {', '.join(sorted(registry))}"
+                f"the saved config has {path}.kind={name!r}, which is not one of {', '.join(sorted(registry))}"
             )
         config_class = registry[name]
         saved = {key: value for key, value in saved.items() if key != "kind"}

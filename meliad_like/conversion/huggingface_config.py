@@ -52,7 +52,7 @@ def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
     saved = dict(saved)
     architecture = saved.get("model_type")
     if not isinstance(architecture, str) or architecture not in FIXED:
-        raise UserError(f"{owner}: model_type {architecture!r} is none of {', '.join(FIXED)}")
+        raise UserError(f"{owner}: model_type {architecture!r} is not one of {', '.join(FIXED)}")
     for key, value in FIXED[architecture].items():
         if saved.pop(key, value) not in (value, None):
             raise UserError(f"{owner}: we can't honour {key}, which must be {value!r} for a {architecture} model")
@@ -112,7 +112,7 @@ class _Reader:
     def activation(self, key: str) -> str:
         name = self.take(key, str)
         if name not in ACTIVATIONS:
-            raise UserError(f"{self._owner}: {key} {name!r} is none of {', '.join(ACTIVATIONS)}")
+            raise UserError(f"{self._owner}: {key} {name!r} is not one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
     def rotary_base(self) -> float:

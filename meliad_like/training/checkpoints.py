@@ -291,7 +291,7 @@ def read_metadata(folder: epath.PathLike) -> dict[str, Any]:
     """The metadata of the newest checkpoint in `folder` that is not damaged.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no such checkpoint.
     """
     with Checkpoints(folder, read_only=True) as checkpoints:
         return checkpoints.read_metadata()
