@@ -244,7 +244,10 @@ def test_a_broken_connection_is_taken_up_again(cloud):
         ),
         (["--workdir=x"], "unexpected argument --workdir=x; --help shows"),
         ([*SLICE], "what to train is missing: -- --gin_file=FILE --workdir=gs://BUCKET/RUN"),
-        ([*SLICE, "--type=v9-1", "--", "--a"], "--type=v9-1 is not one of v2 to v6e; give its software with --runtime=V"),
+        (
+            [*SLICE, "--type=v9-1", "--", "--a"],
+            "--type=v9-1 is not one of v2 to v6e; give its software with --runtime=V",
+        ),
         ([*SLICE, "--max_restarts=x", "--", "--a"], "--max_restarts=x must be a whole number"),
         ([*SLICE, "--", "--a"], "gcloud is not installed; https://cloud.google.com/sdk/docs/install says how"),
     ],

@@ -1,4 +1,4 @@
-"""What every reader does, and the fields that the configs of all readers have."""
+"""The interface of readers, and the fields that the configs of all readers have."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ class Split(Protocol):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[documents]: tokens of each document, its end included."""
+        """int64[documents]: the number of tokens of each document, its end included."""
         ...
 
     @property
     def names(self) -> Sequence[str]: ...
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: these tokens of a document."""
+        """int32[stop - start]: the tokens of a document in this range."""
         ...
 
 
@@ -36,17 +36,17 @@ class Reader(Protocol):
 
     @property
     def num_lanes(self) -> int:
-        """Lanes over all hosts."""
+        """The number of lanes over all hosts."""
         ...
 
     @property
     def num_steps(self) -> int | None:
-        """Steps until every document is read; None where reading has no end."""
+        """The number of steps until every document is read; None if reading is endless."""
         ...
 
     @property
     def padding_share(self) -> float:
-        """Share of the positions that have no target."""
+        """The share of the positions without a target."""
         ...
 
     def batch(self, step: int, lanes: Sequence[int]) -> Batch:
@@ -55,12 +55,12 @@ class Reader(Protocol):
 
 
 def leaks_the_future(reader: Reader) -> bool:
-    """Whether what a reader puts into windows was chosen by what reads the targets; few readers choose anything."""
+    """Whether the choices of a reader depend on the targets; most readers choose nothing."""
     return getattr(reader, "leaks_the_future", False)
 
 
 def label(name: str, leaks_the_future: bool) -> str:
-    """A name for tables, files and lines; it says so where what it names was made by reading the targets."""
+    """A name for tables, files and lines, marked if its results depend on the targets."""
     return f"{name} (leaks the future)" if leaks_the_future else name
 
 
@@ -78,7 +78,7 @@ def check_tokens(tokens: np.ndarray, vocabulary_size: int, first: int, document:
 
 
 class ReaderInputs(NamedTuple):
-    """Everything but its config that a reader depends on."""
+    """The arguments of a reader besides its config."""
 
     documents: Split
     """All documents of a split of the store, or some of them."""
@@ -92,10 +92,10 @@ class ReaderInputs(NamedTuple):
     overlap: int = 0
     """Tokens that each of the model's windows repeats of the one before."""
     seed: int = 0
-    """Decides the order of the documents, with the epoch's number."""
+    """The seed that, with the epoch's number, determines the order of the documents."""
     shuffle: bool = True
     epochs: int | None = None
-    """How often each document is read; None: without end."""
+    """How often each document is read; None: endlessly."""
 
 
 READERS = Registry("reader")
@@ -103,7 +103,7 @@ READERS = Registry("reader")
 
 @dataclasses.dataclass(frozen=True)
 class ReaderConfig:
-    """How many tokens a step reads, and how far ahead of the step: what all kinds of readers have in common."""
+    """The fields of all readers: the number of tokens in a step, and how far ahead batches are made."""
 
     store: str = resumable("")
     """Folder of the token store that `python -m meliad_like.prepare` wrote."""
@@ -112,11 +112,11 @@ class ReaderConfig:
     tokens_per_step: int = 131072
     """Tokens of a step over all lanes and hosts, padding included; a multiple of segment_length."""
     num_threads: int = resumable(2)
-    """Threads of each host that make batches in the background."""
+    """The number of threads of each host that make batches in the background."""
     batches_ahead: int = resumable(4)
-    """Batches that wait in the host's memory, at most."""
+    """The largest number of batches that wait in the host's memory."""
     device_batches_ahead: int = resumable(2)
-    """Batches that wait in the devices' memory, at most."""
+    """The largest number of batches that wait in the devices' memory."""
 
     repeats_windows: ClassVar[bool] = False
     """Whether it reads for models whose windows overlap."""
@@ -135,7 +135,7 @@ class ReaderConfig:
 
     @property
     def num_lanes(self) -> int:
-        """Lanes over all hosts."""
+        """The number of lanes over all hosts."""
         return self.tokens_per_step // self.segment_length
 
     def check_model(self, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Documents in order, each lane its own: the reader of models that remember."""
+"""The reader for models with a carry: each lane reads documents of its own in order."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from meliad_like.errors import UserError
 @READERS.register("lanes")
 @dataclasses.dataclass(frozen=True)
 class LanesReaderConfig(ReaderConfig):
-    """Each lane reads whole documents, and forgets one when the next begins."""
+    """Each lane reads whole documents, and is reset when a document begins."""
 
     def _make(self, inputs: ReaderInputs) -> Reader:
         return LanesReader(
@@ -54,10 +54,10 @@ class LanesReader:
         """
         Args:
           split: the documents.
-          num_lanes: lanes over all hosts.
+          num_lanes: number of lanes over all hosts.
           segment_length: tokens that each lane reads in a step (n).
           window_length: tokens in a block (w).
-          seed: decides the order of the documents, with the epoch's number.
+          seed: with the epoch's number, determines the order of the documents.
           vocabulary_size: token ids must be below it.
           shuffle, epochs: as in `Schedule`; for evaluation `shuffle=False, epochs=1`.
           whole_segments: a document begins with a segment, not only with a block; the rest of its last one is padding.
@@ -84,7 +84,7 @@ class LanesReader:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps until every lane is done; None where reading has no end."""
+        """The number of steps until every lane is done; None if reading is endless."""
         return self._schedule.num_steps(self.segment_length // self.window_length)
 
     @property

@@ -51,10 +51,10 @@ class Concatenated:
 
 
 class StreamReader:
-    """The stream as one contiguous shard for each lane: what a lane reads next is what comes next.
+    """The stream as one contiguous shard for each lane, whose segments continue each other.
 
     Shards are equally long; the last lanes come to the end of the stream first, and wait for the others. Then a new
-    epoch begins, and what the lanes remember is reset.
+    epoch begins, and the lanes' carry is reset.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class StreamReader:
         """
         Args:
           split: the documents.
-          num_lanes: lanes over all hosts.
+          num_lanes: number of lanes over all hosts.
           segment_length: tokens that each lane reads in a step (n).
           window_length: tokens in a block (w), of which a segment is a multiple.
-          seed: decides the order of shuffled segments, with the epoch's number.
+          seed: with the epoch's number, determines the order of shuffled segments.
           vocabulary_size: token ids must be below it.
           end_of_document: what the stream's first token is predicted from.
-          epochs: how often the stream is read; None: without end.
+          epochs: how often the stream is read; None: endlessly.
         """
         self.num_lanes = num_lanes
         self.segment_length = segment_length
@@ -96,7 +96,7 @@ class StreamReader:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps until the last epoch is read; None where reading has no end."""
+        """The number of steps until the last epoch is read; None if reading is endless."""
         return None if self._epochs is None else self._epochs * self.steps_per_epoch
 
     @property
@@ -127,16 +127,16 @@ class StreamReader:
         return batch
 
     def _segment(self, epoch: int, step: int, lane: int) -> int:
-        """Which segment of the stream a lane reads in a step of an epoch."""
+        """The segment of the stream that a lane reads in a step of an epoch."""
         return lane * self.steps_per_epoch + step
 
     def _begins(self, step: int) -> bool:
-        """Whether a lane remembers nothing when it reads this step of an epoch."""
+        """Whether a lane's carry is reset at this step of an epoch."""
         return step == 0
 
 
 class ShuffledReader(StreamReader):
-    """The stream's segments in an order of chance, another one each epoch, and nothing remembered between them."""
+    """The segments of the stream in a new random order each epoch, with a reset before each segment."""
 
     # The last epoch's number and its order.
     _made: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
@@ -150,7 +150,7 @@ class ShuffledReader(StreamReader):
         return True
 
     def _order(self, epoch: int) -> np.ndarray:
-        # Several threads may make the same one; each goes on with its own.
+        # Several threads may compute the same order; each uses its own copy.
         made = self._made
         if made[0] != epoch:
             made = self._made = (epoch, permutation(self._num_segments, self._seed, epoch))
@@ -160,7 +160,7 @@ class ShuffledReader(StreamReader):
 @READERS.register("stream")
 @dataclasses.dataclass(frozen=True)
 class StreamReaderConfig(ReaderConfig):
-    """Each lane reads its own contiguous shard of all documents, and forgets at the end of an epoch alone."""
+    """Each lane reads its own contiguous shard of all documents, and is reset only at the end of an epoch."""
 
     first_tokens_are_targets = True
 
@@ -171,7 +171,7 @@ class StreamReaderConfig(ReaderConfig):
 @READERS.register("shuffled")
 @dataclasses.dataclass(frozen=True)
 class ShuffledReaderConfig(ReaderConfig):
-    """Segments of the stream in a random order, and nothing is remembered between them."""
+    """Segments of the stream in a random order, with a reset before each segment."""
 
     first_tokens_are_targets = True
 

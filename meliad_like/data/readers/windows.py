@@ -18,7 +18,7 @@ from meliad_like.errors import UserError
 @READERS.register("windows")
 @dataclasses.dataclass(frozen=True)
 class WindowsReaderConfig(ReaderConfig):
-    """Like lanes, but each segment is a sequence of its own, whose windows repeat the last tokens of those before them
+    """Like lanes, but each segment is a separate sequence, whose windows repeat the last tokens of the window before
     (the model's `overlap`)."""
 
     segments_follow: bool = False
@@ -72,11 +72,11 @@ class WindowsReader:
         """
         Args:
           split: the documents.
-          num_lanes: lanes over all hosts.
+          num_lanes: number of lanes over all hosts.
           segment_length: tokens that each lane reads in a step, those that windows repeat among them.
           window_length: tokens of a window (w).
-          seed: decides the order of the documents, with the epoch's number.
-          overlap: tokens that a window repeats.
+          seed: with the epoch's number, determines the order of the documents.
+          overlap: number of tokens that a window repeats.
           vocabulary_size: token ids must be below it.
           shuffle, epochs: as in `Schedule`; for evaluation `shuffle=False, epochs=1`.
           whole_segments: a document begins with a segment, not only with a window; the rest of its last one is padding.
@@ -117,12 +117,12 @@ class WindowsReader:
 
     @property
     def _tokens_apart(self) -> int:
-        """Targets of a sequence of its own."""
+        """The number of targets of a separate sequence."""
         return self.overlap + self._windows_in_segment * self._stride
 
     @property
     def num_steps(self) -> int | None:
-        """Steps until every lane is done; None where reading has no end."""
+        """The number of steps until every lane is done; None if reading is endless."""
         return self._schedule.num_steps(self._windows_in_segment)
 
     @property

@@ -1,4 +1,4 @@
-"""What every source has in common: documents, references to them, and what can be wrong with one."""
+"""The interface of sources: documents, references to them, and errors of documents."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Document:
     text: str
     """The whole text; it can be encoded as UTF-8."""
     skipped: tuple[str, ...] = ()
-    """Why files of it were left out, a line each."""
+    """The reasons why files of the document were left out, one line each."""
 
 
 class Reference(Protocol):
@@ -30,7 +30,7 @@ class Reference(Protocol):
         Raises:
           NotUTF8Error: it is not UTF-8.
           EmptyDocumentError: it has nothing but whitespace.
-          UserError: anything else that is wrong with it.
+          UserError: the document has another problem.
         """
         ...
 

@@ -16,7 +16,7 @@ SOURCE_SUFFIXES = (
     ".py", ".c", ".cc", ".cpp", ".h", ".hpp", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".scala", ".kt", ".swift",
 )  # fmt: skip
 
-# Not part of every installation (site-packages, tests), or tables that a program wrote and nobody reads in order.
+# Not part of every installation (site-packages, tests), or generated tables.
 STANDARD_LIBRARY_EXCLUDE = (
     "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "_sysconfigdata*",
 )  # fmt: skip

@@ -93,7 +93,7 @@ def json_lines_source(
     files = list_files(root, SUFFIXES, exclude)
     others = [file for file in files if split_of(file) is None]
     if others and len(others) < len(files) and not rule.listed:
-        # Their documents would be shared out among all splits.
+        # Otherwise their documents would be assigned to all splits.
         raise UserError(
             f"{root} has files or folders named after splits ({', '.join(SPLITS)}), but {others[0]} is not: rename it, "
             "leave it out with TextSource.exclude, or name documents in SourceConfig.test_documents instead"

@@ -49,7 +49,7 @@ class DatasetSource:
     folder: str
     name: str
     sizes: dict[str, int]
-    """Number of examples of each split."""
+    """The number of examples of each split."""
     text_field: str
     name_field: str
     rule: SplitRule
@@ -74,7 +74,7 @@ def tfds_source(folder: str, dataset: str, text_field: str, name_field: str, rul
     """The dataset in `folder`, which is a version's own folder, or a `data_dir` that holds one version of `dataset`.
 
     Raises:
-      UserError: there is none, or several, or it is in a format that needs TensorFlow.
+      UserError: there is no dataset, or there are several, or its format needs TensorFlow.
     """
     root = existing_folder(folder)
     if not (root / INFO_NAME).exists():

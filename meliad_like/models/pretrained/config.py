@@ -1,4 +1,4 @@
-"""The shape of a pretrained decoder and of the recurrence that is added to it."""
+"""The config of a pretrained decoder and of the recurrence that is added to it."""
 
 import dataclasses
 from typing import Literal
@@ -77,20 +77,20 @@ class PretrainedConfig:
     head_size: int = size(64, "heads")
     feedforward_width: int = size(3072, "width")
     activation: Activation = "gelu_tanh"
-    """Of the feed-forward network."""
+    """Width of the feed-forward network."""
     max_positions: int = size(1024, "fixed")
-    """The most tokens that a window may have: those that the model was trained with."""
+    """The largest number of tokens in a window: the context length of pretraining."""
     norm_epsilon: float = 1e-5
     rotary_base: float = 10_000.0
     """`llama`: the longest wavelength of the rotary embedding, over 2 pi."""
     tied_embedding: bool = True
     """Whether the softmax shares the embedding."""
     window_length: int = size(1024, "length")
-    """Tokens of a window (the paper's T). Positions start again with every window."""
+    """The number of tokens in a window (the paper's T). Positions start again with every window."""
     overlap: int = size(0, "length")
-    """Tokens of a window that repeat the end of the window before, and are not predicted again (section 4.2)."""
+    """The number of tokens at the end of the window before that a window repeats, without predictions (section 4.2)."""
     dropout_rate: float = 0.0
-    """On embeddings, attention weights and what is added to the residual stream."""
+    """Dropout of embeddings, attention weights and the outputs of attention and feed-forward networks."""
     activation_dtype: ActivationDtype = "float32"
     matmul_dtype: ActivationDtype | None = None
     """What the two sides of a linear map or of the logits are rounded to; sums, and gradients of parameters, are of
@@ -106,7 +106,7 @@ class PretrainedConfig:
     insertion_point: InsertionPoint = "before_norm"
     """Whether the inserted vectors pass that layer's attention norm, as the tokens do."""
     num_inserted: int = size(1, "fixed")
-    """Vectors that are inserted."""
+    """The number of inserted vectors."""
     pooling: Pooling = "mean"
     """How the hidden vectors of a window become one: `attention` has one learned key."""
     pooled_layers: PooledLayers = "blocks"
@@ -116,7 +116,7 @@ class PretrainedConfig:
     decoders have first tokens with outputs a hundred times those of others, and last layers with ten times those of
     the first; what is pooled is otherwise mostly these."""
     recurrence_width: int = size(200, "width")
-    """Of the hidden layers of the feed-forward network between windows."""
+    """Width of the hidden layers of the feed-forward network between windows."""
     recurrence_depth: int = size(3, "fixed")
     """Number of those hidden layers."""
     recurrence_activation: Activation = "relu"
@@ -168,7 +168,7 @@ class PretrainedConfig:
 
     @property
     def recurrent(self) -> bool:
-        """Whether anything passes from window to window."""
+        """Whether there is a recurrence between windows."""
         return bool(self.insertion_layers)
 
     @property

@@ -22,7 +22,7 @@ from meliad_like.models.recurrent_pretrained import Recurrence
 
 
 class WindowCarry(NamedTuple):
-    """What is kept of the window that is being written, token by token."""
+    """The state of the current window while decoding."""
 
     tokens: Int[Array, "b w"]
     caches: list[KeyValueCache]
@@ -31,14 +31,14 @@ class WindowCarry(NamedTuple):
 
 
 class PretrainedCarry(NamedTuple):
-    """All that a pretrained decoder remembers of the documents in its lanes."""
+    """The carry of a pretrained decoder: everything that it remembers of the documents in its lanes."""
 
     position: Int[Array, " b"]
     """Tokens read since the lane's document began; those that a window repeats are not counted again."""
     inserted: Float[Array, "b e d"] | None = None
-    """With a recurrence: what the next window gets from the one before."""
+    """The vectors for the next window, if there is a recurrence."""
     window: WindowCarry | None = None
-    """Only for decoding."""
+    """The state of the current window, only for decoding."""
 
 
 class PretrainedDecoder(nnx.Module):
@@ -65,7 +65,7 @@ class PretrainedDecoder(nnx.Module):
         return jnp.dtype(self.config.activation_dtype)
 
     def init_carry(self, b: int, *, decoding: bool = False) -> PretrainedCarry:
-        """What `b` lanes remember before their first token; `decoding` makes room for `decode_step`."""
+        """The carry of `b` lanes before their first token; `decoding` adds the arrays that `decode_step` needs."""
         config, inserted, window = self.config, None, None
         w, d = config.window_length, config.model_width
         if self.recurrence is not None:
@@ -90,10 +90,10 @@ class PretrainedDecoder(nnx.Module):
 
         Args:
             tokens: at most w.
-            first: position in the window of the first of them.
+            first: position in the window of the first token.
             caches: of the window's tokens before `first`; None: there are none, and none is kept.
-            inserted: from the window before.
-            dropout_key: for training; none to keep everything.
+            inserted: the vectors from the window before.
+            dropout_key: random key in training; None: no dropout.
 
         Returns:
             The embedding and each layer's output, and the caches with these tokens in them.
@@ -135,8 +135,8 @@ class PretrainedDecoder(nnx.Module):
             tokens: whole windows, each with the tokens that it repeats. A carry for decoding gets them without
                 repetition, and must be at the beginning of a window.
             carry: from the segment before, or `init_carry`.
-            start: windows with which a new document begins: nothing is remembered across.
-            dropout_key: for training; none to keep everything.
+            start: windows with which a new document begins; nothing before them is remembered.
+            dropout_key: random key in training; None: no dropout.
 
         Returns:
             Hidden vectors for `logits`, and the carry for the next segment.
@@ -215,7 +215,7 @@ class PretrainedDecoder(nnx.Module):
         return jnp.where(windows_since <= c, fresh, going_on)
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
-        """Scores of the next token, float32."""
+        """The logits of the next token, float32."""
         table = (self.embedding if self.output_embedding is None else self.output_embedding)[...]
         if self.config.matmul_dtype is None:
             table = table.astype(hidden.dtype)

@@ -1,4 +1,4 @@
-"""What a token costs a pretrained decoder: as counted from the model, and as the paper counts it."""
+"""The cost of a token in a pretrained decoder: counted from the model, and as the paper counts it."""
 
 import itertools
 
@@ -6,7 +6,7 @@ from meliad_like.models.pretrained.config import PretrainedConfig
 
 
 def forward_flops_per_token(config: PretrainedConfig, vocabulary_size: int) -> float:
-    """One token of a window read by all layers, its logits, and its share of the recurrence.
+    """The operations of one token of a window in all layers, of its logits, and of its share of the recurrence.
 
     All matrix products, in the meaning of `layers/flops.py`: attention counts every key of the window, as it is
     computed, although a query sees half of them. Tokens that a window repeats are computed like any others: what a
@@ -37,24 +37,24 @@ def training_flops_per_token(config: PretrainedConfig, vocabulary_size: int) -> 
 
 
 def feedforward_flops(config: PretrainedConfig) -> float:
-    """One token in the feed-forward network of a layer."""
+    """The operations of one token in the feed-forward network of a layer."""
     num_products = 3 if config.architecture == "llama" else 2
     return num_products * 2 * config.model_width * config.feedforward_width
 
 
 def linear_flops(config: PretrainedConfig) -> float:
-    """One token in the linear maps of a layer."""
+    """The operations of one token in the linear maps of a layer."""
     queries, keys = config.num_heads * config.head_size, config.num_key_value_heads * config.head_size
     return 2 * config.model_width * (2 * queries + 2 * keys) + feedforward_flops(config)
 
 
 def attention_flops(config: PretrainedConfig) -> float:
-    """One token's attention to its window."""
+    """The operations of one token's attention to its window."""
     return 2 * 2 * config.window_length * config.num_heads * config.head_size
 
 
 def inserted_kernel_flops(config: PretrainedConfig) -> float:
-    """The keys and values of the vectors that a layer inserts into a window."""
+    """The operations of the keys and values that a layer inserts into a window."""
     return 2 * config.model_width * 2 * config.num_key_value_heads * config.head_size * config.num_inserted
 
 
@@ -82,7 +82,7 @@ def repetition(config: PretrainedConfig) -> float:
 
 
 def paper_flops_per_token(config: PretrainedConfig) -> float:
-    """What a predicted token costs by the count of Yoshida et al. 2020 (tables 1 and 2).
+    """The operations of a predicted token as counted by Yoshida et al. 2020 (tables 1 and 2).
 
     Two operations for each parameter that is no embedding, and 2 l w d for attention (Kaplan et al. 2020, table 1),
     rounded to three digits, times w / (w - overlap). Logits, biases, norms and the recurrence are not counted. For

@@ -17,18 +17,18 @@ zeros = jax.nn.initializers.zeros
 
 
 class KeyValueCache(NamedTuple):
-    """Of one layer, by position in the window (`s`) and head of keys and values (`g`)."""
+    """The keys and values of one layer, by position in the window (`s`) and head of keys and values (`g`)."""
 
     key: Float[Array, "b g s k"]
     value: Float[Array, "b g s k"]
 
 
 class Inserted(NamedTuple):
-    """What a window gets from the one before: vectors that are keys and values and never queries."""
+    """The vectors that a window receives from the window before; they are keys and values but not queries."""
 
     vectors: Float[Array, "b e d"]
     present: Bool[Array, " b"]
-    """False in a document's first window, which nothing precedes."""
+    """False in a document's first window."""
 
 
 def make_norm(config: PretrainedConfig, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
@@ -81,7 +81,7 @@ class Block(nnx.Module):
         self.feedforward_output = linear(f, d, "feedforward", "model")
 
     def init_cache(self, b: int, dtype) -> KeyValueCache:
-        """Room for a window."""
+        """An empty cache for a window."""
         config = self.config
         shape = (b, config.num_key_value_heads, config.window_length, config.head_size)
         return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -94,14 +94,14 @@ class Block(nnx.Module):
         inserted: Inserted | None = None,
         dropout_key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b t d"], KeyValueCache | None]:
-        """Some tokens of a window.
+        """Applies the block to consecutive tokens of a window.
 
         Args:
             x: the tokens' vectors.
             position: where they stand in the window, one after the other.
             cache: of the tokens of the window before them; None: these are all.
-            inserted: from the window before.
-            dropout_key: for training; none to keep everything.
+            inserted: the vectors from the window before.
+            dropout_key: random key in training; None: no dropout.
 
         Returns:
             The block's output, and the cache with these tokens in it.
