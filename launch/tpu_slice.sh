@@ -74,7 +74,7 @@ make_slice() {
                 sleep "$poll"
                 ;;
         esac
-        ((failures < 5)) || stop "gcloud refused five times in a row; what it said is above"
+        ((failures < 5)) || stop "gcloud refused five times in a row; its output is above"
         ((failures == 0)) || sleep "$poll"
     done
 }

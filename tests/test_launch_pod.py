@@ -178,7 +178,7 @@ def test_gives_up_after_requests_that_were_all_refused(cloud):
     cloud.refuse(*["queued-resources create*"] * 5)
     status, _, errors = cloud.run()
     assert status == 2 and len(cloud.calls("queued-resources", "create")) == 5
-    assert errors.endswith("error: gcloud refused five times in a row; what it said is above\n")
+    assert errors.endswith("error: gcloud refused five times in a row; its output is above\n")
 
 
 def test_after_sigterm_the_same_slice_resumes(cloud):

@@ -205,8 +205,8 @@ def test_only_the_recurrence_reaches_into_the_next_window(place, trained, tmp_pa
         checkpoints.save(
             8, {"step": np.int32(8), "params": params}, checkpoint_metadata(opened.run, opened.vocabulary, 8, None)
         )
-    apart = (*asked.gin_params, "PretrainedConfig.overlap = 0")
-    continuations.run(asked._replace(checkpoint=str(tmp_path / "chance"), gin_params=apart))
+    parameters = (*asked.gin_params, "PretrainedConfig.overlap = 0")
+    continuations.run(asked._replace(checkpoint=str(tmp_path / "chance"), gin_params=parameters))
     assert "besides the memory: chance, data=8, overlap=0: none" in (tmp_path / "index.html").read_text()
     assert any(len(set(ways.values())) == 2 for ways in written(tmp_path))
     # Without a recurrence nothing is remembered of another window.

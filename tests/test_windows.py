@@ -43,10 +43,10 @@ def test_the_papers_example():
 
 
 @pytest.mark.parametrize("overlap", range(10))
-@pytest.mark.parametrize("apart", [False, True])
-def test_every_token_after_the_first_is_predicted_once(overlap, apart):
+@pytest.mark.parametrize("separate", [False, True])
+def test_every_token_after_the_first_is_predicted_once(overlap, separate):
     lengths = [2, 9, 10, 11, 12, 18, 31, 64, 1]
-    read = windows(make(lengths, num_lanes=2, overlap=overlap, apart=apart))
+    read = windows(make(lengths, num_lanes=2, overlap=overlap, separate=separate))
     found = sorted(target for *_, targets in read for target in targets)
     assert found == [STRIDE * d + i for d, length in enumerate(lengths) for i in range(1, length)]
     for start, _, inputs, targets in read:
@@ -62,7 +62,7 @@ def test_a_window_at_a_time_is_the_whole_document():
 
 
 def test_separate_sequences():
-    read = windows(make([100], apart=True))
+    read = windows(make([100], separate=True))
     # Three windows: 10 + 2 * 7 targets, and then anew from the next token.
     assert [start for start, *_ in read[:6]] == [True, False, False, True, False, False]
     assert [inputs[0] for _, _, inputs, _ in read[:6]] == [0, 7, 14, 24, 31, 38]
@@ -70,7 +70,7 @@ def test_separate_sequences():
 
 
 def test_a_segment_of_its_own_begins_with_every_step():
-    reader = make([100, 7, 40], num_lanes=2, apart=True)
+    reader = make([100, 7, 40], num_lanes=2, separate=True)
     for step in range(reader.num_steps):
         batch = reader.batch(step, [0, 1])
         used = batch.document[:, 0] >= 0
@@ -106,7 +106,7 @@ def test_padding_share():
     # 24 targets in three windows of ten.
     assert make([25]).padding_share == pytest.approx(1 - 24 / 30)
     # Two sequences of three windows for 30 targets.
-    assert make([31], apart=True).padding_share == pytest.approx(1 - 30 / 60)
+    assert make([31], separate=True).padding_share == pytest.approx(1 - 30 / 60)
 
 
 def test_what_does_not_fit():

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/architecture.png: what a token sees, and how the states go on. Run it from anywhere."""
+"""Draws docs/pictures/architecture.png: what a token sees, and how states are passed on. Run it from anywhere."""
 
 from pathlib import Path
 

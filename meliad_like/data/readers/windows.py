@@ -42,7 +42,7 @@ class WindowsReaderConfig(ReaderConfig):
             vocabulary_size=inputs.store.vocabulary.size,
             shuffle=inputs.shuffle,
             epochs=inputs.epochs,
-            apart=not self.segments_follow,
+            separate=not self.segments_follow,
         )
 
 
@@ -67,7 +67,7 @@ class WindowsReader:
         shuffle: bool = True,
         epochs: int | None = None,
         whole_segments: bool = False,
-        apart: bool = False,
+        separate: bool = False,
     ):
         """
         Args:
@@ -80,8 +80,8 @@ class WindowsReader:
           vocabulary_size: token ids must be below it.
           shuffle, epochs: as in `Schedule`; for evaluation `shuffle=False, epochs=1`.
           whole_segments: a document begins with a segment, not only with a window; the rest of its last one is padding.
-          apart: each segment is a sequence of its own, the first window of which follows none: the document is cut into
-            sequences that repeat nothing of each other.
+          separate: each segment is a separate sequence, whose first window repeats nothing: the document is cut into
+            sequences without overlap.
 
         Raises:
           UserError: segment_length is no multiple of window_length, the overlap does not fit, or no document has a
@@ -99,10 +99,10 @@ class WindowsReader:
         self._split = split
         self._vocabulary_size = vocabulary_size
         self._epochs = epochs
-        self._apart = apart
+        self._separate = separate
         self._targets = np.maximum(np.asarray(split.lengths, np.int64) - 1, 0)
-        if apart:
-            windows = -(-self._targets // self._tokens_apart) * self._windows_in_segment
+        if separate:
+            windows = -(-self._targets // self._targets_in_sequence) * self._windows_in_segment
         else:
             windows = np.where(self._targets > 0, 1 - (window_length - self._targets) // self._stride, 0)
             windows = np.where((self._targets > 0) & (self._targets <= window_length), 1, windows)
@@ -116,7 +116,7 @@ class WindowsReader:
         return self.segment_length // self.window_length
 
     @property
-    def _tokens_apart(self) -> int:
+    def _targets_in_sequence(self) -> int:
         """The number of targets of a separate sequence."""
         return self.overlap + self._windows_in_segment * self._stride
 
@@ -157,7 +157,7 @@ class WindowsReader:
 
     def _window(self, index: int) -> tuple[int, bool]:
         """(first input of a document's window, whether it follows another one)."""
-        if not self._apart:
+        if not self._separate:
             return index * self._stride, index > 0
         sequence, index = divmod(index, self._windows_in_segment)
-        return sequence * self._tokens_apart + index * self._stride, index > 0
+        return sequence * self._targets_in_sequence + index * self._stride, index > 0
