@@ -252,7 +252,10 @@ def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
         with pytest.raises(UserError, match=message):
             read_huggingface(tmp_path)
 
-    refused("recurrence.safetensors: insertion_layers=.* names a layer that 2 layers lack", insertion_layers=[7])
+    refused(
+        "recurrence.safetensors: PretrainedConfig.insertion_layers=.* names a layer that 2 layers lack",
+        insertion_layers=[7],
+    )
     refused(r"recurrence.safetensors: insertion_layers=\(\) is no recurrence", insertion_layers=[])
     refused("recurrence.safetensors: pooling='most' must be 'mean' or", pooling="most")
     refused(r"layers/\d/\w+ has shape \(5,.*\), its config asks for \(6,", recurrence_width=6)
