@@ -1,5 +1,6 @@
 """Any config is either refused in one line before anything is compiled, or its step can be traced."""
 
+import dataclasses
 import itertools
 import typing
 from types import NoneType, UnionType
@@ -51,7 +52,8 @@ def values(kind, integers):
 @st.composite
 def bindings(draw, class_name, kind, integers):
     """One or two fields of a class, and what they are bound to."""
-    types = field_types(kind)
+    chosen = {field.name for field in dataclasses.fields(kind) if "registry" in field.metadata}
+    types = {name: type_ for name, type_ in field_types(kind).items() if name not in chosen}
     names = draw(st.lists(st.sampled_from(sorted(types)), min_size=1, max_size=2, unique=True))
     return [f"{class_name}.{name} = {text(draw(values(types[name], integers)))}" for name in names]
 

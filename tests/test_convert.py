@@ -19,6 +19,7 @@ from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig, SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
+from meliad_like.mechanisms.positions import Infused
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder_config import DecoderConfig
 from meliad_like.models.model import Model
@@ -148,7 +149,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(UserError, match=r"260 tokens and the vocabulary of the config 257.*size_multiple=260"):
         convert(theirs | {"embed/embedding": np.zeros((260, 8), np.float32)})
     with pytest.raises(UserError, match="the reference has no infused positions, and this model has"):
-        convert(theirs, dataclasses.replace(CONFIG, position="infused"))
+        convert(theirs, dataclasses.replace(CONFIG, position=Infused()))
     with pytest.raises(UserError, match="is no checkpoint of meliad: it has final_layernorm/scale"):
         convert(without(theirs, "embed/embedding"))
     assert not output.exists()

@@ -91,6 +91,7 @@ def bindings(tmp_path_factory):
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
         "DecoderConfig.num_layers = 1",
+        "RECURRENT_LAYERS = (-1,)",
         "TrainingConfig.num_steps = 6",
         "TrainingConfig.checkpoint_every = 2",
         "TrainingConfig.checkpoints_kept = 2",

@@ -179,7 +179,10 @@ def test_a_first_step_of_a_stage_that_is_not_finite(bindings, tmp_path, monkeypa
 
         def poisoned(state, batch):
             bad = state.step == 4
-            layers = [layer._replace(value=jnp.where(bad, jnp.nan, layer.value)) for layer in state.carry.layers]
+            layers = [
+                layer._replace(tokens=layer.tokens._replace(value=jnp.where(bad, jnp.nan, layer.tokens.value)))
+                for layer in state.carry.layers
+            ]
             carry = state.carry._replace(layers=layers, position=jnp.where(bad, 16, state.carry.position))
             return step(state._replace(carry=carry), batch._replace(start=batch.start & ~bad))
 

@@ -55,7 +55,7 @@ def test_documents(data_dir, place):
 def test_needs_no_tensorflow(data_dir):
     script = (
         "import sys\n"
-        "from meliad_like.data.documents import SourceConfig, open_source\n"
+        "from meliad_like.data.documents import TfdsSource, open_source\n"
         f"source = open_source({config(data_dir)!r})\n"
         "print(sum(len(reference.read().text) for reference in source.references()))\n"
         "assert 'tensorflow' not in sys.modules"

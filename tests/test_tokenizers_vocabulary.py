@@ -138,5 +138,5 @@ def test_what_is_refused(folder, tmp_path):
     )
     (tmp_path / TOKENIZER_NAME).write_text("{}")
     refused(tmp_path / TOKENIZER_NAME, "tokenizer.json is no tokenizer.json")
-    with pytest.raises(UserError, match="needs a FileVocabularyConfig.model_file"):
+    with pytest.raises(UserError, match="needs a TokenizersVocabularyConfig.model_file"):
         config("")

@@ -130,4 +130,5 @@ class DecoderConfig:
 
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
         """The number of tokens, itself included, that a token at each position attends to in a layer."""
-        return np.maximum.reduce([mechanism.num_visible(self.shape, position) for mechanism in self.mechanisms])
+        visible = [mechanism.num_visible(self.shape, position) for mechanism in self.mechanisms]
+        return np.asarray(np.maximum.reduce(visible))
