@@ -19,6 +19,7 @@ from meliad_like.experiments.scales import SCALES, configure
 from meliad_like.experiments.tables import TABLES
 from meliad_like.mechanisms.base import MECHANISMS, MechanismConfig
 from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.gated_delta_rule import GatedDeltaRule
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
@@ -50,6 +51,7 @@ EXAMPLES = {
     "external_memory": Example(
         ExternalMemory(layers=(1,), num_slots=4 * W, num_neighbors=3), "block_recurrent/memorizing_64k.gin", 183_791_464
     ),
+    "gated_delta_rule": Example(GatedDeltaRule(layers=(1,)), "mechanism/gated_delta_rule.gin", 189_063_408),
 }
 SIZES = {"num_layers": 2, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
 of_each_mechanism = pytest.mark.parametrize("name", EXAMPLES)

@@ -1,0 +1,259 @@
+"""The gated delta rule: a matrix for each head that forgets, and is corrected by every token (Yang et al. 2024).
+
+Gated Delta Networks, section 3.1 and equation 10: the state of a head is a matrix S that maps keys to values,
+
+    S_t = S_{t-1} alpha_t (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t,
+
+with a decay alpha_t and a writing strength beta_t, both between 0 and 1 and read from the token. Queries, keys and
+values pass a short convolution along the document and a SiLU, and queries and keys get unit length; the outputs of a
+head pass an RMS norm and a gate (section 3.3). Segments are read in chunks: within a chunk the rule is a triangular
+system of equations (section 3.2), and only S passes from chunk to chunk. The states start at zero with every document.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from meliad_like.layers.attention import split_heads, unit
+from meliad_like.layers.basic import Linear, over_root_mean_square, parameter
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.sequence import from_left, scan_in_order
+from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape, Watched
+from meliad_like.sizes import size
+from meliad_like.validation import check_positive
+
+
+class DeltaCarry(NamedTuple):
+    """What passes from token to token."""
+
+    matrix: Float[Array, "b h v k"]
+    """The states, float32: from keys (last axis) to values."""
+    recent: Float[Array, "b j i"]
+    """The last inputs of the convolutions: queries, keys and values of the last `conv_length - 1` tokens."""
+
+
+class Rule(NamedTuple):
+    """What a token does with the states, float32; `n` stands for any axes of tokens."""
+
+    query: Float[Array, "b h n k"]
+    key: Float[Array, "b h n k"]
+    value: Float[Array, "b h n v"]
+    log_decay: Float[Array, "b h n"]
+    """Logarithm of alpha."""
+    strength: Float[Array, "b h n"]
+    """beta."""
+
+
+class DeltaRuleLayer(Mechanism):
+    """The layer's tokens write to and read from its matrices, beside its other mechanisms."""
+
+    def __init__(self, config: "GatedDeltaRule", shape: Shape, *, rngs: nnx.Rngs):
+        self.config, self.w = config, shape.window_length
+        self.num_heads, self.head_size = shape.num_heads, shape.head_size
+        d, h, inner = shape.model_width, shape.num_heads, shape.inner_width
+        self.query, self.key, self.value, self.gate = (
+            Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(4)
+        )
+        fan_in = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=())
+        shape_of_filters = (config.conv_length, inner)
+        self.query_filter, self.key_filter, self.value_filter = (
+            parameter(rngs.params(), fan_in, shape_of_filters, (None, "heads")) for _ in range(3)
+        )
+        self.decay = Linear(d, h, ("model", "heads"), rngs=rngs)
+        self.strength = Linear(d, h, ("model", "heads"), rngs=rngs)
+        # As in Mamba-2: rates between 1 and 16, steps between 0.001 and 0.1.
+        self.log_rate = parameter(rngs.params(), _log_uniform_rate, (h,), ("heads",))
+        self.step_bias = parameter(rngs.params(), _inverse_softplus_step, (h,), ("heads",))
+        self.norm_scale = parameter(rngs.params(), jax.nn.initializers.ones, (shape.head_size,), (None,))
+
+    def init_carry(self, b, dtype, decoding):
+        matrix = jnp.zeros((b, self.num_heads, self.head_size, self.head_size), jnp.float32)
+        return DeltaCarry(
+            matrix, jnp.zeros((b, self.config.conv_length - 1, 3 * self.num_heads * self.head_size), dtype)
+        )
+
+    def begin_segment(self, carry):
+        return jax.tree.map(jnp.zeros_like, carry) if self.config.clear_states else carry
+
+    def _inputs(self, normed: Float[Array, "b n d"]) -> Float[Array, "b n i"]:
+        """What the convolutions read."""
+        return jnp.concatenate([linear(normed) for linear in (self.query, self.key, self.value)], axis=-1)
+
+    def _rule(self, normed: Float[Array, "b n d"], convolved: Float[Array, "b n i"]) -> Rule:
+        query, key, value = (split_heads(x, self.num_heads) for x in jnp.split(jax.nn.silu(convolved), 3, axis=-1))
+        query, key, value = (x.astype(jnp.float32) for x in (unit(query), unit(key), value))
+        step = jax.nn.softplus(self.decay(normed).astype(jnp.float32) + self.step_bias[...])
+        strength = jax.nn.sigmoid(self.strength(normed).astype(jnp.float32))
+        log_decay = -jnp.exp(self.log_rate[...]) * step
+        return Rule(query, key, value, *(rearrange(x, "b n h -> b h n") for x in (log_decay, strength)))
+
+    def _filters(self, dtype) -> Float[Array, "j i"]:
+        filters = (self.query_filter, self.key_filter, self.value_filter)
+        return jnp.concatenate([x[...] for x in filters], axis=-1).astype(dtype)
+
+    def _output(self, read: Float[Array, "b h n v"], normed: Float[Array, "b n d"]) -> Float[Array, "b h n v"]:
+        """The norm and the gate."""
+        read = over_root_mean_square(read, 1e-6) * self.norm_scale[...]
+        return (read * jax.nn.silu(split_heads(self.gate(normed), self.num_heads).astype(jnp.float32))).astype(
+            normed.dtype
+        )
+
+    def __call__(self, tokens, carry, dropout_key):
+        normed, start = tokens.normed, tokens.positions == 0
+        inputs = self._inputs(normed)
+        (recent,) = from_left((inputs[:, inputs.shape[1] - carry.recent.shape[1] :],), (carry.recent,))
+        rule = self._rule(normed, convolve(inputs, recent, self._filters(inputs.dtype), start))
+        chunk = math.gcd(self.w, self.config.chunk_length)
+        matrix, read = scan_in_order(lambda matrix: read_chunks(rule, matrix, start, chunk), carry.matrix)
+        read = rearrange(self._output(read, normed), "b h (c w) v -> b c h w v", w=self.w)
+        return read, DeltaCarry(matrix, inputs[:, inputs.shape[1] - carry.recent.shape[1] :])
+
+    def decode_step(self, token, carry):
+        normed = token.normed[:, None]
+        window = jnp.concatenate([carry.recent, self._inputs(normed)], axis=1)
+        convolved = jnp.sum(window * self._filters(window.dtype), axis=1, keepdims=True)
+        rule = self._rule(normed, convolved)
+        matrix = update(carry.matrix, jax.tree.map(lambda x: x[:, :, 0], rule))
+        read = jnp.einsum("bhvk,bhnk->bhnv", matrix, rule.query)
+        return self._output(read, normed), DeltaCarry(matrix, window[:, 1:])
+
+    def watch(self, before, after, tile, start):
+        begun = jnp.where(start[:, None, None, None], 0, before.matrix)
+        before, after = (rearrange(x, "b h v k -> b (h v) k") for x in (begun, after.matrix))
+        return Watched(before, after, {})
+
+
+def convolve(
+    inputs: Float[Array, "b n i"],
+    recent: Float[Array, "b j i"],
+    filters: Float[Array, "_ i"],
+    start: Bool[Array, "b c"],
+) -> Float[Array, "b n i"]:
+    """A causal convolution of every channel, which sees no token of another document.
+
+    Args:
+        inputs: of the tokens.
+        recent: those of the tokens before them, one fewer than filters.
+        filters: the last one is that of the token itself.
+        start: blocks with which a document begins.
+    """
+    n, length = inputs.shape[1], len(filters)
+    padded = jnp.concatenate([recent.astype(inputs.dtype), inputs], axis=1)
+    # The number of documents that have begun up to each token: tokens of other documents have other numbers.
+    document = jnp.repeat(jnp.cumsum(start, axis=1), n // start.shape[1], axis=1)
+    padded_document = jnp.pad(document, ((0, 0), (length - 1, 0)))
+    result = jnp.zeros_like(inputs)
+    for i in range(length):
+        same = padded_document[:, i : i + n] == document
+        result += jnp.where(same[..., None], padded[:, i : i + n], 0) * filters[i]
+    return result
+
+
+def update(matrix: Float[Array, "b h v k"], rule: Rule) -> Float[Array, "b h v k"]:
+    """The states after one token, by the rule as it stands (equation 10).
+
+    Args:
+        matrix: the states before it.
+        rule: of the token, without the axis of tokens.
+    """
+    decayed = matrix * jnp.exp(rule.log_decay)[..., None, None]
+    error = rule.value - jnp.einsum("bhvk,bhk->bhv", decayed, rule.key)
+    return decayed + jnp.einsum("bh,bhv,bhk->bhvk", rule.strength, error, rule.key)
+
+
+def read_chunks(
+    rule: Rule, matrix: Float[Array, "b h v k"], start: Bool[Array, "b c"], chunk: int
+) -> tuple[Float[Array, "b h v k"], Float[Array, "b h n v"]]:
+    """The states after a segment, and what every token reads.
+
+    With g_i, the decay of a chunk's tokens up to i, the state is S_i = g_i S_0 + sum_{j <= i} g_i / g_j u_j k_j^T. The
+    corrections u solve u_i + beta_i sum_{j < i} g_i / g_j (k_i k_j) u_j = beta_i (v_i - g_i S_0 k_i), a triangular
+    system for each chunk. Its solutions for the v_i and the g_i k_i need no S_0 and are found for all chunks at once.
+
+    Args:
+        rule: of the segment's tokens.
+        matrix: the states before it.
+        start: blocks with which a document begins.
+        chunk: tokens of a chunk; divides a block.
+    """
+    n = rule.query.shape[2]
+    query, key, value, log_decay, strength = (x.reshape(*x.shape[:2], n // chunk, chunk, *x.shape[3:]) for x in rule)
+    total = jnp.cumsum(log_decay, axis=-1)
+    lower = np.tri(chunk, dtype=bool)
+    # Masked before the exponential, which would overflow above the diagonal.
+    decay = jnp.exp(jnp.where(lower, total[..., :, None] - total[..., None, :], -jnp.inf))
+    products = jnp.einsum("bhmik,bhmjk->bhmij", key, key) * decay * strength[..., None]
+    system = jnp.where(np.tri(chunk, k=-1, dtype=bool), products, 0) + jnp.eye(chunk)
+    known = jnp.concatenate([value, key * jnp.exp(total)[..., None]], axis=-1) * strength[..., None]
+    solved = jax.scipy.linalg.solve_triangular(system, known, lower=True, unit_diagonal=True)
+    of_values, of_keys = jnp.split(solved, [value.shape[-1]], axis=-1)
+    seen = jnp.einsum("bhmik,bhmjk->bhmij", query, key) * decay
+    first_chunks = jnp.repeat(start, n // chunk // start.shape[1], axis=1)
+    first_chunks &= jnp.arange(n // chunk) % (n // chunk // start.shape[1]) == 0
+    end = jnp.exp(total[..., -1:] - total)
+
+    def step(matrix, one):
+        query, key, of_values, of_keys, seen, total, end, first = one
+        matrix = jnp.where(first[:, None, None, None], 0, matrix)
+        corrections = of_values - jnp.einsum("bhik,bhvk->bhiv", of_keys, matrix)
+        read = jnp.einsum("bhik,bhvk->bhiv", query * jnp.exp(total)[..., None], matrix)
+        read += jnp.einsum("bhij,bhjv->bhiv", seen, corrections)
+        matrix = matrix * jnp.exp(total[..., -1])[..., None, None]
+        return matrix + jnp.einsum("bhiv,bhik->bhvk", corrections, key * end[..., None]), read
+
+    by_chunk = (query, key, of_values, of_keys, seen, total, end)
+    xs = (*(jnp.moveaxis(x, 2, 0) for x in by_chunk), first_chunks.T)
+    matrix, read = jax.lax.scan(step, matrix, xs)
+    return matrix, rearrange(read, "m b h i v -> b h (m i) v")
+
+
+def _log_uniform_rate(key, shape, dtype):
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+
+
+def _inverse_softplus_step(key, shape, dtype):
+    step = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(0.001), math.log(0.1)))
+    return step + jnp.log(-jnp.expm1(-step))
+
+
+@MECHANISMS.register("gated_delta_rule")
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaRule(MechanismConfig):
+    """Layers with matrices that are written to by the gated delta rule."""
+
+    conv_length: int = size(4, "fixed")
+    """Tokens that the short convolutions see, the token itself included."""
+    chunk_length: int = size(64, "fixed")
+    """Tokens that are worked through at once; where it doesn't divide a block, their largest common divisor."""
+    clear_states: bool = False
+    """Start every segment with empty matrices: what is the recurrence worth beyond a segment?"""
+
+    def __post_init__(self):
+        check_positive(self, ("conv_length", "chunk_length"))
+
+    @property
+    def needs_segments(self) -> bool:
+        return self.clear_states
+
+    def cleared(self) -> "GatedDeltaRule":
+        return dataclasses.replace(self, clear_states=True)
+
+    def build(self, shape, index, *, rngs):
+        return DeltaRuleLayer(self, shape, rngs=rngs) if index in self.indices(shape.num_layers) else None
+
+    def flops(self, shape, index):
+        """Projections, and of a chunk its products, its triangular system as one product, and those with the states."""
+        if index not in self.indices(shape.num_layers):
+            return Flops(0, 0)
+        d, inner, k = shape.model_width, shape.inner_width, shape.head_size
+        chunk = math.gcd(shape.window_length, self.chunk_length)
+        projections = 2 * d * (4 * inner + 2 * shape.num_heads)
+        within = 2 * chunk * inner * (1 + 1 + 2 + 1)
+        return Flops.of_products(projections + within + 3 * 2 * k * inner)
