@@ -40,7 +40,7 @@ class Example(NamedTuple):
     config: MechanismConfig
     file: str
     parameters: int
-    """Of the shipped file's model, with a vocabulary of 32,000."""
+    """The number of parameters of the shipped file's model, with a vocabulary of 32,000."""
 
 
 EXAMPLES = {

@@ -25,7 +25,7 @@ class Chip(NamedTuple):
     """Without what the compiler reserves (1.25 of v4's 32 GiB, 0.25 of v5e's 16), from its error messages."""
     memory_bandwidth: float
     link_bandwidth: float
-    """Of the links to all neighbours together."""
+    """The bandwidth of the links to all neighbours together."""
 
 
 CHIPS = {
