@@ -13,7 +13,7 @@ from rich.console import Console
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, Reading
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.tables import Table
 

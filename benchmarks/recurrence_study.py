@@ -52,7 +52,7 @@ def one_run(task: str, row: str, seed: str) -> None:
     from meliad_like.data.token_store import TokenStore
     from meliad_like.evaluation.perplexity import Evaluator
     from meliad_like.mesh import make_mesh
-    from meliad_like.models.decoder_config import DecoderConfig
+    from meliad_like.models.decoder import DecoderConfig
     from meliad_like.models.model import Model
     from meliad_like.run.opening import open_checkpoint
     from meliad_like.run.training import train

@@ -22,11 +22,12 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from meliad_like.errors import UserError
 
 ENTRY_POINTS = "meliad_like.kinds"
+Class = TypeVar("Class", bound=type)
 
 
 class Registry(Mapping[str, type]):
@@ -37,10 +38,10 @@ class Registry(Mapping[str, type]):
         self._classes: dict[str, type] = {}
         self._loaded = False
 
-    def register(self, name: str) -> Callable[[type], type]:
+    def register(self, name: str) -> Callable[[Class], Class]:
         """A class decorator that adds a frozen config dataclass under `name`."""
 
-        def add(config_class: type) -> type:
+        def add(config_class: Class) -> Class:
             if self._classes.setdefault(name, config_class) is not config_class:
                 raise ValueError(f"two classes are registered as {self.role} {name!r}")
             return config_class

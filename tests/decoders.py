@@ -3,7 +3,7 @@
 import dataclasses
 
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 
 
 def recurrent(config: DecoderConfig, /, **changes) -> DecoderConfig:

@@ -18,7 +18,7 @@ from meliad_like.config.fields import field_types
 from meliad_like.data.documents import TextSource, open_source
 from meliad_like.data.vocabulary import SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.models.families import FAMILIES
+from meliad_like.models.base import MODELS
 from meliad_like.run.setup import set_up
 
 PARTS = {name: type(part) for name, part in vars(config.RunConfig()).items() if name != "model"}
@@ -106,7 +106,7 @@ def test_settings_of_the_training(base, changes):
 
 
 @settings(FEW, max_examples=12)
-@given(bindings("DecoderConfig", FAMILIES["decoder"].config, SMALL))
+@given(bindings("DecoderConfig", MODELS["decoder"], SMALL))
 def test_settings_of_the_model(base, changes):
     traced_or_refused(base, changes)
 

@@ -21,7 +21,7 @@ from meliad_like.data.vocabulary import BytesVocabularyConfig, SentencePieceVoca
 from meliad_like.errors import UserError
 from meliad_like.mechanisms.positions import Infused
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import open_checkpoint
 

@@ -17,7 +17,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 

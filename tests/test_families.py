@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import pytest
 
 from meliad_like import config
-from meliad_like.config.run import MODELS
 from meliad_like.errors import UserError
-from meliad_like.models.families import FAMILIES, Family, extends
+from meliad_like.layers.flops import Flops
+from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.model import Model
 
 
 @dataclass(frozen=True)
-class ToyConfig:
-    window_length: int = 16
+class ToyConfig(ModelConfig):
     depth: int = 1
-    activation_dtype: str = "float32"
-    needs_segments: bool = False
+
+    def flops(self, vocabulary_size):
+        return Flops.of_products(self.depth * vocabulary_size)
 
 
 TOY = ["RunConfig.model = 'toy'"]
@@ -26,7 +26,6 @@ TOY = ["RunConfig.model = 'toy'"]
 
 @pytest.fixture(autouse=True)
 def _toy(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "toy", Family(ToyConfig, None, lambda config, v: config.depth * v))
     monkeypatch.setitem(MODELS._classes, "toy", ToyConfig)
 
 
@@ -37,7 +36,7 @@ def message(gin_files=(), gin_params=()):
 
 
 def test_a_run_is_a_decoder_unless_it_says_otherwise():
-    assert type(config.parse().model) is FAMILIES["decoder"].config
+    assert type(config.parse().model) is MODELS["decoder"]
     assert config.parse(gin_params=[*TOY, "ToyConfig.depth = 3"]).model == ToyConfig(depth=3)
 
 
@@ -91,7 +90,8 @@ def test_operations_are_the_familys():
 
 @pytest.mark.parametrize("family", ["decoder", "shortformer"])
 def test_training_may_begin_with_parameters_that_were_computed_with_otherwise(family):
-    model = FAMILIES[family].config()
-    assert extends(model, dataclasses.replace(model, remat="layers", activation_dtype="bfloat16", dropout_rate=0.5))
-    assert not extends(model, dataclasses.replace(model, num_layers=3))
-    assert not extends(model, FAMILIES["pretrained"].config())
+    model = MODELS[family]()
+    other = dataclasses.replace(model, remat="layers", activation_dtype="bfloat16", dropout_rate=0.5)
+    assert model.extends(other)
+    assert not model.extends(dataclasses.replace(model, num_layers=3))
+    assert not model.extends(MODELS["pretrained"]())

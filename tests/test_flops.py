@@ -9,7 +9,7 @@ import pytest
 
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
 SLIDE = DecoderConfig()

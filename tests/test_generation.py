@@ -22,7 +22,7 @@ from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.saved_reading import load_reading, save_reading
 from meliad_like.generation.streaming import Generator, Reading
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
 from meliad_like.run.text import TextRequest, carry_identity, encode_prompt, read_document, write_text

@@ -16,8 +16,7 @@ from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import T5Bias, t5_bucket
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mechanisms.token_heads import TokenCache
-from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.decoder_layer import LayerCarry
+from meliad_like.models.decoder import DecoderConfig, LayerCarry
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import Adafactor, make_optimizer
 from meliad_like.optimization.schedules import CosineSchedule, make_schedule

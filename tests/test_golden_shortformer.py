@@ -12,7 +12,7 @@ from meliad_like.errors import UserError
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.models.model import Model
-from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.models.shortformer import ShortformerConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG = ShortformerConfig(

@@ -13,7 +13,7 @@ from meliad_like.history.losses import Sequence, TargetLosses
 from meliad_like.history.scoring import Candidates, SpanGains
 from meliad_like.history.spans import HistoryConfig, candidates, strides
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 

@@ -9,7 +9,7 @@ import pytest
 
 from meliad_like.conversion.meliad import to_meliad
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
 REFERENCE = json.loads((Path(__file__).parent / "golden" / "i_init_statistics.json").read_text())

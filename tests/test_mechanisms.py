@@ -23,8 +23,7 @@ from meliad_like.mechanisms.gated_delta_rule import GatedDeltaRule
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
-from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.families import check_sequence
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 from meliad_like.run.setup import set_up
@@ -170,7 +169,7 @@ def test_sharded_equals_unsharded(name, shape):
     model, params = make(name)
     if shape[3] > 1 and model.config.waits_for:
         with pytest.raises(UserError, match="MeshConfig.sequence=8 must be 1"):
-            check_sequence(model.config, C * W, shape[3])
+            model.config.check_sequence(C * W, shape[3])
         return
     tokens = tokens_of(B, C + 1)[:, : C * W + 1]
     batch = Batch(tokens[:, :-1], tokens[:, 1:], np.ones((B, C * W), bool), starts(B, C, (0, 3)), None, None)

@@ -13,7 +13,7 @@ from meliad_like.layers import memory_search
 from meliad_like.layers.memory_search import Memory, attend_memories, recall, remember, search
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.sliding_window import SlidingWindow
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
 B, H, T, M, K, J = 2, 3, 5, 48, 8, 4

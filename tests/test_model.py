@@ -17,7 +17,7 @@ from meliad_like.layers.basic import dropout_multiplier, tiled_dropout
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.positions import Infused, NoPosition, Rotary
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.skeleton import DecoderCarry
 

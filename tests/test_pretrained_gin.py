@@ -12,12 +12,6 @@ from meliad_like import config
 from meliad_like.config.search import shipped_files
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.flops import (
-    forward_flops_per_token,
-    paper_flops_per_token,
-    recurrence_flops_per_token,
-    training_flops_per_token,
-)
 from meliad_like.models.pretrained.parts import Inserted
 
 SIZES = {
@@ -85,7 +79,7 @@ def test_two_million_tokens_between_validations(window):
 @pytest.mark.parametrize("overlap", TABLE_2)
 def test_operations_by_the_papers_count(overlap):
     model = parse(f"recurrent_pretrained/tables/baseline_overlap_{overlap}.gin").model
-    assert paper_flops_per_token(model) / 1e8 == pytest.approx(TABLE_2[overlap], abs=0.00501)
+    assert model.flops_by_the_paper() / 1e8 == pytest.approx(TABLE_2[overlap], abs=0.00501)
 
 
 def test_a_prediction_costs_what_is_read_for_it():
@@ -104,25 +98,25 @@ def test_operations_as_counted():
     recurrent = parse("recurrent_pretrained/tables/recurrent_overlap_0.gin").model
     # Besides the parameters of the layers: logits, and attention, of which the paper counts half.
     parameters, attention, logits = 12 * 12 * 768**2, 12 * 300 * 768, 768 * 50_257
-    counted = forward_flops_per_token(baseline, 50_257)
+    counted = baseline.flops(50_257).forward
     assert counted == 2 * parameters + 4 * attention + 2 * logits
-    assert 2 * parameters + 2 * attention == pytest.approx(paper_flops_per_token(baseline), rel=0.003)
+    assert 2 * parameters + 2 * attention == pytest.approx(baseline.flops_by_the_paper(), rel=0.003)
     # Weighing the layers; a network once a window; one more key and value, and what every query does with them.
     added = 2 * 12 * 768 + (2 * 388_568 - 2 * 1368 + 2 * 768 * 1536) / 300 + 4 * 768
-    assert recurrence_flops_per_token(recurrent) == pytest.approx(added)
-    assert recurrence_flops_per_token(recurrent) / counted < 0.0002
+    assert recurrent.flops(50_257).forward - counted == pytest.approx(added)
+    assert added / counted < 0.0002
 
 
 def test_a_frozen_decoder_has_no_gradients_of_kernels():
     recurrent = parse("recurrent_pretrained/tables/recurrent_overlap_0.gin").model
-    forward = forward_flops_per_token(recurrent, 50_257)
-    assert training_flops_per_token(recurrent, 50_257) == 3 * forward
+    forward = recurrent.flops(50_257).forward
+    assert recurrent.flops(50_257).training == 3 * forward
     frozen = dataclasses.replace(recurrent, train_decoder=False)
     # GPT-2 small with vectors in layer 1 of 12. Ten layers above it: a product for each kernel (12 d^2), four for
     # attention. In layer 1 the attention's output and the feed-forward network (9 d^2), and three for attention.
     attention, d = 4 * 300 * 768, 768
     decoder = forward + 10 * (24 * d**2 + 2 * attention) + 18 * d**2 + 1.5 * attention + 2 * d * 50_257
-    assert training_flops_per_token(frozen, 50_257) == pytest.approx(decoder, rel=1e-3)
+    assert frozen.flops(50_257).training == pytest.approx(decoder, rel=1e-3)
 
 
 @pytest.mark.parametrize("insertion_layers", [(1,), (0, 2)])
@@ -150,4 +144,4 @@ def test_xla_counts_nearly_the_same_for_a_frozen_decoder(insertion_layers):
     # The last window has no gradient through what it passes on.
     by_token = (counted(4) - counted(3)) / (2 * 64)
     # What is not a matrix product is left out of ours.
-    assert 1.0 < by_token / training_flops_per_token(frozen, 200) < 1.04
+    assert 1.0 < by_token / frozen.flops(200).training < 1.04

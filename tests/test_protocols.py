@@ -13,10 +13,10 @@ from meliad_like.data.readers import Concatenated
 from meliad_like.errors import UserError
 from meliad_like.evaluation.protocols import evaluate, rows_of
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.models.shortformer import ShortformerConfig
 
 W, V = 4, 40
 PIA = ShortformerConfig(

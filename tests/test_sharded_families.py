@@ -18,12 +18,11 @@ from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.positions import Infused, Rotary
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
-from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.families import check_sequence
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.models.shortformer import ShortformerConfig
 from meliad_like.planning.collectives import traffic
 from meliad_like.training.program import make_program
 
@@ -218,9 +217,9 @@ def test_an_axis_of_one_device_changes_nothing():
     ],
 )
 def test_models_that_read_in_order_refuse_the_axis(name, reason):
-    check_sequence(CONFIGS[name], C * W, 1)
+    CONFIGS[name].check_sequence(C * W, 1)
     with pytest.raises(UserError, match=re.escape(f"MeshConfig.sequence=2 must be 1 for this {reason}")):
-        check_sequence(CONFIGS[name], C * W, 2)
+        CONFIGS[name].check_sequence(C * W, 2)
 
 
 def test_blocks_that_do_not_divide():

@@ -12,8 +12,7 @@ from ways import V, W, assert_same, begin, decode, read, starts, tokens_of
 from meliad_like.errors import UserError
 from meliad_like.layers.positions import sinusoids
 from meliad_like.models.model import Model
-from meliad_like.models.shortformer import forward_flops_per_token
-from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.models.shortformer import ShortformerConfig
 
 PIA = ShortformerConfig(
     num_layers=2,
@@ -245,7 +244,7 @@ def test_operations_of_a_token():
         cutoffs=()
     )  # fmt: skip
     layer = 2 * 100 * 100 * 6 + 4 * 16 * 100 + 4 * 100 * 7
-    assert forward_flops_per_token(config, 30) == layer + 2 * 100 * 30
+    assert config.flops(30).forward == layer + 2 * 100 * 30
 
 
 @pytest.mark.parametrize(

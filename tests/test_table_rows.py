@@ -19,8 +19,8 @@ from meliad_like.mechanisms.base import MECHANISMS
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.families import FAMILIES
+from meliad_like.models.base import MODELS
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule
 from meliad_like.sizes import rule_of
@@ -159,7 +159,7 @@ def test_tiny_is_every_row_made_smaller_by_one_factor():
 
 
 def test_every_number_of_a_model_states_how_it_scales():
-    for config_class in (*(family.config for family in FAMILIES.values()), *MECHANISMS.values()):
+    for config_class in (*MODELS.values(), *MECHANISMS.values()):
         for field in dataclasses.fields(config_class):
             rule_of(config_class, field)
 

@@ -13,15 +13,11 @@ from meliad_like.data.readers import READERS, LanesReaderConfig, ReaderConfig
 from meliad_like.data.vocabulary import VOCABULARIES, BytesVocabularyConfig, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
-from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.families import FAMILIES, ModelConfig
+from meliad_like.models.base import MODELS, ModelConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, OptimizerConfig
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
-from meliad_like.registry import Registry, kind_field
-
-MODELS = Registry("model")
-for _name, _family in FAMILIES.items():
-    MODELS.register(_name)(_family.config)
+from meliad_like.registry import kind_field
 
 
 @dataclass(frozen=True)
@@ -29,7 +25,7 @@ class RunConfig:
     """Everything that decides a run, except the machine and the working folder."""
 
     model: ModelConfig = kind_field(MODELS, DecoderConfig)
-    """The network: the config of one of the families in `models/families.py`, which `RunConfig.model` names in gin."""
+    """The network: the config of one of the families in `models/`, which `RunConfig.model` names in gin."""
     source: SourceConfig = kind_field(SOURCES, StandardLibrarySource)
     """Where the documents come from."""
     vocabulary: VocabularyConfig = kind_field(VOCABULARIES, BytesVocabularyConfig)

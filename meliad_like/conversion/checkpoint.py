@@ -14,8 +14,8 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary, make_vocabulary
 from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.mechanisms.positions import Infused
-from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.families import family_name
+from meliad_like.models.base import MODELS
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.remote import replacing
 from meliad_like.run.opening import open_checkpoint, write_checkpoint
@@ -119,7 +119,7 @@ def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
 
 def _check_family(run: RunConfig, origin: str) -> None:
     if not isinstance(run.model, DecoderConfig):
-        raise UserError(f"{origin}: the reference has decoders alone, and this model is a {family_name(run.model)}")
+        raise UserError(f"{origin}: the reference has decoders alone, and this model is a {MODELS.name_of(run.model)}")
     if isinstance(run.model.position, Infused):
         raise UserError(f"{origin}: the reference has no infused positions, and this model has")
 

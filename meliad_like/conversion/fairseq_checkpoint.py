@@ -11,7 +11,7 @@ from meliad_like.conversion.fairseq import from_fairseq
 from meliad_like.data.vocabulary import make_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
-from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.models.shortformer import ShortformerConfig
 from meliad_like.run.opening import write_checkpoint
 
 

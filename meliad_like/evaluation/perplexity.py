@@ -27,7 +27,6 @@ from meliad_like.data.subset import Documents, Subset, random_subset
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.layers.sharding import MESH_AXES_OF
 from meliad_like.mesh import carry_shardings, lane_sharding, replicated
-from meliad_like.models.families import check_sequence
 from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 
@@ -96,7 +95,7 @@ class Evaluator:
         self._documents_in_split = len(split.lengths)
         self._split = Subset(split, self.documents)
         self._window = window = model.config.window_length
-        check_sequence(model.config, segment_length, mesh.shape["sequence"])
+        model.config.check_sequence(segment_length, mesh.shape["sequence"])
         self._targets = np.maximum(self._split.lengths - 1, 0)
         blocks = -(-self._targets // window)
         shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())
@@ -107,8 +106,8 @@ class Evaluator:
         settings["whole_segments"] = whole_segments
         if read is not None:
             self._reader = read(self._split, self.num_lanes)
-        elif model.overlap:
-            self._reader = WindowsReader(*arguments, **settings, overlap=model.overlap)
+        elif model.config.overlap:
+            self._reader = WindowsReader(*arguments, **settings, overlap=model.config.overlap)
         else:
             self._reader = LanesReader(*arguments, **settings)
         self._mesh = mesh

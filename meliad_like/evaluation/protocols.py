@@ -156,7 +156,7 @@ def evaluate(
         num_read += batch.inputs.size
         for row in chosen:
             before = 0 if protocol == "sliding" else row.first
-            visible.append(model.num_visible(before + np.arange(row.repeated, row.length)))
+            visible.append(model.config.num_visible(before + np.arange(row.repeated, row.length)))
             done += len(visible[-1])
         if on_progress is not None:
             on_progress(done, total)
@@ -184,9 +184,9 @@ def _check(model: Model, protocol: ProtocolName, n: int, stride: int | None) -> 
         raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
     if (protocol == "sliding") != (stride is not None) or not 1 <= (stride or 1) <= n:
         raise UserError(f"protocol={protocol} with stride={stride}: only sliding windows have one, of 1 to {n} tokens")
-    if model.overlap and protocol != "token_by_token":
+    if model.config.overlap and protocol != "token_by_token":
         raise UserError(
-            f"protocol={protocol} knows nothing of windows that repeat overlap={model.overlap} tokens: evaluate "
+            f"protocol={protocol} knows nothing of windows that repeat overlap={model.config.overlap} tokens: evaluate "
             "without a protocol, or with PretrainedConfig.overlap = 0"
         )
     if protocol == "token_by_token" and model.config.needs_segments:

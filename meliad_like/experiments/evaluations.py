@@ -67,7 +67,7 @@ def by_protocol(trained: Trained, num_single: int) -> dict[str, float]:
     model, documents, window = trained.model, trained.documents, trained.run.data.segment_length
     few = beginnings(trained.store.split(trained.split), trained.vocabulary, window + num_single)
     # A block's first token attends to itself at least.
-    remembers = int(model.num_visible(np.array(model.config.window_length))) > 1
+    remembers = int(model.config.num_visible(np.array(model.config.window_length))) > 1
 
     def evaluate(
         documents: Documents, protocol: protocols.ProtocolName, stride: int | None = None

@@ -23,7 +23,7 @@ from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
 from meliad_like.config.bindings import Binding, Bindings, collect
 from meliad_like.mechanisms.base import MECHANISMS
-from meliad_like.models.families import FAMILIES, family_name
+from meliad_like.models.base import MODELS
 from meliad_like.sizes import rule_of
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def configure(
     papers = collect(row.files, [])
     own = {key: b.value for key, b in papers.items() if "VocabularyConfig." in key or key == "RunConfig.vocabulary"}
     params = [*(f"{key} = {value!r}" for key, value in own.items()), *gin_params]
-    family = FAMILIES[papers["RunConfig.model"].value].config
+    family = MODELS[papers["RunConfig.model"].value]
     bindings = collect([*row.files, *gin_files], params)
     bound = {key.partition(".")[0] for key, binding in bindings.items() if not binding.of_base}
     classes = [family, *(kind for kind in MECHANISMS.values() if kind.__name__ in bound)]
@@ -217,5 +217,5 @@ def _with_share_of_steps(bindings: Bindings, share: float) -> dict[str, Any]:
 def _steps_of(run: RunConfig, targets: int) -> int:
     """The number of steps in which a run of windows has this number of targets."""
     window = run.model.window_length
-    overlap = run.data.training_overlap(FAMILIES[family_name(run.model)].overlap(run.model))
+    overlap = run.data.training_overlap(run.model.overlap)
     return math.ceil(targets / (run.data.tokens_per_step * (window - overlap) / window))

@@ -11,7 +11,7 @@ import numpy as np
 
 from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.generation.streaming import Reading
-from meliad_like.models.families import ModelConfig
+from meliad_like.models.base import ModelConfig
 from meliad_like.remote import replacing
 from meliad_like.resumable import check_same
 

@@ -8,7 +8,6 @@ from meliad_like.data.readers import READERS, Reader, ReaderConfig, ReaderInputs
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.config import SelectorConfig, SelectorTrainingConfig
 from meliad_like.history.spans import HistoryConfig, separator_token
-from meliad_like.models.families import FAMILIES, family_name
 from meliad_like.registry import Registry, kind_field
 
 SELECTIONS = Registry("selection of spans")
@@ -68,7 +67,7 @@ class AncientHistoryReaderConfig(ReaderConfig):
                 f"segment_length={segment} must be a multiple of HistoryConfig.window_length={window}, and that of the "
                 f"model's window_length={block}"
             )
-        if FAMILIES[family_name(model)].for_separate_sequences(model, window) != model:
+        if model.for_separate_sequences(window) != model:
             raise UserError(
                 f"HistoryConfig.window_length={window} needs a model with window_length={window} and overlap=0, and "
                 f"this one reads windows of window_length={block}"

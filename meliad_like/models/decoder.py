@@ -1,22 +1,285 @@
-"""The decoder: Slide, Transformer-XL, Block-Recurrent, Memorizing and every other mix of memory mechanisms.
+"""The decoder: Slide, Transformer-XL, Block-Recurrent, Memorizing and every other combination of memory mechanisms.
 
 Block-Recurrent Transformers, section 3; block feedback, appendix E.
 """
 
-from typing import Any
+import dataclasses
+import functools
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import RMSNorm, embed, parameter, rows, tiled_dropout
+from meliad_like.errors import UserError
+from meliad_like.layers.attention import merge_heads
+from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, embed, parameter, rows, tiled_dropout
+from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import num_parts
 from meliad_like.layers.sharding import constrain
-from meliad_like.mechanisms.base import MECHANISMS
-from meliad_like.models.decoder_config import DecoderConfig
-from meliad_like.models.decoder_layer import DecoderLayer, LayerCarry
+from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, OneToken, SegmentTokens, Shape, Watched
+from meliad_like.mechanisms.positions import POSITIONS, T5, NoPosition, Position, PositionConfig
+from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mechanisms.token_heads import TokenCache, TokenHeads
+from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.skeleton import DecoderCarry, Skeleton
+from meliad_like.registry import kind_field
+from meliad_like.sizes import size
+from meliad_like.validation import check_not_negative
+
+AnyMechanism = TypeVar("AnyMechanism", bound=MechanismConfig)
+
+
+@MODELS.register("decoder")
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """A stack of layers that see earlier tokens through memory mechanisms.
+
+    The defaults are the paper's 12-layer model with a sliding window. `num_layers` does not count `extra_layers`.
+    """
+
+    extra_layers: int = size(0, "fixed")
+    """Added to `num_layers`. The paper's 13-layer baselines have one extra layer; so do those of other sizes."""
+    position: PositionConfig = kind_field(POSITIONS, T5)
+    """The position strategy of attention inside the window."""
+    mechanisms: tuple[MechanismConfig, ...] = kind_field(MECHANISMS, lambda: (SlidingWindow(),), many=True)
+    """The memory mechanisms: the ways in which layers see earlier tokens (`meliad_like/mechanisms`)."""
+    logit_scale: float | None = None
+    """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""
+    mask_empty_cache: bool = True
+    """Whether the empty cache is masked for a document's first tokens. In the reference they attend to zeros."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_not_negative(self, ("extra_layers",))
+        self.position.check(self.model_width, self.head_size, self.mask_empty_cache)
+        ordered = sorted(self.mechanisms, key=lambda mechanism: (mechanism.rank, MECHANISMS.name_of(mechanism)))
+        object.__setattr__(self, "mechanisms", tuple(ordered))
+        for mechanism in self.mechanisms:
+            others = tuple(other for other in self.mechanisms if other is not mechanism)
+            if any(type(other) is type(mechanism) for other in others):
+                raise UserError(f"mechanisms hold two {type(mechanism).__name__}: name all of its layers in one")
+            mechanism.check(self.shape, others)
+
+    @property
+    def total_layers(self) -> int:
+        return self.num_layers + self.extra_layers
+
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """The sizes of the decoder that its mechanisms receive."""
+        same = (field.name for field in dataclasses.fields(Shape) if field.name != "num_layers")
+        return Shape(num_layers=self.total_layers, **{name: getattr(self, name) for name in same})
+
+    def mechanism(self, kind: type[AnyMechanism]) -> AnyMechanism | None:
+        """The config of the mechanism of this class; None if the decoder has none."""
+        return next((mechanism for mechanism in self.mechanisms if isinstance(mechanism, kind)), None)
+
+    def with_mechanism(self, mechanism: MechanismConfig) -> "DecoderConfig":
+        """The same decoder with this mechanism, which replaces a mechanism of the same class or is added."""
+        others = (other for other in self.mechanisms if type(other) is not type(mechanism))
+        return dataclasses.replace(self, mechanisms=(*others, mechanism))
+
+    def without_mechanism(self, kind: type[MechanismConfig]) -> "DecoderConfig":
+        """The same decoder without the mechanism of this class."""
+        others = tuple(other for other in self.mechanisms if not isinstance(other, kind))
+        return dataclasses.replace(self, mechanisms=others)
+
+    def cleared(self) -> "DecoderConfig | None":
+        """The same decoder with states that are reset in every segment; None if it has no states."""
+        cleared = [mechanism.cleared() for mechanism in self.mechanisms]
+        if all(mechanism is None for mechanism in cleared):
+            return None
+        kept = zip(cleared, self.mechanisms)
+        return dataclasses.replace(self, mechanisms=tuple(new or old for new, old in kept))
+
+    def layer_position(self, index: int) -> PositionConfig:
+        """The position strategy of layer `index`, counted from 0."""
+        of_layer = (m for m in self.mechanisms if index in m.indices(self.total_layers))
+        return NoPosition() if any(mechanism.without_positions for mechanism in of_layer) else self.position
+
+    @property
+    def publishes(self) -> bool:
+        """Whether layers read what others publish. If so, all layers read a block before the next block."""
+        return any(mechanism.publishes for mechanism in self.mechanisms)
+
+    @property
+    def needs_segments(self) -> bool:
+        return any(mechanism.needs_segments for mechanism in self.mechanisms)
+
+    @property
+    def waits_for(self) -> str | None:
+        return next((m.waits_for for m in self.mechanisms if m.waits_for is not None), None)
+
+    def flops(self, vocabulary_size: int) -> Flops:
+        d, inner = self.model_width, self.shape.inner_width
+        parts = [Flops.of_products(2 * d * vocabulary_size)]
+        for index in range(self.total_layers):
+            mixed = sum(mechanism.mixed_width(self.shape, index) for mechanism in self.mechanisms)
+            parts.append(Flops.of_products(2 * d * 3 * inner + 2 * mixed * d + 4 * d * self.feedforward_width))
+            parts += [mechanism.flops(self.shape, index) for mechanism in self.mechanisms]
+        return Flops(*(sum(kind) for kind in zip(*parts)))
+
+    def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        visible = [mechanism.num_visible(self.shape, position) for mechanism in self.mechanisms]
+        return np.asarray(np.maximum.reduce(visible))
+
+    def carry_axes(self, carry: DecoderCarry) -> DecoderCarry:
+        axes = {MECHANISMS.name_of(kind): kind.carry_axes for kind in self.mechanisms}
+
+        def of_layer(layer: "LayerCarry") -> "LayerCarry":
+            mechanisms = {name: jax.tree.map(lambda _, n=name: axes[n], one) for name, one in layer.mechanisms.items()}
+            return LayerCarry(jax.tree.map(lambda _: ("lanes",), layer.tokens), mechanisms)
+
+        return DecoderCarry(("lanes",), [of_layer(layer) for layer in carry.layers])  # type: ignore[arg-type]
+
+    def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> "Decoder":
+        return Decoder(self, vocabulary_size, rngs=rngs)
+
+
+class LayerCarry(NamedTuple):
+    """The carry of one layer."""
+
+    tokens: TokenCache
+    """The keys and values of the last window of tokens."""
+    mechanisms: dict[str, Any]
+    """The carry of each mechanism, by name."""
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and feed-forward with residuals (Block-Recurrent Transformers, section 3.1, vertical)."""
+
+    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs):
+        self.config = config
+        d, shape = config.model_width, config.shape
+        self.attention_norm = RMSNorm(d, rngs=rngs)
+        self.heads = TokenHeads(
+            d,
+            config.num_heads,
+            config.head_size,
+            config.window_length,
+            config.layer_position(index),
+            config.mask_empty_cache,
+            rngs=rngs,
+        )
+        modules = {MECHANISMS.name_of(kind): kind.build(shape, index, rngs=rngs) for kind in config.mechanisms}
+        self.mechanisms = nnx.Dict({name: module for name, module in modules.items() if module is not None})
+        # A tree of parameters is sorted by names; mechanisms are called in the order of the config.
+        self.names = tuple(name for name, module in modules.items() if module is not None)
+        mixed_width = sum(kind.mixed_width(shape, index) for kind in config.mechanisms)
+        self.output = Linear(mixed_width, d, ("heads", "model"), rngs=rngs)
+        self.feedforward_norm = RMSNorm(d, rngs=rngs)
+        self.feedforward = FeedForward(d, config.feedforward_width, d, rngs=rngs)
+
+    def init_carry(self, b: int, dtype, decoding: bool) -> LayerCarry:
+        """The carry of `b` lanes before their first token."""
+        carries = {name: self.mechanisms[name].init_carry(b, dtype, decoding) for name in self.names}
+        return LayerCarry(self.heads.init_cache(b, dtype, decoding), carries)
+
+    def _each(self, method: str, carry: LayerCarry, *arguments: Any) -> LayerCarry:
+        """The carry after calling the named method of each mechanism."""
+        carries = {
+            name: getattr(self.mechanisms[name], method)(carry.mechanisms[name], *arguments) for name in self.names
+        }
+        return carry._replace(mechanisms=carries)
+
+    def begin_segment(self, carry: LayerCarry) -> LayerCarry:
+        """The carry at the beginning of a segment."""
+        return self._each("begin_segment", carry)
+
+    def begin_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
+        """The carry at the beginning of the block whose first token is at `position` of its document."""
+        carry = self._each("begin_block", carry, position == 0, self.heads.plain(carry.tokens))
+        return carry._replace(tokens=self.heads.begin_block(carry.tokens))
+
+    def end_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
+        """The carry at the end of a block that `decode_step` has read, the last token at `position`."""
+        return self._each("end_block", carry, self.heads.plain(carry.tokens), position)
+
+    @property
+    def acts_at_blocks(self) -> bool:
+        """Whether decoding has to call `begin_block` and `end_block` of this layer."""
+        classes = [type(mechanism) for mechanism in self.mechanisms.values()]
+        return type(self.heads.position).begin_block is not Position.begin_block or any(
+            one.begin_block is not Mechanism.begin_block or one.end_block is not Mechanism.end_block for one in classes
+        )
+
+    def publish(self, carry: LayerCarry, name: str) -> Any:
+        """What the named mechanism publishes for other layers, after `begin_block`."""
+        return self.mechanisms[name].publish(carry.mechanisms[name])
+
+    def _finish(
+        self, x: Float[Array, "*batch d"], mixed: Float[Array, "*batch i"], dropout_key: PRNGKeyArray | None = None
+    ) -> Float[Array, "*batch d"]:
+        x = x + self.output(mixed)
+        y = self.feedforward(self.feedforward_norm(x))
+        if dropout_key is not None:
+            y = tiled_dropout(y, self.config.dropout_rate, dropout_key)
+        return x + y
+
+    def __call__(
+        self,
+        x: Float[Array, "b n d"],
+        carry: LayerCarry,
+        positions: Int[Array, "b c"],
+        shared: dict[str, Any],
+        dropout_key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "b n d"], LayerCarry]:
+        """Reads a segment of `c` blocks.
+
+        Args:
+            x: the hidden vectors of the tokens.
+            carry: the carry after the segment before.
+            positions: position of each block's first token in its document; 0 where a document begins.
+            shared: by mechanism, what other layers have published before the segment, which is then a single block.
+            dropout_key: random key; None: no dropout.
+        """
+        num_keys = 2 + len(self.names)
+        keys = [None] * num_keys if dropout_key is None else list(jax.random.split(dropout_key, num_keys))
+        normed = tiled_dropout(self.attention_norm(x), self.config.dropout_rate, keys[0])
+        tile, cache = self.heads.tile(normed, carry.tokens, positions)
+        tokens, mixed, carries = SegmentTokens(normed, tile, positions, shared), [], {}
+        for name, key in zip(self.names, keys[2:], strict=True):
+            own, carries[name] = self.mechanisms[name](tokens, carry.mechanisms[name], key)
+            mixed = self.mechanisms[name].combine(mixed, own)
+        x = self._finish(x, rearrange(merge_heads(*mixed), "b c w i -> b (c w) i"), keys[1])
+        return x, LayerCarry(cache, carries)
+
+    def decode_step(
+        self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"], shared: dict[str, Any]
+    ) -> tuple[Float[Array, "b d"], LayerCarry]:
+        """Reads one token of every lane.
+
+        Args:
+            x: the hidden vector of each lane's token.
+            carry: the carry, after `begin_block` at the beginning of a block.
+            position: the number of earlier tokens of its document.
+            shared: as in `__call__`.
+        """
+        normed = self.attention_norm(x)
+        tile, cache = self.heads.token(normed, carry.tokens, position)
+        token, mixed, carries = OneToken(normed, tile, position, shared), [], {}
+        for name in self.names:
+            own, carries[name] = self.mechanisms[name].decode_step(token, carry.mechanisms[name])
+            mixed = self.mechanisms[name].combine(mixed, own)
+        return self._finish(x, merge_heads(*mixed)[:, 0]), LayerCarry(cache, carries)
+
+    def watch(self, before: LayerCarry, after: LayerCarry, position: Int[Array, " b"]) -> dict[str, Watched]:
+        """The internal values of a block for studies, by mechanism.
+
+        Args:
+            before, after: the carries before and after the block.
+            position: position of the block's first token in its document.
+        """
+        tile = self.heads.tile_of_caches(before.tokens, after.tokens, position)
+        watched = {
+            name: self.mechanisms[name].watch(before.mechanisms[name], after.mechanisms[name], tile, position == 0)
+            for name in self.names
+        }
+        return {name: one for name, one in watched.items() if one is not None}
 
 
 class Decoder(Skeleton):
@@ -54,14 +317,3 @@ class Decoder(Skeleton):
                 name, indices = MECHANISMS.name_of(kind), sorted(kind.indices(len(self.layers)))
                 shared[name] = kind.share({i: self.layers[i].publish(layers[i], name) for i in indices})
         return shared
-
-
-def carry_axes(config: DecoderConfig, carry: DecoderCarry) -> DecoderCarry:
-    """The logical axes of every array of a carry, from the first axis: the same tree, of tuples of names."""
-    axes = {MECHANISMS.name_of(kind): kind.carry_axes for kind in config.mechanisms}
-
-    def of_layer(layer: LayerCarry) -> LayerCarry:
-        mechanisms = {name: jax.tree.map(lambda _, n=name: axes[n], one) for name, one in layer.mechanisms.items()}
-        return LayerCarry(jax.tree.map(lambda _: ("lanes",), layer.tokens), mechanisms)
-
-    return DecoderCarry(("lanes",), [of_layer(layer) for layer in carry.layers])  # type: ignore[arg-type]

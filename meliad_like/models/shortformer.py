@@ -1,6 +1,7 @@
 """Shortformer (Press et al. 2021, section 5), its ablations, and the model of Baevski & Auli 2018 that it improves."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +9,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from meliad_like.errors import UserError
 from meliad_like.layers.adaptive import AdaptiveVocabulary
 from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier
+from meliad_like.layers.flops import Flops
 from meliad_like.layers.losses import TokenLosses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.mechanisms.base import Watched
-from meliad_like.models.shortformer_config import ShortformerConfig
+from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.skeleton import Skeleton
+from meliad_like.sizes import size
+from meliad_like.validation import check_not_negative
 
 xavier = jax.nn.initializers.xavier_uniform()
 # Xavier with a gain of 1 / sqrt(2): keys, queries and values as if they were one matrix.
@@ -23,6 +28,77 @@ shared_xavier = jax.nn.initializers.variance_scaling(0.5, "fan_avg", "uniform")
 # Uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in), for kernels; biases need to be told their fan_in.
 uniform_fan_in = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 EPSILON = 1e-5
+
+
+@MODELS.register("shortformer")
+@dataclasses.dataclass(frozen=True)
+class ShortformerConfig(ModelConfig):
+    """A transformer of Baevski & Auli 2018, with the two parts of Shortformer (section 5): positions that are infused
+    into attention, and a cache of the tokens before. The defaults are the paper's best model for WikiText-103.
+
+    A token sees itself, the earlier tokens of its block (`window_length`, the paper's L), and the cache.
+    """
+
+    num_layers: int = size(16, "layers")
+    cache_length: int = size(512, "length")
+    """The number of tokens before the block that a token sees as well (the paper's L'); 0: none."""
+    position: Literal["infused", "input"] = "infused"
+    """Where sinusoidal positions are added: `infused`, to the inputs of the query and key projections of every layer
+    (section 5.1); or `input`, to the scaled word embeddings, counted from the beginning of each block."""
+    cutoffs: tuple[int, ...] = (20_000, 60_000)
+    """First ids of the vocabulary's narrower bands (`layers/adaptive.py`); (): one table, shared with the softmax."""
+    band_factor: int = size(4, "fixed")
+    """The ratio of the widths of a band's vectors and those of the next band."""
+    dropout_rate: float = 0.3
+    """Dropout of the embeddings, and of the outputs of attention and feed-forward networks."""
+    attention_dropout_rate: float = 0.1
+    """Dropout of the attention weights."""
+    activation_dropout_rate: float = 0.1
+    """Dropout of the feed-forward network's hidden layer."""
+    softmax_dropout_rate: float = 0.2
+    """Dropout of the input of the softmax, and of the inputs of its narrower bands."""
+
+    positive: ClassVar[tuple[str, ...]] = ("band_factor",)
+    rates: ClassVar[tuple[str, ...]] = (
+        "dropout_rate",
+        "attention_dropout_rate",
+        "activation_dropout_rate",
+        "softmax_dropout_rate",
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_not_negative(self, ("cache_length",))
+        # Half of the channels are sines, whose frequencies are spaced by 1 / (model_width / 2 - 1).
+        if self.model_width % 2 or self.model_width < 4:
+            raise UserError(f"model_width={self.model_width} must be even, and at least 4")
+        object.__setattr__(self, "cutoffs", tuple(self.cutoffs))
+        if any(low >= high for low, high in zip((0, *self.cutoffs), self.cutoffs)):
+            raise UserError(f"cutoffs={self.cutoffs} must be positive and ascend")
+        if self.model_width < self.band_factor ** len(self.cutoffs):
+            raise UserError(
+                f"model_width={self.model_width} leaves nothing for the last of {len(self.cutoffs) + 1} bands, each "
+                f"band_factor={self.band_factor} times narrower than the one before"
+            )
+
+    def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> "Shortformer":
+        return Shortformer(self, vocabulary_size, rngs=rngs)
+
+    def flops(self, vocabulary_size: int) -> Flops:
+        """The narrower bands of the softmax are not counted: few tokens need them, and how many depends on the text."""
+        d, w, m = self.model_width, self.window_length, self.cache_length
+        inner, edges = self.num_heads * self.head_size, (0, *self.cutoffs, vocabulary_size)
+        projections = 2 * d * inner * (2 + 2 * (m + w) / w)
+        attention = 2 * 2 * (m + w) * inner
+        layers = self.num_layers * (projections + attention + 4 * d * self.feedforward_width)
+        widths = [d // self.band_factor**i for i in range(len(edges) - 1)] if self.cutoffs else []
+        softmax = sum(2 * d * width for width in widths) + 2 * d * (edges[1] + len(self.cutoffs))
+        return Flops.of_products(layers + softmax)
+
+    def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        """The cache at the beginning of the block, and the block up to the token."""
+        offset = position % self.window_length
+        return np.minimum(position - offset, self.cache_length) + offset + 1
 
 
 def uniform_bias(fan_in: int):
@@ -241,17 +317,3 @@ class Shortformer(Skeleton):
     ) -> TokenLosses:
         """The loss of every target, without the logits of the whole vocabulary."""
         return self.vocabulary.score(hidden, targets, slice_length, dropout_key)
-
-
-def forward_flops_per_token(config: ShortformerConfig, vocabulary_size: int) -> float:
-    """One token read by all layers as a part of its block, and scored; what is counted as in `layers/flops.py`.
-
-    The narrower bands of the softmax are not counted: few tokens need them, and how many depends on the text.
-    """
-    d, w, m = config.model_width, config.window_length, config.cache_length
-    inner, edges = config.num_heads * config.head_size, (0, *config.cutoffs, vocabulary_size)
-    projections = 2 * d * inner * (2 + 2 * (m + w) / w)
-    attention = 2 * 2 * (m + w) * inner
-    layer = projections + attention + 4 * d * config.feedforward_width
-    widths = [d // config.band_factor**i for i in range(len(edges) - 1)] if config.cutoffs else []
-    return config.num_layers * layer + sum(2 * d * width for width in widths) + 2 * d * (edges[1] + len(config.cutoffs))

@@ -15,7 +15,6 @@ from meliad_like.mesh import (
     make_mesh,
     replicated,
 )
-from meliad_like.models.families import check_sequence, extends
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
 from meliad_like.resumable import check_same
@@ -73,7 +72,7 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
     store = TokenStore(run.data.store)
     store.check_settings(run.source, run.vocabulary)
     for each in stages_of(whole_run):
-        check_sequence(each.run.model, each.run.data.segment_length, run.mesh.sequence)
+        each.run.model.check_sequence(each.run.data.segment_length, run.mesh.sequence)
     reader = make_reader(stage, store)
     return Setup(run, whole_run, stage, store, reader, make_program(run, store.vocabulary.size, make_mesh(run.mesh)))
 
@@ -95,7 +94,7 @@ def make_reader(stage: Stage, store: TokenStore) -> Reader:
             "train",
             run.data.num_lanes,
             run.model.window_length,
-            Model(run.model, store.vocabulary.size).overlap,
+            run.model.overlap,
             # Each stage has its own order of documents; with one seed all would begin with the same documents.
             seed=run.training.seed + (stage.index << 32),
         )
@@ -122,7 +121,7 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
     opened = open_checkpoint(load_dir, mesh=setup.mesh)
     setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {load_dir}")
     wanted = setup.whole_run.model
-    if not extends(wanted, opened.run.model):
+    if not wanted.extends(opened.run.model):
         raise UserError(f"--load_dir={load_dir} holds another model: {opened.run.model}, not {wanted}")
     # Parameters that a pretrained model does not have, such as those of a recurrence, are fresh.
     return state._replace(params={**state.params, **opened.params})

@@ -8,7 +8,7 @@ import numpy as np
 
 from meliad_like.config import with_changes
 from meliad_like.errors import UserError
-from meliad_like.models.decoder_config import DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.studies.compare import settings
 from meliad_like.studies.comparison import ReadDocument

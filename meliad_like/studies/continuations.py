@@ -124,7 +124,7 @@ class _Writer:
 
 
 def _check(subject: Subject, context_tokens: int) -> None:
-    if overlap := subject.opened.model.overlap:
+    if overlap := subject.opened.model.config.overlap:
         raise UserError(
             f"{subject.label}: windows that repeat {overlap} tokens see these besides what is remembered; "
             "--gin_param='PretrainedConfig.overlap = 0' reads separate windows"
@@ -164,7 +164,7 @@ def _write(
     }
     request.output.mkdir(parents=True, exist_ok=True)
     write_summary(request.output, chosen, details, "continuations.json")
-    seen = {s.label: int(s.opened.model.num_visible(np.array(context_tokens))) - 1 for s in subjects}
+    seen = {s.label: int(s.opened.model.config.num_visible(np.array(context_tokens))) - 1 for s in subjects}
     visible = "; ".join(f"{label}: {number:,} tokens" if number else f"{label}: none" for label, number in seen.items())
     lead = [
         paragraph(

@@ -19,7 +19,6 @@ from meliad_like.mesh import (
     parameter_shardings,
     replicated,
 )
-from meliad_like.models.families import check_sequence
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import at_rates, make_optimizer
 from meliad_like.optimization.schedules import make_schedule
@@ -61,7 +60,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
       UserError: the mesh does not fit the lanes or the model.
     """
     num_lanes = run.data.num_lanes
-    check_sequence(run.model, run.data.segment_length, mesh.shape["sequence"])
+    run.model.check_sequence(run.data.segment_length, mesh.shape["sequence"])
     model = Model(run.model, vocabulary_size)
     # Raises a helpful error if the number of lanes is not a multiple of the number of devices.
     lane_sharding(mesh, num_lanes)

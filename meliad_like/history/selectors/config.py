@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from meliad_like.errors import UserError
-from meliad_like.models.decoder_config import ActivationDtype
+from meliad_like.models.base import ActivationDtype
 from meliad_like.registry import resumable
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seed, check_shares
 

@@ -26,7 +26,6 @@ from meliad_like.history.selectors.config import Part, SelectorConfig
 from meliad_like.layers.basic import fan_in
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.flops import forward_flops_per_token
 
 Params = dict[str, Any]
 NUM_POOLED = 2  # the light selector's vectors: the mean over the tokens, and the last token's vector
@@ -169,4 +168,4 @@ class Selector:
 
     def encoder_flops_per_token(self, num_tokens: int) -> float:
         """Operations of the encoder per token, when `num_tokens` are read together (`layers/flops.py`)."""
-        return forward_flops_per_token(dataclasses.replace(self.encoder_config, window_length=num_tokens), 0)
+        return dataclasses.replace(self.encoder_config, window_length=num_tokens).flops(0).forward

@@ -1,1 +1,5 @@
 """Pretrained decoders, GPT-2 and Llama, that read documents by windows, with or without a recurrence between them."""
+
+from meliad_like.models.pretrained.config import PretrainedConfig
+
+__all__ = ["PretrainedConfig"]

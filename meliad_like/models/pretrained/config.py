@@ -1,35 +1,26 @@
-"""The config of a pretrained decoder and of the recurrence that is added to it."""
+"""The config of a pretrained decoder and of the recurrence that is added to it, and their operations."""
 
 import dataclasses
-from typing import Literal
+import itertools
+from typing import ClassVar, Literal
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
 
 from meliad_like.errors import UserError
+from meliad_like.layers.flops import Flops
 from meliad_like.layers.named_layers import check_layers, layer_indices
-from meliad_like.models.decoder_config import ActivationDtype
+from meliad_like.models.base import MODELS, ActivationDtype, ModelConfig, Remat
 from meliad_like.registry import resumable
 from meliad_like.sizes import size
-from meliad_like.validation import check_choices, check_not_negative, check_positive, check_shares
+from meliad_like.validation import check_not_negative
 
 Architecture = Literal["gpt2", "llama"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu", "tanh"]
 Pooling = Literal["mean", "sum", "max", "attention"]
 PooledLayers = Literal["blocks", "final_norm"]
 InsertionPoint = Literal["before_norm", "after_norm"]
-Remat = Literal["none", "dots", "layers"]
-
-POSITIVE = (
-    "num_layers",
-    "model_width",
-    "num_heads",
-    "num_key_value_heads",
-    "head_size",
-    "feedforward_width",
-    "max_positions",
-    "window_length",
-    "num_inserted",
-    "recurrence_width",
-)
-
 DECODER_FIELDS = (
     "architecture",
     "num_layers",
@@ -58,8 +49,9 @@ RECURRENCE_FIELDS = (
 )
 
 
+@MODELS.register("pretrained")
 @dataclasses.dataclass(frozen=True)
-class PretrainedConfig:
+class PretrainedConfig(ModelConfig):
     """A pretrained decoder, by default GPT-2 small, and how it reads documents.
 
     The recurrence is that of Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020, section 3.1), whose
@@ -69,7 +61,6 @@ class PretrainedConfig:
     architecture: Architecture = "gpt2"
     """`gpt2`: layer norms, biases, learned positions, a plain feed-forward network. `llama`: RMS norms, no biases,
     rotary positions, a gated feed-forward network."""
-    num_layers: int = size(12, "layers")
     model_width: int = size(768, "width")
     num_heads: int = size(12, "heads")
     num_key_value_heads: int = size(12, "heads")
@@ -77,7 +68,7 @@ class PretrainedConfig:
     head_size: int = size(64, "heads")
     feedforward_width: int = size(3072, "width")
     activation: Activation = "gelu_tanh"
-    """Width of the feed-forward network."""
+    """The activation of the feed-forward network's hidden layer."""
     max_positions: int = size(1024, "fixed")
     """The largest number of tokens in a window: the context length of pretraining."""
     norm_epsilon: float = 1e-5
@@ -91,15 +82,14 @@ class PretrainedConfig:
     """The number of tokens at the end of the window before that a window repeats, without predictions (section 4.2)."""
     dropout_rate: float = 0.0
     """Dropout of embeddings, attention weights and the outputs of attention and feed-forward networks."""
-    activation_dtype: ActivationDtype = "float32"
     matmul_dtype: ActivationDtype | None = None
-    """What the two sides of a linear map or of the logits are rounded to; sums, and gradients of parameters, are of
-    `activation_dtype`. None: that as well. With float32 activations, `bfloat16` is for CPUs that multiply it faster."""
+    """The dtype to which both factors of a linear map or of the logits are rounded; sums, and gradients of parameters,
+    are of `activation_dtype`. None: no rounding. With float32 activations, `bfloat16` is for CPUs that multiply it
+    faster."""
     remat: Remat = resumable("none")
     """What the backward pass computes again: nothing (`none`), all but the linear maps (`dots`), or the inside of all
     layers (`layers`). With a recurrence `none` and `layers` keep nothing of a window, whose gradient then takes one
     more pass over it (section 3.2); `dots` keeps the outputs of linear maps for all windows of a sequence."""
-
     insertion_layers: tuple[int, ...] = ()
     """Layers, counted from 0, whose attention gets what was pooled from the window before; negative numbers count from
     the end. None: no recurrence. The paper's layer 2 is (1,)."""
@@ -128,9 +118,10 @@ class PretrainedConfig:
     train_decoder: bool = True
     """Whether the pretrained parameters are trained, or the recurrence alone."""
 
+    positive: ClassVar[tuple[str, ...]] = ("num_key_value_heads", "max_positions", "num_inserted", "recurrence_width")
+
     def __post_init__(self):
-        check_choices(self)
-        check_positive(self, POSITIVE)
+        super().__post_init__()
         if self.num_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_key_value_heads}"
@@ -143,7 +134,6 @@ class PretrainedConfig:
             )
         if not 0 <= self.overlap < self.window_length:
             raise UserError(f"overlap={self.overlap} must be at least 0 and below window_length={self.window_length}")
-        check_shares(self, ("dropout_rate",))
         check_not_negative(self, ("recurrence_depth", "recurrence_scale"))
         if not self.recurrence_rate > 0:
             raise UserError(f"recurrence_rate={self.recurrence_rate} must be positive")
@@ -151,15 +141,28 @@ class PretrainedConfig:
         if not self.train_decoder and not self.recurrent:
             raise UserError("train_decoder=False leaves nothing to train without insertion_layers")
 
-    def extends(self, other: object) -> bool:
-        """Whether training may begin with the parameters of a model of the config `other`.
-
-        It is the same decoder, with the same recurrence if it has one; how it reads may differ.
-        """
+    def extends(self, other: ModelConfig) -> bool:
+        """Whether it is the same decoder, with the same recurrence if the other has one; how it reads may differ."""
         if not isinstance(other, PretrainedConfig):
             return False
         names = DECODER_FIELDS + (RECURRENCE_FIELDS if other.recurrent else ())
         return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> nnx.Module:
+        from meliad_like.models.pretrained.decoder import PretrainedDecoder
+
+        return PretrainedDecoder(self, vocabulary_size, rngs=rngs)
+
+    def rate_factor(self, name: str) -> float:
+        return self.recurrence_rate if name == "recurrence" else float(self.train_decoder)
+
+    def for_separate_sequences(self, num_tokens: int) -> "PretrainedConfig":
+        return dataclasses.replace(self, window_length=num_tokens, overlap=0)
+
+    def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        """The window up to the token, without the vectors of a recurrence."""
+        later = self.overlap + (position - self.overlap) % self.stride
+        return np.where(position < self.window_length, position, later) + 1
 
     @property
     def insertion_indices(self) -> frozenset[int]:
@@ -176,7 +179,56 @@ class PretrainedConfig:
         """Tokens from the beginning of a window to that of the next."""
         return self.window_length - self.overlap
 
+    def flops(self, vocabulary_size: int) -> Flops:
+        """The operations of one token of a window in all layers, of its logits, and of its share of the recurrence.
+
+        Attention counts every key of the window, as it is computed, although a query sees half of them.
+
+        A decoder that is not trained (`train_decoder=False`) has no gradients of kernels, and none at all below the
+        first layer with inserted vectors, because nothing there depends on a trained parameter. In that layer the
+        tokens' own queries, keys and values need none either; the gradients of attention's keys and values are
+        computed for all.
+        """
+        d, w, queries = self.model_width, self.window_length, self.num_heads * self.head_size
+        keys = self.num_key_value_heads * self.head_size
+        feedforward = self._num_feedforward_products * 2 * d * self.feedforward_width
+        linear, attention = 2 * d * (2 * queries + 2 * keys) + feedforward, 2 * 2 * w * queries
+        inserting = len(self.insertion_indices) * 2 * d * 2 * keys * self.num_inserted / w
+        recurrence = self._recurrence_flops() + inserting if self.recurrent else 0
+        logits = 2 * d * vocabulary_size
+        forward = self.num_layers * (linear + attention) + logits + recurrence
+        if self.train_decoder:
+            return Flops.of_products(forward)
+        # The attention's output, the feed-forward network, and the gradients of attention weights, keys and values.
+        in_first = 2 * d * queries + feedforward + 1.5 * attention
+        above = (self.num_layers - 1 - min(self.insertion_indices)) * (linear + 2 * attention)
+        return Flops(forward, in_first + above + logits + 2 * recurrence - inserting)
+
     @property
-    def needs_segments(self) -> bool:
-        """Nothing depends on where segments end."""
-        return False
+    def _num_feedforward_products(self) -> int:
+        return 3 if self.architecture == "llama" else 2
+
+    def _recurrence_flops(self) -> float:
+        """A token's share of the recurrence, without the keys and values of the inserted vectors: the weighing of the
+        layers' outputs, the pooling by attention, the network, and the window's attention to the inserted vectors."""
+        d, w, e = self.model_width, self.window_length, self.num_inserted
+        sizes = [d, *[self.recurrence_width] * self.recurrence_depth, e * d]
+        network = sum(2 * size_in * size_out for size_in, size_out in itertools.pairwise(sizes))
+        weighing = 2 * self.num_layers * d * w
+        pooling = 2 * 2 * w * d if self.pooling == "attention" else 0
+        attention = len(self.insertion_indices) * 2 * 2 * w * e * self.num_heads * self.head_size
+        return (network + weighing + pooling + attention) / w
+
+    def flops_by_the_paper(self) -> float:
+        """The operations of a predicted token as counted by Yoshida et al. 2020 (tables 1 and 2).
+
+        Two operations for each parameter that is no embedding, and 2 l w d for attention (Kaplan et al. 2020, table 1),
+        rounded to three digits, times w / (w - overlap). Logits, biases, norms and the recurrence are not counted. For
+        GPT-2 small and a window of 300, the paper's 1.75e8 at overlap 0.
+        """
+        d, queries = self.model_width, self.num_heads * self.head_size
+        kernels = d * (2 * queries + 2 * self.num_key_value_heads * self.head_size)
+        parameters = self.num_layers * (kernels + self._num_feedforward_products * d * self.feedforward_width)
+        disjoint = 2 * parameters + 2 * self.num_layers * self.window_length * queries
+        # The paper rounds first: of 1.754e8, three of table 2's figures would have another last digit.
+        return self.window_length / self.stride * float(f"{disjoint:.3g}")

@@ -1,0 +1,121 @@
+"""The configs of models: a registry of their kinds, and the base class with the properties that all kinds have.
+
+A kind of model (a *family*) is one frozen config in a file of its own, and the module that it builds, which follows the
+contract of docs/design.md. The trainer, the evaluator and the generator name no family.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from meliad_like.errors import UserError
+from meliad_like.layers.flops import Flops
+from meliad_like.registry import Registry, resumable
+from meliad_like.sizes import size
+from meliad_like.validation import check_choices, check_positive, check_shares
+
+MODELS = Registry("model")
+
+ActivationDtype = Literal["float32", "bfloat16"]
+Remat = Literal["none", "dots", "layers"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a stack of layers, and the properties of a model that the rest of the package asks for."""
+
+    num_layers: int = size(12, "layers")
+    model_width: int = size(1024, "width")
+    num_heads: int = size(8, "heads")
+    head_size: int = size(128, "heads")
+    feedforward_width: int = size(4096, "width")
+    window_length: int = size(512, "length")
+    """The number of tokens in a block (w): documents begin on block boundaries, and a segment is a whole number of
+    blocks."""
+    dropout_rate: float = 0.0
+    activation_dtype: ActivationDtype = "float32"
+    remat: Remat = resumable("none")
+    """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
+
+    positive: ClassVar[tuple[str, ...]] = ()
+    """The fields that must be at least 1, beside the sizes above."""
+    rates: ClassVar[tuple[str, ...]] = ("dropout_rate",)
+    """The fields that are dropout rates."""
+    overlap: ClassVar[int] = 0
+    """The number of tokens of the window before that a window repeats."""
+
+    def __post_init__(self):
+        check_choices(self)
+        sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
+        check_positive(self, (*sizes, *self.positive))
+        check_shares(self, self.rates)
+
+    def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> nnx.Module:
+        """The module, with fresh parameters."""
+        raise NotImplementedError
+
+    def flops(self, vocabulary_size: int) -> Flops:
+        """The operations of one token in all layers, and of its logits (`layers/flops.py`)."""
+        raise NotImplementedError
+
+    def flops_by_the_paper(self) -> float | None:
+        """The operations of a predicted token as the family's paper counts them; None if the paper doesn't."""
+        return None
+
+    def rate_factor(self, name: str) -> float:
+        """The factor on the learning rate of the parameters under this first name; 0: they are not trained."""
+        del name
+        return 1.0
+
+    def extends(self, other: "ModelConfig") -> bool:
+        """Whether training may start from the parameters of a model with the other config."""
+        same = {name: getattr(self, name) for name in ("activation_dtype", "remat", *self.rates)}
+        return type(self) is type(other) and dataclasses.replace(other, **same) == self
+
+    @property
+    def needs_segments(self) -> bool:
+        """Whether the carry depends on where segments end. If so, the model can't generate text."""
+        return False
+
+    @property
+    def waits_for(self) -> str | None:
+        """The reason why a segment can't be sharded over devices (`MeshConfig.sequence`); None if it can."""
+        return "its windows are read one after the other"
+
+    def check_sequence(self, segment_length: int, parts: int) -> None:
+        """Checks that segments of this length can be sharded over `parts` devices (`MeshConfig.sequence`).
+
+        Raises:
+          UserError: the model does not allow it, or the number of blocks is not a multiple of `parts`.
+        """
+        if parts == 1:
+            return
+        if self.waits_for is not None:
+            name = MODELS.name_of(self)
+            raise UserError(f"MeshConfig.sequence={parts} must be 1 for this {name} model: {self.waits_for}")
+        if segment_length % (parts * self.window_length):
+            raise UserError(
+                f"MeshConfig.sequence={parts} must divide the blocks of a segment: segment_length={segment_length} is "
+                f"not a multiple of {parts} x window_length={self.window_length}"
+            )
+
+    def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        """The number of tokens, itself included, that a token at each position of a document attends to in a layer."""
+        raise NotImplementedError
+
+    def carry_axes(self, carry: Any) -> Any:
+        """The logical axes of each array of a carry, from the first axis; axes not listed are not sharded."""
+        return jax.tree.map(lambda _: ("lanes",), carry)
+
+    def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
+        """The config of the same model for reading independent sequences of this number of tokens.
+
+        A pretrained decoder reads each sequence as one window. Other models keep their own windows, of which the last
+        may extend beyond the sequence.
+        """
+        del num_tokens
+        return self
