@@ -13,8 +13,7 @@ import time
 import jax
 import numpy as np
 
-from meliad_like.history.losses import TargetLosses
-from meliad_like.history.scoring import Candidates, SpanGains
+from meliad_like.history.gains import Candidates, SpanGains, TargetLosses
 from meliad_like.history.spans import HistoryConfig, candidates, is_scored, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
@@ -27,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--window", type=int, default=64, help="k; j is half of it, l and s are an eighth")
+    parser.add_argument("--window", type=int, default=64, help="the history is half of it, spans and strides an eighth")
     parser.add_argument("--spans", type=int, default=256, help="that are scored in a round")
     parser.add_argument("--batch_sizes", default="1,8,32,128")
     parser.add_argument("--rounds", type=int, default=5)

@@ -5,17 +5,18 @@ import functools
 
 import jax
 import numpy as np
+import pandas as pd
 
 from meliad_like.data.vocabulary import ByteVocabulary
-from meliad_like.history.selectors.config import SelectorConfig, SelectorTrainingConfig
-from meliad_like.history.selectors.inputs import Places, make_inputs
+from meliad_like.history.selectors.config import SELECTORS, SelectorTrainingConfig
+from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
-from meliad_like.history.selectors.pairs import Pairs
 from meliad_like.history.selectors.training import train_selector
 from meliad_like.history.spans import HistoryConfig, candidates, is_scored, span_tokens, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.optimization.optimizers import Adam
 
 HISTORY = HistoryConfig(window_length=24, history_length=8, span_length=4, stride=8, separator="\n")
 VOCABULARY = ByteVocabulary()
@@ -24,8 +25,8 @@ DECODER = PretrainedConfig(
     max_positions=24, window_length=24,
 )  # fmt: skip
 TRAINING = SelectorTrainingConfig(
-    num_steps=6, batch_size=4, learning_rate=0.01, validation_every=3, encode_batch=8, log_every=2, evaluate_every=3,
-    checkpoint_every=2,
+    num_steps=6, batch_size=4, optimizer=Adam(base_rate=0.01), validation_every=3, encode_batch=8, log_every=2,
+    evaluate_every=3, checkpoint_every=2,
 )  # fmt: skip
 
 
@@ -43,9 +44,9 @@ class MadeUp:
 @functools.cache
 def selector_of(kind="joint", history=HISTORY, **changes):
     """A selector, the parameters that its encoder begins with, and what it reads."""
-    config = SelectorConfig(kind=kind, head_width=6, **changes)
+    config = SELECTORS[kind](head_width=6, **changes)
     inputs = make_inputs(history, config, VOCABULARY)
-    encoder = encoder_config(config, DECODER, inputs.num_tokens(kind))
+    encoder = encoder_config(config, DECODER, inputs.num_tokens(config))
     params = jax.jit(Model(DECODER, VOCABULARY.size).init)(jax.random.key(1))
     return Selector(config, encoder, VOCABULARY.size), encoder_params(encoder, params), inputs
 
@@ -53,16 +54,16 @@ def selector_of(kind="joint", history=HISTORY, **changes):
 @functools.cache
 def pairs_of(history=HISTORY):
     """All candidates of all documents; a span is worth its letters a."""
-    rows, scores, documents = [], [], MadeUp()
+    rows, documents = [], MadeUp()
     for document, length in enumerate(documents.lengths.tolist()):
         tokens = documents.tokens(document, 0, length)
         for stride in strides(length, history, document):
             if not is_scored(stride, history):
                 continue
             ends = candidates(stride, history)
-            rows += [(document, stride.number, end) for end in ends]
-            scores += (span_tokens(tokens, ends, history, None) == 97).sum(axis=1).tolist()
-    return Pairs(Places(*np.array(rows, np.int64).T), np.array(scores, np.float32))
+            scores = (span_tokens(tokens, ends, history, None) == 97).sum(axis=1).astype(np.float32)
+            rows.append(pd.DataFrame({"document": document, "stride": stride.number, "end": ends, "score": scores}))
+    return pd.concat(rows, ignore_index=True)
 
 
 def devices(number=1):

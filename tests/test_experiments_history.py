@@ -11,13 +11,13 @@ import pytest
 import tiny_run
 from history_runs import BINDINGS, make_place
 
-from meliad_like import config
+from meliad_like.config import with_changes
 from meliad_like.errors import UserError
 from meliad_like.experiments import ancient_history, history_report
 from meliad_like.experiments.ancient_history import HistoryExperiment
 from meliad_like.experiments.tables.ancient_history import ALWAYS, PAPER, ROWS, SCALES, rows_of
 from meliad_like.history.config import HistorySettings
-from meliad_like.history.losses import TargetLosses
+from meliad_like.history.gains import TargetLosses
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
 
@@ -53,8 +53,7 @@ def test_rows_of_a_scale():
 
 @pytest.mark.parametrize("name", SCALES)
 def test_scales_are_configs(name):
-    bindings = [f"{key} = {value!r}" for key, value in SCALES[name].bindings.items()]
-    _, settings = config.parse_with([], bindings, HistorySettings)
+    settings = with_changes(HistorySettings(), SCALES[name].settings)
     history = settings.history
     sizes = history.window_length, history.history_length, history.span_length, history.stride
     assert sizes == ((256, 128, 32, 64) if name == "tiny" else (1024, 512, 64, 256))
@@ -62,7 +61,7 @@ def test_scales_are_configs(name):
 
 
 def experiment(place, **changes):
-    scale = dataclasses.replace(SCALES["tiny"], bindings={}, scored_tokens=None, batch_size=4)
+    scale = dataclasses.replace(SCALES["tiny"], settings={}, scored_tokens=None, batch_size=4)
     params = [
         f"FolderSourceConfig.folder = '{place / 'documents'}'",
         "RunConfig.source = 'text'",
@@ -74,7 +73,6 @@ def experiment(place, **changes):
 
 def test_the_table_is_made_once(tmp_path, monkeypatch):
     place = make_place(tmp_path)
-    monkeypatch.setattr(ancient_history, "fields_of", lambda folder: {})
     made, scale = experiment(place)
     monkeypatch.setattr(HistoryExperiment, "scale", scale)
     monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: list(ROWS))
@@ -113,8 +111,8 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     rounded = dataclasses.replace(made, gin_params=(*made.gin_params, "PretrainedConfig.matmul_dtype = 'bfloat16'"))
     with pytest.raises(UserError, match="scores belongs to another config: maker is"):
         rounded.make()
-    faster = dataclasses.replace(made, gin_params=(*made.gin_params, "SelectorTrainingConfig.learning_rate = 1.0"))
-    with pytest.raises(UserError, match="learned_selector belongs to another config: training.learning_rate is"):
+    faster = dataclasses.replace(made, gin_params=(*made.gin_params, "Adam.base_rate = 1.0"))
+    with pytest.raises(UserError, match="learned_selector belongs to another config: training.optimizer.base_rate is"):
         faster.make()
 
     # Rows of other documents replace the evaluated ones without a flag.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meliad_like.history.assembly import assemble
+from meliad_like.history import spans
 from meliad_like.history.spans import HistoryConfig, strides
 
 # A window of 12: two spans of 2 at every position, 8 recent tokens, 3 of them targets.
@@ -14,9 +14,10 @@ NONE = np.zeros(0, np.int64)
 def window(length, number, ends, separator=None):
     """Token i of the document is 100 + i."""
     stride = list(strides(length, CONFIG))[number]
-    made = assemble(np.arange(100, 100 + length), stride, np.asarray(ends, np.int64), CONFIG, separator)
-    assert made.ids.dtype == np.int32
-    return made.ids.tolist(), np.flatnonzero(made.scored).tolist()
+    made = spans.window(np.arange(100, 100 + length), stride, np.asarray(ends, np.int64), CONFIG, separator)
+    assert made.tokens.dtype == np.int32
+    length = len(made.tokens)
+    return made.tokens.tolist(), list(range(length - made.num_targets, length))
 
 
 def test_a_documents_first_token_is_no_target():

@@ -13,7 +13,7 @@ from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
 from meliad_like.history.evaluation import read_strides
-from meliad_like.history.opening import HistoryRequest, open_request
+from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.search import search
 from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import HistoryConfig, candidates
@@ -44,13 +44,13 @@ def test_every_candidate_has_its_score(place, scores, capsys):
     last = [index for index in range(len(store)) if store.stride(index).document == 2]
     assert [store.stride(index).end for index in last] == [20, 24, 28, 32, 36, 40]
     assert [len(store[index]) for index in last] == [1, 2, 4, 5, 6, 8]
-    document, number, ends = store.rows()
     for index in (0, 7, len(store) - 1):
-        rows = np.s_[store.offsets[index] : store.offsets[index + 1]]
-        assert ends[rows].tolist() == candidates(store.stride(index), store.info.config).tolist()
-        assert set(document[rows]) == {store.stride(index).document}
-        assert set(number[rows]) == {store.stride(index).number}
-    opened = open_request(request(place, split="train"))
+        rows = store.rows()[store.offsets[index] : store.offsets[index + 1]]
+        assert rows["end"].tolist() == candidates(store.stride(index), store.info.config).tolist()
+        assert rows["score"].tolist() == store[index].tolist()
+        assert set(rows["document"]) == {store.stride(index).document}
+        assert set(rows["stride"]) == {store.stride(index).number}
+    opened = request(place, split="train").open()
     assert store.info.maker == opened.fingerprint
     documents = store.documents(opened.store)
     assert documents.names == ["0", "1", "2"]
@@ -160,7 +160,7 @@ def test_an_evaluation_resumes_after_a_stop(place, tmp_path):
     whole = json.loads((tmp_path / "evaluation.json").read_text())
     made_of, *lines = (tmp_path / "documents.jsonl").read_text().splitlines()
     first = json.loads(lines[0])
-    first["sums"]["nats"]["random"] += 7
+    first["sums"]["random"]["nats"] += 7
     # A stop in the middle of the third line.
     (tmp_path / "documents.jsonl").write_text("\n".join([made_of, json.dumps(first), lines[1], lines[2][:50]]))
     commands.evaluate_selections(asked, tmp_path, [])
@@ -175,22 +175,22 @@ def test_an_evaluation_resumes_after_a_stop(place, tmp_path):
 
 
 def test_parts_of_documents(place):
-    opened = open_request(request(place, document_tokens=30))
+    opened = request(place, document_tokens=30).open()
     assert opened.documents.lengths.tolist() == [30, 20, 30]
     assert opened.documents.num_bytes.tolist() == [30, 19, 30]
-    assert open_request(request(place, documents=("2",))).documents.lengths.tolist() == [50]
-    few = open_request(request(place, max_tokens=60, document_tokens=30)).documents
+    assert request(place, documents=("2",)).open().documents.lengths.tolist() == [50]
+    few = request(place, max_tokens=60, document_tokens=30).open().documents
     assert few.lengths.sum() <= 60 and len(few.lengths) == 2
     with pytest.raises(UserError, match="there is no document 'x' in the split test of"):
-        open_request(request(place, documents=("x", "1")))
+        request(place, documents=("x", "1")).open()
     with pytest.raises(UserError, match="max_tokens=3 is less than the first document's"):
-        open_request(request(place, max_tokens=3))
+        request(place, max_tokens=3).open()
 
 
 def test_a_part_of_the_documents_is_read_as_all_of_them_are(place):
     chosen = []
     for changes in ({}, {"documents": ("2",)}, {"documents": ("2",), "document_tokens": 50}):
-        opened = open_request(request(place, "HistoryConfig.first_selection = 1", **changes))
+        opened = request(place, "HistoryConfig.first_selection = 1", **changes).open()
         index = opened.documents.names.index("2")
         readings = read_strides(
             lambda sequences: (np.zeros(sequence.num_targets) for sequence in sequences),

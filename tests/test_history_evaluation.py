@@ -7,17 +7,17 @@ from typing import ClassVar
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 
 from meliad_like.errors import UserError
 from meliad_like.history import evaluation as evaluation_module
 from meliad_like.history import report
-from meliad_like.history.evaluation import BASELINE, Cost, DocumentSums, Evaluation, evaluate
+from meliad_like.history.evaluation import BASELINE, SUMS, Evaluation, evaluate
 from meliad_like.history.evaluation import read_strides as read_document
-from meliad_like.history.losses import Sequence, TargetLosses
-from meliad_like.history.scoring import SpanGains
+from meliad_like.history.gains import SpanGains, TargetLosses
 from meliad_like.history.selection import Ranking, ScoreOracle
-from meliad_like.history.spans import HistoryConfig
+from meliad_like.history.spans import HistoryConfig, Window
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -73,9 +73,8 @@ def evaluation(model, windows):
 
 def read_strides(windows, documents, *arguments):
     """The strides of all documents."""
-    selections, config, separator, *costs = arguments
     for index in range(len(documents.lengths)):
-        yield from read_document(windows, documents, selections, config, separator, index, *costs)
+        yield from read_document(windows, documents, *arguments, index)
 
 
 def plain_loop(windows, tokens, rank=None):
@@ -91,20 +90,20 @@ def plain_loop(windows, tokens, rank=None):
                 ids[4 * place : 4 * place + 4] = [*spans[index][:3], SEPARATOR]
         targets = end - i - (i == 0)
         if targets:
-            total += sum(next(windows([Sequence(ids, targets)])).tolist())
+            total += sum(next(windows([Window(ids, targets)])).tolist())
     return total
 
 
 def test_the_baseline_is_a_sliding_window(windows, evaluation):
     expected = [plain_loop(windows, tokens) for tokens in DOCUMENTS.all_tokens]
-    np.testing.assert_allclose(evaluation.nats(BASELINE), expected, rtol=1e-6)
-    assert evaluation.num_tokens.tolist() == [60, 0, 19, 45]
+    np.testing.assert_allclose(evaluation.of(BASELINE)["nats"], expected, rtol=1e-6)
+    assert evaluation.of("random")["num_tokens"].tolist() == [60, 0, 19, 45]
 
 
 def test_selections_fill_the_same_windows(windows):
     found = evaluate(windows, DOCUMENTS, [Ranking("recent", CONFIG)], CONFIG, SEPARATOR)
     expected = [plain_loop(windows, tokens, rank=lambda i, index: index) for tokens in DOCUMENTS.all_tokens]
-    np.testing.assert_allclose(found.nats("recent"), expected, rtol=1e-6)
+    np.testing.assert_allclose(found.of("recent")["nats"], expected, rtol=1e-6)
 
 
 def test_the_most_recent_spans_are_among_all_candidates():
@@ -124,8 +123,9 @@ def no_losses(sequences):
 def test_the_score_oracle_is_better_than_chance_on_average(model, windows, evaluation):
     oracle = ScoreOracle(gains_of(model))
     found = evaluate(windows, Documents([100] * 6), [Ranking("random", CONFIG), oracle], CONFIG, SEPARATOR)
-    assert found.nats("score_oracle").sum() < found.nats("random").sum() - 10
-    assert found.nats("score_oracle").sum() < found.nats(BASELINE).sum() - 10
+    sums = found.sums["nats"].groupby(level=0).sum()
+    assert sums["score_oracle"] < sums["random"] - 10
+    assert sums["score_oracle"] < sums[BASELINE] - 10
     assert evaluation.selections == {BASELINE: False, "random": False, "score_oracle": True}
 
 
@@ -147,10 +147,10 @@ def test_of_single_spans_the_score_oracle_takes_the_best(model, windows):
 
 def test_only_windows_that_select_differ(windows, evaluation):
     # Of document 2 one window reaches back to its beginning, and so all of it does.
-    assert evaluation.num_tokens_where_selected.tolist() == [41, 0, 0, 26]
+    assert evaluation.of(BASELINE)["num_tokens_where_selected"].tolist() == [41, 0, 0, 26]
     for name in ("random", "score_oracle"):
-        different = evaluation.nats(name) - evaluation.nats(BASELINE)
-        where = evaluation.nats_where_selected(name) - evaluation.nats_where_selected(BASELINE)
+        gains = evaluation.of(name) - evaluation.of(BASELINE)
+        different, where = gains["nats"], gains["nats_where_selected"]
         np.testing.assert_allclose(different, where, atol=1e-6)
         assert different[2] == 0 and abs(different[0]) > 1e-3
     for reading in read_strides(windows, DOCUMENTS, [Ranking("random", CONFIG)], CONFIG, SEPARATOR):
@@ -160,11 +160,11 @@ def test_only_windows_that_select_differ(windows, evaluation):
 def test_the_released_codes_first_token(windows, evaluation):
     config = dataclasses.replace(CONFIG, first_token="released_code")
     released = evaluate(windows, DOCUMENTS, [], config, SEPARATOR)
-    first = [next(windows([Sequence(tokens[:4], 3)])).mean() for tokens in DOCUMENTS.all_tokens if len(tokens) > 1]
+    first = [next(windows([Window(tokens[:4], 3)])).mean() for tokens in DOCUMENTS.all_tokens if len(tokens) > 1]
     # A document of one token has nothing to take the mean of.
-    assert released.num_tokens.tolist() == [61, 0, 20, 46]
+    assert released.of(BASELINE)["num_tokens"].tolist() == [61, 0, 20, 46]
     np.testing.assert_allclose(
-        released.nats(BASELINE) - evaluation.nats(BASELINE), [first[0], 0, *first[1:]], rtol=1e-4
+        (released.of(BASELINE) - evaluation.of(BASELINE))["nats"], [first[0], 0, *first[1:]], rtol=1e-4
     )
 
 
@@ -192,35 +192,31 @@ def test_compilation_is_no_cost_of_a_selection(monkeypatch):
             Compiling.now += 1 + compiling
             return super().scores(document, stride, ends)
 
-    selection, costs = Compiling("recent", CONFIG), {}
+    selection = Compiling("recent", CONFIG)
     monkeypatch.setattr(evaluation_module, "time", selection)
-    readings = read_strides(no_losses, DOCUMENTS, [selection], CONFIG, SEPARATOR, costs)
-    number = sum(bool(reading.chosen) for reading in readings)
-    assert selection.compile_seconds == 14 and costs["recent"].seconds == number > 10
+    readings = read_strides(no_losses, DOCUMENTS, [selection], CONFIG, SEPARATOR)
+    seconds = [reading.costs["recent"][1] for reading in readings if reading.chosen]
+    assert selection.compile_seconds == 14 and len(seconds) > 10 and set(seconds) == {1.0}
 
 
 def of_nats(*nats_by_selection, tokens=(100, 200, 300)):
     names = (BASELINE, "score_oracle", "random")[: len(nats_by_selection)]
-    rows = [
-        DocumentSums(
-            num_tokens=count,
-            num_tokens_where_selected=where,
-            nats=dict(zip(names, nats)),
-            nats_where_selected=dict(zip(names, np.array(nats) / 2)),
-            costs=dict.fromkeys(names, Cost(1.0, 2.0, 3)),
-            num_windows=3,
-            seconds=0.3,
+    frames = {
+        name: pd.DataFrame(
+            [
+                (count, where, nats, nats / 2, 30.0, 2.0, 0.3, 1.0)
+                for count, where, nats in zip(tokens, (50, 0, 100), nats_by_document)
+            ],
+            columns=SUMS,
         )
-        for count, where, nats in zip(tokens, (50, 0, 100), zip(*nats_by_selection))
-    ]
+        for name, nats_by_document in zip(names, nats_by_selection)
+    }
+    sizes = {"num_words": np.array(tokens) // 2, "num_bytes": 4 * np.array(tokens)}
     return Evaluation(
         config=CONFIG,
-        names=("a", "b", "c"),
-        num_words=np.array(tokens) // 2,
-        num_bytes=4 * np.array(tokens),
-        rows=rows,
+        documents=pd.DataFrame({"name": ["a", "b", "c"], **sizes}),
+        sums=pd.concat(frames),
         selections={name: name == "score_oracle" for name in names},
-        flops_per_window=10.0,
     )
 
 

@@ -20,7 +20,7 @@ from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.history import commands
 from meliad_like.history.config import SELECTIONS, FileSelection, RandomSelection, RecentSelection
 from meliad_like.history.evaluation import evaluate
-from meliad_like.history.losses import TargetLosses
+from meliad_like.history.gains import TargetLosses
 from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.reader import HistoryReader, make_selection
 from meliad_like.history.selection import Ranking
@@ -212,8 +212,8 @@ def test_an_evaluation_with_the_reader_is_that_of_the_command(place):
     losses = TargetLosses(opened.model, params, single, length=24, max_targets=4, batch_size=4)
     separator = separator_token(run.data.history, store.vocabulary)
     evaluation = evaluate(losses, split, [Ranking("random", run.data.history)], run.data.history, separator)
-    np.testing.assert_allclose(nats, evaluation.nats("random"), rtol=1e-5)
-    assert abs(evaluation.nats("random") - evaluation.nats("baseline")).max() > 0.01
+    np.testing.assert_allclose(nats, evaluation.of("random")["nats"], rtol=1e-5)
+    assert abs(evaluation.of("random") - evaluation.of("baseline"))["nats"].max() > 0.01
 
 
 def test_selections_made_in_advance(place, tmp_path):

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.history.losses import Sequence, TargetLosses
-from meliad_like.history.scoring import Candidates, SpanGains
-from meliad_like.history.spans import HistoryConfig, candidates, strides
+from meliad_like.history.gains import Candidates, SpanGains, TargetLosses
+from meliad_like.history.spans import HistoryConfig, Window, candidates, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -127,7 +126,7 @@ def test_any_family_reads_separate_sequences(mesh):
     tokens[:20] = DOCUMENT[:20]
     hidden, _ = module(jnp.asarray(tokens)[None], module.init_carry(1), jnp.asarray([[True, False, False]]))
     expected = -np.asarray(jax.nn.log_softmax(module.logits(hidden)[0]))[np.arange(19), tokens[1:20]]
-    sequences = [Sequence(DOCUMENT[:20], 19), Sequence(DOCUMENT[:11], 3), Sequence(DOCUMENT[:1], 0)]
+    sequences = [Window(DOCUMENT[:20], 19), Window(DOCUMENT[:11], 3), Window(DOCUMENT[:1], 0)]
     found = list(read(sequences))
     np.testing.assert_allclose(found[0], expected, atol=1e-5)
     np.testing.assert_allclose(found[1], expected[7:10], atol=1e-5)

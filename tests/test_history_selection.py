@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meliad_like.history.selection import Ranking, ScoreOracle, overlap
+from meliad_like.history.selection import Ranking, ScoreOracle, overlap, rank
 from meliad_like.history.selectors.scorer import LearnedSelector
-from meliad_like.history.spans import HistoryConfig, candidates, candidates_of, select, strides
+from meliad_like.history.spans import HistoryConfig, candidates, select, strides
 
 CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="")
 DOCUMENT = np.random.default_rng(0).integers(0, 9, size=80)
@@ -41,9 +41,10 @@ def test_recent_spans_are_the_last_ones():
 def test_only_rankings_that_run_a_model_choose_among_random_candidates():
     config = dataclasses.replace(CONFIG, max_candidates=3)
     for scorer in (*HONEST, Ranking("overlap_oracle", config)):
-        assert candidates_of(scorer, STRIDE, config).tolist() == ENDS.tolist()
-    for scorer in (ScoreOracle, LearnedSelector):
-        assert candidates_of(scorer, STRIDE, config).tolist() == candidates(STRIDE, config).tolist()
+        assert rank(scorer, "", DOCUMENT, STRIDE, config)[0].tolist() == ENDS.tolist()
+    assert ScoreOracle.runs_a_model and LearnedSelector.runs_a_model
+    oracle = ScoreOracle(lambda requests: [np.zeros(len(request.ends), np.float32) for request in requests])
+    assert rank(oracle, "", DOCUMENT, STRIDE, config)[0].tolist() == candidates(STRIDE, config).tolist()
     assert len(candidates(STRIDE, config)) == 3 < len(ENDS)
 
 

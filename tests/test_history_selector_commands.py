@@ -21,7 +21,7 @@ from meliad_like.history.stride_store import StrideStore
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
 
-LIGHT, LEAKING = "SelectorConfig.kind = 'light'", "HistoryConfig.selector_context = 'released_code'"
+LIGHT, LEAKING = "HistorySettings.selector = 'light'", "HistoryConfig.selector_context = 'released_code'"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -156,7 +156,7 @@ def test_spans_that_are_selected_often():
         return Selection(stride, np.array(ends), nothing, np.array(gains), nothing, nothing)
 
     spans = find_spans([selection([8, 12], [1.0, -1.0]), selection([12, 4], [2.0, 3.0])])
-    assert [(span.end, span.num_windows, span.mean_gain) for span in spans] == [(12, 2, 0.5), (4, 1, 3.0), (8, 1, 1.0)]
+    assert spans[["end", "num_windows", "mean_gain"]].to_numpy().tolist() == [[12, 2, 0.5], [4, 1, 3.0], [8, 1, 1.0]]
 
 
 def summary(folder):

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, devices, pairs_of, selector_of, train
 from tiny_run import assert_same_bits, read_metrics
@@ -15,14 +16,19 @@ from tiny_run import assert_same_bits, read_metrics
 from meliad_like.errors import UserError
 from meliad_like.history.selectors import training
 from meliad_like.history.selectors.checkpoint import open_selector
-from meliad_like.history.selectors.config import SelectorConfig
-from meliad_like.history.selectors.inputs import DocumentTexts, Places, make_inputs
-from meliad_like.history.selectors.pairs import Pairs, PairsReader, agreement, held_out, some_strides
+from meliad_like.history.selectors.config import JointSelectorConfig
+from meliad_like.history.selectors.inputs import DocumentTexts, make_inputs
+from meliad_like.history.selectors.pairs import PairsReader, agreement, held_out, some_strides
 from meliad_like.history.selectors.training import train_selector
 from meliad_like.history.selectors.vectors import encode_places
+from meliad_like.optimization.optimizers import Adam
 from meliad_like.training.preemption import EXIT_STATUS
 
 WAYS = [("joint", True), ("light", False)]
+
+
+def place(document, stride, end):
+    return pd.DataFrame({"document": [document], "stride": [stride], "end": [end]})
 
 
 def changed(**changes):
@@ -31,12 +37,12 @@ def changed(**changes):
 
 def test_what_is_read_at_a_place():
     tokens = MadeUp().tokens(1, 0, 75)
-    places, last = (Places(np.array([1]), np.array([number]), np.array([10])) for number in (4, 9))
+    places, last = (place(1, number, 10) for number in (4, 9))
     # The stride's targets are the tokens from 32 to 40; the span has the separator in its last place.
     span = [*tokens[6:9], 10]
 
     def read(part, history=HISTORY, places=places, **changes):
-        texts = DocumentTexts(make_inputs(history, SelectorConfig(**changes), VOCABULARY), MadeUp())(part, places)
+        texts = DocumentTexts(make_inputs(history, JointSelectorConfig(**changes), VOCABULARY), MadeUp())(part, places)
         return texts.tokens[0].tolist(), texts.length.tolist()
 
     assert read("span") == (span, [4])
@@ -55,11 +61,11 @@ def test_what_is_read_at_a_place():
 def test_nothing_to_read_is_named():
     full = dataclasses.replace(HISTORY, stride=16)
     with pytest.raises(UserError, match="history_length=8 and stride=16 leave no prefix in window_length=24"):
-        make_inputs(full, SelectorConfig(), VOCABULARY)
-    assert make_inputs(full, SelectorConfig(context_tokens=5), VOCABULARY).context_length == 5
+        make_inputs(full, JointSelectorConfig(), VOCABULARY)
+    assert make_inputs(full, JointSelectorConfig(context_tokens=5), VOCABULARY).context_length == 5
     leaking = dataclasses.replace(HISTORY, selector_context="released_code")
     with pytest.raises(UserError, match="context_tokens=5 has no effect on HistoryConfig.selector_context='rel"):
-        make_inputs(leaking, SelectorConfig(context_tokens=5), VOCABULARY)
+        make_inputs(leaking, JointSelectorConfig(context_tokens=5), VOCABULARY)
 
 
 def test_a_place_costs_the_same_wherever_it_is():
@@ -71,14 +77,14 @@ def test_a_place_costs_the_same_wherever_it_is():
         def tokens(self, document, start, stop):
             return np.broadcast_to(np.int32(97), stop - start)
 
-    texts = DocumentTexts(make_inputs(HISTORY, SelectorConfig(), VOCABULARY), Endless())
-    far = Places(np.array([0]), np.array([10**11]), np.array([10]))
+    texts = DocumentTexts(make_inputs(HISTORY, JointSelectorConfig(), VOCABULARY), Endless())
+    far = place(0, 10**11, 10)
     assert texts("context", far).tokens.tolist() == [[97] * 8]
 
 
 def test_encoding_resumes_after_a_full_disk(tmp_path, monkeypatch):
     selector, encoder, inputs = selector_of("light", train_encoder=False)
-    places, texts = pairs_of().places, DocumentTexts(inputs, MadeUp())
+    places, texts = pairs_of(), DocumentTexts(inputs, MadeUp())
     told: list[int] = []
 
     def encode(folder):
@@ -107,20 +113,18 @@ def test_encoding_resumes_after_a_full_disk(tmp_path, monkeypatch):
 
 def test_documents_are_held_out():
     train_pairs, validation = held_out(pairs_of(), 3)
-    assert set(train_pairs.places.document) == {1, 2, 4} and set(validation.places.document) == {0, 3}
+    assert set(train_pairs["document"]) == {1, 2, 4} and set(validation["document"]) == {0, 3}
     assert len(train_pairs) + len(validation) == len(pairs_of())
     with pytest.raises(UserError, match="of 1 scored documents there is none to train on with .*validation_every=9"):
-        held_out(pairs_of().take(np.array([0])), 9)
+        held_out(pairs_of()[:1], 9)
 
 
 def test_some_strides_are_whole():
     pairs = pairs_of()
     some = some_strides(pairs, 100)
-    places = [set(zip(p.places.document.tolist(), p.places.stride.tolist())) for p in (pairs, some)]
-    assert places[1] < places[0] and 80 < len(some) < 120
-    for document, stride in places[1]:
-        rows = (pairs.places.document == document) & (pairs.places.stride == stride)
-        assert ((some.places.document == document) & (some.places.stride == stride)).sum() == rows.sum()
+    sizes, of_some = (each.groupby(["document", "stride"]).size() for each in (pairs, some))
+    assert len(of_some) < len(sizes) and 80 < len(some) < 120
+    assert (of_some == sizes[of_some.index]).all()
     assert len(some_strides(pairs, 10**9)) == len(pairs)
 
 
@@ -138,8 +142,8 @@ def test_the_order_hangs_on_seed_and_step_alone():
 
 
 def test_how_predictions_agree_with_scores():
-    places = Places(np.array([0, 0, 0, 1, 1]), np.array([5, 5, 5, 5, 5]), np.arange(5))
-    pairs = Pairs(places, np.array([1, 2, 6, -4, 0], np.float32))
+    scores = np.array([1, 2, 6, -4, 0], np.float32)
+    pairs = pd.DataFrame({"document": [0, 0, 0, 1, 1], "stride": 5, "end": range(5), "score": scores})
     figures = agreement(np.array([1.0, 3, 2, 0, -1]), pairs, num_spans=2)
     assert figures["loss"] == pytest.approx((0 + 1 + 16 + 16 + 1) / 5)
     assert figures["chosen_gain"] == pytest.approx((4 - 2) / 2)
@@ -147,7 +151,7 @@ def test_how_predictions_agree_with_scores():
     assert figures["random_gain"] == pytest.approx((3 - 2) / 2)
     one = agreement(np.array([1.0, 3, 2, 0, -1]), pairs, num_spans=1)
     assert (one["chosen_gain"], one["oracle_gain"]) == ((2 - 4) / 2, (6 + 0) / 2)
-    assert figures["correlation"] == pytest.approx(np.corrcoef([1, 3, 2, 0, -1], pairs.scores)[0, 1])
+    assert figures["correlation"] == pytest.approx(np.corrcoef([1, 3, 2, 0, -1], scores)[0, 1])
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: way[0])
@@ -161,14 +165,14 @@ def undisturbed(request, tmp_path_factory):
 def test_a_resumed_run_equals_an_uninterrupted_one(undisturbed, tmp_path, monkeypatch):
     folder, kind, train_encoder = undisturbed
 
-    class StopAtFour(training._BetweenSteps):
-        def report(self, step, metrics, state):
-            super().report(step, metrics, state)
+    class StopAtFour(training.Report):
+        def __call__(self, step, metrics, state):
+            super().__call__(step, metrics, state)
             if step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_BetweenSteps", StopAtFour)
+        patch.setattr(training, "Report", StopAtFour)
         assert train(tmp_path, kind, train_encoder=train_encoder) == EXIT_STATUS
     assert train(tmp_path, kind, train_encoder=train_encoder) == 0
     assert_same_bits(open_selector(tmp_path).params, open_selector(folder).params)
@@ -203,12 +207,12 @@ def test_it_learns_and_keeps_the_best(undisturbed):
 def test_a_light_selector_learns_which_spans_fit(tmp_path):
     """Scores that neither the spans nor the contexts alone decide, on documents that were not trained on."""
     selector, encoder, inputs = selector_of("light", train_encoder=False)
-    places, scores = pairs_of().places, []
-    for document, number, end in zip(*(column.tolist() for column in places)):
+    pairs, scores = pairs_of(), []
+    for document, number, end in pairs[["document", "stride", "end"]].to_numpy().tolist():
         tokens = MadeUp().tokens(document, 0, 100)
         span, context = tokens[end - 4 : end - 1], tokens[8 * number - 8 : 8 * number]
         scores.append(sum((span == letter).sum() * (context == letter).sum() for letter in (97, 98, 32)))
-    pairs = Pairs(places, np.array(scores, np.float32))
+    pairs = pairs.assign(score=np.array(scores, np.float32))
     longer = changed(num_steps=300, batch_size=16, log_every=300, evaluate_every=300, checkpoint_every=0)
     train_selector(selector, encoder, inputs, longer, pairs, MadeUp(), VOCABULARY, tmp_path, {}, devices())
     (figures,) = read_metrics(tmp_path, "validation")
@@ -224,15 +228,15 @@ def test_a_batch_that_devices_can_not_share_is_named(tmp_path):
 
 def test_another_training_in_the_folder_is_refused(undisturbed):
     folder, kind, train_encoder = undisturbed
-    with pytest.raises(UserError, match="training.learning_rate is 0.01 there, 0.02 here"):
-        train(folder, kind, changed(learning_rate=0.02), train_encoder=train_encoder)
+    with pytest.raises(UserError, match="training.optimizer.base_rate is 0.01 there, 0.02 here"):
+        train(folder, kind, changed(optimizer=Adam(base_rate=0.02)), train_encoder=train_encoder)
     saved = json.loads((folder / "selector.json").read_text())
-    assert saved["trained_on"] == {"scores": "made up"} and saved["training"]["learning_rate"] == 0.01
+    assert saved["trained_on"] == {"scores": "made up"} and saved["training"]["optimizer"]["base_rate"] == 0.01
 
 
 def test_a_loss_that_is_not_finite_stops(tmp_path):
-    with pytest.raises(UserError, match="the loss or the update of step [12] is not finite; .*learning_rate"):
-        train(tmp_path, "light", changed(learning_rate=1e30), train_encoder=False)
+    with pytest.raises(UserError, match="the loss or the update of step [12] is not finite; .*Adam.base_rate"):
+        train(tmp_path, "light", changed(optimizer=Adam(base_rate=1e30)), train_encoder=False)
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
@@ -240,7 +244,6 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
     "changes, message",
     [
         ({"validation_every": 1}, "validation_every=1 must be at least 2"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0 and epsilon=1e-06 must be positive"),
         ({"batch_size": 0}, "SelectorTrainingConfig.batch_size=0 must be at least 1"),
         # jax takes seeds modulo 2**32, and none that are longer than 64 bits.
         ({"seed": 2**32}, "SelectorTrainingConfig.seed=4294967296 must not be negative, and below 2\\*\\*32"),

@@ -5,13 +5,13 @@ import pytest
 
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
+from meliad_like.history.selection import rank
 from meliad_like.history.spans import (
     HistoryConfig,
     candidates,
     is_scored,
     necessary_prefix,
     num_candidates,
-    rank,
     select,
     separator_token,
     span_tokens,

@@ -11,8 +11,8 @@ from meliad_like.errors import UserError
 from meliad_like.history.config import FileSelection
 from meliad_like.history.documents import choose
 from meliad_like.history.reader import make_selection
-from meliad_like.history.selection import Ranking
-from meliad_like.history.spans import HistoryConfig, rank, select, strides
+from meliad_like.history.selection import Ranking, rank
+from meliad_like.history.spans import HistoryConfig, select, strides
 from meliad_like.history.stride_store import StrideStore, info_of
 
 HISTORY = HistoryConfig(window_length=24, history_length=12, span_length=6, stride=4, separator="\n")

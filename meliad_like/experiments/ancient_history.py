@@ -11,20 +11,15 @@ Each command resumes its own work, and finds at once that it is finished.
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from meliad_like import config
-from meliad_like.config import RunConfig, with_changes
-from meliad_like.data.preparation import prepare
-from meliad_like.data.token_store import STORE_NAME
+from meliad_like.config import RunConfig, read_changes, with_changes
 from meliad_like.experiments.history_report import write_report
-from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
 from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
 from meliad_like.history.evaluation import BASELINE
 from meliad_like.history.opening import HistoryRequest
-from meliad_like.run.opening import saved_config
+from meliad_like.run.opening import open_as, open_store, saved_config
 
 
 @dataclass(frozen=True)
@@ -61,20 +56,22 @@ class HistoryExperiment:
     def rows(self) -> list[HistoryRow]:
         return rows_of(self.scale_name, self.chosen)
 
-    def run(self, row: HistoryRow | None = None) -> tuple[RunConfig, HistorySettings]:
-        """The config of a row, and the settings of its commands; None: those that all rows share.
+    def config(self, row: HistoryRow | None = None) -> tuple[RunConfig, HistorySettings]:
+        """The config of the pretrained model with the task's documents, and the settings of the commands for a row.
+
+        Files and parameters win over the scale and the row; None: what all rows share.
 
         Raises:
-          UserError: files and parameters make no run, or there is no pretrained model.
+          UserError: a binding is wrong, or there is no pretrained model.
         """
-        bound = fields_of(Path(self.load_dir)) | dict(self.scale.bindings) | dict((row and row.selector) or {})
-        scaled = [f"{name} = {value!r}" for name, value in bound.items()]
-        params = ["RunConfig.model = 'pretrained'", *scaled, *self.gin_params]
-        run, settings = config.parse_with(self.gin_files, params, HistorySettings)
-        if any(param.startswith("ReaderConfig.store") for param in self.gin_params):
-            return run, settings
-        # The task's documents in another vocabulary than the task's.
-        return with_changes(run, {"data.store": f"{run.data.store}_{Path(self.load_dir).name}"}), settings
+        saved = saved_config(self.load_dir)
+        settings = with_changes(HistorySettings(), {**((row and row.selector) or {}), **self.scale.settings})
+        run, settings = read_changes(self.gin_files, self.gin_params)(saved, settings)
+        changes = {"vocabulary": saved.vocabulary}
+        if not any(param.startswith("ReaderConfig.store") for param in self.gin_params):
+            # The task's documents in another vocabulary than the task's.
+            changes["data.store"] = f"{run.data.store}_{Path(self.load_dir).name}"
+        return with_changes(run, changes), settings
 
     def make(self) -> int:
         """Scores, trains and evaluates what is not finished yet.
@@ -82,9 +79,9 @@ class HistoryExperiment:
         Returns:
           The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM or Ctrl-C while a selector was trained.
         """
-        common, _ = self.run()
-        if not (Path(common.data.store).expanduser() / STORE_NAME).exists():
-            prepare(common.source, common.vocabulary, common.data.store)
+        run, _ = self.config()
+        opened, _ = open_as(self.load_dir, run)
+        open_store(opened, self.load_dir, run.data.store, prepare=True)
         trained, scores = [row for row in self.rows if row.selector is not None], self.folder / "scores"
         if trained:
             amount = {"document_tokens": self.scale.scored_document_tokens, "max_tokens": self.scale.scored_tokens}
@@ -110,23 +107,12 @@ class HistoryExperiment:
 
     def _request(self, split: str, row: HistoryRow | None = None, **amount: int | None) -> HistoryRequest:
         """The request of a command for a row; None: for all rows."""
-        run, settings = self.run(row)
-
-        def changes(saved: RunConfig, _: HistorySettings) -> tuple[RunConfig, HistorySettings]:
-            return with_changes(saved, {"mesh": run.mesh} | self._model_changes), settings
-
+        run, settings = self.config(row)
         return HistoryRequest(
             checkpoint=self.load_dir,
-            changes=changes,
+            changes=lambda *_: (run, settings),
             store=run.data.store,
             split=split,
             batch_size=self.scale.batch_size,
             **amount,
         )
-
-    @cached_property
-    def _model_changes(self) -> dict[str, Any]:
-        """The model's fields that files and parameters change, such as `activation_dtype`, by their paths."""
-        saved = saved_config(self.load_dir)
-        changed, _ = config.read_changes(self.gin_files, self.gin_params)(saved, HistorySettings())
-        return {path: new for path, (_, new) in config.differences(saved, changed).items() if path.startswith("model.")}

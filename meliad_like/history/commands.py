@@ -14,19 +14,17 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.history import report
 from meliad_like.history.documents import whole_documents
-from meliad_like.history.evaluation import VERSION, DocumentSums, Evaluation, evaluate
-from meliad_like.history.losses import TargetLosses
-from meliad_like.history.opening import HistoryRequest, Opened, changed_config, open_request
+from meliad_like.history.evaluation import VERSION, Evaluation, evaluate
+from meliad_like.history.gains import Candidates, TargetLosses
+from meliad_like.history.opening import HistoryRequest, Opened
 from meliad_like.history.page import write_history_page
 from meliad_like.history.page_readings import read_histories
-from meliad_like.history.scoring import Candidates
-from meliad_like.history.selection import RANKINGS, Ranking, ScoreOracle
-from meliad_like.history.selectors.inputs import Places, make_inputs
+from meliad_like.history.selection import RANKINGS, Ranking, ScoreOracle, SpanScorer, rank
+from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
-from meliad_like.history.selectors.pairs import Pairs
 from meliad_like.history.selectors.scorer import open_selectors
 from meliad_like.history.selectors.training import train_selector
-from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride, candidates, rank, select
+from meliad_like.history.spans import HistoryConfig, Stride, candidates, select
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint, info_of
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.resumable import Journal
@@ -35,7 +33,6 @@ from meliad_like.tables import Table
 
 DOCUMENTS_NAME = "documents.jsonl"
 """The journal of an evaluation: the sums of each finished document."""
-
 CONTROLS = ("random", "overlap_oracle")
 """Selections that are always evaluated."""
 
@@ -50,7 +47,7 @@ def scorers(opened: Opened, names: Collection[str], selectors: Sequence[str] = (
 
 def score(request: HistoryRequest, folder: Path) -> None:
     """Makes a store of scores, or resumes it, and prints a summary."""
-    opened = open_request(request)
+    opened = request.open()
     info = info_of(
         opened.documents, opened.store, request.split, opened.config, what="scores", maker=opened.fingerprint
     )
@@ -86,24 +83,12 @@ def summary(store: StrideStore) -> Table:
 
 
 def select_spans(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
-    """Makes a store of the spans that one selection chooses, for training with it (`FileSelection.folder`).
-
-    Args:
-        request: the model and the documents.
-        folder: folder of the store.
-        names, selectors: as for `scorers`, exactly one in all.
-    """
-    opened = open_request(request)
+    """Makes a store of the spans that one selection chooses, for training with it (`FileSelection.folder`)."""
+    opened = request.open()
     (scorer,) = scorers(opened, names, selectors)
-    info = info_of(
-        opened.documents,
-        opened.store,
-        request.split,
-        opened.config,
-        what="selections",
-        maker=f"{scorer.name} {scorer.fingerprint}",
-        leaks_the_future=scorer.leaks_the_future,
-    )
+    what = {"what": "selections", "maker": f"{scorer.name} {scorer.fingerprint}"}
+    leaks = scorer.leaks_the_future
+    info = info_of(opened.documents, opened.store, request.split, opened.config, **what, leaks_the_future=leaks)
     store, tokens = StrideStore(folder, info), whole_documents(opened.documents)
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
@@ -115,7 +100,7 @@ def select_spans(request: HistoryRequest, folder: Path, names: Sequence[str], se
             yield select(scores, ends, info.config)
 
     with_progress("selections", lambda progress: store.fill(make, progress))
-    print(f"wrote {folder}: the selections of {label(scorer.name, scorer.leaks_the_future)}")
+    print(f"wrote {folder}: the selections of {label(scorer.name, leaks)}")
 
 
 def evaluate_selections(
@@ -123,13 +108,9 @@ def evaluate_selections(
 ) -> None:
     """Evaluates the baseline, the controls and the given selections, and writes evaluation.json and evaluation.md.
 
-    Args:
-        request: the model and the documents.
-        folder: where the files are written, and the finished documents (`Journal`).
-        names, selectors: as for `scorers`.
-        replace: as for `Journal`.
+    The folder also gets the journal of the finished documents; `replace`: as for `Journal`.
     """
-    opened = open_request(request)
+    opened = request.open()
     chosen = scorers(opened, {*CONTROLS, *names}, selectors)
     evaluation = evaluate_resumably(
         opened, opened.windows(), chosen, opened.config, folder, request.split, replace=replace
@@ -143,9 +124,8 @@ def evaluate_selections(
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
     evaluation = dataclasses.replace(evaluation, extra=extra)
-    console = Console()
     for table in report.tables(evaluation):
-        console.print(table.to_rich())
+        Console().print(table.to_rich())
     report.write(evaluation, folder)
     print(f"wrote {folder / 'evaluation.md'} and evaluation.json")
 
@@ -179,23 +159,20 @@ def evaluate_resumably(
             config,
             opened.separator,
             progress,
-            done={row["document"]: DocumentSums.from_dict(row["sums"]) for row in journal.rows},
-            on_document=lambda document, sums: journal.write({"document": document, "sums": dataclasses.asdict(sums)}),
+            done={row["document"]: row["sums"] for row in journal.rows},
+            on_document=lambda document, sums: journal.write({"document": document, "sums": sums}),
         ),
     )
 
 
 def train(request: HistoryRequest, folder: Path, scores: str) -> int:
-    """Trains a selector, or resumes its training.
+    """Trains a selector, or resumes its training; returns the exit status, as of `train_selector`.
 
     Args:
         request: its checkpoint is that of the decoder that the selector is initialised with, which need not be the
             model that scored. The documents are those of the scores.
         folder: working folder (`selectors.checkpoint`).
         scores: folder of a store of scores. Its settings hold, except for what the selector reads.
-
-    Returns:
-        The exit status, as of `train_selector`.
 
     Raises:
         UserError: the scores are missing, incomplete, or made with other settings than are bound; the checkpoint is of
@@ -207,8 +184,13 @@ def train(request: HistoryRequest, folder: Path, scores: str) -> int:
     scored.check_complete()
     # What a selector reads beside the span need not be as it was when spans were scored.
     history = dataclasses.replace(scored.info.config, selector_context=HistoryConfig().selector_context)
-    run, settings = changed_config(request, history)
-    _check_history(settings.history, scored)
+    run, settings = request.config(history)
+    for name, theirs in dataclasses.asdict(history).items():
+        if name not in WITHOUT_EFFECT and (ours := getattr(settings.history, name)) != theirs:
+            raise UserError(
+                f"HistoryConfig.{name}={ours!r} has no effect on train_selector: the scores in {scored.folder} were "
+                f"made with {theirs!r}; leave it out, or make new scores"
+            )
     opened, mesh = open_as(request.checkpoint, run, request.step)
     if not isinstance(opened.run.model, PretrainedConfig):
         raise UserError(
@@ -216,16 +198,15 @@ def train(request: HistoryRequest, folder: Path, scores: str) -> int:
             "a pretrained decoder"
         )
     store = open_store(opened, request.checkpoint, request.store, prepare=False)
-    history = dataclasses.replace(scored.info.config, selector_context=settings.history.selector_context)
-    config = settings.selector
-    inputs = make_inputs(history, config, opened.vocabulary)
-    encoder = encoder_config(config, opened.run.model, inputs.num_tokens(config.kind))
+    history = dataclasses.replace(history, selector_context=settings.history.selector_context)
+    inputs = make_inputs(history, settings.selector, opened.vocabulary)
+    encoder = encoder_config(settings.selector, opened.run.model, inputs.num_tokens(settings.selector))
     return train_selector(
-        Selector(config, encoder, opened.vocabulary.size),
+        Selector(settings.selector, encoder, opened.vocabulary.size),
         encoder_params(encoder, opened.params),
         inputs,
         settings.selector_training,
-        Pairs(Places(*scored.rows()), np.array(scored.numbers)),
+        scored.rows(),
         scored.documents(store),
         opened.vocabulary,
         folder,
@@ -242,37 +223,11 @@ def train(request: HistoryRequest, folder: Path, scores: str) -> int:
     )
 
 
-def _check_history(history: HistoryConfig, scored: StrideStore) -> None:
-    """
-    Raises:
-        UserError: a field of HistoryConfig has another value than the scores were made with.
-    """
-    for name, theirs in dataclasses.asdict(scored.info.config).items():
-        if name not in WITHOUT_EFFECT and (ours := getattr(history, name)) != theirs:
-            raise UserError(
-                f"HistoryConfig.{name}={ours!r} has no effect on train_selector: the scores in {scored.folder} were "
-                f"made with {theirs!r}; leave it out, or make new scores"
-            )
-
-
 def page(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str], num_terms: int) -> None:
-    """Writes the page of some documents.
-
-    Args:
-        request: the model and the documents.
-        folder: folder of the page; made if needed.
-        names, selectors: as for `scorers`, exactly one in all.
-        num_terms: number of words with the highest impact that are shown.
-    """
-    opened = open_request(request)
+    """Writes the page of some documents, with this number of words that have the highest impact."""
+    opened = request.open()
     (scorer,) = scorers(opened, names, selectors)
-    windows, gains, vocabulary = opened.windows(), opened.gains(), opened.checkpoint.vocabulary
-    histories = with_progress(
-        request.split,
-        lambda progress: read_histories(
-            windows, gains, opened.documents, scorer, opened.config, opened.separator, vocabulary, progress
-        ),
-    )
+    histories = with_progress(request.split, lambda progress: read_histories(opened, scorer, progress))
     # What a learned selector reads is in its own config.
     config = {name: value for name, value in dataclasses.asdict(opened.config).items() if name != "selector_context"}
     details: dict[str, Any] = {
@@ -284,5 +239,5 @@ def page(request: HistoryRequest, folder: Path, names: Sequence[str], selectors:
         "selection reads": "the targets (leaks the future)" if scorer.leaks_the_future else "only the past",
         **{name.replace("_", " "): value for name, value in config.items()},
     }
-    write_history_page(folder, histories, scorer, opened.config, vocabulary, details, num_terms)
+    write_history_page(folder, histories, scorer, opened.config, opened.checkpoint.vocabulary, details, num_terms)
     print(f"wrote {folder / 'index.html'}")

@@ -6,7 +6,7 @@ from typing import Any
 from meliad_like.config import RunConfig
 from meliad_like.data.readers import READERS, Reader, ReaderConfig, ReaderInputs
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.config import SelectorConfig, SelectorTrainingConfig
+from meliad_like.history.selectors.config import SELECTORS, JointSelectorConfig, SelectorTrainingConfig
 from meliad_like.history.spans import HistoryConfig, separator_token
 from meliad_like.registry import Registry, kind_field
 
@@ -50,9 +50,8 @@ class AncientHistoryReaderConfig(ReaderConfig):
     """Windows that begin with spans of the document's distant past, in training and in evaluation."""
 
     history: HistoryConfig = dataclasses.field(default_factory=HistoryConfig)
-    """Which spans there are, and how they come into a window."""
     selection: Any = kind_field(SELECTIONS, RandomSelection)
-    """Which of them are selected."""
+    """Which spans are selected."""
 
     used_by_evaluations = True
 
@@ -86,11 +85,9 @@ class HistorySettings:
     """The settings of the commands of ancient history, which are not part of a run's config."""
 
     history: HistoryConfig = dataclasses.field(default_factory=HistoryConfig)
-    """Which spans there are, and how they come into a window."""
-    selector: SelectorConfig = dataclasses.field(default_factory=SelectorConfig)
+    selector: Any = kind_field(SELECTORS, JointSelectorConfig)
     """The model that learns which spans help."""
     selector_training: SelectorTrainingConfig = dataclasses.field(default_factory=SelectorTrainingConfig)
-    """How it is trained."""
 
     @classmethod
     def of(cls, run: RunConfig) -> "HistorySettings":

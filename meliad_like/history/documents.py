@@ -22,8 +22,6 @@ def choose(
     """Some documents of a split, or their beginnings.
 
     Args:
-        store: the token store.
-        split_name: name of the split.
         names: names of the documents; none: all.
         document_tokens: number of tokens that are read of each document, from its beginning; None: all.
         max_tokens: largest number of tokens of all documents together, which are then a random subset, the same each
@@ -54,9 +52,4 @@ def whole_documents(documents: Any, most: int = 2) -> Callable[[int], Int[np.nda
 
     Strides of a document are read one after the other, so that each document is copied from the token store once.
     """
-
-    @lru_cache(maxsize=most)
-    def tokens(document: int) -> np.ndarray:
-        return documents.tokens(document, 0, int(documents.lengths[document]))
-
-    return tokens
+    return lru_cache(maxsize=most)(lambda document: documents.tokens(document, 0, int(documents.lengths[document])))

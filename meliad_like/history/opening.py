@@ -13,8 +13,7 @@ from meliad_like.data.subset import Documents
 from meliad_like.data.token_store import TokenStore
 from meliad_like.history.config import HistorySettings
 from meliad_like.history.documents import choose
-from meliad_like.history.losses import TargetLosses
-from meliad_like.history.scoring import SpanGains
+from meliad_like.history.gains import SpanGains, TargetLosses
 from meliad_like.history.spans import HistoryConfig, separator_token
 from meliad_like.history.stride_store import fingerprint
 from meliad_like.run.opening import OpenedCheckpoint, open_as, open_store, saved_config
@@ -34,77 +33,67 @@ class HistoryRequest(NamedTuple):
     document_tokens: int | None = None
     max_tokens: int | None = None
     batch_size: int = 16
-    """Sequences that are read at once."""
+    """Windows that are read at once."""
+
+    def config(self, history: HistoryConfig | None = None) -> tuple[RunConfig, HistorySettings]:
+        """The config of the checkpoint and the settings of the command, with the changes.
+
+        Args:
+            history: defaults of HistoryConfig; None: those that the checkpoint was trained with.
+        """
+        saved = saved_config(self.checkpoint, self.step)
+        settings = HistorySettings.of(saved) if history is None else HistorySettings(history)
+        # The checkpoint's reader is not used, and may have had other windows.
+        common = {field.name: getattr(saved.data, field.name) for field in dataclasses.fields(ReaderConfig)}
+        return self.changes(dataclasses.replace(saved, data=LanesReaderConfig(**common)), settings)
+
+    def open(self) -> "Opened":
+        """Opens all that a command needs.
+
+        Raises:
+            UserError: as `open_as`, `open_store`, `choose` and `separator_token`.
+        """
+        run, settings = self.config()
+        checkpoint, mesh = open_as(self.checkpoint, run, self.step)
+        store = open_store(checkpoint, self.checkpoint, self.store, prepare=False)
+        documents = choose(store, self.split, self.documents, self.document_tokens, self.max_tokens)
+        separator = separator_token(settings.history, checkpoint.vocabulary)
+        return Opened(self, checkpoint, mesh, store, documents, settings.history, separator)
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
     """A frozen model and documents, and how the model reads them."""
 
+    request: HistoryRequest
     checkpoint: OpenedCheckpoint
     mesh: Mesh
     store: TokenStore
     documents: Documents
     config: HistoryConfig
     separator: int | None
-    batch_size: int
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the model with its parameters."""
         return fingerprint(self.checkpoint.model.for_separate_sequences(1), self.checkpoint.params)
 
-    @property
-    def read(self) -> Callable[..., TargetLosses]:
-        """The model as a reader of sequences: (length, max_targets) -> `TargetLosses`."""
-        return functools.partial(
-            TargetLosses,
+    def losses(self, length: int, max_targets: int) -> TargetLosses:
+        """The model as a reader of windows of some length."""
+        return TargetLosses(
             self.checkpoint.model,
             self.checkpoint.params,
             self.mesh,
-            batch_size=self.batch_size,
+            length=length,
+            max_targets=max_targets,
+            batch_size=self.request.batch_size,
             loss_slice=self.checkpoint.run.training.loss_slice,
         )
 
     def windows(self) -> TargetLosses:
-        """The model, for predicting the targets of windows."""
-        return self.read(length=self.config.window_length, max_targets=self.config.stride)
+        """The model, for predicting the targets of whole windows."""
+        return self.losses(self.config.window_length, self.config.stride)
 
     def gains(self, config: HistoryConfig | None = None) -> SpanGains:
         """The model, for scoring spans; with another config, if one is given."""
-        return SpanGains(self.read, config or self.config, self.separator)
-
-
-def changed_config(request: HistoryRequest, history: HistoryConfig | None = None) -> tuple[RunConfig, HistorySettings]:
-    """The config of the checkpoint and the settings of the command, with the changes of the request.
-
-    Args:
-        request: the flags.
-        history: defaults of HistoryConfig; None: those that the checkpoint was trained with.
-    """
-    saved = saved_config(request.checkpoint, request.step)
-    settings = HistorySettings.of(saved) if history is None else HistorySettings(history)
-    # The checkpoint's reader is not used, and may have had other windows.
-    common = {field.name: getattr(saved.data, field.name) for field in dataclasses.fields(ReaderConfig)}
-    return request.changes(dataclasses.replace(saved, data=LanesReaderConfig(**common)), settings)
-
-
-def open_request(request: HistoryRequest) -> Opened:
-    """Opens all that a command needs.
-
-    Raises:
-        UserError: as `open_as`, `open_store`, `choose` and `separator_token`.
-    """
-    run, settings = changed_config(request)
-    checkpoint, mesh = open_as(request.checkpoint, run, request.step)
-    store = open_store(checkpoint, request.checkpoint, request.store, prepare=False)
-    config = settings.history
-    return Opened(
-        checkpoint=checkpoint,
-        mesh=mesh,
-        store=store,
-        documents=choose(store, request.split, request.documents, request.document_tokens, request.max_tokens),
-        config=config,
-        separator=separator_token(config, checkpoint.vocabulary),
-        batch_size=request.batch_size,
-    )
+        return SpanGains(self.losses, config or self.config, self.separator)

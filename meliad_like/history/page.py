@@ -7,11 +7,13 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 import numpy as np
+import pandas as pd
 
 from meliad_like.data.readers import label
 from meliad_like.data.vocabulary import Vocabulary
-from meliad_like.history.page_readings import BITS, ReadHistory, Selection, Term, find_spans, find_terms
-from meliad_like.history.spans import HistoryConfig, SpanScorer
+from meliad_like.history.page_readings import BITS, ReadHistory, Selection, find_spans, find_terms
+from meliad_like.history.selection import SpanScorer
+from meliad_like.history.spans import HistoryConfig
 from meliad_like.studies.page import (
     Chart,
     Series,
@@ -42,10 +44,9 @@ def write_history_page(
     details: dict[str, Any],
     num_terms: int = 20,
 ) -> None:
-    """Writes `index.html` and `summary.json`.
+    """Writes `index.html` and `summary.json` into a folder, which is made if needed.
 
     Args:
-        folder: made if needed.
         histories: the documents.
         scorer: what selected the spans.
         config: how windows are assembled.
@@ -69,8 +70,8 @@ def write_history_page(
             part = _DocumentPart(history, config, vocabulary)
             shown = [*part.overview(), *term_tables(found, num_terms), part.frequent_spans(), part.strides()]
         parts.append(document_part(history.index, *shown))
-    texts = [pack(history.units, history.selected_by_unit, history.plain_by_unit) for history in histories]
-    gains = np.concatenate([history.plain_by_unit - history.selected_by_unit for history in histories])
+    texts = [pack(history.units, *history.bits_by_unit) for history in histories]
+    gains = np.concatenate([history.gain_by_unit for history in histories])
     write_page(
         folder / "index.html",
         f"Ancient history selected by {label(scorer.name, scorer.leaks_the_future)}",
@@ -165,6 +166,7 @@ class _DocumentPart:
 
     def frequent_spans(self) -> Element:
         """The spans that were selected most often."""
+        spans: Any = find_spans(self._history.selections)[:SHOWN_SPANS]
         items = [
             self._span(
                 span.end,
@@ -172,7 +174,7 @@ class _DocumentPart:
                 f"{signed(span.mean_gain, 2)} nats on average · tokens {span.end - self._config.span_length:,} to "
                 f"{span.end - 1:,}",
             )
-            for span in find_spans(self._history.selections)[:SHOWN_SPANS]
+            for span in spans.itertuples()
         ]
         return section("The spans that were selected most often", tag("ol", *items, class_="places"), level=3)
 
@@ -239,7 +241,7 @@ def _picture(lines: Sequence[list[Element]], description: str) -> Element:
     )
 
 
-def term_tables(terms: Sequence[Term], most: int) -> list[Element]:
+def term_tables(terms: pd.DataFrame, most: int) -> list[Element]:
     """The words with the highest impact, and those that gained most themselves; at most `most` of each."""
     header = ("word", "windows", "their gain, bits per token", "predicted there", "gain on the word itself, bits")
     note = (
@@ -252,16 +254,16 @@ def term_tables(terms: Sequence[Term], most: int) -> list[Element]:
         ("The words with the highest impact", "gain", note),
         ("The words that gained most themselves", "own_gain", ""),
     ):
-        chosen = sorted((t for t in terms if getattr(t, measure) > 0), key=lambda t: -getattr(t, measure))[:most]
+        chosen: Any = terms[terms[measure] > 0].nlargest(most, measure)
         rows = [
             (
-                term.text,
-                f"{term.num_windows:,}",
-                signed(term.gain_per_token, 4),
-                f"{term.num_predicted:,}",
-                signed(term.own_gain, 2),
+                t.text,
+                f"{t.num_windows:,}",
+                signed(t.gain / t.num_targets, 4),
+                f"{t.num_predicted:,}",
+                signed(t.own_gain, 2),
             )
-            for term in chosen
+            for t in chosen.itertuples()
         ]
         if rows:
             parts.append(section(title, table(header, rows, below), level=3))
@@ -272,7 +274,7 @@ def _side(gain: float) -> str:
     return "first" if gain > 0 else "other"
 
 
-def _summary(history: ReadHistory, terms: Sequence[Term]) -> dict[str, Any]:
+def _summary(history: ReadHistory, terms: pd.DataFrame) -> dict[str, Any]:
     return {
         "name": history.name,
         "tokens": len(history.tokens),
@@ -289,5 +291,5 @@ def _summary(history: ReadHistory, terms: Sequence[Term]) -> dict[str, Any]:
             }
             for selection in history.selections
         ],
-        "terms": [term._asdict() for term in terms],
+        "terms": terms.to_dict("records"),
     }

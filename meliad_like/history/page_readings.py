@@ -2,21 +2,20 @@
 
 import math
 import re
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float, Int
 
-from meliad_like.data.subset import Documents
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.history.evaluation import BASELINE, read_strides
-from meliad_like.history.losses import TargetLosses
-from meliad_like.history.scoring import Candidates, SpanGains
-from meliad_like.history.spans import HistoryConfig, SpanScorer, Stride
+from meliad_like.history.gains import Candidates
+from meliad_like.history.opening import Opened
+from meliad_like.history.selection import SpanScorer
+from meliad_like.history.spans import HistoryConfig, Stride
 from meliad_like.studies.units import Units, make_units
 
 TERM = re.compile(r"[^\W\d_]{3,}(?:['’][^\W\d_]+)?")
@@ -64,12 +63,14 @@ class ReadHistory:
     selections: list[Selection]
 
     @cached_property
-    def plain_by_unit(self) -> Float[np.ndarray, " units"]:
-        return np.add.reduceat(self.plain, self.units.first)
+    def bits_by_unit(self) -> tuple[Float[np.ndarray, " units"], Float[np.ndarray, " units"]]:
+        """Bits by word with spans, and without."""
+        return np.add.reduceat(self.selected, self.units.first), np.add.reduceat(self.plain, self.units.first)
 
-    @cached_property
-    def selected_by_unit(self) -> Float[np.ndarray, " units"]:
-        return np.add.reduceat(self.selected, self.units.first)
+    @property
+    def gain_by_unit(self) -> Float[np.ndarray, " units"]:
+        selected, plain = self.bits_by_unit
+        return plain - selected
 
     @cached_property
     def terms(self) -> list[str]:
@@ -83,130 +84,73 @@ class ReadHistory:
         return set(self.terms[first:last]) - {""}
 
 
-def read_histories(
-    windows: TargetLosses,
-    gains: SpanGains,
-    documents: Documents,
-    scorer: SpanScorer,
-    config: HistoryConfig,
-    separator: int | None,
-    vocabulary: Vocabulary,
-    on_progress: Callable[[int, int], None],
-) -> list[ReadHistory]:
+def read_histories(opened: Opened, scorer: SpanScorer, on_progress: Callable[[int, int], None]) -> list[ReadHistory]:
     """Reads documents with the spans that a scorer selects, with none, and with every selected span alone.
 
     Args:
-        windows: the model, for whole windows.
-        gains: the model, for spans.
-        documents, config, separator: as for `read_strides`.
-        scorer: what selects.
-        vocabulary: vocabulary of the tokens, which decides what words are.
+        opened: the model and the documents.
         on_progress: callback with the numbers of tokens read so far and in all.
     """
-    histories, num_read = [], 0
+    windows, gains, documents, config = opened.windows(), opened.gains(), opened.documents, opened.config
+    histories, ends = [], np.cumsum(documents.lengths)
     for index, length in enumerate(documents.lengths):
         tokens, readings = documents.tokens(index, 0, int(length)), []
-        for reading in read_strides(windows, documents, [scorer], config, separator, index):
+        for reading in read_strides(windows, documents, [scorer], config, opened.separator, index):
             readings.append(reading)
-            on_progress(num_read + reading.stride.end, int(np.sum(documents.lengths)))
-        num_read += int(length)
+            on_progress(int(ends[index] - length) + reading.stride.end, int(ends[-1]))
         selecting = [reading for reading in readings if reading.chosen]
-        worth = gains(Candidates(tokens, reading.stride, reading.chosen[scorer.name]) for reading in selecting)
+        gains_of_spans = gains(Candidates(tokens, reading.stride, reading.chosen[scorer.name]) for reading in selecting)
         selections = [
             Selection(
-                reading.stride,
-                reading.chosen[scorer.name],
-                reading.scores[scorer.name],
-                of_spans,
-                reading.nats[BASELINE],
-                reading.nats[scorer.name],
+                stride=reading.stride,
+                ends=reading.chosen[scorer.name],
+                predicted=reading.scores[scorer.name],
+                gains=of_spans,
+                plain=reading.nats[BASELINE],
+                selected=reading.nats[scorer.name],
             )
-            for reading, of_spans in zip(selecting, worth, strict=True)
+            for reading, of_spans in zip(selecting, gains_of_spans, strict=True)
         ]
         # A document's first token is no target.
         plain, selected = (
             np.concatenate([[0.0], *(reading.nats[name] for reading in readings)]) * BITS
             for name in (BASELINE, scorer.name)
         )
-        units = make_units(tokens, vocabulary, "word")
+        units = make_units(tokens, opened.checkpoint.vocabulary, "word")
         histories.append(ReadHistory(index, documents.names[index], tokens, units, plain, selected, selections))
     return histories
 
 
-class Term(NamedTuple):
-    """A word that selected spans brought into windows that did not have it."""
-
-    text: str
-    num_windows: int
-    gain: float
-    """Gain on all targets of these windows, in bits."""
-    num_targets: int
-    """Number of targets of these windows."""
-    num_predicted: int
-    """How often the word is among these targets."""
-    own_gain: float
-    """Gain on these occurrences alone, in bits."""
-
-    @property
-    def gain_per_token(self) -> float:
-        return self.gain / self.num_targets
-
-
-def find_terms(history: ReadHistory, config: HistoryConfig) -> list[Term]:
+def find_terms(history: ReadHistory, config: HistoryConfig) -> pd.DataFrame:
     """The words that are in selected spans and not in the plain window, by the gain of the windows that they came into.
 
     Ancient History Language Models, section 3.2, Example: the impact of a word is the difference between the losses
     with the selected and with the original context.
 
     Args:
-        history: a document.
         config: length of the spans, and whether a separator replaces their last tokens.
+
+    Returns:
+        For each word: its `text`, `num_windows`, their `gain` in bits and `num_targets`, how often the word is among
+        these targets (`num_predicted`), and the gain on these occurrences alone (`own_gain`).
     """
-    found: dict[str, list[Selection]] = defaultdict(list)
     kept = config.span_length - bool(config.separator)
+    words, found = np.array(history.terms), []
     for selection in history.selections:
-        starts = (selection.ends - config.span_length).tolist()
+        stride, starts = selection.stride, (selection.ends - config.span_length).tolist()
         brought = set().union(*(history.terms_between(start, start + kept) for start in starts))
-        for term in brought - history.terms_between(selection.stride.begin, selection.stride.first):
-            found[term].append(selection)
-    units_of: dict[str, list[int]] = defaultdict(list)
-    for unit, term in enumerate(history.terms):
-        units_of[term].append(unit)
-    gains, terms = history.plain_by_unit - history.selected_by_unit, []
-    for text, selections in found.items():
-        units = np.array(units_of[text])
-        first = history.units.first[units, None]
-        strides = np.array([(selection.stride.first, selection.stride.end) for selection in selections])
-        predicted = units[((first >= strides[:, 0]) & (first < strides[:, 1])).any(axis=1)]
-        terms.append(
-            Term(
-                text,
-                len(selections),
-                sum(selection.gain for selection in selections),
-                sum(len(selection.plain) for selection in selections),
-                len(predicted),
-                float(gains[predicted].sum()),
-            )
-        )
-    return sorted(terms, key=lambda term: (-term.gain, -term.own_gain, term.text))
+        targets = slice(*np.searchsorted(history.units.first, (stride.first, stride.end)))
+        for term in brought - history.terms_between(stride.begin, stride.first):
+            own = history.gain_by_unit[targets][words[targets] == term]
+            found.append((term, 1, selection.gain, len(selection.plain), len(own), own.sum()))
+    columns = ["text", "num_windows", "gain", "num_targets", "num_predicted", "own_gain"]
+    terms = pd.DataFrame(found, columns=columns).groupby("text", as_index=False).sum()
+    return terms.sort_values(["gain", "own_gain", "text"], ascending=[False, False, True], ignore_index=True)
 
 
-class ChosenSpan(NamedTuple):
-    """A span, and the strides for which it was selected."""
-
-    end: int
-    num_windows: int
-    mean_gain: float
-    """Mean gain (equation 2), in nats."""
-
-
-def find_spans(selections: Sequence[Selection]) -> list[ChosenSpan]:
-    """Selected spans, those that were selected most often first."""
-    counts, sums = Counter(), Counter()
-    for selection in selections:
-        ends = selection.ends.tolist()
-        counts.update(ends)
-        for end, gain in zip(ends, selection.gains.tolist(), strict=True):
-            sums[end] += gain
-    spans = [ChosenSpan(end, count, sums[end] / count) for end, count in counts.items()]
-    return sorted(spans, key=lambda span: (-span.num_windows, -span.mean_gain, span.end))
+def find_spans(selections: Sequence[Selection]) -> pd.DataFrame:
+    """Selected spans, those that were selected most often first: `end`, `num_windows`, `mean_gain` in nats."""
+    ends, gains = (np.concatenate([getattr(each, name) for each in selections]) for name in ("ends", "gains"))
+    gains_of = pd.DataFrame({"end": ends, "gain": gains.astype(np.float64)}).groupby("end")["gain"]
+    spans = gains_of.agg(num_windows="size", mean_gain="mean").reset_index()
+    return spans.sort_values(["num_windows", "mean_gain", "end"], ascending=[False, False, True])

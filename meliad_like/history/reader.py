@@ -16,18 +16,18 @@ from meliad_like.data.readers import ReaderInputs, check_tokens
 from meliad_like.data.schedule import Schedule
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
-from meliad_like.history.assembly import Window, assemble
 from meliad_like.history.config import SELECTIONS, FileSelection
 from meliad_like.history.documents import whole_documents
-from meliad_like.history.selection import Ranking
+from meliad_like.history.selection import Ranking, rank
 from meliad_like.history.spans import (
     HistoryConfig,
     Stride,
+    Window,
     index_in_split,
     num_strides,
-    rank,
     select,
     stride_of,
+    window,
 )
 from meliad_like.history.stride_store import INFO_NAME, StrideStore, info_of
 from meliad_like.resumable import check_same
@@ -53,7 +53,7 @@ class HistoryReader:
             inputs: documents, lanes and order.
             segment_length: tokens that each lane reads in a step; a multiple of config.window_length, which is a
                 multiple of the model's blocks.
-            config, separator: as for `assemble`.
+            config, separator: as for `spans.window`.
             selection: a pure function, called from several threads at once.
 
         Raises:
@@ -64,6 +64,7 @@ class HistoryReader:
         self._config, self._separator, self._selection = config, separator, selection
         self.leaks_the_future: bool = getattr(selection, "leaks_the_future", False)
         """Whether spans are selected by reading the targets."""
+        self._windows_in_segment = segment_length // config.window_length
         self._first_strides = config.window_length // config.stride
         """Strides whose targets are all in a document's first window."""
         lengths = np.asarray(inputs.documents.lengths, np.int64)
@@ -75,10 +76,6 @@ class HistoryReader:
         )
         # Batches that are prepared ahead may already be in a lane's next document.
         self._document = whole_documents(inputs.documents, most=2 * inputs.num_lanes)
-
-    @property
-    def _windows_in_segment(self) -> int:
-        return self.segment_length // self._config.window_length
 
     @property
     def num_steps(self) -> int | None:
@@ -101,12 +98,13 @@ class HistoryReader:
         for row, lane in enumerate(lanes):
             for run in self._schedule.runs(lane, step * count, count):
                 for i in range(run.num_blocks):
-                    stride, window = self._window(run.document, run.offset + i)
+                    stride, (ids, num_targets) = self._window(run.document, run.offset + i)
                     first = (run.block - step * count + i) * length
-                    ids, places = window.ids, np.s_[row, first : first + len(window.ids) - 1]
+                    last = first + len(ids) - 1
                     check_tokens(ids, self._vocabulary_size, stride.begin, self._split.names[run.document])
-                    batch.inputs[row, first : first + len(ids)] = ids
-                    batch.targets[places], batch.loss_mask[places] = ids[1:], window.scored[1:]
+                    batch.inputs[row, first : last + 1] = ids
+                    batch.targets[row, first:last] = ids[1:]
+                    batch.loss_mask[row, last - num_targets : last] = True
                     blocks = np.s_[row, first // block : (first + length) // block]
                     batch.start[row, first // block] = True
                     batch.document[blocks] = run.document
@@ -121,10 +119,8 @@ class HistoryReader:
         tokens, ends = self._document(document)[: stride.end], np.zeros(0, np.int64)
         if stride.selects:
             ends = self._selection(self._split.names[document], tokens, stride)
-        window = assemble(tokens, stride, ends, self._config, self._separator)
-        if index == 0:
-            window = window._replace(scored=np.arange(len(window.ids)) > 0)
-        return stride, window
+        found = window(tokens, stride, ends, self._config, self._separator)
+        return stride, found if index else found._replace(num_targets=len(tokens) - 1)
 
 
 def make_selection(kind: Any, config: HistoryConfig, store: TokenStore, split: str) -> Selection:

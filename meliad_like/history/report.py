@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from meliad_like.data.readers import label
 from meliad_like.history.evaluation import BASELINE, Evaluation
@@ -17,7 +18,6 @@ LEVEL = 0.95
 ORACLE = "score_oracle"
 FORMATS = {"change": "+.2%", "change_where_selected": "+.2%", "share_of_oracle": ".0%"}
 """Format specifications of the figures that are percentages."""
-DOCUMENT_COLUMNS = ("num_tokens", "num_tokens_where_selected", "num_words", "num_bytes")
 PERPLEXITIES = {"perplexity": "per token", "word_perplexity": "per word", "byte_perplexity": "per byte"}
 COMPARISONS = {
     "change": "change of the perplexity",
@@ -52,11 +52,11 @@ class Bootstrap:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A figure over all documents, and its interval."""
+    """A figure over all documents, and its interval; NaN where there is none."""
 
     value: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
 
     def to_text(self, form: str = ".4g") -> str:
         """The value with its interval, if there is one; `form` is a format specification."""
@@ -71,31 +71,32 @@ def figures(evaluation: Evaluation, name: str, bootstrap: Bootstrap) -> dict[str
     """Perplexities of one selection, and their comparison with the baseline on the same documents.
 
     `change` is the relative change of the perplexity per token against the baseline; `change_where_selected` that of
-    the targets for which spans are selected; `share_of_oracle` is the gain in nats divided by the score oracle's.
+    the targets for which spans are selected; `share_of_oracle` is the gain in nats divided by the score oracle's, where
+    that is above zero.
     """
-    baseline, nats = evaluation.nats(BASELINE), evaluation.nats(name)
-    baseline_there, nats_there = (evaluation.nats_where_selected(each) for each in (BASELINE, name))
-    tokens, tokens_there = evaluation.num_tokens, evaluation.num_tokens_where_selected
+    sums, baseline = evaluation.of(name), evaluation.of(BASELINE)
 
-    def ratio(numerators: np.ndarray, denominators: np.ndarray) -> Estimate:
-        total = denominators.sum()
-        value = float(numerators.sum() / total) if total else math.nan
-        return Estimate(value, *bootstrap(numerators, denominators))
+    def ratio(numerators: pd.Series, denominators: pd.Series) -> Estimate:
+        above, below = numerators.to_numpy(float), denominators.to_numpy(float)
+        return Estimate(float(above.sum() / below.sum()) if below.sum() else math.nan, *bootstrap(above, below))
 
-    def exponential(numerators: np.ndarray, denominators: np.ndarray, less: float = 0.0) -> Estimate:
+    def exponential(numerators: pd.Series, denominators: pd.Series, less: float = 0.0) -> Estimate:
         with np.errstate(over="ignore"):
             return Estimate(*(float(np.exp(x)) - less for x in dataclasses.astuple(ratio(numerators, denominators))))
 
+    gains, tokens, there = baseline - sums, sums["num_tokens"], sums["num_tokens_where_selected"]
     found = {
-        "perplexity": exponential(nats, tokens),
-        "word_perplexity": exponential(nats, evaluation.num_words),
-        "byte_perplexity": exponential(nats, evaluation.num_bytes),
-        "perplexity_where_selected": exponential(nats_there, tokens_there),
-        "change": exponential(nats - baseline, tokens, less=1.0),
-        "change_where_selected": exponential(nats_there - baseline_there, tokens_there, less=1.0),
+        "perplexity": exponential(sums["nats"], tokens),
+        "word_perplexity": exponential(sums["nats"], evaluation.documents["num_words"]),
+        "byte_perplexity": exponential(sums["nats"], evaluation.documents["num_bytes"]),
+        "perplexity_where_selected": exponential(sums["nats_where_selected"], there),
+        "change": exponential(-gains["nats"], tokens, less=1.0),
+        "change_where_selected": exponential(-gains["nats_where_selected"], there, less=1.0),
     }
     if ORACLE in evaluation.selections:
-        found["share_of_oracle"] = ratio(baseline - nats, baseline - evaluation.nats(ORACLE))
+        most = baseline["nats"] - evaluation.of(ORACLE)["nats"]
+        # Of a loss there is no share.
+        found["share_of_oracle"] = ratio(gains["nats"], most) if most.sum() > 0 else Estimate(math.nan)
     return found
 
 
@@ -108,7 +109,7 @@ def among(max_candidates: int | None) -> str:
 
 def tables(evaluation: Evaluation) -> list[Table]:
     """Perplexities of all selections, their comparison with the baseline, and their costs."""
-    bootstrap = Bootstrap(len(evaluation.names))
+    bootstrap = Bootstrap(len(evaluation.documents))
     labels = {name: label(name, leaks) for name, leaks in evaluation.selections.items()}
     found = {labels[name]: figures(evaluation, name, bootstrap) for name in labels}
 
@@ -120,8 +121,8 @@ def tables(evaluation: Evaluation) -> list[Table]:
         ]
         return Table(title, ("", *present.values()), rows)
 
-    tokens, where = int(evaluation.num_tokens.sum()), int(evaluation.num_tokens_where_selected.sum())
-    interval = f"{LEVEL:.0%} intervals over {len(evaluation.names)} documents"
+    tokens, where = evaluation.of(BASELINE)[["num_tokens", "num_tokens_where_selected"]].sum().astype(int)
+    interval = f"{LEVEL:.0%} intervals over {len(evaluation.documents)} documents"
     return [
         table(f"perplexity on {tokens:,} tokens, {interval}", PERPLEXITIES),
         table(
@@ -132,33 +133,30 @@ def tables(evaluation: Evaluation) -> list[Table]:
         Table(
             "cost per token: of the model that predicts it, and of the selection",
             ("", "model, FLOPs", "selection, FLOPs", "model, s", "selection, s"),
-            [(labels[name], *(f"{cost:.3g}" for cost in evaluation.costs(name).values())) for name in labels],
+            [(labels[name], *(f"{cost:.3g}" for cost in evaluation.costs(name))) for name in labels],
         ),
     ]
 
 
 def to_dict(evaluation: Evaluation) -> dict[str, Any]:
     """All figures, for JSON, in which NaN is null."""
-    bootstrap = Bootstrap(len(evaluation.names))
+    bootstrap = Bootstrap(len(evaluation.documents))
+    counts = evaluation.of(BASELINE)[["num_tokens", "num_tokens_where_selected"]].astype(int)
 
-    def saved(name: str) -> dict[str, Any]:
+    def saved(name: str) -> dict[Any, Any]:
         found = {key: dataclasses.asdict(value) for key, value in figures(evaluation, name, bootstrap).items()}
         return {
             "name": name,
             "leaks_the_future": evaluation.selections[name],
             **{key: {end: x if math.isfinite(x) else None for end, x in ends.items()} for key, ends in found.items()},
-            "cost_per_token": evaluation.costs(name),
-            "nats": evaluation.nats(name).tolist(),
-            "nats_where_selected": evaluation.nats_where_selected(name).tolist(),
+            "cost_per_token": evaluation.costs(name).to_dict(),
+            **evaluation.of(name)[["nats", "nats_where_selected"]].to_dict("list"),
         }
 
     return evaluation.extra | {
         "config": dataclasses.asdict(evaluation.config),
         "level": LEVEL,
-        "documents": [
-            {"name": name, **{column: int(getattr(evaluation, column)[index]) for column in DOCUMENT_COLUMNS}}
-            for index, name in enumerate(evaluation.names)
-        ],
+        "documents": evaluation.documents.join(counts).to_dict("records"),
         "selections": list(map(saved, evaluation.selections)),
     }
 

@@ -12,7 +12,7 @@ from meliad_like.errors import UserError
 from meliad_like.history import report
 from meliad_like.history.commands import CONTROLS, evaluate_resumably
 from meliad_like.history.evaluation import BASELINE
-from meliad_like.history.opening import HistoryRequest, open_request
+from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.selection import Ranking, ScoreOracle
 from meliad_like.history.spans import HistoryConfig
 from meliad_like.tables import Table
@@ -29,7 +29,7 @@ def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int]
     Raises:
         UserError: no pair fits.
     """
-    opened = open_request(request)
+    opened = request.open()
     windows, model, found = opened.windows(), opened.fingerprint, []
     for lengths in ((history, span) for history in history_lengths for span in span_lengths):
         row = dict(zip(("history_length", "span_length"), lengths))
@@ -42,7 +42,7 @@ def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int]
         chosen = [*(Ranking(name, config) for name in CONTROLS), ScoreOracle(opened.gains(config), model)]
         part = folder / f"history{lengths[0]}_span{lengths[1]}"
         evaluation = evaluate_resumably(opened, windows, chosen, config, part, title)
-        bootstrap = report.Bootstrap(len(evaluation.names))
+        bootstrap = report.Bootstrap(len(evaluation.documents))
         figures = {
             name: dataclasses.asdict(report.figures(evaluation, name, bootstrap)["perplexity"])
             | {"leaks_the_future": leaks}

@@ -1,17 +1,77 @@
-"""Rankings of spans that need no training: random and recent spans, overlap with other text, and oracles.
+"""Rankings of spans. Those here need no training: random and recent spans, overlap with other text, and oracles.
 
 Oracles read the targets that the spans help to predict (Ancient History Language Models, section 2, Oracles, and
 section 3.1): they show how much there is to gain, and leak the future.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int, Real
 
-from meliad_like.history.scoring import Candidates, SpanGains
-from meliad_like.history.spans import HistoryConfig, Stride, necessary_prefix, random_numbers
+from meliad_like.errors import UserError
+from meliad_like.history.gains import Candidates, SpanGains
+from meliad_like.history.spans import HistoryConfig, Stride, candidates, necessary_prefix, random_numbers
+
+
+class SpanScorer(Protocol):
+    """A ranking of the spans that may come into a window.
+
+    Tables of costs look for two optional attributes, which are sums over all calls so far: `flops`, the floating-point
+    operations of a scorer that runs a model, and `compile_seconds`, which do not count as time spent on ranking.
+    """
+
+    name: str
+    """Name in tables."""
+    leaks_the_future: bool
+    """Whether the scores depend on the targets that the spans help to predict."""
+    runs_a_model: bool
+    """Whether candidates cost forward passes, so that `HistoryConfig.max_candidates` limits their number."""
+    fingerprint: str
+    """Fingerprint of the model that is run; "" where the config alone decides the scores."""
+
+    def scores(
+        self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
+    ) -> Float[np.ndarray, " m"]:
+        """Scores, float32 and finite, of some candidates of a stride for which spans are selected; higher is better.
+
+        Args:
+            document: int32, all its tokens; a scorer that does not leak the future reads those before stride.first.
+            stride: stride of the document.
+            ends: where the candidates end, ascending: candidate i is the tokens [ends[i] - span_length, ends[i]).
+        """
+        ...
+
+
+def rank(
+    scorer: SpanScorer, name: str, document: Int[np.ndarray, " tokens"], stride: Stride, config: HistoryConfig
+) -> tuple[Int[np.ndarray, " m"], Float[np.ndarray, " m"]]:
+    """The ends of the candidates that a scorer ranks, and their scores; `name` is that of the document.
+
+    Raises:
+        UserError: a score is not finite.
+        ValueError: not every span has a score.
+    """
+    ends = candidates(stride, config, all_of_them=not scorer.runs_a_model)
+    scores = scorer.scores(document, stride, ends)
+    if scores.shape != ends.shape:
+        raise ValueError(f"{scorer.name} gave scores of shape {scores.shape} for {len(ends)} spans")
+    check_finite(scores, scorer.name, stride, name)
+    return ends, scores
+
+
+def check_finite(scores: np.ndarray, scorer: str, stride: Stride, document: str) -> None:
+    """
+    Raises:
+        UserError: a score is not finite.
+    """
+    if not np.isfinite(scores).all():
+        raise UserError(
+            f"{scorer} gives no finite scores to spans for the tokens {stride.first:,} to {stride.end - 1:,} of "
+            f"{document} (stride {stride.number}): bind the model's activation_dtype = 'float32', or choose other "
+            "documents with --document"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,23 +98,15 @@ def _random(config: HistoryConfig, document: np.ndarray, stride: Stride, ends: n
     return random_numbers(stride, config.seed + 1, len(ends)) >> np.uint64(40)
 
 
-def _recent(config: HistoryConfig, document: np.ndarray, stride: Stride, ends: np.ndarray) -> np.ndarray:
-    return ends
-
-
-def _prefix_overlap(config: HistoryConfig, document: np.ndarray, stride: Stride, ends: np.ndarray) -> np.ndarray:
-    return overlap(document, ends, necessary_prefix(document, stride, config), config)
-
-
-def _overlap_oracle(config: HistoryConfig, document: np.ndarray, stride: Stride, ends: np.ndarray) -> np.ndarray:
-    return overlap(document, ends, document[stride.first : stride.end], config)
-
-
 RANKINGS = {
     "random": _random,
-    "recent": _recent,
-    "prefix_overlap": _prefix_overlap,
-    "overlap_oracle": _overlap_oracle,
+    "recent": lambda config, document, stride, ends: ends,
+    "prefix_overlap": lambda config, document, stride, ends: overlap(
+        document, ends, necessary_prefix(document, stride, config), config
+    ),
+    "overlap_oracle": lambda config, document, stride, ends: overlap(
+        document, ends, document[stride.first : stride.end], config
+    ),
 }
 """Functions of (config, document, stride, ends): random numbers that depend on the seed and on the stride's place in
 its split; the position in the document; the tokens shared with the necessary prefix; those shared with the targets."""
@@ -91,28 +143,20 @@ def overlap(
     """How much each span has in common with other text, as `HistoryConfig.overlap` measures it.
 
     A token that a separator replaces is not part of the span.
-
-    Args:
-        document: all its tokens.
-        ends: where the spans end.
-        other: tokens.
-        config: length of the spans, and the measure.
     """
     types, counts = np.unique(other, return_counts=True)
     if not len(types):
         return np.zeros(len(ends))
     length = config.span_length - bool(config.separator)
-    places = np.asarray(ends, np.int64)[:, None] - config.span_length + np.arange(length)
-    past = np.asarray(document)[: ends.max()]
-    type_of = np.full(max(past.max(), types[-1]) + 1, -1)
-    type_of[types] = np.arange(len(types))
-    shared_type = type_of[past][places]
-    cell = np.arange(len(ends))[:, None] * len(types) + shared_type
-    in_span = np.bincount(cell[shared_type >= 0], minlength=len(ends) * len(types)).reshape(len(ends), len(types))
+    spans = np.asarray(document)[np.asarray(ends)[:, None] - config.span_length + np.arange(length)]
+    nearest = np.minimum(np.searchsorted(types, spans), len(types) - 1)
+    row, column = np.nonzero(types[nearest] == spans)
+    in_span = np.zeros((len(ends), len(types)), np.int64)
+    np.add.at(in_span, (row, nearest[row, column]), 1)
     if config.overlap == "multiset":
         return np.minimum(in_span, counts).sum(axis=1)
     common = (in_span > 0).sum(axis=1)
     if config.overlap == "set":
         return common
-    different = 1 + (np.diff(np.sort(past[places], axis=1), axis=1) != 0).sum(axis=1)
+    different = 1 + (np.diff(np.sort(spans, axis=1), axis=1) != 0).sum(axis=1)
     return common / (different + len(types) - common)

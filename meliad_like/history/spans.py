@@ -1,35 +1,26 @@
 """Spans of a document's past, and the strides in which the document is predicted.
 
-Ancient History Language Models (Koncel-Kedziorski and Smith 2021), section 2. A window of `window_length` tokens (k in
-the paper) predicts `stride` targets (s) at a time. Where it no longer reaches back to the document's beginning, its
-first `history_length` tokens (j) make room for the best spans of `span_length` tokens (l) out of all the text before
-its last `recent_length` = `window_length - history_length` tokens:
+Ancient History Language Models (Koncel-Kedziorski and Smith 2021), section 2. A window of `window_length` tokens
+predicts `stride` targets at a time. Where it no longer reaches back to the document's beginning, its first
+`history_length` tokens make room for the best spans of `span_length` tokens out of all the text before its last
+`recent_length` = `window_length - history_length` tokens:
 
     document    0 ......................... begin ............ recent_start ........... first ......... end
     window                                  [ history_length, or spans ][ necessary prefix ][ stride targets ]
 
-Everything here is arithmetic on lengths: which spans there are does not depend on any token.
+Which spans there are is arithmetic on lengths, and does not depend on any token.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, UInt
 
+from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.validation import check_choices, check_not_negative, check_positive
-
-if TYPE_CHECKING:
-    from meliad_like.data.vocabulary import Vocabulary
-
-Order = Literal["ascending", "document", "descending"]
-Candidates = Literal["before_prefix", "before_window"]
-Baseline = Literal["bare", "contiguous"]
-FirstToken = Literal["left_out", "released_code"]
-SelectorContext = Literal["prefix_only", "released_code"]
-Overlap = Literal["multiset", "set", "jaccard"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,23 +28,23 @@ class HistoryConfig:
     """Which spans of a document's past come into a window, and how; the defaults are those of the paper's code."""
 
     window_length: int = 1024
-    """Tokens of a window, targets included (k in the paper)."""
+    """Tokens of a window, targets included."""
     history_length: int = 512
-    """Tokens of a window that selected spans may fill (j), a multiple of span_length."""
+    """Tokens of a window that selected spans may fill, a multiple of span_length."""
     span_length: int = 64
-    """Tokens of a span, separator included (l)."""
+    """Tokens of a span, separator included."""
     span_stride: int | None = None
     """Distance in tokens between the beginnings of successive candidates; None: half a span."""
     stride: int = 256
-    """Targets of a window (s). Spans are selected once for all of them."""
+    """Targets of a window. Spans are selected once for all of them."""
     separator: str = "\n\n"
     """Text of one token that replaces the last token of each span; "": spans stay unchanged."""
-    order: Order = "ascending"
+    order: Literal["ascending", "document", "descending"] = "ascending"
     """Order of the spans in the window. `ascending`: the best one comes last, next to the recent text; `descending`: it
     comes first; `document`: spans keep their order in the document."""
     deduplicate: bool = False
     """Whether a span is left out when it shares tokens with a better one. The released code keeps it."""
-    candidates: Candidates = "before_prefix"
+    candidates: Literal["before_prefix", "before_window"] = "before_prefix"
     """`before_prefix`: all spans before the last recent_length tokens, also those in the window's first history_length
     tokens. `before_window`: only spans that are not in the window already."""
     first_selection: int | None = None
@@ -62,16 +53,16 @@ class HistoryConfig:
     max_candidates: int | None = None
     """Largest number of candidates of a stride that a model reads, to score them or to select among them. Where there
     are more, a random subset is used; None: all. Rankings that run no model choose among all candidates."""
-    baseline: Baseline = "bare"
+    baseline: Literal["bare", "contiguous"] = "bare"
     """What the gain of a span is measured against (equation 2): the recent text alone (`bare`), or the recent text and
     the span_length tokens before it (`contiguous`), as in the released scores."""
-    selector_context: SelectorContext = "prefix_only"
+    selector_context: Literal["prefix_only", "released_code"] = "prefix_only"
     """What a learned selector reads beside a span: the necessary prefix, or, as in the released code, the recent text
     with its targets. The latter leaks the future, and exists for comparison only."""
-    overlap: Overlap = "multiset"
+    overlap: Literal["multiset", "set", "jaccard"] = "multiset"
     """How the overlap of a span with other text is measured: number of common tokens with repetitions, number of
     different common tokens, or the latter divided by the number of different tokens in either."""
-    first_token: FirstToken = "left_out"
+    first_token: Literal["left_out", "released_code"] = "left_out"
     """How a document's first token, which nothing precedes, is counted: not at all, or, as in the released code, with
     the mean loss of the document's first stride."""
     seed: int = 0
@@ -142,36 +133,12 @@ class Stride(NamedTuple):
         return self.end - self.first
 
 
-class SpanScorer(Protocol):
-    """A ranking of the spans that may come into a window.
+class Window(NamedTuple):
+    """Tokens that a model reads with nothing before them; its positions for them begin at 0."""
 
-    Tables of costs look for two optional attributes, which are sums over all calls so far: `flops`, the floating-point
-    operations of a scorer that runs a model, and `compile_seconds`, which do not count as time spent on ranking.
-    """
-
-    name: str
-    """Name in tables."""
-    leaks_the_future: bool
-    """Whether the scores depend on the targets that the spans help to predict."""
-    runs_a_model: bool
-    """Whether candidates cost forward passes, so that `HistoryConfig.max_candidates` limits their number."""
-    fingerprint: str
-    """Fingerprint of the model that is run; "" where the config alone decides the scores."""
-
-    def scores(
-        self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
-    ) -> Float[np.ndarray, " m"]:
-        """Scores the candidates of one stride for which spans are selected.
-
-        Args:
-            document: int32, all its tokens; a scorer that does not leak the future reads those before stride.first.
-            stride: stride of the document.
-            ends: result of `candidates_of`, ascending: candidate i is the tokens [ends[i] - span_length, ends[i]).
-
-        Returns:
-            float32, higher is better, finite.
-        """
-        ...
+    tokens: Int[np.ndarray, " n"]
+    num_targets: int
+    """Number of the last tokens that are predicted; less than n, because nothing precedes the first."""
 
 
 def index_in_split(documents: Any, document: int) -> int:
@@ -184,8 +151,10 @@ def num_strides(length: int, config: HistoryConfig) -> int:
     return -(-length // config.stride)
 
 
-def stride_table(length: int, config: HistoryConfig, document: int = 0) -> Stride:
-    """All strides of a document at once: a `Stride` whose fields are arrays, one entry a stride.
+def stride_table(
+    length: int, config: HistoryConfig, document: int = 0, numbers: Int[np.ndarray, " n"] | None = None
+) -> Stride:
+    """Strides of a document: a `Stride` whose fields are arrays, with one entry for each.
 
     Every token is in exactly one stride; the first token of the first stride is no target.
 
@@ -193,18 +162,38 @@ def stride_table(length: int, config: HistoryConfig, document: int = 0) -> Strid
         length: number of tokens of the document.
         config: lengths and rules.
         document: index of the document in its split.
+        numbers: which strides; None: all.
     """
-    return _table(np.arange(num_strides(length, config)), length, config, document)
+    number = np.arange(num_strides(length, config)) if numbers is None else numbers
+    first = number * config.stride
+    # A last stride with fewer targets has a shorter window with the same beginning, as in the released code.
+    begin = np.maximum(first + config.stride - config.window_length, 0)
+    end = np.minimum(first + config.stride, length)
+    table: Any = Stride(
+        document=np.full_like(number, document),
+        number=number,
+        begin=begin,
+        first=first,
+        end=end,
+        recent_start=np.where(begin > 0, begin + config.history_length, 0),
+        candidates_end=np.maximum(end - config.recent_length, 0),
+        selects=False,
+    )
+    earliest = config.window_length if config.first_selection is None else config.first_selection
+    return table._replace(selects=(begin >= earliest) & (num_candidates(table, config) > 0))
+
+
+def strides(
+    length: int, config: HistoryConfig, document: int = 0, numbers: Int[np.ndarray, " n"] | None = None
+) -> Iterator[Stride]:
+    """The strides of a document, first to last; arguments as for `stride_table`."""
+    table: Any = stride_table(length, config, document, numbers)
+    return map(Stride._make, zip(*(column.tolist() for column in table)))
 
 
 def stride_of(number: int, length: int, config: HistoryConfig, document: int = 0) -> Stride:
-    """One stride of a document; arguments as for `stride_table`."""
-    return next(_rows(_table(np.array([number]), length, config, document)))
-
-
-def strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[Stride]:
-    """The strides of a document, first to last; arguments as for `stride_table`."""
-    return _rows(stride_table(length, config, document))
+    """One stride of a document, without a table of those before it."""
+    return next(strides(length, config, document, np.array([number])))
 
 
 def is_scored(stride: Stride, config: HistoryConfig) -> Any:
@@ -215,6 +204,14 @@ def is_scored(stride: Stride, config: HistoryConfig) -> Any:
     return (stride.num_targets == config.stride) & (num_candidates(stride, config) > 0)
 
 
+def _candidate_range(stride: Stride, config: HistoryConfig) -> tuple[Any, Any, Any]:
+    """Arguments of `np.arange` for the ends of the candidates of a stride, without the limit of max_candidates."""
+    stop = stride.candidates_end
+    if config.candidates == "before_window":
+        stop = np.minimum(stop, stride.begin + 1)
+    return config.span_length, stop, config.span_stride or max(config.span_length // 2, 1)
+
+
 def num_candidates(stride: Stride, config: HistoryConfig) -> Any:
     """Number of candidates of a stride that a model reads; an array for a table of strides."""
     first, stop, step = _candidate_range(stride, config)
@@ -222,52 +219,16 @@ def num_candidates(stride: Stride, config: HistoryConfig) -> Any:
     return count if config.max_candidates is None else np.minimum(count, config.max_candidates)
 
 
-def candidates(stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " m"]:
-    """Where the candidates of a stride that a model reads end (exclusive), int64, ascending; a pure function."""
+def candidates(stride: Stride, config: HistoryConfig, *, all_of_them: bool = False) -> Int[np.ndarray, " m"]:
+    """Where the candidates of a stride end (exclusive), int64, ascending; a pure function.
+
+    At most `max_candidates` of them, as a model reads them, or all.
+    """
     ends = np.arange(*_candidate_range(stride, config))
-    if config.max_candidates is None or len(ends) <= config.max_candidates:
+    if all_of_them or config.max_candidates is None or len(ends) <= config.max_candidates:
         return ends
     drawn = random_numbers(stride, config.seed, len(ends))
     return np.sort(ends[np.argsort(drawn, kind="stable")[: config.max_candidates]])
-
-
-def candidates_of(scorer: SpanScorer, stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " m"]:
-    """Where the candidates that a scorer ranks end: all of the stride, or `candidates` if it runs a model."""
-    return candidates(stride, config) if scorer.runs_a_model else np.arange(*_candidate_range(stride, config))
-
-
-def rank(
-    scorer: SpanScorer, name: str, document: Int[np.ndarray, " tokens"], stride: Stride, config: HistoryConfig
-) -> tuple[Int[np.ndarray, " m"], Float[np.ndarray, " m"]]:
-    """The candidates that a scorer ranks (`candidates_of`), and their scores.
-
-    Args:
-        scorer, document, stride, config: as for `SpanScorer.scores`.
-        name: name of the document.
-
-    Raises:
-        UserError: a score is not finite.
-        ValueError: not every span has a score.
-    """
-    ends = candidates_of(scorer, stride, config)
-    scores = scorer.scores(document, stride, ends)
-    if scores.shape != ends.shape:
-        raise ValueError(f"{scorer.name} gave scores of shape {scores.shape} for {len(ends)} spans")
-    check_finite(scores, scorer.name, stride, name)
-    return ends, scores
-
-
-def check_finite(scores: np.ndarray, scorer: str, stride: Stride, document: str) -> None:
-    """
-    Raises:
-        UserError: a score is not finite.
-    """
-    if not np.isfinite(scores).all():
-        raise UserError(
-            f"{scorer} gives no finite scores to spans for the tokens {stride.first:,} to {stride.end - 1:,} of "
-            f"{document} (stride {stride.number}): bind the model's activation_dtype = 'float32', or choose other "
-            "documents with --document"
-        )
 
 
 def random_numbers(stride: Stride, seed: int, count: int) -> UInt[np.ndarray, " m"]:
@@ -288,8 +249,7 @@ def select(
         ends: where the candidates end, ascending.
 
     Returns:
-        Where the spans end; fewer than `num_spans` where there are fewer candidates, or fewer of them that share
-        no token.
+        The ends of the spans.
     """
     best_first = ends[np.argsort(scores, kind="stable")[::-1]]
     if config.deduplicate:
@@ -316,6 +276,34 @@ def span_tokens(
     return tokens
 
 
+def window(
+    document: Int[np.ndarray, " tokens"],
+    stride: Stride,
+    ends: Int[np.ndarray, " spans"],
+    config: HistoryConfig,
+    separator: int | None,
+) -> Window:
+    """The window of a stride, with spans in place of its first tokens (section 2 and figure 1 of the paper).
+
+    Fewer spans than there is room for leave more of the recent text where it is, and no spans all of it.
+
+    Args:
+        document: all its tokens.
+        stride: stride of the document.
+        ends: where the spans end, in the order of the window (`select`); none unless the stride selects.
+        config, separator: as for `span_tokens`.
+
+    Raises:
+        ValueError: more spans than the window has room for.
+    """
+    if len(ends) > (config.num_spans if stride.selects else 0):
+        raise ValueError(f"{len(ends)} spans for the window of {stride}")
+    tokens = np.array(document[stride.begin : stride.end], np.int32)
+    tokens[: len(ends) * config.span_length] = span_tokens(document, ends, config, separator).reshape(-1)
+    # Nothing precedes a document's first token.
+    return Window(tokens, min(stride.num_targets, len(tokens) - 1))
+
+
 def necessary_prefix(
     document: Int[np.ndarray, " tokens"], stride: Stride, config: HistoryConfig
 ) -> Int[np.ndarray, " prefix"]:
@@ -323,7 +311,7 @@ def necessary_prefix(
     return np.asarray(document[max(stride.first - config.prefix_length, 0) : stride.first], np.int32)
 
 
-def separator_token(config: HistoryConfig, vocabulary: "Vocabulary") -> int | None:
+def separator_token(config: HistoryConfig, vocabulary: Vocabulary) -> int | None:
     """The separator's token; None where there is no separator.
 
     Raises:
@@ -338,34 +326,3 @@ def separator_token(config: HistoryConfig, vocabulary: "Vocabulary") -> int | No
             r"bind HistoryConfig.separator = '\n', or '' for none"
         )
     return int(tokens[0])
-
-
-def _candidate_range(stride: Stride, config: HistoryConfig) -> tuple[Any, Any, Any]:
-    """Arguments of `np.arange` for where the candidates of a stride end, without the limit of max_candidates."""
-    stop = stride.candidates_end
-    if config.candidates == "before_window":
-        stop = np.minimum(stop, stride.begin + 1)
-    return config.span_length, stop, config.span_stride or max(config.span_length // 2, 1)
-
-
-def _table(number: Int[np.ndarray, " n"], length: int, config: HistoryConfig, document: int) -> Stride:
-    first = number * config.stride
-    # A last stride with fewer targets has a shorter window with the same beginning, as in the released code.
-    begin = np.maximum(first + config.stride - config.window_length, 0)
-    end = np.minimum(first + config.stride, length)
-    table: Any = Stride(
-        document=np.full_like(number, document),
-        number=number,
-        begin=begin,
-        first=first,
-        end=end,
-        recent_start=np.where(begin > 0, begin + config.history_length, 0),
-        candidates_end=np.maximum(end - config.recent_length, 0),
-        selects=False,
-    )
-    earliest = config.window_length if config.first_selection is None else config.first_selection
-    return table._replace(selects=(begin >= earliest) & (num_candidates(table, config) > 0))
-
-
-def _rows(table: Any) -> Iterator[Stride]:
-    return map(Stride._make, zip(*(column.tolist() for column in table)))

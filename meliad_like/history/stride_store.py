@@ -16,25 +16,25 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+import pandas as pd
 from jaxtyping import Int
 
 from meliad_like.config.saved import from_plain
 from meliad_like.data.subset import Documents, Subset
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
+from meliad_like.history.selection import check_finite
 from meliad_like.history.spans import (
     HistoryConfig,
     Stride,
     candidates,
-    check_finite,
     index_in_split,
     is_scored,
     num_candidates,
     stride_of,
     stride_table,
 )
-from meliad_like.remote import write_whole
-from meliad_like.resumable import check_same
+from meliad_like.resumable import check_same, write_json
 from meliad_like.saved_json import read_json
 
 What = Literal["scores", "selections"]
@@ -70,7 +70,7 @@ class StoreInfo:
     """Whether selections were made by reading the targets."""
     version: int = FORMAT_VERSION
 
-    def numbers_by_stride(self) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    def numbers_by_stride(self) -> Int[np.ndarray, "3 n"]:
         """The strides that have numbers, as int32: document, number of the stride in it, how many numbers it has."""
         columns = []
         for document, length in enumerate(self.lengths):
@@ -79,8 +79,7 @@ class StoreInfo:
             kept = is_scored(table, self.config) if scores else table.selects
             counts = num_candidates(table, self.config) if scores else np.full_like(table.number, self.config.num_spans)
             columns.append(np.stack([table.document, table.number, counts])[:, kept].astype(np.int32))
-        document, number, count = np.concatenate(columns, axis=1)
-        return document, number, count
+        return np.concatenate(columns, axis=1)
 
     @property
     def documents_fingerprint(self) -> str:
@@ -90,9 +89,8 @@ class StoreInfo:
     @property
     def identity(self) -> dict[str, Any]:
         """What must be the same for making numbers to be resumed."""
-        names = ("what", "maker", "store", "split")
-        saved = {name: getattr(self, name) for name in names} | {"HistoryConfig": dataclasses.asdict(self.config)}
-        return saved | {"documents": self.documents_fingerprint}
+        saved = {name: getattr(self, name) for name in ("what", "maker", "store", "split")}
+        return saved | {"HistoryConfig": dataclasses.asdict(self.config), "documents": self.documents_fingerprint}
 
 
 def info_of(documents: Documents, store: TokenStore, split: str, config: HistoryConfig, **what: Any) -> StoreInfo:
@@ -127,8 +125,7 @@ class StrideStore:
             raise UserError(f"there is no store of scores or selections at {folder}")
         if saved is not None and info is not None:
             without_effect = WITHOUT_EFFECT if info.what == "scores" else ()
-            may_differ = [f"HistoryConfig.{name}" for name in without_effect]
-            check_same(folder, saved.identity, info.identity, may_differ)
+            check_same(folder, saved.identity, info.identity, [f"HistoryConfig.{name}" for name in without_effect])
         self.info: StoreInfo = info or saved  # type: ignore[assignment]  # one of them is there
         self.document, self.number, counts = self.info.numbers_by_stride()
         """int32: document and number of each stride that has numbers."""
@@ -143,7 +140,7 @@ class StrideStore:
         if saved is None:
             folder.mkdir(parents=True, exist_ok=True)
             np.full(size, MISSING[self.info.what], dtype).tofile(path)
-            write_whole(folder / INFO_NAME, json.dumps(dataclasses.asdict(self.info), indent=2) + "\n")
+            write_json(folder / INFO_NAME, dataclasses.asdict(self.info))
         found = path.stat().st_size if path.exists() else 0
         if found != size * dtype.itemsize:
             raise UserError(f"{path} has {found} bytes and should have {size * dtype.itemsize}: make {folder} again")
@@ -163,12 +160,12 @@ class StrideStore:
         document = int(self.document[index])
         return stride_of(int(self.number[index]), self.info.lengths[document], self.info.config, document)
 
-    def rows(self) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-        """Of all scores, int64: the document, the stride's number in it, and where the span ends."""
-        counts = np.diff(self.offsets)
-        document, number = (np.repeat(column.astype(np.int64), counts) for column in (self.document, self.number))
+    def rows(self) -> pd.DataFrame:
+        """All scores as `score`, with the `document`, the number of the `stride` in it, and the `end` of the span."""
         ends = [candidates(self.stride(index), self.info.config) for index in range(len(self))]
-        return document, number, np.concatenate(ends)
+        strides = pd.DataFrame({"document": self.document, "stride": self.number}, dtype=np.int64)
+        rows = strides.loc[np.repeat(strides.index, np.diff(self.offsets))].reset_index(drop=True)
+        return rows.assign(end=np.concatenate(ends), score=np.array(self.numbers))
 
     def missing(self) -> Int[np.ndarray, " strides"]:
         """Indices of the strides that lack numbers, ascending."""
@@ -190,7 +187,7 @@ class StrideStore:
     def fill(
         self,
         make: Callable[[Iterable[Stride]], Iterable[np.ndarray]],
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Makes the missing numbers, in order.
 
@@ -202,15 +199,13 @@ class StrideStore:
             UserError: a score is not finite. The numbers made before are kept.
         """
         missing = self.missing()
-        done = len(self) - len(missing)
-        for index, numbers in zip(missing, make(self.stride(index) for index in missing), strict=True):
+        made = make(self.stride(index) for index in missing)
+        for done, (index, numbers) in enumerate(zip(missing, made, strict=True), len(self) - len(missing) + 1):
             stride, place = self.stride(index), self[index]
             check_finite(numbers, "the model", stride, self.info.documents[stride.document])
             # Written at once, so that an interruption leaves either a stride's numbers or their mark.
-            place[:] = np.concatenate([numbers, np.zeros(len(place) - len(numbers))])
-            done += 1
-            if on_progress is not None:
-                on_progress(done, len(self))
+            place[:] = np.pad(numbers, (0, len(place) - len(numbers)))
+            on_progress(done, len(self))
         self.numbers.flush()
 
     def documents(self, store: TokenStore) -> Subset:

@@ -89,14 +89,17 @@ class Adam(OptimizerConfig):
     """Decay of the first moment."""
     second_decay: float = 0.98
     """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """What is added to the root of the second moment, by which a step is divided."""
 
     def __post_init__(self):
         super().__post_init__()
         check_shares(self, ("first_decay", "second_decay"))
+        check_not_negative(self, ("epsilon",))
 
     def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
         return optax.adamw(
-            rate, b1=self.first_decay, b2=self.second_decay, weight_decay=self.weight_decay, mask=decayed
+            rate, self.first_decay, self.second_decay, self.epsilon, weight_decay=self.weight_decay, mask=decayed
         )
 
 

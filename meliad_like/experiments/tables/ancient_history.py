@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meliad_like.errors import UserError
+from meliad_like.history.selectors.config import JointSelectorConfig, LightSelectorConfig
+from meliad_like.history.spans import HistoryConfig
 
 NAME = "ancient_history"
 PAPER = ("WikiText-2, GPT2 large", "WikiText-2, GPT2 small", "S2ORC, GPT2 large", "S2ORC, GPT2 small")
@@ -31,7 +33,7 @@ class HistoryRow:
     paper: Mapping[str, float] = field(default_factory=dict)
     """The paper's figures, by the names of PAPER."""
     selector: Mapping[str, Any] | None = None
-    """Bindings of a row that trains a selector."""
+    """Changes of `HistorySettings`, by their paths, for a row that trains a selector."""
     extra: bool = False
     """Whether the scale tiny has this row only when it is named."""
 
@@ -42,14 +44,14 @@ ROWS = (
     HistoryRow("recent", "the most recent spans"),
     HistoryRow("prefix_overlap", "overlap with the prefix"),
     HistoryRow("overlap_oracle", "overlap oracle", dict(zip(PAPER[:2], (16.43, 25.93)))),
-    HistoryRow("learned_selector", "learned selector", selector={"SelectorConfig.kind": "joint"}),
-    HistoryRow("light_selector", "light selector", selector={"SelectorConfig.kind": "light"}),
+    HistoryRow("learned_selector", "learned selector", selector={"selector": JointSelectorConfig()}),
+    HistoryRow("light_selector", "light selector", selector={"selector": LightSelectorConfig()}),
     HistoryRow(
         "learned_selector_released_code",
         "learned selector as in the released code",
         # Whether the published figures come from a selector that saw the future is not known: the released one does.
         dict(zip(PAPER, (15.64, 24.82, 12.62, 18.42))),
-        selector={"SelectorConfig.kind": "joint", "HistoryConfig.selector_context": "released_code"},
+        selector={"selector": JointSelectorConfig(), "history.selector_context": "released_code"},
         extra=True,
     ),
     HistoryRow("score_oracle", "score oracle", {PAPER[1]: 24.74}),
@@ -62,8 +64,8 @@ ALWAYS = ("baseline", "random", "overlap_oracle")
 class HistoryScale:
     """How much is read, and how."""
 
-    bindings: Mapping[str, Any]
-    """Bindings of HistoryConfig, SelectorConfig and SelectorTrainingConfig."""
+    settings: Mapping[str, Any]
+    """Changes of `HistorySettings`, by their paths."""
     scored_tokens: int | None = None
     """Largest number of tokens of training documents that are scored; None: all."""
     scored_document_tokens: int | None = None
@@ -74,41 +76,30 @@ class HistoryScale:
     """Sequences that the model reads at once."""
 
 
-WINDOW = {
-    "HistoryConfig.window_length": 1024,
-    "HistoryConfig.history_length": 512,
-    "HistoryConfig.span_length": 64,
-    "HistoryConfig.stride": 256,
-}
 SCALES = {
     # For two cores and a model of 135M parameters: the decoder is not trained, and only its first layers are used.
     "tiny": HistoryScale(
         {
-            "HistoryConfig.window_length": 256,
-            "HistoryConfig.history_length": 128,
-            "HistoryConfig.span_length": 32,
-            "HistoryConfig.stride": 64,
-            "HistoryConfig.max_candidates": 16,
-            "SelectorConfig.train_encoder": False,
-            "SelectorConfig.encoder_layers": 10,
-            "SelectorTrainingConfig.num_steps": 4000,
-            "SelectorTrainingConfig.learning_rate": 3e-4,
-            "SelectorTrainingConfig.validation_every": 5,
-            "SelectorTrainingConfig.evaluate_every": 200,
-            "SelectorTrainingConfig.checkpoint_every": 1000,
-            "SelectorTrainingConfig.log_every": 200,
-            "SelectorTrainingConfig.checkpoints_kept": 1,
+            "history": HistoryConfig(
+                window_length=256, history_length=128, span_length=32, stride=64, max_candidates=16
+            ),
+            "selector.train_encoder": False,
+            "selector.encoder_layers": 10,
+            "selector_training.num_steps": 4000,
+            "selector_training.optimizer.base_rate": 3e-4,
+            "selector_training.validation_every": 5,
+            "selector_training.evaluate_every": 200,
+            "selector_training.log_every": 200,
+            "selector_training.checkpoints_kept": 1,
         },
         scored_tokens=20_480,
         scored_document_tokens=2048,
         evaluated_document_tokens=1536,
     ),
     "small": HistoryScale(
-        WINDOW | {"HistoryConfig.max_candidates": 64, "SelectorTrainingConfig.num_steps": 15_000},
-        scored_tokens=1_000_000,
-        batch_size=64,
+        {"history.max_candidates": 64, "selector_training.num_steps": 15_000}, scored_tokens=1_000_000, batch_size=64
     ),
-    "paper": HistoryScale(WINDOW, batch_size=64),
+    "paper": HistoryScale({}, batch_size=64),
 }
 
 

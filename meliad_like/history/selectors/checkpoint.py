@@ -18,10 +18,9 @@ from jax.sharding import SingleDeviceSharding
 from meliad_like.config.saved import from_plain
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.config import SelectorConfig
+from meliad_like.history.config import HistorySettings
 from meliad_like.history.selectors.inputs import SelectorInputs, make_inputs
 from meliad_like.history.selectors.model import Params, Selector
-from meliad_like.history.spans import HistoryConfig
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.registry import to_plain
 from meliad_like.run.opening import VOCABULARY_FOLDER
@@ -29,7 +28,10 @@ from meliad_like.saved_json import check_fields, read_json
 from meliad_like.training.checkpoints import Checkpoints
 
 FILE_NAME = "selector.json"
-CONFIGS: dict[str, type] = {"selector": SelectorConfig, "history": HistoryConfig, "encoder": PretrainedConfig}
+TYPES: dict[str, type] = {
+    "history": dict, "selector": dict, "encoder": dict, "vocabulary_fingerprint": str, "vocabulary_size": int,
+}  # fmt: skip
+"""Fields of the file that using the selector needs."""
 
 
 class OpenedSelector(NamedTuple):
@@ -44,8 +46,9 @@ class OpenedSelector(NamedTuple):
 
 def selector_metadata(selector: Selector, inputs: SelectorInputs, vocabulary: Vocabulary) -> dict[str, Any]:
     """What decides a selector, for `selector.json` and every checkpoint."""
-    configs = {"selector": selector.config, "history": inputs.history, "encoder": selector.encoder_config}
-    return {name: to_plain(config) for name, config in configs.items()} | {
+    settings = to_plain(HistorySettings(inputs.history, selector.config))
+    return {name: settings[name] for name in ("history", "selector")} | {
+        "encoder": to_plain(selector.encoder_config),
         "vocabulary_size": selector.vocabulary_size,
         "vocabulary_fingerprint": vocabulary.fingerprint,
         "leaks_the_future": inputs.leaks_the_future,
@@ -68,7 +71,8 @@ def open_selector(folder: str | Path) -> OpenedSelector:
     folder = Path(folder).expanduser()
     saved = read_metadata(folder)
     try:
-        configs = {name: from_plain(kind, saved[name], name) for name, kind in CONFIGS.items()}
+        settings = from_plain(HistorySettings, {name: saved[name] for name in ("history", "selector")})
+        encoder_config = from_plain(PretrainedConfig, saved["encoder"], "encoder")
     except UserError as error:
         raise UserError(f"{folder / FILE_NAME} is of another version: {error}; train the selector again") from None
     vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
@@ -77,8 +81,8 @@ def open_selector(folder: str | Path) -> OpenedSelector:
             f"the vocabulary in {folder / VOCABULARY_FOLDER} ({vocabulary.fingerprint[:12]}) is not the one that the "
             f"selector was trained with ({saved['vocabulary_fingerprint'][:12]})"
         )
-    selector = Selector(configs["selector"], configs["encoder"], saved["vocabulary_size"])
-    inputs = make_inputs(configs["history"], configs["selector"], vocabulary)
+    selector = Selector(settings.selector, encoder_config, saved["vocabulary_size"])
+    inputs = make_inputs(settings.history, settings.selector, vocabulary)
     abstract = jax.eval_shape(selector.init, jax.random.key(0))
     encoder = selector.encoder.abstract_params
     trained = abstract | ({"encoder": encoder} if selector.config.train_encoder else {})
@@ -109,6 +113,5 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"there is no selector in {folder}: python -m meliad_like.history train_selector --output=DIR makes one"
         ) from None
-    types: dict[str, type] = dict.fromkeys(CONFIGS, dict)
-    check_fields(saved, types | {"vocabulary_fingerprint": str, "vocabulary_size": int}, str(folder / FILE_NAME))
+    check_fields(saved, TYPES, str(folder / FILE_NAME))
     return saved

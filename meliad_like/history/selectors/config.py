@@ -1,24 +1,24 @@
 """The configs of a selector and of its training."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from meliad_like.errors import UserError
 from meliad_like.models.base import ActivationDtype
-from meliad_like.registry import resumable
+from meliad_like.optimization.optimizers import OPTIMIZERS, Adam
+from meliad_like.registry import Registry, kind_field, resumable
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seed, check_shares
 
-Kind = Literal["joint", "light"]
+SELECTORS = Registry("selector")
+
 Part = Literal["pair", "span", "context"]
-"""What the encoder reads at once: span and context together (`joint`), or either of them alone (`light`)."""
+"""What the encoder reads at once: span and context together, or either of them alone."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectorConfig:
-    """A selector, by default the paper's."""
+    """The fields of all selectors, by default the paper's."""
 
-    kind: Kind = "joint"
-    """`joint`: the paper's, which reads each candidate together with the context. `light`: reads them separately."""
     context_tokens: int | None = None
     """Tokens before the targets that are read beside the span; None: the window's necessary prefix. It must be None
     where the targets are read too (`HistoryConfig.selector_context`)."""
@@ -32,11 +32,39 @@ class SelectorConfig:
     """Dropout in the decoder, while it is trained."""
     activation_dtype: ActivationDtype = "float32"
 
+    name: ClassVar[str]
+    """Name of the trained selector in tables."""
+    parts: ClassVar[tuple[Part, ...]]
+    """The texts that are encoded for a score."""
+    pools_mean: ClassVar[bool]
+    """Whether the vector of a text is that of its last token after the mean over all its tokens, or without it."""
+
     def __post_init__(self):
         check_choices(self)
         check_positive(self, ("head_width",) if self.context_tokens is None else ("head_width", "context_tokens"))
         check_not_negative(self, ("encoder_layers",))
         check_shares(self, ("dropout_rate",))
+
+
+@SELECTORS.register("joint")
+@dataclasses.dataclass(frozen=True)
+class JointSelectorConfig(SelectorConfig):
+    """The paper's, which reads each candidate together with the context."""
+
+    name = "learned_selector"
+    parts = ("pair",)
+    pools_mean = False
+
+
+@SELECTORS.register("light")
+@dataclasses.dataclass(frozen=True)
+class LightSelectorConfig(SelectorConfig):
+    """A selector that reads spans and contexts separately."""
+
+    name = "light_selector"
+    parts = ("span", "context")
+    # Topics are in many tokens, and the last token of a span is a separator.
+    pools_mean = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +74,10 @@ class SelectorTrainingConfig:
     num_steps: int = resumable(45_541)
     """By default one epoch of the authors' 728,654 pairs; their number of epochs is not known."""
     batch_size: int = 16
-    learning_rate: float = 1e-5
-    """Constant learning rate of AdamW (section 3)."""
-    first_decay: float = 0.9
-    second_decay: float = 0.999
-    epsilon: float = 1e-6
-    weight_decay: float = 0.0
-    """Weight decay of AdamW."""
+    optimizer: Any = kind_field(
+        OPTIMIZERS, lambda: Adam(base_rate=1e-5, weight_decay=0.0, second_decay=0.999, epsilon=1e-6)
+    )
+    """The optimizer; its `base_rate` is the learning rate of all steps (section 3)."""
     seed: int = 0
     """Seed of the head's initial parameters, of the order of the pairs, and of the dropout."""
     validation_every: int = 9
@@ -71,11 +96,5 @@ class SelectorTrainingConfig:
         check_positive(self, positive if self.validation_pairs is None else (*positive, "validation_pairs"))
         check_not_negative(self, ("evaluate_every", "checkpoint_every"))
         check_seed(self)
-        check_shares(self, ("first_decay", "second_decay"))
-        if self.learning_rate <= 0 or self.epsilon <= 0 or self.weight_decay < 0:
-            raise UserError(
-                f"learning_rate={self.learning_rate} and epsilon={self.epsilon} must be positive, and "
-                f"weight_decay={self.weight_decay} not negative"
-            )
         if self.validation_every < 2:
             raise UserError(f"validation_every={self.validation_every} must be at least 2, or nothing is trained on")

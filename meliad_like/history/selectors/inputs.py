@@ -5,13 +5,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Int
 
 from meliad_like.data.readers import Split
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.documents import whole_documents
-from meliad_like.history.selectors.config import Kind, Part, SelectorConfig
+from meliad_like.history.selectors.config import Part, SelectorConfig
 from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, stride_of
 
 
@@ -45,35 +46,25 @@ class SelectorInputs:
         span = self.history.span_length
         return {"pair": span + self.context_length, "span": span, "context": self.context_length}
 
-    def num_tokens(self, kind: Kind) -> int:
-        """Largest number of tokens that a selector of this kind reads at once."""
-        return self.widths["pair"] if kind == "joint" else max(self.widths["span"], self.widths["context"])
-
-    def context(self, document: Int[np.ndarray, " tokens"], stride: Stride) -> Int[np.ndarray, " c"]:
-        """The at most `context_length` tokens that a selector reads beside a span.
-
-        `prefix_only`: those before the targets. `released_code`: those before the end of the targets, as the authors'
-        code reads them in training and in inference, also where a document's last stride has fewer targets.
-        """
-        stop = stride.end if self.leaks_the_future else stride.first
-        return document[max(stop - self.context_length, 0) : stop]
+    def num_tokens(self, selector: SelectorConfig) -> int:
+        """Largest number of tokens that a selector reads at once."""
+        return max(self.widths[part] for part in selector.parts)
 
     def texts(
         self, part: Part, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
     ) -> Texts:
         """The texts of a part for some candidates of a stride; only one of `context`, which all candidates share.
 
-        Args:
-          part: which part.
-          document: its tokens.
-          stride: stride of the document.
-          ends: where the candidates end.
+        The context is the last `context_length` tokens before the targets (`prefix_only`) or, as the authors' code
+        reads them in training and in inference, before the end of the targets (`released_code`), also where a
+        document's last stride has fewer targets.
         """
         rows = [np.zeros((1 if part == "context" else len(ends), 0), np.int32)]
         if part != "context":
             rows.append(span_tokens(document, ends, self.history, self.separator))
         if part != "span":
-            context = self.context(document, stride).astype(np.int32)
+            stop = stride.end if self.leaks_the_future else stride.first
+            context = document[max(stop - self.context_length, 0) : stop].astype(np.int32)
             rows.append(np.broadcast_to(context, (len(rows[0]), len(context))))
         tokens = np.concatenate(rows, axis=1)
         padded = np.pad(tokens, ((0, 0), (0, self.widths[part] - tokens.shape[1])))
@@ -102,17 +93,6 @@ def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vo
     return SelectorInputs(history, separator_token(history, vocabulary), length)
 
 
-class Places(NamedTuple):
-    """Places where spans are scored: document, number of the stride, end of the span, all int64."""
-
-    document: Int[np.ndarray, " m"]
-    stride: Int[np.ndarray, " m"]
-    end: Int[np.ndarray, " m"]
-
-    def take(self, rows: Int[np.ndarray, " n"]) -> "Places":
-        return Places(*(column[rows] for column in self))
-
-
 class DocumentTexts:
     """Texts at any places of some documents, for training; called from several threads at once."""
 
@@ -121,10 +101,10 @@ class DocumentTexts:
         # Each row of a batch may be of another document.
         self._document = whole_documents(documents, most=64)
 
-    def __call__(self, part: Part, places: Places) -> Texts:
-        """One text of this part for each place."""
+    def __call__(self, part: Part, places: pd.DataFrame) -> Texts:
+        """One text of this part for each place: `document`, number of the `stride`, `end` of the span."""
         read = []
-        for document, number, end in zip(*(column.tolist() for column in places), strict=True):
+        for document, number, end in places[["document", "stride", "end"]].to_numpy().tolist():
             tokens = self._document(document)
             stride = stride_of(number, len(tokens), self._inputs.history, document)
             read.append(self._inputs.texts(part, tokens, stride, np.array([end])))

@@ -28,7 +28,6 @@ from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 
 Params = dict[str, Any]
-NUM_POOLED = 2  # the light selector's vectors: the mean over the tokens, and the last token's vector
 
 
 def encoder_config(config: SelectorConfig, pretrained: PretrainedConfig, num_tokens: int) -> PretrainedConfig:
@@ -82,12 +81,12 @@ class Selector:
     @property
     def parts(self) -> tuple[Part, ...]:
         """The texts that are encoded for a score."""
-        return ("pair",) if self.config.kind == "joint" else ("span", "context")
+        return self.config.parts
 
     @property
     def vector_width(self) -> int:
         """Width of the result of `encode`."""
-        return self.encoder_config.model_width * (1 if self.config.kind == "joint" else NUM_POOLED)
+        return self.encoder_config.model_width * (1 + self.config.pools_mean)
 
     @property
     def fixed_parameters(self) -> frozenset[str]:
@@ -119,22 +118,18 @@ class Selector:
         length: Int[Array, " b"],
         dropout_key: PRNGKeyArray | None = None,
     ) -> Float[Array, "b e"]:
-        """Texts as vectors, float32, after the decoder's final norm.
+        """Texts as vectors, float32, after the decoder's final norm (`SelectorConfig.pools_mean`).
 
         Args:
             params: those of the encoder.
             tokens: their positions begin at 0.
             length: number of tokens of each text, at least 1; attention is causal, so padding changes nothing.
             dropout_key: for training; None: no dropout.
-
-        Returns:
-            `joint`: the vector of each last token. `light`: before it the mean over the tokens, because topics are in
-            many tokens, and the last token of a span is a separator.
         """
         module = self.encoder.bind(params)
         outputs, _ = module.read_window(tokens, jnp.zeros_like(length), dropout_key=dropout_key)
         hidden, lanes = outputs[-1], jnp.arange(len(length))
-        if self.config.kind == "joint":
+        if not self.config.pools_mean:
             return module.final_norm(hidden[lanes, length - 1]).astype(jnp.float32)
         hidden = module.final_norm(hidden).astype(jnp.float32)
         counts = jnp.arange(tokens.shape[1]) < length[:, None]
@@ -157,7 +152,7 @@ class Selector:
         for part, values in projected.items():
             output = head[f"{part}_output"]
             scores += (jax.nn.relu(values) @ output["kernel"] + output["bias"])[:, 0]
-        if self.config.kind == "light":
+        if "context" in projected:
             scores += jnp.sum(projected["span"] * projected["context"], axis=-1) * self.config.head_width**-0.5
         standard = params["standard"]["scores"]
         return standard["mean"] + standard["deviation"] * scores

@@ -1,5 +1,6 @@
 """A trained selector as a `SpanScorer`."""
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,8 +21,6 @@ from meliad_like.history.selectors.model import Params
 from meliad_like.history.selectors.vectors import encode_batch
 from meliad_like.history.spans import HistoryConfig, Stride
 from meliad_like.history.stride_store import fingerprint
-
-NAMES = {"joint": "learned_selector", "light": "light_selector"}
 
 
 class _Program:
@@ -57,7 +56,7 @@ class LearnedSelector:
           batch_size: texts that are encoded at once.
         """
         self.leaks_the_future = opened.inputs.leaks_the_future
-        self.name = NAMES[opened.selector.config.kind] + ("_released_code" if self.leaks_the_future else "")
+        self.name = opened.selector.config.name + ("_released_code" if self.leaks_the_future else "")
         self.fingerprint = fingerprint((opened.selector, opened.inputs), opened.params)
         self.num_encoded_tokens = 0
         """Tokens read by the encoder so far."""
@@ -69,13 +68,10 @@ class LearnedSelector:
         self._spans: dict[bytes, np.ndarray] = {}
         selector = self._selector
 
-        def project(part: Part) -> Callable[..., jax.Array]:
-            def run(params, tokens, length):
-                return selector.project(params, part, selector.encode(params["encoder"], tokens, length))
+        def project(part, params, tokens, length):
+            return selector.project(params, part, selector.encode(params["encoder"], tokens, length))
 
-            return run
-
-        self._project = {part: _Program(project(part)) for part in selector.parts}
+        self._project = {part: _Program(functools.partial(project, part)) for part in selector.parts}
         self._score = _Program(selector.score)
 
     @property
@@ -104,32 +100,25 @@ class LearnedSelector:
     def _known(self, spans: Texts) -> Float[np.ndarray, "m w"]:
         """The projected vectors of spans; only spans whose tokens are new are read."""
         keys = [row.tobytes() for row in spans.tokens]
-        new = list({key: row for row, key in enumerate(keys) if key not in self._spans}.values())
-        if new:
+        if new := list({key: row for row, key in enumerate(keys) if key not in self._spans}.values()):
             rows = self._encoded("span", Texts(spans.tokens[new], spans.length[new]))
             self._spans |= dict(zip((keys[row] for row in new), rows, strict=True))
         return np.stack([self._spans[key] for key in keys])
 
     def _encoded(self, part: Part, texts: Texts) -> Float[np.ndarray, "m w"]:
-        batches = [
-            encode_batch(
-                self._project[part],
-                self._params,
-                Texts(*(column[first : first + self._batch_size] for column in texts)),
-                self._batch_size,
-            )
-            for first in range(0, len(texts.length), self._batch_size)
-        ]
+        starts, most = range(0, len(texts.length), self._batch_size), self._batch_size
+        batches = [Texts(*(column[start : start + most] for column in texts)) for start in starts]
+        vectors = [encode_batch(self._project[part], self._params, batch, most) for batch in batches]
         num_tokens = int(texts.length.sum())
         self.num_encoded_tokens += num_tokens
         self.flops += num_tokens * self._selector.encoder_flops_per_token(self._inputs.widths[part])
-        return np.concatenate(batches)
+        return np.concatenate(vectors)
 
 
 def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store: TokenStore) -> list[LearnedSelector]:
     """Selectors from the folders of their trainings, for the documents of any store with the same vocabulary.
 
-    Selectors of the same kind get their folder's name, or its path, added to their own.
+    Selectors with the same name get their folder's name, or its path, added to it.
 
     Raises:
       UserError: there is no selector, it is given twice, or it was trained with another vocabulary or other spans.

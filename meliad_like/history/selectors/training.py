@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas as pd
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
@@ -24,18 +25,11 @@ from meliad_like.history.selectors.checkpoint import FILE_NAME, read_metadata, s
 from meliad_like.history.selectors.config import SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import DocumentTexts, SelectorInputs
 from meliad_like.history.selectors.model import Params, Selector
-from meliad_like.history.selectors.pairs import (
-    Inputs,
-    Pairs,
-    PairsBatch,
-    PairsReader,
-    agreement,
-    held_out,
-    some_strides,
-)
+from meliad_like.history.selectors.pairs import Inputs, PairsBatch, PairsReader, agreement, held_out
 from meliad_like.history.selectors.vectors import encode_places, moments
 from meliad_like.mesh import lane_sharding
-from meliad_like.optimization.optimizers import leave_fixed
+from meliad_like.optimization.optimizers import leave_fixed, make_optimizer
+from meliad_like.registry import to_plain
 from meliad_like.resumable import check_same, write_json
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.training.checkpoints import Checkpoints, keep_best
@@ -47,7 +41,9 @@ from meliad_like.training.program import Program, lay_out
 from meliad_like.training.state import TrainState
 from meliad_like.training.step import Objective, StepMetrics, Sums, make_step
 
-MAY_CHANGE = [f"training.{field.name}" for field in dataclasses.fields(SelectorTrainingConfig) if field.metadata]
+MAY_CHANGE = [
+    f"training.{field.name}" for field in dataclasses.fields(SelectorTrainingConfig) if "resumable" in field.metadata
+]
 """Settings that may change when a training is resumed."""
 Feed = Callable[[np.ndarray], Inputs]
 """From rows of some pairs to what the selector reads."""
@@ -56,13 +52,11 @@ Feed = Callable[[np.ndarray], Inputs]
 def predict(selector: Selector, params: Params, inputs: Inputs, dropout_key=None) -> Float[Array, " b"]:
     """Scores of a batch."""
     if selector.config.train_encoder:
-        keys = {
-            part: None if dropout_key is None else jax.random.fold_in(dropout_key, i) for i, part in enumerate(inputs)
-        }
-        inputs = {
-            part: selector.encode(params["encoder"], tokens, length, keys[part])
-            for part, (tokens, length) in inputs.items()
-        }
+        vectors = {}
+        for i, (part, (tokens, length)) in enumerate(inputs.items()):
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
+            vectors[part] = selector.encode(params["encoder"], tokens, length, key)
+        inputs = vectors
     return selector.score_vectors(params, inputs)
 
 
@@ -89,10 +83,8 @@ def make_program(selector: Selector, config: SelectorTrainingConfig, batch: Pair
             f"SelectorTrainingConfig.batch_size={config.batch_size} must be a multiple of the {shards} devices that "
             "share a batch"
         )
-    adam = optax.adamw(
-        config.learning_rate, config.first_decay, config.second_decay, config.epsilon, weight_decay=config.weight_decay
-    )
-    optimizer = leave_fixed(adam, selector.fixed_parameters)
+    optimizer = make_optimizer(config.optimizer, optax.constant_schedule(1.0))
+    optimizer = leave_fixed(optimizer, selector.fixed_parameters)
 
     def init_params(key) -> Params:
         params = selector.init(key)
@@ -119,7 +111,7 @@ def train_selector(
     encoder: Params,
     inputs: SelectorInputs,
     config: SelectorTrainingConfig,
-    pairs: Pairs,
+    pairs: pd.DataFrame,
     documents: Split,
     vocabulary: Vocabulary,
     workdir: Path,
@@ -129,12 +121,9 @@ def train_selector(
     """Trains until `num_steps`, resuming from the folder's newest checkpoint.
 
     Args:
-      selector: what is trained.
       encoder: parameters of the pretrained decoder with which training begins, on the mesh.
       inputs: what the selector reads.
-      config: how it is trained.
-      pairs: scored places of the documents.
-      documents: documents of one split.
+      pairs: scored places of the documents (`pairs`), which are of one split.
       vocabulary: kept in the folder.
       workdir: see `checkpoint`; made if needed.
       trained_on: kept facts about the origin of the pairs; a run is resumed only with the same.
@@ -147,13 +136,10 @@ def train_selector(
       UserError: the folder holds another selector's training, there are too few documents, or the loss is not finite.
     """
     metadata = selector_metadata(selector, inputs, vocabulary) | {"trained_on": dict(trained_on)}
-    _begin(workdir, metadata | {"training": dataclasses.asdict(config)}, vocabulary)
-    train_pairs, validation_pairs = held_out(pairs, config.validation_every)
-    if config.validation_pairs is not None:
-        validation_pairs = some_strides(validation_pairs, config.validation_pairs)
-    texts = DocumentTexts(inputs, documents)
-    feeds, standard = _feeds(selector, encoder, texts, (train_pairs, validation_pairs), workdir, config)
-    reader = PairsReader(train_pairs.scores, feeds[0], config.batch_size, config.seed)
+    _begin(workdir, metadata | {"training": to_plain(config)}, vocabulary)
+    train_pairs, validation_pairs = parts = held_out(pairs, config.validation_every, config.validation_pairs)
+    feeds, standard = _feeds(selector, encoder, DocumentTexts(inputs, documents), parts, workdir, config)
+    reader = PairsReader(train_pairs["score"].to_numpy(), feeds[0], config.batch_size, config.seed)
     program = make_program(selector, config, reader.batch(0, range(config.batch_size)), mesh)
     with Checkpoints(workdir / "checkpoints", keep_last=config.checkpoints_kept) as checkpoints:
         state = _starting_state(program, encoder, standard, checkpoints)
@@ -168,24 +154,28 @@ def train_selector(
             load_batches(reader, lane_sharding(mesh, config.batch_size), start) as batches,
         ):
             writer.say(
-                f"{label(f'{selector.config.kind} selector', inputs.leaks_the_future)}: "
-                f"{len(train_pairs):,} pairs to train on, {len(validation_pairs):,} held out, from step {start:,} to "
-                f"{config.num_steps:,}"
+                f"{label(selector.config.name, inputs.leaks_the_future)}: {len(train_pairs):,} pairs to train on, "
+                f"{len(validation_pairs):,} held out, from step {start:,} to {config.num_steps:,}"
             )
-            between = _BetweenSteps(
-                selector, inputs, config, validation_pairs, feeds[1], mesh, workdir, metadata, checkpoints, writer
+
+            def save(step: int, state: TrainState) -> None:
+                if step not in checkpoints.steps():
+                    checkpoints.save(step, state, metadata | {"step": step})
+
+            validation = Validation(
+                selector, inputs, config, validation_pairs, feeds[1], mesh, writer, workdir / "best", metadata
             )
             loop = Loop(
                 num_steps=config.num_steps,
                 log_every=config.log_every,
-                report=between.report,
+                report=Report(config, writer, inputs.leaks_the_future),
                 # Both are called after the last step in any case.
                 hooks=[
-                    Hook(config.evaluate_every or config.num_steps, between.evaluate),
-                    Hook(config.checkpoint_every or config.num_steps, between.save),
+                    Hook(config.evaluate_every or config.num_steps, validation),
+                    Hook(config.checkpoint_every or config.num_steps, save),
                 ],
                 outside_of_training=nullcontext,
-                save=between.save,
+                save=save,
                 checkpoints=checkpoints,
                 writer=writer,
                 profiler=profiler,
@@ -209,25 +199,24 @@ def _feeds(
     selector: Selector,
     encoder: Params,
     texts: DocumentTexts,
-    parts: tuple[Pairs, Pairs],
+    parts: tuple[pd.DataFrame, pd.DataFrame],
     workdir: Path,
     config: SelectorTrainingConfig,
 ) -> tuple[list[Feed], Params]:
     """What the selector reads of the pairs for training and for validation, and the moments of fixed vectors."""
 
-    def read(pairs: Pairs) -> Feed:
-        return lambda rows: {part: texts(part, pairs.places.take(rows)) for part in selector.parts}
+    def read(pairs: pd.DataFrame) -> Feed:
+        return lambda rows: {part: texts(part, pairs.iloc[rows]) for part in selector.parts}
 
     if selector.config.train_encoder:
         return list(map(read, parts)), {}
     save_encoder(workdir, encoder)
     vectors = []
     for name, pairs in zip(("train", "validation"), parts, strict=True):
-        encode = functools.partial(
-            encode_places, selector, encoder, pairs.places, texts, workdir / "vectors" / name, config.encode_batch
-        )
-        vectors.append(with_progress(f"texts for {name}", encode))
-    return [each.take for each in vectors], vectors[0].standard() | {"scores": moments(parts[0].scores)}
+        arguments = selector, encoder, pairs, texts, workdir / "vectors" / name, config.encode_batch
+        vectors.append(with_progress(f"texts for {name}", functools.partial(encode_places, *arguments)))
+    standard = {part: moments(values) for part, values in vectors[0].values.items()}
+    return [each.take for each in vectors], standard | {"scores": moments(parts[0]["score"].to_numpy())}
 
 
 def _starting_state(program: Program, encoder: Params, standard: Params, checkpoints: Checkpoints) -> TrainState:
@@ -247,32 +236,15 @@ def _starting_state(program: Program, encoder: Params, standard: Params, checkpo
     return state._replace(params={**state.params, **placed})
 
 
-@dataclasses.dataclass
-class _BetweenSteps:
-    """What happens between the steps: logs, evaluations on the pairs that are held out, checkpoints."""
+class Report:
+    """Logs the averages of the steps since the last log."""
 
-    selector: Selector
-    inputs: SelectorInputs
-    config: SelectorTrainingConfig
-    pairs: Pairs
-    feed: Feed
-    """What the selector reads of these pairs."""
-    mesh: Mesh
-    workdir: Path
-    metadata: dict[str, Any]
-    checkpoints: Checkpoints
-    writer: MetricsWriter
-
-    def __post_init__(self):
-        self._leaks = self.inputs.leaks_the_future
+    def __init__(self, config: SelectorTrainingConfig, writer: MetricsWriter, leaks: bool):
+        self._config, self._writer, self._leaks = config, writer, leaks
         self._gathered: list[StepMetrics] = []
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        self._batch = -(-min(self.config.encode_batch, len(self.pairs)) // shards) * shards
-        self._predict = jax.jit(functools.partial(predict, self.selector))
 
-    def report(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
-        """Logs the averages of the steps since the last log.
-
+    def __call__(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
+        """
         Raises:
           UserError: the loss or the update of the step is not finite.
         """
@@ -281,36 +253,54 @@ class _BetweenSteps:
         if not metrics.finite:
             raise UserError(
                 f"the loss or the update of step {step} is not finite; the checkpoints before are kept: try a smaller "
-                "SelectorTrainingConfig.learning_rate"
+                "learning rate, such as Adam.base_rate"
             )
-        if step % self.config.log_every == 0 or step == self.config.num_steps:
+        if step % self._config.log_every == 0 or step == self._config.num_steps:
             names = ("loss", "gradient_norm", "update_norm")
             figures = {name: float(np.mean([getattr(each, name) for each in self._gathered])) for name in names}
-            rate = {"learning_rate": self.config.learning_rate}
-            self.writer.write(step, figures | rate, kind=label("train", self._leaks))
-            self.writer.show(step, label(f"loss {figures['loss']:.4f}", self._leaks))
+            rate = {"learning_rate": self._config.optimizer.base_rate}
+            self._writer.write(step, figures | rate, kind=label("train", self._leaks))
+            self._writer.show(step, label(f"loss {figures['loss']:.4f}", self._leaks))
             self._gathered = []
 
-    def save(self, step: int, state: TrainState) -> None:
-        if step not in self.checkpoints.steps():
-            self.checkpoints.save(step, state, self.metadata | {"step": step})
 
-    def evaluate(self, step: int, state: TrainState) -> None:
-        """Logs how well the scores of the pairs are predicted, and keeps the best parameters."""
-        predicted, lanes = [], lane_sharding(self.mesh, self._batch)
-        with jax.set_mesh(self.mesh):
-            for start in range(0, len(self.pairs), self._batch):
+class Validation:
+    """Logs how well the scores of the pairs that are held out are predicted, and keeps the best parameters."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        inputs: SelectorInputs,
+        config: SelectorTrainingConfig,
+        pairs: pd.DataFrame,
+        feed: Feed,
+        mesh: Mesh,
+        writer: MetricsWriter,
+        best: Path,
+        metadata: Mapping[str, Any],
+    ):
+        """`feed`: what the selector reads of these pairs; `best`: folder of the best parameters, with the metadata."""
+        self._inputs, self._pairs, self._feed, self._mesh, self._writer = inputs, pairs, feed, mesh, writer
+        self._best, self._metadata = best, metadata
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._batch = -(-min(config.encode_batch, len(pairs)) // shards) * shards
+        self._predict = jax.jit(functools.partial(predict, selector))
+
+    def __call__(self, step: int, state: TrainState) -> None:
+        predicted, lanes, total = [], lane_sharding(self._mesh, self._batch), len(self._pairs)
+        with jax.set_mesh(self._mesh):
+            for start in range(0, total, self._batch):
                 # The last batch is filled up with the first pairs, so that one program serves all batches.
-                rows = np.arange(start, start + self._batch) % len(self.pairs)
-                predicted.append(np.asarray(self._predict(state.params, jax.device_put(self.feed(rows), lanes))))
-        values = np.concatenate(predicted)[: len(self.pairs)].astype(np.float64)
-        figures = agreement(values, self.pairs, self.inputs.history.num_spans)
-        kind = label("validation", self._leaks)
-        self.writer.write(step, figures, kind=kind)
-        self.writer.say(
+                rows = np.arange(start, start + self._batch) % total
+                predicted.append(np.asarray(self._predict(state.params, jax.device_put(self._feed(rows), lanes))))
+        values = np.concatenate(predicted)[:total].astype(np.float64)
+        figures = agreement(values, self._pairs, self._inputs.history.num_spans)
+        kind = label("validation", self._inputs.leaks_the_future)
+        self._writer.write(step, figures, kind=kind)
+        self._writer.say(
             f"step {step}: {kind} loss {figures['loss']:.4f}, correlation {figures['correlation']:.3f}; a chosen span "
             f"is worth {figures['chosen_gain']:+.3f} nats, a random one {figures['random_gain']:+.3f}, the best ones "
             f"{figures['oracle_gain']:+.3f}"
         )
-        kept = self.metadata | {"step": step, "validation": figures}
-        keep_best(self.workdir / "best", step, state, kept, lambda best: best["validation"]["loss"])
+        kept = {**self._metadata, "step": step, "validation": figures}
+        keep_best(self._best, step, state, kept, lambda kept: kept["validation"]["loss"])

@@ -1,0 +1,168 @@
+"""The losses of the last tokens of many windows, by one compiled program, and the gains of spans that follow."""
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from meliad_like.history.spans import HistoryConfig, Stride, Window, span_tokens
+from meliad_like.layers.losses import token_losses
+from meliad_like.layers.sharding import MESH_AXES_OF
+from meliad_like.mesh import lane_sharding, replicated
+from meliad_like.models.model import Model
+
+
+class TargetLosses:
+    """Reads windows in batches of one compiled shape, and returns the loss of each target.
+
+    Shorter windows are padded at their end, which does not change the losses of a causal model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Any,
+        mesh: Mesh,
+        *,
+        length: int,
+        max_targets: int,
+        batch_size: int,
+        loss_slice: int = 1024,
+    ):
+        """
+        Args:
+            model: of any family.
+            params: the model's parameters, on the mesh.
+            length: tokens of the longest window.
+            max_targets: largest number of targets of a window.
+            batch_size: windows that are read at once; rounded up to a multiple of the mesh's shards.
+            loss_slice: tokens on a device whose logits exist at the same time.
+
+        Raises:
+            UserError: the model does not read windows of this length.
+        """
+        shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())
+        rows = -(-batch_size // shards)
+        reading = model.for_separate_sequences(length)
+        block = reading.config.window_length
+        self._shape = (rows * shards, -(-length // block) * block)
+        self._lanes = lane_sharding(mesh, rows * shards)
+        self._params, self._mesh = params, mesh
+        self._losses = functools.partial(_losses, reading, max_targets, max(loss_slice // rows, 1))
+        self.num_windows = 0
+        """Windows read so far."""
+        self.seconds = 0.0
+        """Time spent on reading them, without compilation."""
+        # The operations of a token without its logits are those with a vocabulary of size 0.
+        hidden = Model(reading.config, 0).forward_flops_per_token
+        logits = reading.forward_flops_per_token - hidden
+        self.flops_per_window: float = self._shape[1] * hidden + max_targets * logits
+        """Operations (`layers/flops.py`), padding included: all tokens are read, and targets have logits."""
+
+    @functools.cached_property
+    def _step(self) -> jax.stages.Compiled:
+        """Compiled when it is needed: what is finished compiles nothing."""
+        shapes = [
+            jax.ShapeDtypeStruct(shape, np.int32, sharding=self._lanes) for shape in (self._shape, self._shape[:1])
+        ]
+        with jax.set_mesh(self._mesh):
+            step = jax.jit(self._losses, out_shardings=replicated(self._mesh))
+            return step.lower(self._params, *shapes).compile()
+
+    @property
+    def flops(self) -> float:
+        """Operations of all windows read so far."""
+        return self.num_windows * self.flops_per_window
+
+    def __call__(self, windows: Iterable[Window]) -> Iterator[Float[np.ndarray, " targets"]]:
+        """The losses of each window's targets in nats, float32, in the order of the windows.
+
+        The windows are taken from the iterable one batch ahead.
+        """
+        remaining = iter(windows)
+        while batch := list(itertools.islice(remaining, self._shape[0])):
+            tokens, lengths = np.zeros(self._shape, np.int32), np.ones(self._shape[0], np.int32)
+            for row, window in enumerate(batch):
+                lengths[row] = len(window.tokens)
+                tokens[row, : lengths[row]] = window.tokens
+            step, began = self._step, time.perf_counter()
+            nats = jax.device_get(step(self._params, *jax.device_put((tokens, lengths), self._lanes)))
+            self.seconds += time.perf_counter() - began
+            self.num_windows += len(batch)
+            for row, window in enumerate(batch):
+                yield nats[row, nats.shape[1] - window.num_targets :]
+
+
+def _losses(
+    model: Model, num_targets: int, loss_slice: int, params: Any, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
+) -> Float[Array, "b targets"]:
+    """Losses of each window's last tokens; those of a short window's missing tokens are meaningless."""
+    module = model.bind(params)
+    b, n = tokens.shape
+    start = jnp.zeros((b, n // model.config.window_length), bool).at[:, 0].set(True)
+    hidden, _ = module(tokens, module.init_carry(b), start)
+    places = lengths[:, None] - num_targets + jnp.arange(num_targets)
+    targets = jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1)
+    before = jnp.take_along_axis(hidden, jnp.maximum(places - 1, 0)[..., None], axis=1)
+    return token_losses(module, before, targets, loss_slice).nats
+
+
+class Candidates(NamedTuple):
+    """Spans of a document that are to be scored for a stride."""
+
+    document: Int[np.ndarray, " tokens"]
+    stride: Stride
+    ends: Int[np.ndarray, " m"]
+
+
+class SpanGains:
+    """The gains of spans in nats, by a frozen model (equation 2 of Ancient History Language Models).
+
+    The model reads `[span][recent text with its targets]`. A gain is the sum of the targets' losses without the span,
+    minus the sum with it: the logarithm of the ratio in equation 2. Without the span the model reads the recent text
+    alone or, by `HistoryConfig.baseline`, the recent text after the document's own span_length tokens before it. If the
+    recent text is all targets, the first one has nothing before it in the bare baseline, and counts in neither sum.
+    """
+
+    def __init__(self, read: Callable[..., TargetLosses], config: HistoryConfig, separator: int | None):
+        """
+        Args:
+            read: the model: (length, max_targets) -> `TargetLosses`.
+            config: which spans there are, and what is read with them.
+            separator: the token that ends each span; None: the span's own.
+        """
+        self._config, self._separator = config, separator
+        self.losses = read(length=config.span_length + config.recent_length, max_targets=config.stride)
+        """The model's readings so far, with their costs."""
+
+    def __call__(self, requests: Iterable[Candidates]) -> Iterator[Float[np.ndarray, " m"]]:
+        """The gain of every span of every request, float32, in their order; above 0 where a span helps.
+
+        A batch may hold spans of several requests, which are therefore read one batch ahead.
+        """
+        requests, again = itertools.tee(requests)
+        losses = self.losses(window for request in requests for window in self._windows(request))
+        for request in again:
+            nats = [float(next(losses).sum(dtype=np.float64)) for _ in range(1 + len(request.ends))]
+            yield np.asarray(nats[0] - np.asarray(nats[1:]), np.float32)
+
+    def _windows(self, request: Candidates) -> Iterator[Window]:
+        """The recent text without a span, and then with each."""
+        document, stride, ends = request
+        # A window that begins with its document keeps more tokens than those that a span is scored with.
+        recent_start = max(stride.candidates_end, stride.recent_start)
+        start = recent_start - (self._config.span_length if self._config.baseline == "contiguous" else 0)
+        without = np.asarray(document[start : stride.end])
+        num_targets = min(stride.num_targets, len(without) - 1)
+        yield Window(without, num_targets)
+        recent = np.asarray(document[recent_start : stride.end], np.int32)
+        for span in span_tokens(document, ends, self._config, self._separator):
+            yield Window(np.concatenate([span, recent]), num_targets)
