@@ -33,6 +33,8 @@ class OneDocument(NamedTuple):
     """A split of one document of random tokens."""
 
     lengths: np.ndarray
+    num_bytes: np.ndarray = np.zeros(1, int)
+    num_words: np.ndarray = np.zeros(1, int)
     names: tuple[str, ...] = ("random",)
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:

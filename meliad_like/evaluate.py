@@ -1,5 +1,7 @@
 """Evaluates a checkpoint: `python -m meliad_like.evaluate --checkpoint=DIR [--split=test] [--output=FILE]`."""
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -10,6 +12,7 @@ from meliad_like.errors import UserError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from meliad_like.data.readers import Concatenated
     from meliad_like.data.token_store import Split
     from meliad_like.run.opening import OpenedCheckpoint
 
@@ -102,42 +105,37 @@ def main() -> None:
 def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Split | Concatenated") -> None:
     """Prints the results and the cost of each --protocol, and writes them to --output."""
     import dataclasses
-    import json
 
-    from etils import epath
     from rich.console import Console
 
     from meliad_like.data.readers import Concatenated
     from meliad_like.evaluation import protocols, report
+    from meliad_like.resumable import write_json
 
     if COMPARE.value or MAX_TOKENS.value is not None:
         raise UserError("--compare and --max_tokens have no effect with --protocol: leave them out")
     run, model = opened.run, opened.model
     if CONCATENATED.value:
         split = Concatenated(split, model.vocabulary_size, opened.vocabulary.end_of_document)
-    scores = []
-    for protocol in PROTOCOL.value:
 
-        def evaluate(progress, protocol=protocol):
-            return protocols.evaluate(
-                model,
-                opened.params,
-                split,
-                protocol,
-                segment_length=run.data.segment_length,
-                mesh=mesh,
-                stride=STRIDE.value if protocol == "sliding" else None,
-                num_windows=WINDOWS.value,
-                loss_slice=run.training.loss_slice,
-                on_progress=progress,
-            )
+    def evaluate(protocol: protocols.ProtocolName, progress: Callable[[int, int], None]) -> protocols.ProtocolScore:
+        return protocols.evaluate(
+            model,
+            opened.params,
+            split,
+            protocol,
+            segment_length=run.data.segment_length,
+            mesh=mesh,
+            stride=STRIDE.value if protocol == "sliding" else None,
+            num_windows=WINDOWS.value,
+            loss_slice=run.training.loss_slice,
+            on_progress=progress,
+        )
 
-        scores.append(report.with_progress(protocol, evaluate))
+    scores = [report.with_progress(name, functools.partial(evaluate, name)) for name in PROTOCOL.value]
     Console().print(report.protocols(scores).to_rich())
     if OUTPUT.value:
-        path = epath.Path(OUTPUT.value)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([dataclasses.asdict(score) for score in scores], indent=2) + "\n")
+        write_json(OUTPUT.value, [dataclasses.asdict(score) for score in scores])
 
 
 if __name__ == "__main__":

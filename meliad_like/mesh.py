@@ -72,14 +72,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def lane_shards(mesh: Mesh) -> int:
+    """The number of shards of the lanes, of which their number must be a multiple."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
     """The sharding of every array whose first axis is the lane, such as the arrays of a batch.
 
     Raises:
       UserError: the number of lanes is not a multiple of the number of shards.
     """
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    if num_lanes % shards:
+    if num_lanes % (shards := lane_shards(mesh)):
         raise UserError(
             f"{num_lanes} lanes (tokens_per_step / segment_length) do not divide by mesh data={mesh.shape['data']} x "
             f"fsdp={mesh.shape['fsdp']}: choose tokens_per_step so that the number of lanes is a multiple of {shards}"
@@ -88,13 +92,7 @@ def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
 
 
 def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any) -> Any:
-    """The shardings of a carry.
-
-    Args:
-      axes: a tree like the carry, with a tuple of the logical names of the first axes of each array.
-
-    Returns:
-      The same tree, of NamedShardings.
+    """The shardings of a carry, from a tree like it with a tuple of the logical names of each array's first axes.
 
     Raises:
       UserError: the number of lanes is not a multiple of the number of shards.
@@ -113,14 +111,7 @@ def is_axes(node: Any) -> bool:
 
 
 def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
-    """The shardings of the parameters.
-
-    Args:
-      axes: a tree like the parameters, with a tuple of logical axis names (or None) for each array.
-      abstract_params: the parameters, or their shapes.
-
-    Returns:
-      The same tree, of NamedShardings.
+    """The shardings of the parameters, from a tree like them with a tuple of logical names (or None) for each array.
 
     Raises:
       UserError: a dimension is not a multiple of its mesh axis; names the parameter, the dimension and the axis.
@@ -147,12 +138,8 @@ def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: 
     dimensions, so their sharding lacks that entry. Counters and Adafactor's placeholders of shape (1,) are replicated.
 
     Args:
-      abstract_state: the state, or its shapes from `jax.eval_shape(optimizer.init, params)`.
-      abstract_params: the parameters, or their shapes.
+      abstract_state, abstract_params: the state and the parameters, or their shapes.
       shardings: shardings of the parameters, from `parameter_shardings`.
-
-    Returns:
-      A tree like the state, of NamedShardings.
     """
     parameters = {
         _names(path): (tuple(array.shape), sharding.spec)

@@ -71,7 +71,8 @@ def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def write_json(path: epath.PathLike, content: Any) -> None:
-    """Writes a JSON file atomically."""
+    """Writes a JSON file atomically; its folder is created if needed."""
+    epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 

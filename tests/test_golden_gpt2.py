@@ -10,7 +10,7 @@ import pytest
 
 from meliad_like.conversion.huggingface import read_huggingface
 from meliad_like.conversion.pretrained_names import GPT2, to_tensors
-from meliad_like.evaluation.protocols import rows_of
+from meliad_like.evaluation.protocols import sliding_windows
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
 
@@ -114,5 +114,5 @@ def test_sliding_windows_are_theirs(stride):
     # Their first windows grow from the beginning of the text, and are one of ours.
     growing = [row for row in theirs if row[0] == 0]
     expected = [(0, growing[-1][1], sum(scored for *_, scored in growing)), *theirs[len(growing) :]]
-    rows = rows_of(np.array([201]), "sliding", 64, stride)
+    rows = sliding_windows(np.array([201]), 64, stride)
     assert [(row.first, row.first + row.length, row.length - row.repeated) for row in rows] == expected

@@ -6,6 +6,7 @@ import sys
 
 import matplotlib.image
 import numpy as np
+import pandas as pd
 import pytest
 
 from meliad_like.errors import UserError
@@ -35,20 +36,20 @@ def test_the_command_draws_what_the_metrics_say(workdir):
 
 def test_curves_are_apart_by_kind(workdir):
     curves = pictures.read_metrics(workdir, "bits_per_byte")
-    assert {kind: len(steps) for kind, (steps, _) in curves.items()} == {"train": 40, "validation": 2}
-    np.testing.assert_array_equal(curves["validation"][0], [200, 400])
-    np.testing.assert_allclose(curves["validation"][1], [2.3, 2.1])
+    assert {kind: len(values) for kind, values in curves.items()} == {"train": 40, "validation": 2}
+    np.testing.assert_array_equal(curves["validation"].index, [200, 400])
+    np.testing.assert_allclose(curves["validation"], [2.3, 2.1])
 
 
 def test_a_picture_of_a_single_point(tmp_path):
-    pictures.draw({"train": (np.array([10]), np.array([9.0]))}, {}, "loss", tmp_path / "new" / "loss.png")
+    pictures.draw({"train": pd.Series([9.0], [10])}, {}, "loss", tmp_path / "new" / "loss.png")
     assert (tmp_path / "new" / "loss.png").exists()
 
 
 @pytest.mark.parametrize("name", ["loss.txt", "loss"])
 def test_a_format_that_cannot_be_drawn_is_named(tmp_path, name):
     with pytest.raises(UserError, match=rf"--output=.*{name} must end with one of \..*\.png, "):
-        pictures.draw({"train": (np.array([10]), np.array([9.0]))}, {}, "loss", tmp_path / name)
+        pictures.draw({"train": pd.Series([9.0], [10])}, {}, "loss", tmp_path / name)
 
 
 def test_levels_are_the_compressors(tmp_path):

@@ -4,6 +4,7 @@ Each document is compressed separately, because the model also reads each docume
 together would compress better, as they might with a model that is not reset between documents.
 """
 
+import functools
 import lzma
 import zlib
 from collections.abc import Callable, Iterable
@@ -14,26 +15,18 @@ import numpy as np
 from meliad_like.data.subset import Documents
 from meliad_like.data.vocabulary import Vocabulary
 
-
-def _gzip(text: bytes) -> bytes:
-    return zlib.compress(text, 9, wbits=zlib.MAX_WBITS | 16)
-
-
-def _xz(text: bytes) -> bytes:
-    return lzma.compress(text, preset=9)
-
-
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"gzip -9": _gzip, "xz -9": _xz}
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip -9": functools.partial(zlib.compress, level=9, wbits=zlib.MAX_WBITS | 16),
+    "xz -9": functools.partial(lzma.compress, preset=9),
+}
 
 
 def compressed_bits_per_byte(split: Documents, documents: Iterable[int], vocabulary: Vocabulary) -> dict[str, float]:
     """Bits per byte of each compressor, file headers included.
 
-    Args:
-      split, documents: the split, and the indices of its documents, such as `Evaluator.documents`.
-      vocabulary: decodes their tokens into the text that the model has to predict. If that is not exactly the
-        original text (`lossless` is False), both model and compressors are spared the difference, and the bytes are
-        still those of the original.
+    The vocabulary decodes the documents' tokens into the text that the model has to predict. If that is not exactly the
+    original text (`lossless` is False), both model and compressors are spared the difference, and the bytes are still
+    those of the original.
     """
     documents = np.asarray(list(documents))
 

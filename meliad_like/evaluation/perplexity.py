@@ -10,13 +10,15 @@ length and on the number of lanes (with `whole_segments`, only on the segment le
 """
 
 import functools
-import math
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
@@ -25,8 +27,7 @@ from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import LanesReader, Reader, WindowsReader, leaks_the_future
 from meliad_like.data.subset import Documents, Subset, random_subset
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
-from meliad_like.layers.sharding import MESH_AXES_OF
-from meliad_like.mesh import carry_shardings, lane_sharding, replicated
+from meliad_like.mesh import carry_shardings, lane_sharding, lane_shards, replicated
 from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 
@@ -64,21 +65,19 @@ class Evaluator:
         max_tokens: int | None = None,
         loss_slice: int = 1024,
         whole_segments: bool = False,
+        decoding: bool = False,
         read: Callable[[Documents, int], Reader] | None = None,
     ):
         """
         Args:
-          model: without its parameters.
-          split: the documents.
-          mesh: the mesh of the parameters and lanes.
           name: name of the split, for the report.
           segment_length: number of tokens that a lane reads in a step; a multiple of the window.
-          max_lanes: the largest number of documents read in parallel, rounded up to a multiple that the mesh needs;
-            fewer are used if more would only wait for the longest document.
+          max_lanes: the largest number of documents read in parallel, rounded up to a multiple that the mesh needs.
           max_tokens: evaluate a random subset of whole documents, always the same, with at most this number of tokens.
           loss_slice: number of tokens of a lane whose logits exist at the same time.
           whole_segments: every document begins at a segment boundary, so that `clear_states` resets the states at the
             same positions of every document.
+          decoding: predict one token after the other, as text is written; documents must begin at segment boundaries.
           read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order. The
             report marks results of a reader whose attribute `leaks_the_future` is true.
 
@@ -98,43 +97,43 @@ class Evaluator:
         model.config.check_sequence(segment_length, mesh.shape["sequence"])
         self._targets = np.maximum(self._split.lengths - 1, 0)
         blocks = -(-self._targets // window)
-        shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())
+        shards = lane_shards(mesh)
+        # More lanes would only wait for the longest document.
         useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
-        self.num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
-        arguments = (self._split, self.num_lanes, segment_length, window)
+        num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
+        arguments = (self._split, num_lanes, segment_length, window)
         settings: dict[str, Any] = {"vocabulary_size": model.vocabulary_size, "shuffle": False, "epochs": 1}
         settings["whole_segments"] = whole_segments
         if read is not None:
-            self._reader = read(self._split, self.num_lanes)
-        elif model.config.overlap:
+            self._reader = read(self._split, num_lanes)
+        elif model.config.overlap and not decoding:
             self._reader = WindowsReader(*arguments, **settings, overlap=model.config.overlap)
         else:
             self._reader = LanesReader(*arguments, **settings)
+        self.num_lanes = self._reader.num_lanes
         self._mesh = mesh
         self._lanes = lane_sharding(mesh, self.num_lanes)
 
         def init_carry(params):
-            return model.bind(params).init_carry(self.num_lanes)
+            return model.bind(params).init_carry(self.num_lanes, decoding=decoding)
 
         carry = carry_shardings(
             mesh, self.num_lanes, model.carry_axes(jax.eval_shape(init_carry, model.abstract_params))
         )
         self._init_carry = jax.jit(init_carry, out_shardings=carry)
+        step = decoding_step if decoding else evaluation_step
         # Every host needs the losses of all lanes, which are small compared with the logits.
         self._step = jax.jit(
-            functools.partial(evaluation_step, model, loss_slice),
-            donate_argnums=1,
-            out_shardings=(carry, replicated(mesh)),
+            functools.partial(step, model, loss_slice), donate_argnums=1, out_shardings=(carry, replicated(mesh))
         )
+        self._compiled: jax.stages.Compiled | None = None
 
     def __call__(self, params: Any, on_progress: Callable[[int, int], None] | None = None) -> Evaluation:
-        """Evaluates these parameters. With several processes, all must call it, and all get the same result.
+        """Evaluates parameters on the evaluator's mesh, sharded in the same way in every call.
 
-        Args:
-          params: parameters on the evaluator's mesh.
-          on_progress: called with the number of tokens predicted so far, and of all tokens to predict.
+        With several processes, all must call it, and all get the same result. `on_progress` is called with the number
+        of tokens predicted so far, and of all tokens to predict.
         """
-        began = time.perf_counter()
         by_document = _Sums(len(self._targets))
         last_block = (int(self._targets.max()) - 1) // self._window
         by_position = _Sums(_position_bin(np.asarray(last_block)) + 1)
@@ -143,32 +142,31 @@ class Evaluator:
             by_document.add(losses.by_token(losses.document), losses)
             by_position.add(_position_bin(self._positions(losses) // self._window), losses)
 
-        self._read(params, add, on_progress)
+        seconds = self._read(params, add, on_progress)
         if not np.array_equal(by_document.num_tokens, self._targets):
             raise AssertionError("the reader did not deliver every token of every document exactly once")
-
-        documents = tuple(
-            DocumentScore(
-                **by_document.row(index),
-                name=self._split.names[index],
-                num_bytes=int(self._split.num_bytes[index]),
-                num_words=int(self._split.num_words[index]),
-            )
-            for index in range(len(self._targets))
+        texts = zip(self._split.names, self._split.num_bytes.tolist(), self._split.num_words.tolist(), strict=True)
+        return Evaluation.of(
+            (
+                DocumentScore(**sums, name=name, num_bytes=num_bytes, num_words=num_words)
+                for sums, (name, num_bytes, num_words) in zip(by_document.rows(), texts, strict=True)
+            ),
+            split=self.name,
+            positions=tuple(
+                PositionScore(**sums, start=self._bin_start(i), stop=self._bin_start(i + 1))
+                for i, sums in enumerate(by_position.rows())
+            ),
+            documents_in_split=self._documents_in_split,
+            seconds=seconds,
+            leaks_the_future=leaks_the_future(self._reader),
         )
-        positions = tuple(
-            PositionScore(**by_position.row(i), start=self._bin_start(i), stop=self._bin_start(i + 1))
-            for i in range(len(by_position.nats))
-        )
-        leaks = leaks_the_future(self._reader)
-        return Evaluation(self.name, documents, positions, self._documents_in_split, time.perf_counter() - began, leaks)
 
     def token_losses(
         self, params: Any, on_progress: Callable[[int, int], None] | None = None
     ) -> list[Float[np.ndarray, " targets"]]:
-        """The loss of every target in nats, float32, by document; `__call__` returns sums of these.
+        """The loss of every target in nats, float32, by document, of which `__call__` returns sums.
 
-        Number `i` of a document is the loss of its token `i + 1`. The arguments are those of `__call__`.
+        Number `i` of a document is the loss of its token `i + 1`.
         """
         ends = np.cumsum(self._targets)
         starts = ends - self._targets
@@ -185,8 +183,8 @@ class Evaluator:
 
     def _read(
         self, params: Any, add: Callable[[_Losses], None], on_progress: Callable[[int, int], None] | None
-    ) -> None:
-        """Reads all documents and calls `add` with the losses of each step, as numpy arrays."""
+    ) -> float:
+        """Reads all documents and calls `add` with the losses of each step, as numpy arrays. Returns the seconds."""
         done, total = 0, int(self._targets.sum())
 
         def fetch(losses: _Losses) -> None:
@@ -200,14 +198,19 @@ class Evaluator:
         carry = self._init_carry(params)
         previous = None
         with jax.set_mesh(self._mesh), load_batches(self._reader, self._lanes) as batches:
-            for batch in batches:
-                carry, losses = self._step(params, carry, batch)
+            first = next(batches)
+            if self._compiled is None:
+                self._compiled = self._step.lower(params, carry, first).compile()
+            began = time.perf_counter()
+            for batch in itertools.chain([first], batches):
+                carry, losses = self._compiled(params, carry, batch)
                 # Fetched one step later, so that the devices are already computing the next step.
                 if previous is not None:
                     fetch(previous)
                 previous = losses
-        if previous is not None:
-            fetch(previous)
+        assert previous is not None
+        fetch(previous)
+        return time.perf_counter() - began
 
     def _positions(self, losses: _Losses) -> Int[np.ndarray, " counted"]:
         """The position in its document of every token that counts; overlapping windows begin at any position."""
@@ -224,6 +227,22 @@ def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batc
     return carry, _Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
 
 
+def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _Losses]:
+    """Does the same as `evaluation_step`, one token after the other; documents begin with a segment."""
+    module = model.bind(params)
+    fresh, begins = module.init_carry(len(batch.start), decoding=True), batch.start[:, 0]
+    carry = jax.tree.map(lambda new, old: jnp.where(begins.reshape(-1, *[1] * (new.ndim - 1)), new, old), fresh, carry)
+
+    def one_token(carry, token):
+        inputs, target = token
+        logits, carry = module.decode_step(inputs, carry)
+        target_logits = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return carry, (jax.nn.logsumexp(logits, axis=-1) - target_logits, jnp.argmax(logits, axis=-1) == target)
+
+    carry, (nats, correct) = jax.lax.scan(one_token, carry, (batch.inputs.T, batch.targets.T))
+    return carry, _Losses(nats.T, correct.T, batch.loss_mask, batch.document, batch.position)
+
+
 class _Sums:
     """Running sums in float64 and int64, by document or by bin of positions."""
 
@@ -237,8 +256,8 @@ class _Sums:
         self.num_correct += np.bincount(index[losses.correct[losses.counted]], minlength=len(self.nats))
         self.num_tokens += np.bincount(index, minlength=len(self.nats))
 
-    def row(self, index: int) -> dict[str, Any]:
-        return {name: getattr(self, name)[index].item() for name in ("num_tokens", "nats", "num_correct")}
+    def rows(self) -> list[dict[Any, Any]]:
+        return pd.DataFrame(vars(self)).to_dict("records")
 
 
 def _position_bin(block: np.ndarray) -> Any:

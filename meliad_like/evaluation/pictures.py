@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
+import pandas as pd
 from etils import epath
 from matplotlib.figure import Figure
 
@@ -12,15 +12,12 @@ from meliad_like.errors import UserError
 from meliad_like.remote import any_path
 from meliad_like.training.metrics import FILE_NAME, read_rows
 
-Curve = tuple[np.ndarray, np.ndarray]
-"""The steps and values of a curve."""
-
 COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c", "#8a4fa3", "#b0892c", "#4aa3b5", "#c2477a")
 SMOOTHED_PARTS = 25  # Number of parts of a curve; each is averaged to a point of the bold line.
 
 
-def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, Curve]:
-    """The curve of each kind of measurement: `train`, and the names of the splits that were evaluated during training.
+def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, pd.Series]:
+    """The values by step of each kind of measurement: `train`, and the splits that were evaluated during training.
 
     Raises:
       UserError: there are no metrics, or no metric has this name.
@@ -28,17 +25,11 @@ def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, Curve]:
     path = any_path(workdir) / FILE_NAME
     if not path.exists():
         raise UserError(f"there is no {path}: --workdir is the folder of a training")
-    rows = read_rows(path)
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        if row.get(metric) is not None:
-            curves.setdefault(row["kind"], []).append((row["step"], row[metric]))
-    if not curves:
-        known = ", ".join(sorted({name for row in rows for name in row} - {"step", "kind"}))
-        raise UserError(f"{path} has no {metric}; it has {known or 'no figures yet'}")
-    return {
-        kind: (np.array([s for s, _ in points]), np.array([v for _, v in points])) for kind, points in curves.items()
-    }
+    rows = pd.DataFrame(read_rows(path))
+    known = sorted(set(rows) - {"step", "kind"})
+    if metric not in known or rows[metric].isna().all():
+        raise UserError(f"{path} has no {metric}; it has {', '.join(known) or 'no figures yet'}")
+    return {str(kind): part.set_index("step")[metric].dropna() for kind, part in rows.groupby("kind", sort=False)}
 
 
 def read_levels(path: epath.PathLike) -> dict[str, float]:
@@ -57,7 +48,7 @@ def read_levels(path: epath.PathLike) -> dict[str, float]:
     return {f"{name} on {split}": value for name, value in others.items() if name != "untrained"}
 
 
-def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, output: Path) -> None:
+def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: str, output: Path) -> None:
     """Draws the curves and writes the image file.
 
     Args:
@@ -75,22 +66,21 @@ def draw(curves: Mapping[str, Curve], levels: Mapping[str, float], label: str, o
     if output.suffix.lower().removeprefix(".") not in formats:
         raise UserError(f"--output={output} must end with one of .{', .'.join(sorted(formats))}")
     axes = figure.subplots()
-    for colour, (kind, (steps, values)) in zip(COLOURS, curves.items()):
+    for colour, (kind, values) in zip(COLOURS, curves.items()):
         width = len(values) // SMOOTHED_PARTS
         if width > 1:
-            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-            average = np.convolve(values, np.full(width, 1 / width), mode="valid")
-            axes.plot(steps[width - 1 :], average, color=colour, linewidth=2, label=f"{kind}, averaged")
+            axes.plot(values, color=colour, alpha=0.25, linewidth=1)
+            axes.plot(values.rolling(width).mean(), color=colour, linewidth=2, label=f"{kind}, averaged")
         else:
-            axes.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=4, label=kind)
+            axes.plot(values, color=colour, linewidth=2, marker="o", markersize=4, label=kind)
     for name, value in levels.items():
         axes.axhline(value, color="#777777", linestyle="--", linewidth=1)
         axes.annotate(f" {name}", (1, value), xycoords=("axes fraction", "data"), va="center", annotation_clip=False)
     # The beginning of a curve is far above the rest, and would determine the scale.
-    shown = np.concatenate([values[len(values) // SMOOTHED_PARTS :] for _, values in curves.values()])
-    highest, lowest = max([*shown, *levels.values()]), min([*shown, *levels.values()])
-    margin = 0.05 * (highest - lowest) or 1.0
-    axes.set_ylim(lowest - margin, highest + margin)
+    later = [values.iloc[len(values) // SMOOTHED_PARTS :] for values in curves.values()]
+    shown = pd.concat([*later, pd.Series(levels, dtype=float)])
+    margin = 0.05 * (shown.max() - shown.min()) or 1.0
+    axes.set_ylim(shown.min() - margin, shown.max() + margin)
     axes.set(xlabel="step", ylabel=label)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

@@ -1,7 +1,6 @@
 """Evaluations as JSON files, and as tables for the terminal and for Markdown."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,7 +12,8 @@ from rich.progress import Progress
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.protocols import ProtocolScore
-from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
+from meliad_like.evaluation.scores import Evaluation
+from meliad_like.resumable import write_json
 from meliad_like.tables import Table
 
 Result = TypeVar("Result")
@@ -104,39 +104,10 @@ def with_progress(title: str, work: Callable[[Callable[[int, int], None]], Resul
 
 
 def write(evaluation: Evaluation, path: epath.PathLike, **details: Any) -> None:
-    """Writes the figures, the documents and the positions as JSON.
-
-    Args:
-      evaluation: the evaluation, which `read` returns.
-      path: the file; its folder is created if needed.
-      **details: additional values for the file, such as the checkpoint; NaN is written as null.
-    """
-    saved = details | {
-        "figures": {name: _finite(getattr(evaluation, name)) for name in FIGURES},
-        **dataclasses.asdict(evaluation),
-    }
-    path = epath.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(saved, indent=2) + "\n")
-
-
-def read(path: epath.PathLike) -> Evaluation:
-    """Reads an evaluation from a file of `write`.
-
-    Raises:
-      UserError: the file does not exist, or is not an evaluation.
-    """
-    try:
-        saved = json.loads(epath.Path(path).read_text())
-        return Evaluation(
-            documents=tuple(DocumentScore(**document) for document in saved["documents"]),
-            positions=tuple(PositionScore(**score) for score in saved["positions"]),
-            **{name: saved[name] for name in ("split", "documents_in_split", "seconds", "leaks_the_future")},
-        )
-    except FileNotFoundError:
-        raise UserError(f"there is no evaluation {path}") from None
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise UserError(f"{path} is not an evaluation that python -m meliad_like.evaluate --output wrote") from None
+    """Writes the figures, the documents and the positions as JSON, NaN as null, after additional `details`."""
+    figures = {name: getattr(evaluation, name) for name in FIGURES}
+    finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+    write_json(path, details | {"figures": finite} | dataclasses.asdict(evaluation))
 
 
 def _text(value: float) -> str:
@@ -147,7 +118,3 @@ def _text(value: float) -> str:
     if abs(value) < 1000:
         return f"{value:.4f}"
     return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.2e}"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

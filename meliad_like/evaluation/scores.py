@@ -1,7 +1,9 @@
 """Sums over the tokens of documents, and the figures computed from them."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,75 +23,25 @@ class Score:
     def bits_per_token(self) -> float:
         return _ratio(self.nats / math.log(2), self.num_tokens)
 
-
-@dataclass(frozen=True)
-class DocumentScore(Score):
-    """The sums over one document."""
-
-    name: str
-    num_bytes: int
-    """The number of bytes of its text in UTF-8."""
-    num_words: int
-    """The number of words, as `data.token_store.count_words` counts them."""
-
-    @property
-    def bits_per_byte(self) -> float:
-        return _ratio(self.nats / math.log(2), self.num_bytes)
-
-
-@dataclass(frozen=True)
-class PositionScore(Score):
-    """The sums over positions `start` to `stop` (exclusive) of all documents; after a window, bins double."""
-
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The results of one set of parameters on a split."""
-
-    split: str
-    documents: tuple[DocumentScore, ...]
-    """The documents in the order of the split; a document with a single token has no target."""
-    positions: tuple[PositionScore, ...]
-    """The losses by position in the document of the token from which the target is predicted."""
-    documents_in_split: int
-    """The number of documents of the split; more than `documents` if a subset was evaluated."""
-    seconds: float
-    """The wall time in seconds, including compilation in the evaluator's first call."""
-    leaks_the_future: bool = False
-    """Whether the reader's selections used the targets (`data.readers.leaks_the_future`)."""
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.documents)
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of predicted tokens: all but each document's first."""
-        return sum(document.num_tokens for document in self.documents)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(document.num_bytes for document in self.documents)
-
-    @property
-    def num_words(self) -> int:
-        return sum(document.num_words for document in self.documents)
-
-    @property
-    def nats(self) -> float:
-        return math.fsum(document.nats for document in self.documents)
-
-    @property
-    def bits_per_token(self) -> float:
-        return self.nats / math.log(2) / self.num_tokens
-
     @property
     def perplexity(self) -> float:
         """The perplexity per token."""
-        return _exp(self.nats / self.num_tokens)
+        return _exp(_ratio(self.nats, self.num_tokens))
+
+    @property
+    def accuracy(self) -> float:
+        """The share of the predicted tokens that were the most likely ones."""
+        return _ratio(self.num_correct, self.num_tokens)
+
+
+@dataclass(frozen=True)
+class TextScore(Score):
+    """The sums over predicted tokens, and the size of their text."""
+
+    num_bytes: int
+    """The number of bytes in UTF-8."""
+    num_words: int
+    """The number of words, as `data.token_store.count_words` counts them."""
 
     @property
     def bits_per_byte(self) -> float:
@@ -106,10 +58,52 @@ class Evaluation:
         """exp(nats / words), as PG-19's authors define it; NaN where there are no words."""
         return _exp(_ratio(self.nats, self.num_words))
 
+
+@dataclass(frozen=True)
+class DocumentScore(TextScore):
+    """The sums over one document."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class PositionScore(Score):
+    """The sums over positions `start` to `stop` (exclusive) of all documents; after a window, bins double."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Evaluation(TextScore):
+    """The results of one set of parameters on a split; the sums are over all documents."""
+
+    split: str
+    documents: tuple[DocumentScore, ...]
+    """The documents in the order of the split; a document with a single token has no target."""
+    positions: tuple[PositionScore, ...]
+    """The losses by position in the document of the token from which the target is predicted."""
+    documents_in_split: int
+    """The number of documents of the split; more than `documents` if a subset was evaluated."""
+    seconds: float
+    """The wall time in seconds, without compilation."""
+    leaks_the_future: bool = False
+    """Whether the reader's selections used the targets (`data.readers.leaks_the_future`)."""
+
+    @classmethod
+    def of(cls, documents: Iterable[DocumentScore], **others: Any) -> Self:
+        """The evaluation of these documents; `others` are the fields that are not sums over them."""
+        documents = tuple(documents)
+        counts = {
+            name: sum(getattr(document, name) for document in documents)
+            for name in ("num_tokens", "num_correct", "num_bytes", "num_words")
+        }
+        nats = math.fsum(document.nats for document in documents)
+        return cls(documents=documents, nats=nats, **counts, **others)
+
     @property
-    def accuracy(self) -> float:
-        """The share of the predicted tokens that were the most likely ones."""
-        return sum(document.num_correct for document in self.documents) / self.num_tokens
+    def num_documents(self) -> int:
+        return len(self.documents)
 
     @property
     def tokens_per_second(self) -> float:

@@ -15,6 +15,7 @@ from meliad_like.errors import UserError
 from meliad_like.mesh import (
     carry_shardings,
     lane_sharding,
+    lane_shards,
     optimizer_state_shardings,
     parameter_shardings,
     replicated,
@@ -22,8 +23,7 @@ from meliad_like.mesh import (
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import at_rates, make_optimizer
 from meliad_like.optimization.schedules import make_schedule
-from meliad_like.training.state import TrainState, init_state
-from meliad_like.training.step import make_train_step
+from meliad_like.training.step import TrainState, init_state, make_train_step
 
 
 class Program(NamedTuple):
@@ -51,10 +51,7 @@ class Program(NamedTuple):
 
 
 def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
-    """Lays out the model, its optimizer and its lanes on a mesh. It needs no documents and compiles nothing.
-
-    Args:
-      run: the config of one stage.
+    """Lays out one stage's model, its optimizer and its lanes on a mesh. It needs no documents and compiles nothing.
 
     Raises:
       UserError: the mesh does not fit the lanes or the model.
@@ -64,7 +61,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
     model = Model(run.model, vocabulary_size)
     # Raises a helpful error if the number of lanes is not a multiple of the number of devices.
     lane_sharding(mesh, num_lanes)
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = lane_shards(mesh)
     if num_lanes % (run.training.gradient_accumulation * shards):
         raise UserError(
             f"{num_lanes} lanes (tokens_per_step / segment_length) do not divide into "
@@ -72,7 +69,6 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
         )
     optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
     optimizer = at_rates(optimizer, model.rate_factors)
-
     return lay_out(
         model,
         mesh,
@@ -98,8 +94,7 @@ def lay_out(
     """Lays out any training on a mesh. It compiles nothing.
 
     Args:
-      model: the trained model; its `carry_axes` gives the logical axes of the carry (`Model.carry_axes`).
-      mesh: the devices.
+      model: the trained model, with a method `carry_axes` such as that of `Model`.
       axes: a tree like the parameters, with the logical axes of each.
       init: key -> the state before the first step.
       seed: seed of the key for `init`.
@@ -127,9 +122,7 @@ def lay_out(
         num_skipped=replicated(mesh),
         halted=replicated(mesh),
     )
-    abstract_state = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
-    )
+    abstract_state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
     return Program(
         model=model,
         mesh=mesh,

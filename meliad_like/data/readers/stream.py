@@ -12,12 +12,13 @@ import numpy as np
 from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.readers.base import READERS, Reader, ReaderConfig, ReaderInputs, Split, check_tokens
 from meliad_like.data.schedule import permutation
+from meliad_like.data.subset import Documents
 
 
 class Concatenated:
     """A split's documents as the only one of a split: first the end of a document, then their tokens."""
 
-    def __init__(self, split: Split, vocabulary_size: int, end_of_document: int):
+    def __init__(self, split: Documents, vocabulary_size: int, end_of_document: int):
         """Tokens must be below vocabulary_size; the first is end_of_document."""
         self._split = split
         self._vocabulary_size = vocabulary_size
@@ -25,6 +26,7 @@ class Concatenated:
         self.ends = np.cumsum(np.asarray(split.lengths, np.int64))
         """Where documents end, counted without the first token."""
         self.lengths = self.ends[-1:] + 1
+        self.num_bytes, self.num_words = (np.sum(x, keepdims=True) for x in (split.num_bytes, split.num_words))
         self.names = ["all documents, one after the other"]
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
