@@ -219,7 +219,7 @@ def test_a_working_folder_refuses_another_config(tmp_path):
     config.save(config.parse(["size/tiny.gin"]), tmp_path)
     with pytest.raises(UserError) as caught:
         config.save(config.parse(["size/tiny.gin", "option/no_dropout.gin"]), tmp_path)
-    assert "model.dropout_rate is 0.05 there, 0.0 here; choose another --workdir" in str(caught.value)
+    assert "DecoderConfig.dropout_rate is 0.05 there, 0.0 here; choose another --workdir" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +251,14 @@ def test_fields_that_may_change_when_a_run_resumes(tmp_path, binding):
 @pytest.mark.parametrize(
     ("binding", "message"),
     [
-        ("TrainingConfig.seed = 1", "training.seed is 0 there, 1 here"),
+        ("TrainingConfig.seed = 1", "TrainingConfig.seed is 0 there, 1 here"),
         # Dropout masks are drawn for each part of the lanes.
-        ("TrainingConfig.gradient_accumulation = 2", "training.gradient_accumulation is 1 there, 2 here"),
-        ("DecoderConfig.activation_dtype = 'bfloat16'", "model.activation_dtype is 'float32' there, 'bfloat16' here"),
-        ("ScheduleConfig.warmup_steps = 7", "schedule.warmup_steps is 1000 there, 7 here"),
+        ("TrainingConfig.gradient_accumulation = 2", "TrainingConfig.gradient_accumulation is 1 there, 2 here"),
+        (
+            "DecoderConfig.activation_dtype = 'bfloat16'",
+            "activation_dtype is 'float32' there, 'bfloat16' here",
+        ),
+        ("ScheduleConfig.warmup_steps = 7", "InverseSquareRootSchedule.warmup_steps is 1000 there, 7 here"),
     ],
 )
 def test_fields_that_may_not_change_when_a_run_resumes(tmp_path, binding, message):
@@ -271,10 +274,10 @@ def test_fields_that_may_not_change_when_a_run_resumes(tmp_path, binding, messag
         (
             ["RunConfig.schedule = 'cosine'", "TrainingConfig.num_steps = 1000"],
             ["RunConfig.schedule = 'cosine'", "TrainingConfig.num_steps = 2000"],
-            "training.num_steps is 1000 there, 2000 here",
+            "TrainingConfig.num_steps is 1000 there, 2000 here",
         ),
         # Steps that were skipped would have stopped the run.
-        (["TrainingConfig.nonfinite = 'skip'"], [], "training.nonfinite is 'skip' there, 'stop' here"),
+        (["TrainingConfig.nonfinite = 'skip'"], [], "TrainingConfig.nonfinite is 'skip' there, 'stop' here"),
         # The best bits so far are those of other documents.
         (
             ["TrainingConfig.keep_best = True", "TrainingConfig.evaluate_every = 10"],
@@ -283,7 +286,7 @@ def test_fields_that_may_not_change_when_a_run_resumes(tmp_path, binding, messag
                 "TrainingConfig.evaluate_every = 10",
                 "TrainingConfig.evaluate_split = 'test'",
             ],
-            "training.evaluate_split is 'validation' there, 'test' here",
+            "TrainingConfig.evaluate_split is 'validation' there, 'test' here",
         ),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys)
     assert "from step 3 to 5" in capsys.readouterr().out
     assert job(5).result["num_steps"] == 5
 
-    with pytest.raises(UserError, match="belongs to another config: model.window_length is 16 there, 32 here"):
+    with pytest.raises(UserError, match="belongs to another config: DecoderConfig.window_length is 16 there"):
         job(5, "DecoderConfig.window_length = 32").finished("validation")
     with pytest.raises(UserError, match="split 'test' has no documents"):
         train_and_evaluate(job(5), "test")

@@ -195,7 +195,7 @@ def test_a_carry_of_another_checkpoint_is_refused(make_generator, opened, tmp_pa
     wider = dataclasses.replace(RUN, model=dataclasses.replace(CONFIG, window_length=8))
     for other, message in (
         (opened._replace(step=8), "belongs to another config: step is 7 there, 8 here"),
-        (opened._replace(run=wider), "model.window_length is 4 there, 8"),
+        (opened._replace(run=wider), "DecoderConfig.window_length is 4 there, 8"),
         (opened._replace(vocabulary=ByteVocabulary(8)), "vocabulary is .* there"),
         (retrained, "parameters is .* there"),
         # Training went on.

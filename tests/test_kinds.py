@@ -169,7 +169,8 @@ def test_what_is_saved_is_read_back():
     plain = to_plain(made)
     assert plain["network"]["memories"][0] == {"kind": "states", "layers": (1,), "number": 4, "gate": {"bias": 2.0}}
     assert saved.from_plain(Root, plain) == made
-    assert construction.build(construction.to_bindings(made), Root) == (made,)
+    bindings = {key: Binding(value, "") for key, value in config.bound_values(made).items()}
+    assert construction.build(bindings, Root) == (made,)
     del plain["network"]["memories"][0]["gate"]
     assert saved.from_plain(Root, plain).network.memories[0].gate == Gate()
 
@@ -190,15 +191,16 @@ def test_what_is_saved_of_another_version_is_an_error(plain, expected):
 
 def test_differences_are_named_by_their_place():
     old, new = Root(Stack(5, (Window(3), States()))), Root(Stack(6, (Window(3), States(gate=Gate(2.0)))), 2)
-    found = {each.path: (each.old, each.new, each.resumable(old, new)) for each in saved.compare(old, new)}
-    assert found == {
-        "network.width": (5, 6, False),
-        "network.memories.states.gate.bias": (1.0, 2.0, False),
-        "steps": (1, 2, True),
-    }
-    assert [each[:3] for each in saved.compare(old, Root(Table()))] == [("network.kind", "stack", "table")]
-    assert [each[:3] for each in saved.compare(old, Root(Stack(5)))] == [
-        ("network.memories", ("window", "states"), ("window",))
+    assert [(*each[:4], each.resumable(old, new)) for each in saved.compare(old, new)] == [
+        ("network.width", "Stack.width", 5, 6, False),
+        ("network.memories.states.gate.bias", "Gate.bias", 1.0, 2.0, False),
+        ("steps", "Root.steps", 1, 2, True),
+    ]
+    assert [each[:4] for each in saved.compare(old, Root(Table()))] == [
+        ("network.kind", "Root.network", "stack", "table")
+    ]
+    assert [each[:4] for each in saved.compare(old, Root(Stack(5)))] == [
+        ("network.memories", "Stack.memories", ("window", "states"), ("window",))
     ]
 
 

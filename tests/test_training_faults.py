@@ -162,7 +162,7 @@ def test_what_would_stop_the_first_evaluation_is_found_before_the_first_step(bin
 def test_a_working_folder_of_another_run(bindings, tmp_path):
     assert train(parse(bindings, "TrainingConfig.num_steps = 1"), tmp_path) == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    changed = "model.mechanisms.recurrent_states.num_states is 16 there, 8 here"
+    changed = "RecurrentStates.num_states is 16 there, 8 here"
     message = f"{tmp_path} belongs to another config: {changed}; choose another"
     with pytest.raises(UserError, match=re.escape(message)):
         train(parse(bindings, "NUM_STATES = 8"), tmp_path)

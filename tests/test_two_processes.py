@@ -123,6 +123,6 @@ def test_a_mistake_ends_both_at_once(bindings, one):
     other = command([*bindings, "RecurrentStates.gate = 'lstm'"], f"--workdir={one}")
     statuses, results = finish(start_two(other))
     assert statuses == [2, 2], results
-    changed = "model.mechanisms.recurrent_states.gate is 'fixed' there, 'lstm' here"
+    changed = "RecurrentStates.gate is 'fixed' there, 'lstm' here"
     for _, errors in results:
         assert f"error: {one} belongs to another config: {changed}" in errors

@@ -189,19 +189,17 @@ def _classes(config_class: type) -> list[type]:
     return [base for base in config_class.__mro__ if "__dataclass_fields__" in vars(base)]
 
 
-def to_bindings(config: Any, origin: str = "") -> Bindings:
-    """A config as gin would bind all of it: `build` makes the same config of it."""
-    bindings: Bindings = {}
+def bound_values(config: Any) -> dict[str, Any]:
+    """The values of all fields of a config by the names with which gin binds them: `build` makes the same of them."""
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         key, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
-        inside: Any = [value] if dataclasses.is_dataclass(value) else []
+        inside = value if field.metadata.get("many") else [value] if dataclasses.is_dataclass(value) else []
         if (registry := field.metadata.get("registry")) is not None:
-            inside = value if field.metadata["many"] else [value]
             names = tuple(map(registry.name_of, inside))
             value = names if field.metadata["many"] else names[0]
-            bindings[key] = Binding(value, origin)
-        elif not inside:
-            bindings[key] = Binding(value, origin)
+        if registry is not None or not inside:
+            values[key] = value
         for member in inside:
-            bindings |= to_bindings(member, origin)
-    return bindings
+            values |= bound_values(member)
+    return values

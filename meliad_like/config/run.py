@@ -1,8 +1,10 @@
-"""The config of a whole run, and how bindings become one."""
+"""The config of a whole run: how bindings become one, and how they or other code change fields of it."""
 
-from collections.abc import Sequence
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from meliad_like.config import construction
 from meliad_like.config.bindings import Bindings, collect
@@ -18,6 +20,8 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, OptimizerConfig
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
 from meliad_like.registry import kind_field
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,7 @@ class RunConfig:
 
 
 def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunConfig:
-    """The run that `base.gin`, these `--gin_file`s and these `--gin_param`s describe.
-
-    Args:
-      gin_files: names as `--gin_file` takes them, in any order.
-      gin_params: bindings such as `DecoderConfig.num_layers = 3`; they win over every file.
+    """The run that `base.gin`, these `--gin_file`s (in any order) and these `--gin_param`s describe.
 
     Raises:
       UserError: anything about them is wrong, on one line.
@@ -68,11 +68,9 @@ def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunC
 
 
 def parse_with(gin_files: Sequence[str], gin_params: Sequence[str], *others: Any) -> tuple[Any, ...]:
-    """The run, and the other configs that the same files and parameters describe, such as those of a command.
+    """The run, and other configs that the same files and parameters describe, such as those of a command.
 
-    Args:
-      gin_files, gin_params: as for `parse`.
-      others: classes of the other configs, or configs whose values hold where nothing is bound.
+    `others` are their classes, or configs whose values hold where nothing is bound.
     """
     return construction.build(collect(gin_files, gin_params), RunConfig, *others)
 
@@ -80,3 +78,52 @@ def parse_with(gin_files: Sequence[str], gin_params: Sequence[str], *others: Any
 def build(bindings: Bindings) -> RunConfig:
     """A RunConfig from bindings, each of which must be read."""
     return construction.build(bindings, RunConfig)[0]
+
+
+class Changes(NamedTuple):
+    """What gin files and parameters change of configs that there are already."""
+
+    bindings: Bindings
+
+    def __call__(self, *configs: Any) -> Any:
+        """The changed configs: one, or a tuple of several.
+
+        Raises:
+          UserError: a binding is wrong, or none of the configs reads it.
+        """
+        changed = construction.build(self.bindings, *configs)
+        return changed[0] if len(changed) == 1 else changed
+
+    def value(self, key: str, default: Config) -> Config:
+        """What is bound to `Class.field`; the default where nothing of its type is."""
+        binding = self.bindings.get(key)
+        return binding.value if binding is not None and type(binding.value) is type(default) else default
+
+
+def read_changes(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> Changes:
+    """Reads gin files and parameters whose bindings change a saved config; those of base.gin change nothing.
+
+    Raises:
+      UserError: as `collect`, or a parameter binds a macro.
+    """
+    for text in gin_params:
+        if "." not in text.partition("=")[0]:
+            raise UserError(f"--gin_param={text}: the checkpoint has no macros; bind Class.parameter = value")
+    return Changes({key: value for key, value in collect(gin_files, gin_params).items() if not value.of_base})
+
+
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config with other values in some fields; it is validated once they all have changed.
+
+    Args:
+      changes: by the paths of fields, such as `{"data.segment_length": 512, "model.remat": "layers"}`.
+    """
+    own = {path: value for path, value in changes.items() if "." not in path}
+    inside: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            inside[name][rest] = value
+    for name, more in inside.items():
+        own[name] = with_changes(own.get(name, getattr(config, name)), more)
+    return dataclasses.replace(config, **own)  # type: ignore[type-var]  # configs are dataclasses

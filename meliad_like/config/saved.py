@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from meliad_like.config.construction import to_bindings
+from meliad_like.config.construction import bound_values
 from meliad_like.config.fields import field_types, fit
 from meliad_like.config.run import RunConfig
 from meliad_like.config.search import nearest
@@ -22,14 +22,9 @@ JSON_NAME = "config.json"
 GIN_NAME = "config.gin"
 
 
-def to_dict(run: RunConfig) -> dict[str, dict[str, Any]]:
-    """The config as nested dictionaries: one for each part, those of kinds with the kind's name."""
-    return to_plain(run)
-
-
 def to_json(run: RunConfig) -> str:
-    """`to_dict` as indented JSON text."""
-    return json.dumps(to_dict(run), indent=2) + "\n"
+    """The config as indented JSON: nested dictionaries, one for each part, those of kinds with the kind's name."""
+    return json.dumps(to_plain(run), indent=2) + "\n"
 
 
 def from_json(text: str | bytes) -> RunConfig:
@@ -42,10 +37,7 @@ def from_json(text: str | bytes) -> RunConfig:
 
 
 def from_plain(config_class: type, saved: Any, path: str = "") -> Any:
-    """Rebuilds a config of this class from what `to_plain` made of it.
-
-    Args:
-      path: of the config in what was saved, for messages.
+    """Rebuilds a config of this class from what `to_plain` made of it; messages name the `path` of a field.
 
     Raises:
       UserError: an unknown or ill-typed field or kind.
@@ -60,47 +52,43 @@ def from_plain(config_class: type, saved: Any, path: str = "") -> Any:
         if field.name not in saved:
             continue
         value, key = saved[field.name], f"{path}.{field.name}".lstrip(".")
-        if (registry := field.metadata.get("registry")) is not None:
-            default = default_of(field)
-            if not field.metadata["many"]:
-                arguments[field.name] = _kind(registry, value, key, type(default))
-            elif isinstance(value, list):
-                arguments[field.name] = tuple(_kind(registry, member, key, None) for member in value)
-            else:
-                raise UserError(f"the saved config has {value!r} where {key} should be a list")
-        elif dataclasses.is_dataclass(types[field.name]):
-            arguments[field.name] = from_plain(types[field.name], value, key)
+        if (registry := field.metadata.get("registry")) is None:
+            expected = types[field.name]
+            is_config = dataclasses.is_dataclass(expected)
+            arguments[field.name] = from_plain(expected, value, key) if is_config else fit(value, expected, key)
+        elif not field.metadata["many"]:
+            arguments[field.name] = _kind(registry, value, key, type(default_of(field)))
+        elif isinstance(value, list):
+            arguments[field.name] = tuple(_kind(registry, member, key, None) for member in value)
         else:
-            arguments[field.name] = fit(value, types[field.name], key)
+            raise UserError(f"the saved config has {value!r} where {key} should be a list")
     return config_class(**arguments)
 
 
 def _kind(registry: Registry, saved: Any, path: str, default: type | None) -> Any:
-    config_class = default
-    if isinstance(saved, dict) and ("kind" in saved or default is None):
-        name = saved.get("kind")
-        if not isinstance(name, str) or name not in registry:
-            raise UserError(
-                f"the saved config has {path}.kind={name!r}, which is not one of {', '.join(sorted(registry))}"
-            )
-        config_class = registry[name]
-        saved = {key: value for key, value in saved.items() if key != "kind"}
-    return from_plain(config_class, saved, path)
+    if not isinstance(saved, dict) or ("kind" not in saved and default is not None):
+        return from_plain(default, saved, path)
+    name = saved.get("kind")
+    if not isinstance(name, str) or name not in registry:
+        raise UserError(f"the saved config has {path}.kind={name!r}, which is not one of {', '.join(sorted(registry))}")
+    return from_plain(registry[name], {key: value for key, value in saved.items() if key != "kind"}, path)
 
 
 def to_gin(run: RunConfig) -> str:
     """The config as a gin file that binds every parameter: read again, it gives the same run."""
     sections = collections.defaultdict(list)
-    for key, binding in to_bindings(run).items():
-        sections[key.partition(".")[0]].append(f"{key} = {binding.value!r}\n")
+    for key, value in bound_values(run).items():
+        sections[key.partition(".")[0]].append(f"{key} = {value!r}\n")
     return "\n".join(map("".join, sections.values()))
 
 
 class Difference(NamedTuple):
-    """A field of two configs that have other values in it."""
+    """A field in which two configs differ."""
 
     path: str
     """Such as `model.num_layers`; `model.kind` where the kinds are others, whose fields are not compared."""
+    key: str
+    """The name by which gin binds the field, such as `DecoderConfig.num_layers`."""
     old: Any
     new: Any
     resumable: Callable[[Any, Any], bool]
@@ -110,22 +98,24 @@ class Difference(NamedTuple):
 def compare(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
     """The fields in which two configs of one class differ."""
     for field in dataclasses.fields(old):
-        key, resumable = f"{path}.{field.name}".lstrip("."), field.metadata.get("resumable", lambda old, new: False)
-        registry = field.metadata.get("registry")
+        inner, key = f"{path}.{field.name}".lstrip("."), f"{type(old).__name__}.{field.name}"
+        resumable = field.metadata.get("resumable", lambda old, new: False)
         pair = getattr(old, field.name), getattr(new, field.name)
-        if registry is not None and field.metadata["many"]:
-            members = [{registry.name_of(member): member for member in value} for value in pair]
-            if list(members[0]) != list(members[1]):
-                yield Difference(key, tuple(members[0]), tuple(members[1]), resumable)
-            else:
-                for name in members[0]:
-                    yield from compare(members[0][name], members[1][name], f"{key}.{name}")
-        elif type(pair[0]) is not type(pair[1]) and registry is not None:
-            yield Difference(f"{key}.kind", registry.name_of(pair[0]), registry.name_of(pair[1]), resumable)
-        elif dataclasses.is_dataclass(pair[0]) and type(pair[0]) is type(pair[1]):
-            yield from compare(*pair, key)
-        elif pair[0] != pair[1]:
-            yield Difference(key, *pair, resumable)
+        if (registry := field.metadata.get("registry")) is None:
+            if dataclasses.is_dataclass(pair[0]):
+                yield from compare(*pair, inner)
+            elif pair[0] != pair[1]:
+                yield Difference(inner, key, *pair, resumable)
+            continue
+        many = field.metadata["many"]
+        members = [{registry.name_of(member): member for member in (value if many else [value])} for value in pair]
+        names = [tuple(each) for each in members]
+        if names[0] != names[1]:
+            before, after = names if many else (name for (name,) in names)
+            yield Difference(inner if many else f"{inner}.kind", key, before, after, resumable)
+        else:
+            for name, member in members[0].items():
+                yield from compare(member, members[1][name], f"{inner}.{name}" if many else inner)
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -140,8 +130,7 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
       UserError: the folder holds another run, which differs in a field that is not `resumable`, or its `config.json` is
         damaged.
     """
-    folder = epath.Path(workdir)
-    path = folder / JSON_NAME
+    path = epath.Path(workdir) / JSON_NAME
     if not path.exists():
         return
     try:
@@ -151,7 +140,7 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
             f"{path}: {error}; if it is damaged, delete it: the same command then resumes, and writes it anew"
         ) from None
     fixed = [found for found in compare(saved, run) if not found.resumable(saved, run)]
-    refuse_differences(folder, ((found.path, found.old, found.new) for found in fixed), "choose another --workdir")
+    refuse_differences(path.parent, ((found.key, found.old, found.new) for found in fixed), "choose another --workdir")
 
 
 def save(run: RunConfig, workdir: str | epath.Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from meliad_like.errors import UserError
 from meliad_like.registry import resumable
-from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seed, check_steps
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_steps
 
 Nonfinite = Literal["stop", "skip"]
 
@@ -54,7 +54,7 @@ class TrainingConfig:
             raise UserError("keep_best=True needs an evaluate_every")
         if self.sample_every and not self.sample_tokens:
             raise UserError(f"sample_every={self.sample_every} needs sample_tokens of at least 1")
-        check_seed(self)
+        check_seeds(self, ("seed",))
         check_positive(self, ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"))
         check_steps(self, ("num_steps",))
         periods = ("evaluate_every", "checkpoint_every", "checkpoint_keep_every", "sample_every")

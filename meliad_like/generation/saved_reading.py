@@ -1,6 +1,5 @@
 """A file with a carry, so that reading a book can be interrupted and resumed."""
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meliad_like.config import bound_values
 from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.generation.streaming import Reading
 from meliad_like.models.base import ModelConfig
@@ -24,14 +24,8 @@ def identity(config: ModelConfig, params: Any, step: int, vocabulary_fingerprint
     for leaf in jax.tree.leaves(params):
         # A sample of the parameters distinguishes two trainings, and is fast for large models.
         digest.update(np.asarray(leaf.reshape(-1)[:SAMPLED]).tobytes())
-    fields = {f"model.{name}": value for name, value in dataclasses.asdict(config).items()}
-    identity = {
-        **fields,
-        "step": step,
-        "vocabulary": vocabulary_fingerprint,
-        "parameters": digest.hexdigest(),
-    }
-    return json.loads(json.dumps(identity))
+    others = {"step": step, "vocabulary": vocabulary_fingerprint, "parameters": digest.hexdigest()}
+    return json.loads(json.dumps(bound_values(config) | others))
 
 
 def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity: dict[str, Any]) -> None:

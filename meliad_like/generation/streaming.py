@@ -78,9 +78,9 @@ class Generator:
         """
         if len(tokens) == 0:
             return reading
-        if not (0 <= np.min(tokens) and np.max(tokens) < self._model.vocabulary_size):
-            wrong = next(token for token in tokens if not 0 <= token < self._model.vocabulary_size)
-            raise UserError(f"token {wrong} is not in the vocabulary of {self._model.vocabulary_size}")
+        size = self._model.vocabulary_size
+        if wrong := [token for token in tokens if not 0 <= token < size]:
+            raise UserError(f"token {wrong[0]} is not in the vocabulary of {size}")
         # A generated end of document is dropped when the text is continued.
         pending = [] if reading.token is None or reading.ended else [reading.token]
         tokens = np.concatenate([pending, tokens]).astype(np.int32)

@@ -1,7 +1,6 @@
 """Checkpoint folders: what is saved with the arrays, and how the folder alone becomes a model that runs."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,14 +10,15 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from meliad_like.config import RunConfig, differences, from_json
-from meliad_like.config.saved import to_dict
+from meliad_like.config import RunConfig, differences
+from meliad_like.config.saved import from_plain
 from meliad_like.data.documents import SOURCES
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
+from meliad_like.registry import to_plain
 from meliad_like.remote import any_path, written_locally
 from meliad_like.training.checkpoints import Checkpoints
 
@@ -41,7 +41,7 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """The metadata of a checkpoint; `store_fingerprint` is None where the documents are not known."""
     return {
-        "config": to_dict(run),
+        "config": to_plain(run),
         "vocabulary_size": vocabulary.size,
         "vocabulary_fingerprint": vocabulary.fingerprint,
         "store_fingerprint": store_fingerprint,
@@ -60,9 +60,6 @@ def write_checkpoint(
 ) -> None:
     """Makes a checkpoint folder, as `open_checkpoint` reads it, of parameters that come from elsewhere.
 
-    Args:
-      folder: made if needed.
-
     Raises:
       UserError: there are checkpoints already.
     """
@@ -78,9 +75,8 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
     """Opens a checkpoint folder, or the working folder that it lies in, for reading.
 
     Args:
-      folder: nothing in it is changed.
       step: which checkpoint; None: the newest that is not damaged.
-      mesh: on which the parameters are placed; None: on the first device.
+      mesh: where the parameters are placed; None: on the first device.
 
     Raises:
       UserError: there is no usable checkpoint, or its vocabulary is missing or was replaced.
@@ -88,7 +84,7 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
     folder = _checkpoints_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:
         metadata = checkpoints.read_metadata(step)
-        run = from_json(json.dumps(metadata["config"]))
+        run = from_plain(RunConfig, metadata["config"])
         vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
         if vocabulary.fingerprint != metadata["vocabulary_fingerprint"]:
             raise UserError(
@@ -107,15 +103,12 @@ def _checkpoints_folder(folder: epath.PathLike) -> epath.Path:
 
 def _placed(model: Model, mesh: Mesh | None) -> Any:
     """Shapes of the parameters with their shardings."""
+    device = SingleDeviceSharding(jax.devices()[0])
     abstract = model.abstract_params
-    if mesh is None:
-        device = SingleDeviceSharding(jax.devices()[0])
-        shardings = jax.tree.map(lambda _: device, abstract)
-    else:
+    shardings = jax.tree.map(lambda _: device, abstract)
+    if mesh is not None:
         shardings = parameter_shardings(mesh, model.axes, abstract)
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract, shardings
-    )
+    return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), abstract, shardings)
 
 
 def saved_config(folder: str | Path, step: int | None = None) -> RunConfig:
@@ -127,7 +120,7 @@ def saved_config(folder: str | Path, step: int | None = None) -> RunConfig:
       UserError: there is no usable checkpoint.
     """
     with Checkpoints(_checkpoints_folder(folder), read_only=True) as checkpoints:
-        run = from_json(json.dumps(checkpoints.read_metadata(step)["config"]))
+        run = from_plain(RunConfig, checkpoints.read_metadata(step)["config"])
     return dataclasses.replace(run, mesh=MeshConfig())
 
 
@@ -149,14 +142,7 @@ def open_as(folder: str | Path, run: RunConfig, step: int | None = None) -> tupl
 def open_with(
     folder: str | Path, changes: Callable[[RunConfig], RunConfig] = lambda run: run, step: int | None = None
 ) -> tuple[OpenedCheckpoint, Mesh]:
-    """Opens a checkpoint folder with some fields of its config changed, such as a shorter segment.
-
-    Args:
-      changes: of `saved_config`, such as those of `read_changes`.
-
-    Raises:
-      UserError: as `open_as`.
-    """
+    """Opens a checkpoint folder with `changes` of its config (`saved_config`), such as those of `read_changes`."""
     return open_as(folder, changes(saved_config(folder, step)), step)
 
 
@@ -165,7 +151,6 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
 
     Args:
       opened: the checkpoint in `folder`, or in its folder `checkpoints`.
-      folder: of the checkpoint.
       store: folder of the token store; None: the one in the config.
       prepare: whether to make a missing store, from the documents in the config and the vocabulary of the checkpoint.
 
