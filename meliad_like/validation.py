@@ -1,10 +1,31 @@
 """Checks for the fields of configs. Their messages name a field as gin files do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from meliad_like.errors import UserError
+
+
+def _check(requirement: str, fits: Callable[[Any], bool]) -> Callable[[Any, Sequence[str]], None]:
+    """(config, names of fields) -> nothing, or a UserError that names the first field that does not fit."""
+
+    def check(config: Any, fields: Sequence[str]) -> None:
+        for field in fields:
+            if not fits(getattr(config, field)):
+                raise UserError(f"{_binding(config, field)} {requirement}")
+
+    return check
+
+
+check_positive = _check("must be at least 1", lambda value: value >= 1)
+check_above_zero = _check("must be above 0", lambda value: value is None or value > 0)
+check_not_negative = _check("must not be negative", lambda value: value >= 0)
+check_shares = _check("must be at least 0 and below 1", lambda value: 0 <= value < 1)
+# The step counter has 32 bits.
+check_steps = _check("must be below 2**31", lambda value: value is None or value < 2**31)
+# JAX ignores the higher bits of a larger seed.
+check_seeds = _check("must not be negative, and below 2**32", lambda value: 0 <= value < 2**32)
 
 
 def check_choices(config: Any) -> None:
@@ -20,55 +41,6 @@ def check_choices(config: Any) -> None:
         choices = [choice for member in members for choice in get_args(member) or (None,)]
         if getattr(config, field) not in choices:
             raise UserError(f"{_binding(config, field)} is not one of {', '.join(map(str, choices))}")
-
-
-def check_positive(config: Any, fields: Sequence[str]) -> None:
-    """
-    Raises:
-      UserError: one of these fields is below 1.
-    """
-    for field in fields:
-        if getattr(config, field) < 1:
-            raise UserError(f"{_binding(config, field)} must be at least 1")
-
-
-def check_not_negative(config: Any, fields: Sequence[str]) -> None:
-    """
-    Raises:
-      UserError: one of these fields is below 0.
-    """
-    for field in fields:
-        if getattr(config, field) < 0:
-            raise UserError(f"{_binding(config, field)} must not be negative")
-
-
-def check_steps(config: Any, fields: Sequence[str]) -> None:
-    """
-    Raises:
-      UserError: one of these fields is a number of steps that exceeds the 32 bits of the step counter.
-    """
-    for field in fields:
-        if (getattr(config, field) or 0) >= 2**31:
-            raise UserError(f"{_binding(config, field)} must be below 2**31")
-
-
-def check_seed(config: Any) -> None:
-    """
-    Raises:
-      UserError: `seed` is not an unsigned integer of 32 bits; JAX ignores the higher bits of a larger one.
-    """
-    if not 0 <= config.seed < 2**32:
-        raise UserError(f"{_binding(config, 'seed')} must not be negative, and below 2**32")
-
-
-def check_shares(config: Any, fields: Sequence[str]) -> None:
-    """
-    Raises:
-      UserError: one of these fields is below 0 or not below 1.
-    """
-    for field in fields:
-        if not 0.0 <= getattr(config, field) < 1.0:
-            raise UserError(f"{_binding(config, field)} must be at least 0 and below 1")
 
 
 def _binding(config: Any, field: str) -> str:

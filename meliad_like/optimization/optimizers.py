@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from meliad_like.errors import UserError
 from meliad_like.registry import Registry
-from meliad_like.validation import check_not_negative, check_shares
+from meliad_like.validation import check_above_zero, check_not_negative, check_shares
 
 OPTIMIZERS = Registry("optimizer")
 
@@ -36,11 +35,8 @@ class OptimizerConfig:
     """Largest norm of the whole gradient (of the loss per position); None: no clipping."""
 
     def __post_init__(self):
-        for field in ("base_rate", "clip_norm"):
-            if getattr(self, field) is not None and getattr(self, field) <= 0:
-                raise UserError(f"{field}={getattr(self, field)} must be positive")
-        if self.weight_decay < 0:
-            raise UserError(f"weight_decay={self.weight_decay} must not be negative")
+        check_above_zero(self, ("base_rate", "clip_norm"))
+        check_not_negative(self, ("weight_decay",))
 
     def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
         """The optimizer at this learning rate, without clipping."""

@@ -15,7 +15,7 @@ from optax import Schedule
 
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry
-from meliad_like.validation import check_not_negative, check_steps
+from meliad_like.validation import check_above_zero, check_not_negative, check_steps
 
 # The inverse square roots would be infinite at step 0.
 FIRST_STEP_OF_INVERSE_SQUARE_ROOT = 100
@@ -38,6 +38,7 @@ class ScheduleConfig:
     def __post_init__(self):
         check_not_negative(self, ("warmup_steps", "first_rate"))
         check_steps(self, ("warmup_steps",))
+        check_above_zero(self, ("multiplier",))
 
     @property
     def reads_num_steps(self) -> bool:
@@ -67,8 +68,7 @@ class DecayingScheduleConfig(ScheduleConfig):
     def __post_init__(self):
         super().__post_init__()
         check_steps(self, ("max_scheduled_steps",))
-        if self.max_scheduled_steps is not None and self.max_scheduled_steps < 1:
-            raise UserError(f"max_scheduled_steps={self.max_scheduled_steps} must be at least 1")
+        check_above_zero(self, ("max_scheduled_steps",))
         if not 0 < self.min_rate <= self.max_rate:
             raise UserError(f"min_rate={self.min_rate} must be positive and at most max_rate={self.max_rate}")
         if self.first_rate > self.max_rate:

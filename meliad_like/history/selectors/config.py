@@ -7,7 +7,7 @@ from meliad_like.errors import UserError
 from meliad_like.models.base import ActivationDtype
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adam
 from meliad_like.registry import Registry, kind_field, resumable
-from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seed, check_shares
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_shares
 
 SELECTORS = Registry("selector")
 
@@ -95,6 +95,6 @@ class SelectorTrainingConfig:
         positive = ("num_steps", "batch_size", "encode_batch", "log_every", "checkpoints_kept")
         check_positive(self, positive if self.validation_pairs is None else (*positive, "validation_pairs"))
         check_not_negative(self, ("evaluate_every", "checkpoint_every"))
-        check_seed(self)
+        check_seeds(self, ("seed",))
         if self.validation_every < 2:
             raise UserError(f"validation_every={self.validation_every} must be at least 2, or nothing is trained on")
