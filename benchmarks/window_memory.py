@@ -18,8 +18,7 @@ from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.optimization.optimizers import make_optimizer
 from meliad_like.optimization.schedules import make_schedule
-from meliad_like.training.state import init_state
-from meliad_like.training.step import make_train_step
+from meliad_like.training.step import init_state, make_train_step
 
 
 def planned_bytes(run: RunConfig, model: Model, num_windows: int) -> int:

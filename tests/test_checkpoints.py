@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from absl import logging as absl_logging
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny_run import read_metadata
 
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.training import checkpoints as checkpoints_lib
-from meliad_like.training.checkpoints import Checkpoints, keep_best, read_metadata
+from meliad_like.training.checkpoints import Checkpoints, keep_best
 
 
 class State(NamedTuple):

@@ -15,8 +15,7 @@ from meliad_like.optimization.schedules import make_schedule
 from meliad_like.run.training import train
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.program import abstract_batch
-from meliad_like.training.state import init_state
-from meliad_like.training.step import make_train_step
+from meliad_like.training.step import init_state, make_train_step
 
 VOCABULARY_SIZE = 264
 

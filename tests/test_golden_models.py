@@ -20,8 +20,7 @@ from meliad_like.models.decoder import DecoderConfig, LayerCarry
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import Adafactor, make_optimizer
 from meliad_like.optimization.schedules import CosineSchedule, make_schedule
-from meliad_like.training.state import init_state
-from meliad_like.training.step import make_train_step
+from meliad_like.training.step import init_state, make_train_step
 
 GOLDEN = Path(__file__).parent / "golden"
 W, N, V = 16, 64, 40

@@ -12,7 +12,7 @@ import tiny_run
 from fake_gcs import fake_gcs
 from gcsfs.retry import HttpError
 from test_checkpoints import abstract, assert_same_bits, make_state, save_all
-from tiny_run import mesh_of_the_first_devices, parse
+from tiny_run import mesh_of_the_first_devices, parse, read_metadata
 
 from meliad_like import command_line, remote
 from meliad_like.data import store_copy
@@ -23,7 +23,7 @@ from meliad_like.remote import any_path
 from meliad_like.run.opening import open_checkpoint
 from meliad_like.run.training import train
 from meliad_like.training import metrics
-from meliad_like.training.checkpoints import Checkpoints, read_metadata
+from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.ownership import Ownership
 
 

@@ -13,8 +13,8 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.experiments.evaluations import Trained, by_document
 from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import open_with
+from meliad_like.run.reporting import average_by_token
 from meliad_like.studies import readings
-from meliad_like.training.reporting import average_by_token
 from meliad_like.training.step import StepMetrics
 
 

@@ -14,7 +14,7 @@ from meliad_like.data.readers import (
 )
 from meliad_like.data.token_store import Totals
 from meliad_like.errors import UserError
-from meliad_like.training.reporting import bytes_per_target
+from meliad_like.run.reporting import bytes_per_target
 
 LENGTHS = [7, 1, 20, 5, 11]
 STREAM = [STRIDE * document + place for document, n in enumerate(LENGTHS) for place in range(n)]

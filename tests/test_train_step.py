@@ -12,8 +12,7 @@ from fake_split import FakeSplit
 from meliad_like import config
 from meliad_like.data.readers import LanesReader
 from meliad_like.models.model import Model
-from meliad_like.training.state import init_state
-from meliad_like.training.step import make_train_step
+from meliad_like.training.step import init_state, make_train_step
 
 RUN = config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin"], ["DecoderConfig.num_layers = 2"])
 MODEL = Model(RUN.model, vocabulary_size=50)

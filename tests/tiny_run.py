@@ -16,9 +16,16 @@ from meliad_like import config
 from meliad_like.config import RunConfig
 from meliad_like.data.preparation import prepare
 from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.training.checkpoints import Checkpoints
 
 ROOT = Path(__file__).parent.parent
 FILES = ["size/tiny.gin", "block_recurrent/fixed_skip.gin"]
+
+
+def read_metadata(folder):
+    """The metadata of the newest checkpoint in `folder` that is not damaged."""
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        return checkpoints.read_metadata()
 
 
 def make_bindings(folder: Path) -> list[str]:

@@ -18,7 +18,7 @@ from meliad_like.mesh import lane_sharding
 from meliad_like.models.model import Model
 from meliad_like.training.hardware import DATASHEET_FLOPS
 from meliad_like.training.program import make_program
-from meliad_like.training.state import TrainState
+from meliad_like.training.step import TrainState
 
 WARM_UP = 2  # rounds that don't count
 PRODUCT = 2048  # rows of the square matrices whose product is timed with the steps

@@ -1,5 +1,7 @@
 """The one place where evaluators are made: a run's config says how its documents are read."""
 
+from typing import Any
+
 from jax.sharding import Mesh
 
 from meliad_like.config.run import RunConfig
@@ -17,19 +19,13 @@ def make_evaluator(
     mesh: Mesh,
     *,
     documents: Documents | None = None,
-    max_tokens: int | None = None,
-    whole_segments: bool = False,
+    **others: Any,
 ) -> Evaluator:
     """An evaluator that reads documents as the run does: with its reader, segment length and number of lanes.
 
     Args:
-      run: the config.
-      model: without its parameters.
-      store: of the documents.
-      split: name of a split of the store.
-      mesh: where the parameters and lanes are.
       documents: a subset of the split; None: all of it.
-      max_tokens, whole_segments: as of `Evaluator`.
+      **others: other arguments of `Evaluator`, such as `max_tokens`.
 
     Raises:
       UserError: as `Evaluator`; or the split has no documents, or the reader can't read it.
@@ -41,8 +37,7 @@ def make_evaluator(
         name=split,
         segment_length=run.data.segment_length,
         max_lanes=run.data.num_lanes,
-        max_tokens=max_tokens,
         loss_slice=run.training.loss_slice,
-        whole_segments=whole_segments,
         read=run.data.evaluation_reader(store, split, run.model.window_length),
+        **others,
     )

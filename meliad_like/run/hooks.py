@@ -1,5 +1,6 @@
 """Evaluations and samples of a training, made after every given number of steps."""
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,10 @@ from meliad_like.run.opening import save_vocabulary
 from meliad_like.run.setup import Setup, metadata
 from meliad_like.training.checkpoints import keep_best
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.state import TrainState
+from meliad_like.training.step import TrainState
+
+LOGGED = ("bits_per_token", "bits_per_byte", "perplexity", "word_perplexity", "accuracy")
+"""The figures of an evaluation that are written as metrics."""
 
 
 def check_hooks(setup: Setup) -> None:
@@ -65,20 +69,11 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Ca
     With `keep_best`, the best parameters so far are in the folder `best`.
     """
     run = setup.run
-    evaluator = None
+    evaluator = functools.cache(lambda: _make_evaluator(setup))
 
     def evaluate(step: int, state: TrainState) -> None:
-        nonlocal evaluator
-        if evaluator is None:
-            evaluator = _make_evaluator(setup)
-        result = evaluator(state.params)
-        figures = {
-            "bits_per_token": result.bits_per_token,
-            "bits_per_byte": result.bits_per_byte,
-            "perplexity": result.perplexity,
-            "word_perplexity": result.word_perplexity,
-            "accuracy": result.accuracy,
-        }
+        result = evaluator()(state.params)
+        figures = {name: getattr(result, name) for name in LOGGED}
         writer.write(step, figures, kind=label(run.training.evaluate_split, result.leaks_the_future))
         writer.say(f"step {step}: {result.bits_per_byte:.3f} bits/byte on {report.title(result)}")
         if run.training.keep_best:

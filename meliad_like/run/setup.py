@@ -11,17 +11,14 @@ from meliad_like.config.stages import Stage, stages_of
 from meliad_like.data.readers import Reader, ReaderInputs
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.errors import UserError
-from meliad_like.mesh import (
-    make_mesh,
-    replicated,
-)
+from meliad_like.mesh import make_mesh, replicated
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
 from meliad_like.resumable import check_same
 from meliad_like.run.opening import checkpoint_metadata, open_checkpoint
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.program import Program, make_program
-from meliad_like.training.state import TrainState
+from meliad_like.training.step import TrainState
 
 
 class Setup(NamedTuple):
@@ -58,11 +55,9 @@ class Setup(NamedTuple):
 
 
 def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
-    """Opens the documents and lays out the devices. Nothing is compiled yet, so that mistakes are found in seconds.
+    """Opens the documents of a stage and lays out the devices; None: of the last stage, the only one of most runs.
 
-    Args:
-      whole_run: the config of all stages.
-      stage: the stage to set up; None: the last one, which is the only one of most runs.
+    Nothing is compiled yet, so that mistakes are found in seconds.
 
     Raises:
       UserError: the token store is missing or was made by other settings, or the mesh does not fit.

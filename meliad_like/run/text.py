@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,12 +42,12 @@ class TextRequest:
     """Tokens that are made before they are shown."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TextSpeed:
-    """Measured times; they include compilation unless stated otherwise."""
+class TextSpeed(NamedTuple):
+    """Measured times."""
 
     tokens_read: int
     read_seconds: float
+    """Includes compilation."""
     tokens_written: int
     tokens_per_second: float
     """Written, after the first chunk, which waits for the compiler; 0 where that was the only one."""
@@ -124,10 +124,7 @@ def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
 def read_document(opened: OpenedCheckpoint, store: str | None, name: str, num_tokens: int) -> str:
     """The text of a document's first `num_tokens` tokens, without its end or half a character.
 
-    Args:
-      opened: the model that will continue the text.
-      store: of the documents; None: the one that the model was trained with.
-      name: of the document, looked for among those held out first.
+    It is looked for in `store` (None: the one that the model was trained with), among the documents held out first.
 
     Raises:
       UserError: there is no such store or document, or the store's vocabulary is not the model's.

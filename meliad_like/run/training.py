@@ -1,12 +1,10 @@
 """Training: from a config and a working folder to a trained model."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
@@ -20,6 +18,7 @@ from meliad_like.mesh import lane_sharding
 from meliad_like.remote import any_path
 from meliad_like.run.hooks import check_hooks, evaluation_hook, sampling_hook
 from meliad_like.run.opening import save_vocabulary
+from meliad_like.run.reporting import Reporter
 from meliad_like.run.setup import Setup, metadata, set_up, starting_state
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.loop import Hook, Loop
@@ -27,9 +26,7 @@ from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.ownership import Ownership
 from meliad_like.training.preemption import EXIT_STATUS, Preemption
 from meliad_like.training.profiling import Profiler
-from meliad_like.training.reporting import Reporter, bytes_per_target
-from meliad_like.training.state import TrainState
-from meliad_like.training.step import StepMetrics
+from meliad_like.training.step import TrainState
 
 
 class Outputs(NamedTuple):
@@ -155,19 +152,11 @@ def _train_stage(setup: Setup, state: TrainState, outputs: Outputs, preempted: P
         batches_ahead=run.data.batches_ahead,
         device_batches_ahead=run.data.device_batches_ahead,
     ) as batches:
-        reporter = Reporter(
-            run,
-            writer,
-            batches,
-            last_step=stage.last_step,
-            leaks=leaks_the_future(setup.reader),
-            bytes_per_token=bytes_per_target(run.data, setup.store.totals("train")),
-            flops_per_token=setup.model.training_flops_per_token,
-        )
+        reporter = Reporter(setup, writer, batches, save, folder)
         loop = Loop(
             num_steps=run.training.num_steps,
             log_every=run.training.log_every,
-            report=functools.partial(_report, reporter, setup, folder, save),
+            report=reporter.report,
             hooks=[
                 Hook(run.training.evaluate_every, evaluation_hook(setup, writer, folder / "best")),
                 Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
@@ -181,41 +170,3 @@ def _train_stage(setup: Setup, state: TrainState, outputs: Outputs, preempted: P
             preempted=preempted,
         )
         return loop.run(train_step, state, batches, step, stage.last_step)
-
-
-def _report(
-    reporter: Reporter,
-    setup: Setup,
-    folder: epath.Path,
-    save: Callable[[int, TrainState], None],
-    step: int,
-    metrics: StepMetrics,
-    state: TrainState,
-) -> None:
-    """Reports a step; if it was not finite and the policy is to stop, saves the state before it and stops."""
-    metrics = jax.device_get(metrics)
-    reporter.report(step, metrics)
-    if metrics.finite or setup.run.training.nonfinite == "skip":
-        return
-    good_step = int(state.step)
-    if setup.stage.index and good_step == setup.stage.first_step:
-        # A checkpoint of that step is the stage before's, with as many lanes as that has; their memory is not read.
-        before = stages_of(setup.whole_run)[setup.stage.index - 1]
-        state = set_up(setup.whole_run, before).begin_stage(state)
-    save(good_step, state)
-    raise UserError(
-        f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {good_step} is saved: "
-        "resume with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another run from there "
-        f"with a smaller learning rate: --load_dir={folder} --workdir=NEW"
-    )
-
-
-def _culprit(setup: Setup, step: int, metrics: StepMetrics) -> str:
-    """Describes what was not finite in a step, with the documents of the first lane whose loss was not."""
-    lanes = np.flatnonzero(~metrics.lane_finite)
-    if not lanes.size:
-        return "all losses are, but the gradient or the update is not"
-    documents = np.unique(setup.reader.batch(step - 1 - setup.stage.first_step, lanes[:1].tolist()).document)
-    names = setup.store.split("train").names
-    named = ", ".join(names[i] for i in documents if i >= 0)
-    return f"the loss of {lanes.size} of {setup.reader.num_lanes} lanes, first of lane {lanes[0]} in document {named}"

@@ -14,16 +14,17 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
+from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from meliad_like.errors import UserError, is_full_disk, refusals
 from meliad_like.remote import is_remote, one_line
 from meliad_like.training.manifest import find_damage, write_manifest
+from meliad_like.training.ownership import agreed
 
 COMMIT_SUCCESS_FILE = "commit_success.txt"  # The name of orbax's marker of a complete checkpoint on gs://.
 FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
@@ -50,8 +51,6 @@ class Checkpoints:
           keep_every: checkpoints of steps that are multiples of it are kept forever.
           read_only: for evaluation while a run may still be writing: nothing is created, moved or deleted.
         """
-        if keep_last < 1:
-            raise UserError(f"keep_last={keep_last} must be at least 1")
         _leave_orbax_errors_to_the_caller()
         # epath would treat gs://... as a relative path.
         self.folder = epath.Path(folder) if is_remote(folder) else epath.Path(folder).resolve()
@@ -89,8 +88,7 @@ class Checkpoints:
         Raises:
           UserError: the disk is full, now or while the previous checkpoint was written.
         """
-        if self._read_only:
-            raise ValueError(f"{self.folder} was opened for reading only")
+        assert not self._read_only
         arrays = _named_arrays(state)
         shapes = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
         params, rest = _split(arrays)
@@ -151,20 +149,12 @@ class Checkpoints:
                 self._move_aside(other)
 
     def check(self) -> None:
-        """Raises errors that the background save has met so far, without waiting for its end.
-
-        Raises:
-          UserError: the disk is full.
-        """
+        """Raises a UserError that the background save has met so far (a full disk), without waiting for its end."""
         if not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the last save is complete.
-
-        Raises:
-          UserError: the disk is full.
-        """
+        """Waits until the last save is complete, and raises the UserError that it has met."""
         with self._refusals_reported():
             self._manager.wait_until_finished()
 
@@ -231,10 +221,7 @@ class Checkpoints:
     def _find_damage(self, step: int) -> str | None:
         if step not in self._damage:
             damage = find_damage(self.folder / str(step)) if jax.process_index() == 0 else None
-            if jax.process_count() > 1:
-                damaged = multihost_utils.broadcast_one_to_all(np.asarray(damage is not None))
-                damage = (damage or "as process 0 found") if damaged else None
-            self._damage[step] = damage
+            self._damage[step] = agreed(damage, "as process 0 found")
         return self._damage[step]
 
     def _move_aside(self, step: int) -> None:
@@ -287,16 +274,6 @@ class Checkpoints:
             raise
 
 
-def read_metadata(folder: epath.PathLike) -> dict[str, Any]:
-    """The metadata of the newest checkpoint in `folder` that is not damaged.
-
-    Raises:
-      UserError: there is no such checkpoint.
-    """
-    with Checkpoints(folder, read_only=True) as checkpoints:
-        return checkpoints.read_metadata()
-
-
 def keep_best(
     folder: epath.PathLike, step: int, state: Any, metadata: Mapping[str, Any], measure: Callable[[Any], float]
 ) -> None:
@@ -341,19 +318,8 @@ def _named_arrays(tree: Any) -> dict[str, Any]:
 def _split(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Nested dictionaries of the parameters, and of the other arrays."""
     params = {name: array for name, array in arrays.items() if _is_parameter(name)}
-    rest = {name: array for name, array in arrays.items() if not _is_parameter(name)}
-    return _nested(params), _nested(rest)
-
-
-def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = array
-    return tree
+    rest = {name: array for name, array in arrays.items() if name not in params}
+    return unflatten_dict(params, sep="/"), unflatten_dict(rest, sep="/")
 
 
 def _is_parameter(name: str) -> bool:

@@ -25,17 +25,17 @@ DATASHEET_FLOPS = {
 
 
 @functools.cache
-def peak_flops(dtype: str) -> tuple[float, str]:
-    """The peak FLOP/s of one device for matrix products, and the source of the figure.
+def peak_flops(dtype: str) -> float:
+    """The peak FLOP/s of one device for matrix products.
 
     Data sheets are for bfloat16; for another dtype, or a device that is not in the table, it is measured.
     """
     kind = jax.local_devices()[0].device_kind
     if dtype == "bfloat16" and kind in DATASHEET_FLOPS:
-        return DATASHEET_FLOPS[kind], "data sheet"
+        return DATASHEET_FLOPS[kind]
     # Several simulated devices of one CPU share its rate.
     shared = jax.local_device_count() if jax.default_backend() == "cpu" else 1
-    return measured_flops(dtype) / shared, "measured"
+    return measured_flops(dtype) / shared
 
 
 def measured_flops(dtype: str, size: int = 2048, repeats: int = 5) -> float:

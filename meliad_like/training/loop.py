@@ -16,11 +16,10 @@ State = TypeVar("State")
 
 
 class Hook(NamedTuple):
-    """A function that is called every `every` steps (0: never), and after the last step."""
+    """A function of the steps done and the state, called every `every` steps (0: never), and after the last step."""
 
     every: int
     call: Callable[[int, Any], None]
-    """The function; its arguments are the number of steps done and the state after them."""
 
     def due(self, step: int, num_steps: int) -> bool:
         """Whether the hook is to be called after `step` steps."""
@@ -57,7 +56,6 @@ class Loop:
         """Trains from step `step` to `last_step`. The host is always one step ahead of the devices.
 
         Args:
-          train_step: (state, batch) -> (state, metrics).
           state: the state after `step` steps.
           batches: the batches from step `step + 1` on.
 

@@ -9,14 +9,14 @@ from etils import epath
 from meliad_like.saved_json import read_json
 
 MANIFEST = "manifest.json"
-# orbax writes the time of the commit into this file afterwards; it is not needed for restoring.
-CHANGES_LATER = "_CHECKPOINT_METADATA"
+# orbax writes the time of the commit into the second file afterwards; it is not needed for restoring.
+UNLISTED = (MANIFEST, "_CHECKPOINT_METADATA")
 CHUNK_BYTES = 1 << 22
 
 
 def write_manifest(folder: epath.Path) -> None:
     """Writes the manifest of all files that are under `folder` now."""
-    files = {str(path.relative_to(folder)): list(_size_and_checksum(path)) for path in _files(folder)}
+    files = {str(path.relative_to(folder)): _size_and_checksum(path) for path in _files(folder)}
     (folder / MANIFEST).write_text(json.dumps({"files": files}))
 
 
@@ -42,10 +42,11 @@ def find_damage(folder: epath.Path) -> str | None:
 
 
 def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    # epath's own `walk` and `rglob` don't work on gs://.
     for path in folder.iterdir():
         if path.is_dir():
             yield from _files(path)
-        elif path.name not in (MANIFEST, CHANGES_LATER):
+        elif path.name not in UNLISTED:
             yield path
 
 

@@ -30,13 +30,7 @@ class MetricsWriter:
     """Writes the metrics of a run on process 0, and does nothing on the others. Use it in a `with` statement."""
 
     def __init__(self, workdir: epath.PathLike, start_step: int, num_steps: int):
-        """
-        Args:
-          workdir: working folder of the run.
-          start_step: number of steps done before; rows of later steps from an earlier attempt are dropped, because
-            these steps are repeated.
-          num_steps: number of steps of the whole run.
-        """
+        """Rows of steps after `start_step`, from an earlier attempt, are dropped: these steps are repeated."""
         self._active = jax.process_index() == 0
         if not self._active:
             return
@@ -67,12 +61,9 @@ class MetricsWriter:
         )
 
     def write(self, step: int, metrics: Mapping[str, float], kind: str = "train") -> None:
-        """Adds the metrics of a step.
+        """Adds the metrics of a step: of `train`, or of the evaluated split.
 
-        Args:
-          step: number of steps done.
-          metrics: numbers by name; infinite numbers and NaN, which JSON doesn't have, are written as null.
-          kind: `train`, or the name of the evaluated split.
+        Infinite numbers and NaN, which JSON doesn't have, are written as null.
         """
         if not self._active:
             return
@@ -118,15 +109,8 @@ class MetricsWriter:
     def _refused(self, error: Exception) -> str:
         return f"the metrics can't be copied to {self._workdir}: {one_line(error)}"
 
-    def progress(
-        self, step: int, bits_per_byte: float, tokens_per_second: float, num_skipped: int, warning: str = ""
-    ) -> None:
-        """Shows the progress of the run: an updated line on a terminal, otherwise one line per call."""
-        skipped = f"  {num_skipped} skipped" if num_skipped else ""
-        self.show(step, f"{bits_per_byte:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s", skipped + warning)
-
     def show(self, step: int, figures: str, warnings: str = "") -> None:
-        """Shows progress with the given figures before the remaining time, and the warnings after it."""
+        """Shows progress: an updated line on a terminal, otherwise one line per call."""
         if not self._active:
             return
         seconds = (time.perf_counter() - self._began) * (self._num_steps - step) / max(step - self._start_step, 1)

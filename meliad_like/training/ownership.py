@@ -29,10 +29,6 @@ class Ownership:
     """
 
     def __init__(self, workdir: epath.PathLike):
-        """
-        Args:
-          workdir: the working folder; created if needed.
-        """
         self._workdir = epath.Path(workdir)
         self._path = self._workdir / LOCK_NAME
         # Precise enough to distinguish two trainings of one process.
@@ -52,7 +48,7 @@ class Ownership:
                 problem = self._take()
             except refusals() as error:
                 problem = f"{self._workdir} can't be written to: {one_line(error)}"
-        _agree(problem)
+        _refuse(problem)
         return self
 
     def check(self) -> None:
@@ -64,20 +60,20 @@ class Ownership:
         problem = None
         if jax.process_index() == 0 and not self._is_locked:
             try:
-                found = self._path.read_text()
-            except FileNotFoundError:
-                found = f"{LOCK_NAME} has been deleted"
+                found = self._path.read_text() if self._path.exists() else f"{LOCK_NAME} has been deleted"
+                if found != self._name:
+                    problem = (
+                        f"another training has taken {self._workdir}: {found}; this one ends, and saves nothing more"
+                    )
             except refusals() as error:
-                found = None
                 problem = f"{self._path} can't be read: {one_line(error)}; the same command resumes"
-            if found is not None and found != self._name:
-                problem = f"another training has taken {self._workdir}: {found}; this one ends, and saves nothing more"
-        _agree(problem)
+        _refuse(problem)
 
     def __exit__(self, *_) -> None:
         self._locked.close()
 
     def _take(self) -> str | None:
+        """Takes the folder; returns the reason if that fails."""
         self._workdir.mkdir(parents=True, exist_ok=True)
         if not is_remote(self._workdir):
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -99,10 +95,15 @@ class Ownership:
         return None
 
 
-def _agree(problem: str | None) -> None:
-    """Ends all processes if process 0 has a problem; otherwise the others would wait for it."""
+def agreed(problem: str | None, elsewhere: str) -> str | None:
+    """The problem that process 0 has, if any; the other processes learn only that it has one, and get `elsewhere`."""
     met = problem is not None
     if jax.process_count() > 1:
         met = bool(multihost_utils.broadcast_one_to_all(np.asarray(met)))
-    if met:
-        raise UserError(problem or "process 0 can't continue, and its output says why")
+    return (problem or elsewhere) if met else None
+
+
+def _refuse(problem: str | None) -> None:
+    """Ends all processes if process 0 has a problem; otherwise the others would wait for it."""
+    if found := agreed(problem, "process 0 can't continue, and its output says why"):
+        raise UserError(found)

@@ -1,4 +1,4 @@
-"""One training step: a pure function of the state and a batch."""
+"""The state of a training, and one step: a pure function of the state and a batch."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +12,36 @@ from meliad_like.config.training import TrainingConfig
 from meliad_like.data.batch import Batch
 from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
-from meliad_like.training.state import TrainState
+
+
+class TrainState(NamedTuple):
+    """The parameters, the optimizer state and the carry of every lane.
+
+    There is no random key and no data position in it: both are functions of the seed and the step.
+    """
+
+    step: Int[Array, ""]
+    """The number of steps done, including skipped steps."""
+    params: Any
+    optimizer_state: Any
+    carry: Any
+    num_skipped: Int[Array, ""]
+    """The number of skipped steps, whose loss or gradient was not finite (`nonfinite="skip"`)."""
+    halted: Bool[Array, ""]
+    """Set by a step with a non-finite loss or gradient under `nonfinite="stop"`; later steps change nothing."""
+
+
+def init_state(model: Model, optimizer: optax.GradientTransformation, num_lanes: int, key: PRNGKeyArray) -> TrainState:
+    """The state before the first step; `jax.eval_shape` of it gives the shapes."""
+    params = model.init(key)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        optimizer_state=optimizer.init(params),
+        carry=model.bind(params).init_carry(num_lanes),
+        num_skipped=jnp.zeros((), jnp.int32),
+        halted=jnp.zeros((), bool),
+    )
 
 
 class StepMetrics(NamedTuple):
@@ -84,13 +113,7 @@ def make_train_step(
 def make_step(
     objective: Objective, optimizer: optax.GradientTransformation, config: TrainingConfig
 ) -> Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]:
-    """The training step of any objective, as a function to be jitted.
-
-    Args:
-      objective: the first axis of all arrays of its batches is the lane.
-      optimizer: applied to the gradient of the objective.
-      config: supplies seed, gradient_accumulation and nonfinite.
-    """
+    """The training step of any objective, as a function to be jitted; the first axis of all arrays is the lane."""
     key = jax.random.key(config.seed)
     differentiate = _accumulated(jax.grad(objective.differentiable, has_aux=True), config.gradient_accumulation)
 

@@ -38,8 +38,7 @@ from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.preemption import EXIT_STATUS, Preemption
 from meliad_like.training.profiling import Profiler
 from meliad_like.training.program import Program, lay_out
-from meliad_like.training.state import TrainState
-from meliad_like.training.step import Objective, StepMetrics, Sums, make_step
+from meliad_like.training.step import Objective, StepMetrics, Sums, TrainState, make_step
 
 MAY_CHANGE = [
     f"training.{field.name}" for field in dataclasses.fields(SelectorTrainingConfig) if "resumable" in field.metadata
