@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
@@ -34,6 +34,13 @@ def read_config() -> "RunConfig":
     from meliad_like import config
 
     return config.parse(GIN_FILE.value, GIN_PARAM.value)
+
+
+def refuse_unused(subject: str, used_by: Mapping[str, Sequence[str]]) -> None:
+    """Refuses the flags that have no effect on the subject of a command; `used_by` names the subjects of each flag."""
+    for name, subjects in used_by.items():
+        if flags.FLAGS[name].present and subject not in subjects:
+            raise UserError(f"--{name} has no effect on {subject}: it is for {' and '.join(subjects)}")
 
 
 def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> None:

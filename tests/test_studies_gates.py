@@ -13,7 +13,7 @@ from meliad_like.layers.state_cell import LstmGate
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.studies import gates
 from meliad_like.studies.readings import open_subject
-from meliad_like.studies.state_trace import LAGS, Gates, Tracer
+from meliad_like.studies.state_trace import Gates, Tracer
 
 __all__ = ["one_device", "runs"]  # fixtures
 BLOCKS = 3
@@ -28,8 +28,9 @@ def test_time_constants_by_hand():
 def test_fixed_gates_are_sigmoids_of_their_biases(runs):
     subject = open_subject(runs("fixed_skip"))
     [layer] = recurrent_layers(subject)
-    found = Gates()
-    Tracer(subject.opened.model).read(subject.opened.params, TOKENS, found)
+    tracer = Tracer(subject.opened.model, subject.opened.params)
+    tracer.read(TOKENS)
+    found = tracer.gates
     states = subject.opened.params["layers"][layer]["mechanisms"]["recurrent_states"]
     kept = jax.nn.sigmoid(states["cell"]["attention_gate"]["bias"])
     assert not found.varying
@@ -69,26 +70,25 @@ def states_after(subject, layer, blocks):
 
 def test_a_trace_compares_the_states_after_each_block(runs):
     subject = open_subject(runs("fixed_skip"))
-    tracer = Tracer(subject.opened.model)
     [layer] = recurrent_layers(subject)
-    trace = tracer.read(subject.opened.params, TOKENS, Gates())[f"layer {layer} recurrent_states"]
+    trace = Tracer(subject.opened.model, subject.opened.params).read(TOKENS)[f"layer {layer} recurrent_states"]
     states = [states_after(subject, layer, blocks) for blocks in range(BLOCKS + 1)]
     change = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in pairwise(states)]
-    np.testing.assert_allclose(trace.change, change, rtol=1e-4)
+    np.testing.assert_allclose(trace["change"], change, rtol=1e-4)
 
     def cosine(a, b):
         return np.mean(np.sum(a * b, axis=1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1))
 
-    np.testing.assert_allclose(trace.from_initial, [cosine(states[0], s) for s in states[1:]], rtol=1e-4)
+    np.testing.assert_allclose(trace["from_initial"], [cosine(states[0], s) for s in states[1:]], rtol=1e-4)
     two_back = [np.nan, *(cosine(a, b) for a, b in zip(states, states[2:]))]
-    np.testing.assert_allclose(trace.similarity[LAGS.index(2)], two_back, rtol=1e-4)
-    assert np.isnan(trace.similarity[LAGS.index(8)]).all()
+    np.testing.assert_allclose(trace[2], two_back, rtol=1e-4)
+    assert trace[8].isna().all()
 
 
 def test_measured_gates_are_those_that_the_model_uses(runs, monkeypatch):
     subject = open_subject(runs("lstm_dual"))
-    means = Gates()
-    Tracer(subject.opened.model).read(subject.opened.params, TOKENS, means)
+    tracer = Tracer(subject.opened.model, subject.opened.params)
+    tracer.read(TOKENS)
     used = []
 
     def gates_that_tell(self, hidden, original=LstmGate.gates):
@@ -102,7 +102,7 @@ def test_measured_gates_are_those_that_the_model_uses(runs, monkeypatch):
     # In each block the gate after the attention, then the one after the network.
     assert len(used) == 2 * BLOCKS
     for name, values in zip(("attention_gate", "feedforward_gate"), (used[::2], used[1::2]), strict=True):
-        [found] = [mean for key, mean in means.means().items() if key.endswith(name)]
+        [found] = [mean for key, mean in tracer.gates.means().items() if key.endswith(name)]
         np.testing.assert_allclose(found, np.mean(values, axis=(0, 2, 3)), rtol=1e-4)
 
 

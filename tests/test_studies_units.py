@@ -10,7 +10,7 @@ from meliad_like.data.vocabulary import ByteVocabulary, SentencePieceVocabularyC
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.studies.comparison import compare
-from meliad_like.studies.units import categories, is_title, last_distances, make_units
+from meliad_like.studies.units import Units, categories, is_title, make_units
 
 VOCABULARY = ByteVocabulary()
 
@@ -56,7 +56,8 @@ def test_tokens_of_sentencepiece_belong_to_the_word_that_they_end_in():
 def test_how_far_back_the_same_last_began():
     keys = [b"a", b"b", b"a", b"c", b"b", b"a", b"d"]
     first = np.array([0, 2, 3, 5, 9, 10, 12])
-    assert last_distances(keys, first).tolist() == [0, 0, 3, 0, 7, 7, 0]
+    units = Units(b"abacbad", first, np.append(first[1:], 14), np.arange(1, 8), np.arange(7), keys)
+    assert units.distances().tolist() == [0, 0, 3, 0, 7, 7, 0]
 
 
 def test_places():
@@ -75,11 +76,10 @@ def test_places():
 
 def test_windows_that_do_not_slide_show_what_is_in_them():
     tokens = np.append(VOCABULARY.encode("abacbdbeea"), VOCABULARY.end_of_document)
-    documents = SimpleNamespace(names=["one"], lengths=np.array([11]), tokens=lambda _, start, stop: tokens[start:stop])
     model = Model(PretrainedConfig(window_length=3), VOCABULARY.size)
     subject = SimpleNamespace(opened=SimpleNamespace(vocabulary=VOCABULARY, model=model))
     reading: Any = SimpleNamespace(losses=[np.zeros(10)], subject=subject)
-    chosen: Any = SimpleNamespace(documents=documents)
+    chosen: Any = SimpleNamespace(documents=SimpleNamespace(names=["one"]), whole=lambda index: tokens)
     [document] = compare(reading, reading, chosen, "token", segment=5)
     # The b at 4 is predicted by the first token of the second window, which the b at 1 is not in.
     w, s, n, e = "window", "segment", "never", "earlier"

@@ -59,9 +59,7 @@ USED_BY = {
 
 
 def main(command: str) -> int | None:
-    for name, commands in USED_BY.items():
-        if flags.FLAGS[name].present and command not in commands:
-            raise UserError(f"--{name} has no effect on {command}: it is for {' and '.join(commands)}")
+    command_line.refuse_unused(command, USED_BY)
     num_selections = len(SELECTION.value) + len(SELECTOR.value)
     if command in ("select", "page") and num_selections != 1:
         raise UserError(f"{command} takes one --selection or one --selector, not {num_selections}")

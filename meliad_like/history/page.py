@@ -21,13 +21,14 @@ from meliad_like.studies.page import (
     document_part,
     facts_table,
     figure,
+    pack,
     paragraph,
     section,
     table,
     tag,
+    text_view,
     write_page,
 )
-from meliad_like.studies.text_view import pack, text_view
 from meliad_like.tables import signed
 
 SHOWN_SPANS = 10  # number of those that were selected most often

@@ -16,8 +16,6 @@ from meliad_like import command_line
 from meliad_like.errors import UserError
 
 STUDIES = ("compare", "clear_state", "context_curve", "gates", "continuations")
-COMPARISONS = ("compare", "clear_state")
-WITH_OTHERS = ("compare", "context_curve", "continuations")
 
 flags.DEFINE_string("checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True)
 flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
@@ -45,14 +43,10 @@ flags.DEFINE_integer("num_contexts", 3, "Most contexts in each document.", lower
 flags.DEFINE_integer("num_tokens", 100, "Number of tokens to write after each context.", lower_bound=2)
 
 USED_BY = {
-    "other": WITH_OTHERS,
-    "other_step": WITH_OTHERS,
-    "unit": COMPARISONS,
-    "top": COMPARISONS,
+    **dict.fromkeys(("other", "other_step"), ("compare", "context_curve", "continuations")),
+    **dict.fromkeys(("unit", "top"), ("compare", "clear_state")),
     "clear_every": ("clear_state",),
-    "context_tokens": ("continuations",),
-    "num_contexts": ("continuations",),
-    "num_tokens": ("continuations",),
+    **dict.fromkeys(("context_tokens", "num_contexts", "num_tokens"), ("continuations",)),
 }
 """The flags that not all studies have."""
 
@@ -63,20 +57,18 @@ FLAGS_OF_FIELDS = {"others": "other", "gin_params": "gin_param", "documents": "d
 def main(study: str) -> None:
     if command_line.GIN_FILE.value:
         raise UserError("--gin_file has no effect here: the config comes from the checkpoint; --gin_param changes it")
-    for name, studies in USED_BY.items():
-        if flags.FLAGS[name].present and study not in studies:
-            raise UserError(f"--{name} has no effect on {study}: it is for {' and '.join(studies)}")
+    command_line.refuse_unused(study, USED_BY)
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.studies.readings import StudyRequest
 
-    request = StudyRequest(
-        **{name: flags.FLAGS[FLAGS_OF_FIELDS.get(name, name)].value for name in StudyRequest._fields}
-    )
-    if request.num_documents is None and study != "context_curve":
-        request = request._replace(num_documents=5)
-    request = request._replace(output=Path(request.output), num_documents=request.num_documents or None)
+    values = {name: flags.FLAGS[FLAGS_OF_FIELDS.get(name, name)].value for name in StudyRequest._fields}
+    if values["num_documents"] is None and study != "context_curve":
+        values["num_documents"] = 5
+    output = Path(values["output"])
+    output.mkdir(parents=True, exist_ok=True)
+    request = StudyRequest(**values | {"output": output, "num_documents": values["num_documents"] or None})
     importlib.import_module(f"meliad_like.studies.{study}").run(request)
-    print(f"wrote {request.output / 'index.html'}")
+    print(f"wrote {output / 'index.html'}")
 
 
 if __name__ == "__main__":

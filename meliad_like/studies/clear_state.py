@@ -1,7 +1,6 @@
 """A model whose states are cleared every k tokens, against the same model (appendix G.1, Figure 5)."""
 
 from collections.abc import Sequence
-from typing import Any
 from xml.etree.ElementTree import Element
 
 import numpy as np
@@ -10,11 +9,9 @@ from meliad_like.config import with_changes
 from meliad_like.errors import UserError
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.studies.compare import settings
-from meliad_like.studies.comparison import ReadDocument
-from meliad_like.studies.comparison_page import compare_page
+from meliad_like.studies.compare import ComparisonPage
 from meliad_like.studies.page import Chart, Series, figure, paragraph, section
-from meliad_like.studies.readings import StudyRequest, Subject, choose, open_subject, read
+from meliad_like.studies.readings import Reading, StudyRequest, choose, open_subject, read
 
 MAX_BINS = 64
 
@@ -39,50 +36,32 @@ def run(request: StudyRequest) -> None:
         raise UserError(f"--clear_every={every}: none of the documents is longer, so nothing would be cleared")
     segments = {"data.segment_length": every, "data.tokens_per_step": every * subject.run.data.num_lanes}
 
-    def variant(model: DecoderConfig, label: str) -> Subject:
+    def read_with(model: DecoderConfig, label: str) -> Reading:
         run = with_changes(subject.run, segments | {"model": model})
         opened = subject.opened._replace(run=run, model=Model(model, subject.opened.vocabulary.size))
-        return subject._replace(opened=opened, label=label)
+        return read(subject._replace(opened=opened, label=label), chosen)
 
-    kept = variant(model, "states kept")
-    cleared = variant(cleared_model, f"states cleared every {every:,} tokens")
-    first, other = read(kept, chosen), read(cleared, chosen)
-    targets = [nats.size for nats in first.losses]
-    gains = [theirs - ours for ours, theirs in zip(first.losses, other.losses, strict=True)]
-    by_position = _by_position(gains, every)
-    details: dict[str, Any] = {
-        "clear_every": every,
-        "largest_difference_in_the_first_segment_nats": max(float(np.abs(gain[:every]).max()) for gain in gains),
-        "gain_by_position_in_segment_bits": [by_position[0].tolist(), by_position[1].tolist()],
-    }
-
-    def more(_: list[ReadDocument]) -> Sequence[Element]:
-        return [_section(every, details["largest_difference_in_the_first_segment_nats"], *by_position)]
-
-    compare_page(
-        request.output,
+    kept, cleared = read_with(model, "states kept"), read_with(cleared_model, f"states cleared every {every:,} tokens")
+    gains = [theirs - ours for ours, theirs in zip(kept.losses, cleared.losses, strict=True)]
+    largest = max(float(np.abs(gain[:every]).max()) for gain in gains)
+    edges, means = _by_position(gains, every)
+    ComparisonPage(request, chosen, kept, cleared, clear_every=every).write(
         f"{subject.label}: states kept against cleared every {every:,} tokens",
-        first,
-        other,
-        chosen,
-        settings(request, first, window),
-        marks=lambda document: list(range(every, targets[document.index], every)),
-        more=more,
-        details=details,
+        [_section(every, largest, edges, means)],
+        {
+            "clear_every": every,
+            "largest_difference_in_the_first_segment_nats": largest,
+            "gain_by_position_in_segment_bits": [edges.tolist(), means.tolist()],
+        },
     )
 
 
 def _by_position(gains: Sequence[np.ndarray], every: int) -> tuple[np.ndarray, np.ndarray]:
-    """The mean gain in bits by the number of tokens since the last clearing.
-
-    Returns:
-      The edges of at most MAX_BINS bins of the numbers of tokens, and the means.
-    """
+    """The mean gain in bits by the number of tokens since the last clearing: edges of at most MAX_BINS bins, means."""
     edges = np.linspace(0, every, min(MAX_BINS, every) + 1).astype(int)
     position = np.concatenate([np.arange(every, gain.size) % every for gain in gains])
     later = np.concatenate([gain[every:].astype(np.float64) for gain in gains]) / np.log(2)
-    sums = np.histogram(position, edges, weights=later)[0]
-    counts = np.histogram(position, edges)[0]
+    sums, counts = np.histogram(position, edges, weights=later)[0], np.histogram(position, edges)[0]
     return edges, sums / np.maximum(counts, 1)
 
 
@@ -95,15 +74,17 @@ def _section(every: int, largest: float, edges: np.ndarray, means: np.ndarray) -
         caption=f"Mean over all segments of {every:,} tokens, without the first of each document, before which nothing "
         "is cleared.",
     )
-    early, late = (float(part.sum()) / means.sum() for part in (means[: len(means) // 8], means[len(means) // 2 :]))
-    share = f"Of the gain after that, {early:.0%} is in the first eighth of a segment, {late:.0%} in its second half."
-    none = "Later tokens are on average not predicted better with the states kept."
+    share = "Later tokens are on average not predicted better with the states kept."
+    if means.sum() > 0:
+        early, late = (part.sum() / means.sum() for part in (means[: len(means) // 8], means[len(means) // 2 :]))
+        share = (
+            f"Of the gain after that, {early:.0%} is in the first eighth of a segment, {late:.0%} in its second half."
+        )
     return section(
         "Where it matters",
         paragraph(
             f"In the first {every:,} tokens of every document both readings must be the same: the largest difference "
-            f"there is {largest:g} nats. ",
-            share if means.sum() > 0 else none,
+            f"there is {largest:g} nats. {share}"
         ),
         figure(chart),
     )

@@ -5,7 +5,7 @@ model pays.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +30,8 @@ class ReadDocument(NamedTuple):
     other: Float[np.ndarray, " tokens"]
     units: Units
     table: pd.DataFrame
-    """A line for each unit: its first `token`, `first_bits`, `other_bits`, `gain`, the `distance` in tokens to the last
-    occurrence (0: none), and its `place` and `category`."""
-
-    @property
-    def gains(self) -> Float[np.ndarray, " tokens"]:
-        return self.other - self.first
+    """A line for each unit: its first `token`, `first_bits`, `other_bits`, the `distance` in tokens to the last
+    occurrence (0: none), its `place` and `category`, and its `gain`."""
 
     def top(self, count: int, *, words: bool, losses: bool = False) -> pd.DataFrame:
         """The units with the largest gains, the largest first, in their contexts (`before`, `text`, `after`).
@@ -48,10 +44,9 @@ class ReadDocument(NamedTuple):
         chosen = self.table[self.table["category"] != "sign"] if words else self.table
         gains = -chosen["gain"] if losses else chosen["gain"]
         best = chosen.loc[gains[gains > 0].nlargest(count).index]
-        texts = [self._in_context(unit) for unit in best.index]
-        contexts = pd.DataFrame(texts, index=best.index, columns=["before", "text", "after"])
+        texts = pd.DataFrame(map(self._in_context, best.index), best.index, ["before", "text", "after"])
         head = pd.DataFrame({"document": self.index, "token": best["token"]}, index=best.index)
-        return pd.concat([head, contexts, best.drop(columns=["token", "gain"]), best["gain"]], axis=1)
+        return pd.concat([head, texts, best.drop(columns="token")], axis=1)
 
     def _in_context(self, unit: int) -> tuple[str, str, str]:
         text, start, end = self.units.text, int(self.units.starts[unit]), int(self.units.ends[unit])
@@ -61,19 +56,12 @@ class ReadDocument(NamedTuple):
 
 
 def compare(first: Reading, other: Reading, chosen: Chosen, unit: str, segment: int) -> list[ReadDocument]:
-    """Compares two readings of the chosen documents.
-
-    Args:
-      first, other: of the chosen documents.
-      chosen: the documents.
-      unit: `word` or `token` (`units.make_units`).
-      segment: in tokens, for `Units.places`.
-    """
+    """Compares two readings of the chosen documents by units (`units.make_units`); `segment`: see `Units.places`."""
     documents = []
     # What the other model cannot see is what the first one may have remembered.
     num_visible = other.subject.opened.model.num_visible
     for index, name in enumerate(chosen.documents.names):
-        tokens = chosen.documents.tokens(index, 0, int(chosen.documents.lengths[index]))
+        tokens = chosen.whole(index)
         units = make_units(tokens, first.subject.opened.vocabulary, unit)
         ours, theirs = (np.append(0.0, reading.losses[index] / math.log(2)) for reading in (first, other))
         visible = num_visible(np.maximum(units.first - 1, 0))
@@ -93,11 +81,9 @@ def compare(first: Reading, other: Reading, chosen: Chosen, unit: str, segment: 
 
 
 def groups(documents: Sequence[ReadDocument], by: str) -> pd.DataFrame:
-    """The number of `units`, and their `gain_bits` in all, of each place or category.
+    """The number of `units`, and their `gain_bits` in all, of each group over all documents.
 
-    Args:
-      documents: of which all units are taken together.
-      by: `place`, `category`, or `distance`: by powers of two, where 8 stands for 8 to 15 tokens.
+    `by`: `place`, `category`, or `distance`: by powers of two, where 8 stands for 8 to 15 tokens.
     """
     units = pd.concat([document.table for document in documents])
     if by == "distance":
@@ -107,44 +93,19 @@ def groups(documents: Sequence[ReadDocument], by: str) -> pd.DataFrame:
     return pd.DataFrame({"units": gains.size(), "gain_bits": gains.sum()})
 
 
-class Curve(NamedTuple):
-    """Gains along a document, in intervals of the same number of tokens."""
-
-    edges: Int[np.ndarray, " intervals+1"]
-    lowest: Float[np.ndarray, " intervals"]
-    highest: Float[np.ndarray, " intervals"]
-    total: Float[np.ndarray, " intervals"]
-    """The sum up to the end of each interval."""
-
-
-def along(gains: Float[np.ndarray, " tokens"], most_intervals: int = 400) -> Curve:
-    """The gains of a document's tokens, in few enough numbers to be drawn (Figure 4)."""
-    starts = np.arange(0, len(gains), -(-len(gains) // most_intervals))
-    lowest, highest, sums = (function.reduceat(gains, starts) for function in (np.minimum, np.maximum, np.add))
-    return Curve(np.append(starts, len(gains)), lowest, highest, np.cumsum(sums))
+def by_document(documents: Sequence[ReadDocument]) -> pd.DataFrame:
+    """The `name` of each document, the number of its `tokens`, and the bits that each model paid for all of them."""
+    rows = [(d.name, len(d.tokens), float(d.first.sum()), float(d.other.sum())) for d in documents]
+    return pd.DataFrame(rows, columns=["name", "tokens", "first_bits", "other_bits"])
 
 
 def summary(documents: Sequence[ReadDocument], top: pd.DataFrame) -> dict[str, Any]:
     """The figures of the page's tables, for JSON."""
-
-    def lines(by: str) -> list[dict[Hashable, Any]]:
-        return groups(documents, by).rename_axis("label").reset_index().to_dict("records")
-
+    by = {name: groups(documents, name).rename_axis("label") for name in ("place", "category", "distance")}
     return {
-        "documents": [
-            {
-                "name": document.name,
-                "tokens": len(document.tokens),
-                "first_bits": float(document.first.sum()),
-                "other_bits": float(document.other.sum()),
-            }
-            for document in documents
-        ],
-        "by_place": lines("place"),
-        "by_category": lines("category"),
-        "by_distance": lines("distance"),
-        "top_by_category": top["category"].value_counts().to_dict(),
-        "top_by_place": top["place"].value_counts().to_dict(),
+        "documents": by_document(documents).to_dict("records"),
+        **{f"by_{name}": found.reset_index().to_dict("records") for name, found in by.items()},
+        **{f"top_by_{name}": top[name].value_counts().to_dict() for name in ("category", "place")},
     }
 
 

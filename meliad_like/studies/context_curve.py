@@ -4,14 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree.ElementTree import Element
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
 
-from meliad_like.studies.page import Chart, Series, facts_table, figure, paragraph, section, tag, write_page
-from meliad_like.studies.readings import Chosen, Reading, StudyRequest, choose, open_subject, read, write_summary
+from meliad_like.studies.page import Chart, Series, figure, note, paragraph, section, write_page
+from meliad_like.studies.readings import Chosen, Reading, StudyRequest, choose, open_compared, read
 
 FIRST_BIN = 32  # tokens, of which there are too few for smaller bins
 BINS_PER_OCTAVE = 4
@@ -48,11 +47,8 @@ class Curves:
 
     def interval(self, other: int) -> Float[np.ndarray, "2 bins"]:
         """The 90% interval of the gains when the documents are resampled with replacement (bootstrap)."""
-        saved = self.bits[other] - self.bits[0]
-        num_documents = len(self.tokens)
-        drawn = np.random.default_rng(0).multinomial(
-            num_documents, np.full(num_documents, 1 / num_documents), RESAMPLES
-        )
+        saved, number = self.bits[other] - self.bits[0], len(self.tokens)
+        drawn = np.random.default_rng(0).multinomial(number, np.full(number, 1 / number), RESAMPLES)
         tokens = drawn @ self.tokens
         gains = np.where(tokens > 0, drawn @ saved / np.maximum(tokens, 1), np.nan)
         return np.nanquantile(gains, (0.05, 0.95), axis=0)
@@ -79,123 +75,78 @@ def run(request: StudyRequest) -> None:
     Raises:
       UserError: a checkpoint, store, split or document is missing, or a checkpoint has another vocabulary.
     """
-    subjects = [open_subject(request.checkpoint, step=request.step)]
-    if request.gin_params and not request.others:
-        subjects.append(open_subject(request.checkpoint, request.gin_params, request.step))
-    subjects += [open_subject(folder, request.gin_params, request.other_step) for folder in request.others]
+    subjects = open_compared(request)
     chosen = choose(subjects, request)
     readings = [read(subject, chosen) for subject in subjects]
-    result = curves([reading.losses for reading in readings])
-    request.output.mkdir(parents=True, exist_ok=True)
+    result, details = curves([reading.losses for reading in readings]), [reading.details() for reading in readings]
     _write_numbers(request.output, readings, chosen, result)
-    others = ", ".join(reading.label for reading in readings)
+    chosen.write_summary(request.output, {"models": details})
+    totals = "; ".join(f"{reading.label} {reading.bits_per_token:.4f}" for reading in readings)
+    facts = chosen.facts(
+        "What was read",
+        details,
+        [f"model {i + 1}" for i in range(len(readings))],
+        "Position 0 is a document's first token, which is read and not predicted; a loss counts where the token stands "
+        "that predicts.",
+    )
     write_page(
         request.output / "index.html",
-        f"Loss by position: {others}",
-        _lead(readings, chosen),
+        f"Loss by position: {', '.join(reading.label for reading in readings)}",
         [
-            section("Bits per token by position in the document", *_figures(readings, result)),
-            section(
-                "What was read",
-                facts_table(
-                    [reading.details() for reading in readings], ("", *(f"model {i + 1}" for i in range(len(readings))))
-                ),
-                tag(
-                    "p",
-                    f"Documents: {chosen.description}. Position 0 is a document's first token, which is read and not "
-                    "predicted; a loss counts where the token stands that predicts.",
-                    class_="about",
-                ),
-            ),
+            paragraph(f"Bits per token over all tokens: {totals}."),
+            note(f"{chosen.title}; {readings[0].num_targets:,} predicted tokens.", "about"),
         ],
+        [section("Bits per token by position in the document", *map(figure, _charts(readings, result))), facts],
     )
 
 
-def _lead(readings: Sequence[Reading], chosen: Chosen) -> list[Element]:
-    totals = "; ".join(f"{reading.label} {reading.bits_per_token:.4f}" for reading in readings)
-    return [
-        paragraph(f"Bits per token over all tokens: {totals}."),
-        tag("p", f"{chosen.title}; {readings[0].num_targets:,} predicted tokens.", class_="about"),
-    ]
-
-
-def _figures(readings: Sequence[Reading], result: Curves) -> list[Element]:
+def _charts(readings: Sequence[Reading], result: Curves) -> list[Chart]:
     # The axis is logarithmic and has no zero.
     edges = np.maximum(result.edges, result.edges[1] / 2)
     centres = np.sqrt(edges[:-1] * edges[1:])
-    ends = result.edges[1:]
+    position = "position in the document, tokens"
 
-    def lines(x: np.ndarray, values: np.ndarray) -> list[Series]:
-        return [Series(r.label, x, y, colour=str(i % 5 + 1)) for i, (r, y) in enumerate(zip(readings, values))]
+    def chart(title: str, x: np.ndarray, x_label: str, lines: np.ndarray, caption: str) -> Chart:
+        series = [Series(r.label, x, y, colour=str(i % 5 + 1)) for i, (r, y) in enumerate(zip(readings, lines))]
+        return Chart(title, x_label, "bits per token", series, caption, log_x=True, from_zero=False)
 
     charts = [
-        Chart(
+        chart(
             "Cumulative",
+            result.edges[1:],
             "tokens read",
-            "bits per token",
-            lines(ends, result.cumulative),
+            result.cumulative,
             "Mean over all tokens up to there, of all documents; short ones count up to their ends.",
-            log_x=True,
-            from_zero=False,
         ),
-        Chart(
+        chart(
             "Local",
-            "position in the document, tokens",
-            "bits per token",
-            lines(centres, result.local),
+            centres,
+            position,
+            result.local,
             "Mean over the tokens around there. At later positions only longer documents are left, so that a curve may "
             "rise or fall with them.",
-            log_x=True,
-            from_zero=False,
         ),
     ]
-    charts += [_gain_chart(readings, result, other, centres) for other in range(1, len(readings))]
-    charts.append(
-        Chart(
-            "Documents of at least this length",
-            "position in the document, tokens",
-            "documents",
-            [Series("", edges, result.num_documents, "bars", "muted")],
-            log_x=True,
+    for other in range(1, len(readings)):
+        title = f"What {readings[0].label} saves against {readings[other].label}"
+        series = [Series("mean", centres, result.gains(other))]
+        caption = (
+            "Over the same tokens, so that it does not matter which documents are left; above zero the first is better."
         )
-    )
-    return [figure(chart) for chart in charts]
-
-
-def _gain_chart(readings: Sequence[Reading], result: Curves, other: int, centres: np.ndarray) -> Chart:
-    series = [Series("mean", centres, result.gains(other))]
-    caption = (
-        "Over the same tokens, so that it does not matter which documents are left; above zero the first is better."
-    )
-    if len(result.tokens) >= FEWEST_DOCUMENTS:
-        low, high = result.interval(other)
-        series.append(Series("90% interval over documents", centres, high, "band", "muted", low))
-        caption += f" The interval is a bootstrap over the documents ({RESAMPLES} resamples)."
-    return Chart(
-        f"What {readings[0].label} saves against {readings[other].label}",
-        "position in the document, tokens",
-        "gain, bits per token",
-        series,
-        caption,
-        log_x=True,
-    )
+        if len(result.tokens) >= FEWEST_DOCUMENTS:
+            low, high = result.interval(other)
+            series.append(Series("90% interval over documents", centres, high, "band", "muted", low))
+            caption += f" The interval is a bootstrap over the documents ({RESAMPLES} resamples)."
+        charts.append(Chart(title, position, "gain, bits per token", series, caption, log_x=True))
+    left = Series("", edges, result.num_documents, "bars", "muted")
+    return [*charts, Chart("Documents of at least this length", position, "documents", [left], log_x=True)]
 
 
 def _write_numbers(folder: Path, readings: Sequence[Reading], chosen: Chosen, result: Curves) -> None:
-    np.savez_compressed(
-        folder / "curves.npz",
-        names=np.array(chosen.documents.names),
-        edges=result.edges,
-        tokens=result.tokens,
-        bits=result.bits,
-    )
-    columns = {
-        "start": result.edges[:-1],
-        "stop": result.edges[1:],
-        "documents": result.num_documents,
-        "tokens": result.tokens.sum(axis=0),
-    }
+    arrays = {"edges": result.edges, "tokens": result.tokens, "bits": result.bits}
+    np.savez_compressed(folder / "curves.npz", names=np.array(chosen.documents.names), **arrays)
+    columns = {"start": result.edges[:-1], "stop": result.edges[1:]}
+    columns |= {"documents": result.num_documents, "tokens": result.tokens.sum(axis=0)}
     for kind, values in (("local", result.local), ("cumulative", result.cumulative)):
         columns |= {f"{kind}: {reading.label}": line for reading, line in zip(readings, values, strict=True)}
     pd.DataFrame(columns).to_csv(folder / "curves.csv", index=False)
-    write_summary(folder, chosen, {"models": [reading.details() for reading in readings]})

@@ -5,39 +5,19 @@ document and continues in the next window, which only its memory reaches. It als
 same first token (which the context's window predicts), as if a document began there.
 """
 
-import math
 import re
-import statistics
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Int
 
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
-from meliad_like.generation.streaming import Reading as Place
-from meliad_like.studies.page import (
-    document_choice,
-    document_part,
-    facts_table,
-    paragraph,
-    section,
-    table,
-    tag,
-    write_page,
-)
-from meliad_like.studies.readings import (
-    Chosen,
-    StudyRequest,
-    Subject,
-    choose,
-    open_subject,
-    with_distinct_labels,
-    write_summary,
-)
+from meliad_like.studies.page import document_choice, document_part, note, paragraph, section, table, tag, write_page
+from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject, with_distinct_labels
 
 TOPICAL = re.compile(r"[^\W\d_]{5,}")
 REMEMBERED, FORGOTTEN = "with the memory of the context", "without it"
@@ -55,6 +35,11 @@ class Passage(NamedTuple):
     """The document's own continuation."""
     written: dict[str, dict[str, str]]
     """Continuations by the model's label, then by REMEMBERED or FORGOTTEN."""
+
+    def continuations(self, original: str) -> dict[str, str]:
+        """All continuations by their titles, the document's own first, whose title is `original`."""
+        written = {f"{label}, {way}": text for label, ways in self.written.items() for way, text in ways.items()}
+        return {original: self.original} | written
 
 
 def run(request: StudyRequest) -> None:
@@ -78,21 +63,18 @@ def run(request: StudyRequest) -> None:
             "lower --context_tokens or --num_tokens"
         )
     writers = {subject.label: _Writer(subject, context_tokens, request.num_tokens) for subject in subjects}
-    vocabulary = chosen.store.vocabulary
-    passages = []
+    decode, passages = chosen.store.vocabulary.decode, []
     for document, start in places:
-        stop = start + context_tokens + request.num_tokens
-        tokens = chosen.documents.tokens(document, start, stop)
+        tokens = chosen.documents.tokens(document, start, start + context_tokens + request.num_tokens)
         context, original = np.split(tokens, [context_tokens])
-        written = {label: write(context, vocabulary) for label, write in writers.items()}
-        passages.append(Passage(document, start, vocabulary.decode(context), vocabulary.decode(original), written))
+        written = {label: write(context) for label, write in writers.items()}
+        passages.append(Passage(document, start, decode(context), decode(original), written))
     _write(request, subjects, chosen, passages, context_tokens)
 
 
 def shared_words(context: str, continuation: str) -> float:
     """The share of a continuation's distinct words (of five letters or more) that occur in the context; NaN of none."""
-    words = {word.lower() for word in TOPICAL.findall(continuation)}
-    known = {word.lower() for word in TOPICAL.findall(context)}
+    words, known = (set(map(str.lower, TOPICAL.findall(text))) for text in (continuation, context))
     return len(words & known) / len(words) if words else float("nan")
 
 
@@ -101,7 +83,7 @@ class _Writer:
 
     def __init__(self, subject: Subject, context_tokens: int, num_tokens: int):
         opened = subject.opened
-        self._params, self._num_tokens = opened.params, num_tokens
+        self._vocabulary, self._num_tokens = opened.vocabulary, num_tokens
         self._generator = Generator(
             opened.model,
             opened.params,
@@ -111,15 +93,14 @@ class _Writer:
             stop_at_end=False,
         )
 
-    def __call__(self, context: Int[np.ndarray, " n"], vocabulary: Vocabulary) -> dict[str, str]:
+    def __call__(self, context: Int[np.ndarray, " n"]) -> dict[str, str]:
         """The continuations by REMEMBERED and FORGOTTEN."""
-        read = self._generator.read
-        remembered = self._continue(read(self._generator.begin(0), context), self._num_tokens)
-        first = remembered[:1]
-        forgotten = first + self._continue(read(self._generator.begin(0), np.array(first)), self._num_tokens - 1)
-        return {REMEMBERED: vocabulary.decode(remembered), FORGOTTEN: vocabulary.decode(forgotten)}
+        remembered = self._continue(context, self._num_tokens)
+        forgotten = remembered[:1] + self._continue(np.array(remembered[:1]), self._num_tokens - 1)
+        return {REMEMBERED: self._vocabulary.decode(remembered), FORGOTTEN: self._vocabulary.decode(forgotten)}
 
-    def _continue(self, place: Place, num_tokens: int) -> list[int]:
+    def _continue(self, context: Int[np.ndarray, " n"], num_tokens: int) -> list[int]:
+        place = self._generator.read(self._generator.begin(0), context)
         return [token for tokens, _ in self._generator.write(place, num_tokens) for token in tokens]
 
 
@@ -148,59 +129,58 @@ def _places(chosen: Chosen, length: int, most: int) -> list[tuple[int, int]]:
 def _write(
     request: StudyRequest, subjects: list[Subject], chosen: Chosen, passages: list[Passage], context_tokens: int
 ) -> None:
-    shares = {"the document itself": [shared_words(passage.context, passage.original) for passage in passages]}
-    for label in passages[0].written:
-        for way in (REMEMBERED, FORGOTTEN):
-            shares[f"{label}, {way}"] = [shared_words(p.context, p.written[label][way]) for p in passages]
-    known = {name: [value for value in values if not math.isnan(value)] for name, values in shares.items()}
-    means = {name: statistics.fmean(values) for name, values in known.items() if values}
-    details: dict[str, Any] = {
-        "models": [subject.details() for subject in subjects],
+    shares = pd.DataFrame(
+        {title: shared_words(p.context, text) for title, text in p.continuations("the document itself").items()}
+        for p in passages
+    )
+    means, details = shares.mean().dropna().to_dict(), [subject.details() for subject in subjects]
+    names, lengths = chosen.documents.names, chosen.documents.lengths
+    saved = {
+        "models": details,
         "documents": chosen.description,
         "context_tokens": context_tokens,
         "num_tokens": request.num_tokens,
         "shared_words": means,
-        "passages": [passage._asdict() | {"name": chosen.documents.names[passage.document]} for passage in passages],
+        "passages": [passage._asdict() | {"name": names[passage.document]} for passage in passages],
     }
-    request.output.mkdir(parents=True, exist_ok=True)
-    write_summary(request.output, chosen, details, "continuations.json")
+    chosen.write_summary(request.output, saved, "continuations.json")
     seen = {s.label: int(s.opened.model.config.num_visible(np.array(context_tokens))) - 1 for s in subjects}
     visible = "; ".join(f"{label}: {number:,} tokens" if number else f"{label}: none" for label, number in seen.items())
-    lead = [
-        paragraph(
-            f"Contexts of {context_tokens:,} tokens are read as documents of their own; the models then write the "
-            f"{request.num_tokens:,} most likely tokens, one after the other (greedily, which soon repeats itself). "
-            f"What the first of them sees of the context directly, besides the memory: {visible}. Without the memory, "
-            "the same first token begins a document."
-        ),
-        tag("p", chosen.description, class_="about"),
-    ]
+    lead = paragraph(
+        f"Contexts of {context_tokens:,} tokens are read as documents of their own; the models then write the "
+        f"{request.num_tokens:,} most likely tokens, one after the other (greedily, which soon repeats itself). What "
+        f"the first of them sees of the context directly, besides the memory: {visible}. Without the memory, the same "
+        "first token begins a document."
+    )
+    explanation = "Of the different words of five letters or more in a continuation; mean over all contexts."
     rows = [(name, f"{share:.1%}") for name, share in means.items()]
-    note = "Of the different words of five letters or more in a continuation; mean over all contexts."
     used = sorted({passage.document for passage in passages})
+    choice = document_choice([names[document] for document in used], lengths[used].tolist())
     parts = [
         document_part(i, *(_passage(passage) for passage in passages if passage.document == document))
         for i, document in enumerate(used)
     ]
-    names = [chosen.documents.names[document] for document in used]
     write_page(
         request.output / "index.html",
         "What passes from window to window",
-        lead,
+        [lead, note(chosen.description, "about")],
         [
-            section("Words that the context has too", table(("continuation", "share"), rows, note)),
-            section("Continuations", document_choice(names, chosen.documents.lengths[used].tolist()), *parts),
-            section("Models", facts_table([subject.details() for subject in subjects], ("", *seen))),
+            section("Words that the context has too", table(("continuation", "share"), rows, explanation)),
+            section("Continuations", choice, *parts),
+            chosen.facts("Models", details, list(seen), "A context is read as a document."),
         ],
     )
 
 
 def _passage(passage: Passage) -> Element:
-    columns = [("the document's own continuation", passage.original)]
-    for label, ways in passage.written.items():
-        columns += [(f"{label}, {way}", text) for way, text in ways.items()]
-    cells = [tag("div", tag("h4", title), tag("p", text, class_="passage")) for title, text in columns]
-    context = tag("details", tag("summary", "the whole context"), tag("p", passage.context, class_="passage"))
-    ending = tag("p", f"… {passage.context[-300:]}", class_="passage")
-    title = f"from token {passage.start:,} on"
-    return section(title, ending, context, tag("div", *cells, class_="columns"), level=3)
+    def text(content: str) -> Element:
+        return tag("p", content, class_="passage")
+
+    columns = passage.continuations("the document's own continuation").items()
+    return section(
+        f"from token {passage.start:,} on",
+        text(f"… {passage.context[-300:]}"),
+        tag("details", tag("summary", "the whole context"), text(passage.context)),
+        tag("div", *(tag("div", tag("h4", title), text(content)) for title, content in columns), class_="columns"),
+        level=3,
+    )

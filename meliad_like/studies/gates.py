@@ -5,11 +5,12 @@ blocks: its time constant is -1/log(g) blocks, its half-life log(2) times that. 
 an lstm gate depends on what is read, and its g is averaged over the documents.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from xml.etree.ElementTree import Element
 
-import jax
 import numpy as np
+import pandas as pd
 from jaxtyping import Float
 
 from meliad_like.errors import UserError
@@ -19,20 +20,24 @@ from meliad_like.studies.page import (
     Series,
     document_choice,
     document_part,
-    facts_table,
     figure,
+    note,
     paragraph,
     section,
     table,
-    tag,
     write_page,
 )
-from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject, write_summary
-from meliad_like.studies.state_trace import LAGS, Gates, Trace, Tracer
+from meliad_like.studies.readings import Chosen, StudyRequest, choose, open_subject
+from meliad_like.studies.state_trace import LAGS, Tracer
 
 QUANTILES = {"lowest": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "highest": 1.0}
 SHOWN_LAGS = (1, 8, 64)
 MOST_POINTS = 300
+
+Trace = dict[str, pd.DataFrame]
+"""The states of a document, as `Tracer.read` returns them."""
+Shares = Mapping[str, np.ndarray]
+"""By the name of a gate, of each channel."""
 
 
 def time_constants(kept: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
@@ -47,109 +52,98 @@ def run(request: StudyRequest) -> None:
       UserError: the model has no states; or a checkpoint, store, split or document is missing.
     """
     subject = open_subject(request.checkpoint, request.gin_params, request.step)
-    model = subject.run.model
+    window = subject.run.model.window_length
     chosen = choose([subject], request)
-    if chosen.documents.lengths.max() < model.window_length:
-        raise UserError(f"gates: no document has a whole block of {model.window_length} tokens")
-    traces, gates = _read(subject, chosen)
-    if not traces[0]:
+    lengths = chosen.documents.lengths
+    if lengths.max() < window:
+        raise UserError(f"gates: no document has a whole block of {window} tokens")
+    tracer = Tracer(subject.opened.model, subject.opened.params)
+
+    def trace_all(on_progress: Callable[[int, int], None]) -> list[Trace]:
+        traces = []
+        for document, done in enumerate(lengths.cumsum().tolist()):
+            traces.append(tracer.read(chosen.whole(document)))
+            on_progress(done, int(lengths.sum()))
+        return traces
+
+    traces = with_progress(subject.label, trace_all)
+    if not tracer.shapes:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
-    kept = {name: forget for name, (forget, _) in gates.means().items()}
-    measured = {name: values for name, values in gates.means().items() if name in gates.varying}
-    request.output.mkdir(parents=True, exist_ok=True)
-    _write_numbers(request, subject, chosen, kept, measured, traces)
+    means = tracer.gates.means()
+    kept = {name: forget for name, (forget, _) in means.items()}
+    measured = {name: values for name, values in means.items() if name in tracer.gates.varying}
+    _write_numbers(request, chosen, subject.details(), kept, measured, traces)
+    states = ", ".join(
+        f"{_title(name)} ({number} states of {channels} channels)" for name, (number, channels) in tracer.shapes.items()
+    )
+    facts = chosen.facts(
+        "What was read",
+        [subject.details()],
+        ["model"],
+        "Whole blocks only; each document begins with the initial states.",
+    )
     write_page(
         request.output / "index.html",
         f"Gates and states of {subject.label}",
-        _lead(traces, chosen, model.window_length),
         [
-            *_gate_section(kept, measured, model.window_length),
-            section("How states change along a document", *_state_parts(traces, chosen, model.window_length)),
-            _facts(subject, chosen),
+            paragraph(f"States that are updated every {window} tokens: {states}. Layers count from 0."),
+            note(chosen.title, "about"),
+        ],
+        [
+            *([_gate_section(kept, measured, window)] if kept else []),
+            section("How states change along a document", *_state_parts(list(tracer.shapes), traces, chosen, window)),
+            facts,
         ],
     )
 
 
-def _read(subject: Subject, chosen: Chosen) -> tuple[list[dict[str, Trace]], Gates]:
-    tracer, gates = Tracer(subject.opened.model), Gates()
-    params = jax.device_put(subject.opened.params, jax.devices()[0])
-    lengths = chosen.documents.lengths.tolist()
-
-    def work(on_progress: Callable[[int, int], None]) -> list[dict[str, Trace]]:
-        traces = []
-        for document, length in enumerate(lengths):
-            traces.append(tracer.read(params, chosen.documents.tokens(document, 0, length), gates))
-            on_progress(sum(lengths[: document + 1]), sum(lengths))
-        return traces
-
-    return with_progress(subject.label, work), gates
-
-
-def _lead(traces: Sequence[dict[str, Trace]], chosen: Chosen, window: int) -> list[Element]:
-    shapes = {_title(name): trace.shape for name, trace in traces[0].items()}
-    states = ", ".join(
-        f"{name} ({number} states of {channels} channels)" for name, (number, channels) in shapes.items()
-    )
-    return [
-        paragraph(f"States that are updated every {window} tokens: {states}. Layers count from 0."),
-        tag("p", chosen.title, class_="about"),
-    ]
-
-
-def _gate_section(kept: dict[str, np.ndarray], measured: dict[str, np.ndarray], window: int) -> list[Element]:
-    """The section, if there are gates."""
-    if not kept:
-        return []
-    note = (
+def _gate_section(kept: Shares, measured: Shares, window: int) -> Element:
+    explanation = (
         f"A block is {window} tokens. g is the share of a state that a block leaves; the time constant is −1/log(g), "
         "and after 0.69 of it half is left."
     )
     if measured:
-        note += " These gates depend on what is read: g is the forget gate, averaged over states and blocks."
+        explanation += " These gates depend on what is read: g is the forget gate, averaged over states and blocks."
     constants = {name: time_constants(share) for name, share in kept.items()}
-    parts = [table(*_quantiles("time constants, blocks", constants, ",.3g", {"mean g": kept}), note)]
+    mean_kept = ("mean g", *(f"{share.mean():.3f}" for share in kept.values()))
+    parts = [_quantiles("time constants, blocks", constants, ",.3g", mean_kept, explanation)]
     parts += [figure(_histogram(name, blocks, window)) for name, blocks in constants.items()]
     if measured:
-        kinds = ("forget", "input")
-        gates = {f"{name}, {kinds[i]}": values for name, both in measured.items() for i, values in enumerate(both)}
-        parts.append(table(*_quantiles("measured gates, by channel", gates, ".3f", {"mean": gates})))
-    return [section("What the gates have learned", *parts)]
+        gates = {
+            f"{name}, {kind}": values
+            for name, both in measured.items()
+            for kind, values in zip(("forget", "input"), both, strict=True)
+        }
+        means = ("mean", *(f"{values.mean():.3f}" for values in gates.values()))
+        parts.append(_quantiles("measured gates, by channel", gates, ".3f", means))
+    return section("What the gates have learned", *parts)
 
 
-def _quantiles(
-    title: str, arrays: dict[str, np.ndarray], form: str, averaged: dict[str, dict[str, np.ndarray]]
-) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Header and rows of a table with a line for each array: its name, means, and its quantiles."""
-    header = (title, *averaged, *QUANTILES)
-    rows = []
-    for name, values in arrays.items():
-        means = (f"{of[name].mean():.3f}" for of in averaged.values())
-        rows.append((_title(name), *means, *(f"{x:{form}}" for x in np.quantile(values, [*QUANTILES.values()]))))
-    return header, rows
+def _quantiles(title: str, gates: Shares, form: str, means: Sequence[str], explanation: str = "") -> Element:
+    """A table with a column for each gate, which is narrow enough for a phone: its mean and its quantiles."""
+    rows = [(name, *(f"{np.quantile(v, share):{form}}" for v in gates.values())) for name, share in QUANTILES.items()]
+    return table((title, *map(_title, gates)), [means, *rows], explanation)
 
 
 def _histogram(name: str, blocks: np.ndarray, window: int) -> Chart:
-    low, high = np.log10(blocks.min()), np.log10(blocks.max())
+    low, high, median = np.log10(blocks.min()), np.log10(blocks.max()), np.median(blocks)
     edges = np.logspace(low - 0.02, high + 0.02, min(40, max(8, blocks.size // 4)) + 1)
     return Chart(
         title=f"Time constants of the channels: {_title(name)}",
         x_label="time constant, blocks",
         y_label="channels",
         series=[Series("channels", edges, np.histogram(blocks, edges)[0], "bars")],
-        caption=f"The median is {np.median(blocks):,.3g} blocks, {np.median(blocks) * window:,.0f} tokens; its "
-        f"half-life is {np.log(2) * np.median(blocks):,.3g} blocks.",
+        caption=f"The median is {median:,.3g} blocks, {median * window:,.0f} tokens; its half-life is "
+        f"{np.log(2) * median:,.3g} blocks.",
         log_x=True,
     )
 
 
-def _state_parts(traces: list[dict[str, Trace]], chosen: Chosen, window: int) -> list[Element]:
-    layers = list(traces[0])
+def _state_parts(layers: list[str], traces: list[Trace], chosen: Chosen, window: int) -> list[Element]:
     by_lag = []
     for i, layer in enumerate(layers):
-        similarity = np.concatenate([trace[layer].similarity for trace in traces], axis=1)
-        there = ~np.isnan(similarity).all(axis=1)
-        means = np.nanmean(similarity[there], axis=1)
-        by_lag.append(Series(_title(layer), np.array(LAGS)[there], means, colour=str(i % 5 + 1)))
+        means = pd.concat([trace[layer] for trace in traces if layer in trace])[list(LAGS)].mean().dropna()
+        by_lag.append(Series(_title(layer), means.index.to_numpy(), means.to_numpy(), colour=str(i % 5 + 1)))
     lags = Chart(
         title="Similarity of the states over time",
         x_label="blocks between",
@@ -158,57 +152,41 @@ def _state_parts(traces: list[dict[str, Trace]], chosen: Chosen, window: int) ->
         caption="Of a state vector with itself, this number of blocks before; over all documents, blocks and states.",
         log_x=True,
     )
-    parts = []
-    for index, trace in enumerate(traces):
-        charts = [chart for layer in layers for chart in _state_charts(layer, trace[layer], window)]
-        parts.append(document_part(index, *map(figure, charts)))
+    parts = [
+        document_part(
+            index, *(figure(chart) for layer in trace for chart in _state_charts(layer, trace[layer], window))
+        )
+        for index, trace in enumerate(traces)
+    ]
     return [figure(lags), document_choice(chosen.documents.names, chosen.documents.lengths), *parts]
 
 
-def _state_charts(layer: str, trace: Trace, window: int) -> list[Chart]:
-    if not trace.change.size:
-        return []
-    blocks = -(-trace.change.size // MOST_POINTS)
-    starts = np.arange(0, trace.change.size, blocks)
-    x = starts * window
-
-    def mean(values: np.ndarray) -> np.ndarray:
-        # A point has no mean unless all of its blocks have a value.
-        return np.add.reduceat(values, starts) / np.diff(np.append(starts, values.size))
-
-    similar = []
-    for i, lag in enumerate(SHOWN_LAGS):
-        name = f"{lag} block{'s' if lag > 1 else ''} before"
-        similar.append(Series(name, x, mean(trace.similarity[LAGS.index(lag)]), colour=str(i + 1)))
-    note = f"Each point is the mean of {blocks} blocks." if blocks > 1 else ""
+def _state_charts(layer: str, trace: pd.DataFrame, window: int) -> list[Chart]:
+    blocks = -(-len(trace) // MOST_POINTS)
+    # A point has no mean unless all of its blocks have a value.
+    means = trace.groupby(np.arange(len(trace)) // blocks).mean(skipna=False)
+    x = means.index.to_numpy() * blocks * window
+    similar = [
+        Series(f"{lag} block{'s' if lag > 1 else ''} before", x, means[lag].to_numpy(), colour=str(i + 1))
+        for i, lag in enumerate(SHOWN_LAGS)
+    ]
+    averaged = f"Each point is the mean of {blocks} blocks." if blocks > 1 else ""
     return [
         Chart(
             title=f"Change of the states in a block: {_title(layer)}",
             x_label="token",
             y_label="norm of the change / norm",
-            series=[Series("", x, mean(trace.change))],
-            caption=note,
+            series=[Series("", x, means["change"].to_numpy())],
+            caption=averaged,
         ),
         Chart(
             title=f"Similarity of the states: {_title(layer)}",
             x_label="token",
             y_label="mean cosine",
-            series=[*similar, Series("the initial ones", x, mean(trace.from_initial), colour="muted")],
-            caption=f"With the same states some blocks before, and with the initial states. {note}",
+            series=[*similar, Series("the initial ones", x, means["from_initial"].to_numpy(), colour="muted")],
+            caption=f"With the same states some blocks before, and with the initial states. {averaged}",
         ),
     ]
-
-
-def _facts(subject: Subject, chosen: Chosen) -> Element:
-    return section(
-        "What was read",
-        facts_table([subject.details()], ("", "model")),
-        tag(
-            "p",
-            f"Documents: {chosen.description}. Whole blocks only; each document begins with the initial states.",
-            class_="about",
-        ),
-    )
 
 
 def _title(name: str) -> str:
@@ -217,21 +195,20 @@ def _title(name: str) -> str:
 
 def _write_numbers(
     request: StudyRequest,
-    subject: Subject,
     chosen: Chosen,
-    kept: dict[str, np.ndarray],
-    measured: dict[str, np.ndarray],
-    traces: Sequence[dict[str, Trace]],
+    model: dict[str, Any],
+    kept: Shares,
+    measured: Shares,
+    traces: Sequence[Trace],
 ) -> None:
     arrays = {f"{name} kept": share for name, share in kept.items()}
     arrays |= {f"{name} forget and input": values for name, values in measured.items()}
     for index, trace in enumerate(traces):
-        for layer, one in trace.items():
-            for name in ("change", "from_initial", "similarity"):
-                arrays[f"document {index} {layer} {_title(name)}"] = getattr(one, name)
+        for layer, states in trace.items():
+            arrays |= {f"document {index} {layer} {_title(name)}": states[name] for name in ("change", "from_initial")}
+            arrays[f"document {index} {layer} similarity"] = states[list(LAGS)].to_numpy().T
     np.savez_compressed(request.output / "gates.npz", lags=np.array(LAGS), **arrays)
     quantiles = [*QUANTILES.values()]
     constants = {name: np.quantile(time_constants(share), quantiles).tolist() for name, share in kept.items()}
-    names = list(chosen.documents.names)
-    details = {"documents": names, "quantiles": quantiles, "time_constants_blocks": constants}
-    write_summary(request.output, chosen, {"model": subject.details()} | details)
+    details = {"model": model, "documents": list(chosen.documents.names), "quantiles": quantiles}
+    chosen.write_summary(request.output, details | {"time_constants_blocks": constants})

@@ -7,22 +7,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree.ElementTree import Element
 
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from meliad_like.config import RunConfig, differences, read_changes
+from meliad_like.config import RunConfig, read_changes
 from meliad_like.data.subset import Subset, random_order
-from meliad_like.data.token_store import Split, TokenStore, short
+from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
+from meliad_like.studies.page import facts_table, note, section
 
 
 class StudyRequest(NamedTuple):
-    """What the command line asks for."""
+    """What the command line asks for; its flags have the same names, or those of `__main__.FLAGS_OF_FIELDS`."""
 
     checkpoint: str
     step: int | None
@@ -43,10 +45,9 @@ class StudyRequest(NamedTuple):
     context_tokens: int | None
     """None: a window."""
     num_contexts: int
-    """The most in each document."""
     num_tokens: int
-    """The number to write after each context."""
     output: Path
+    """A folder that exists."""
 
 
 class Subject(NamedTuple):
@@ -55,8 +56,8 @@ class Subject(NamedTuple):
     label: str
     folder: str
     """The checkpoint's folder."""
-    gin_params: tuple[str, ...]
-    """What is changed of its config."""
+    changes: list[str]
+    """What is changed of its config, as `field=value`."""
     opened: OpenedCheckpoint
     mesh: Mesh
 
@@ -70,11 +71,42 @@ class Subject(NamedTuple):
             "label": self.label,
             "checkpoint": self.folder,
             "step": self.opened.step,
-            "changed settings": list(self.gin_params),
+            "changed settings": self.changes,
             "parameters": self.opened.model.num_parameters,
             "window": self.run.model.window_length,
             "segment": self.run.data.segment_length,
         }
+
+
+def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None = None) -> Subject:
+    """Opens a checkpoint. Its label is the run's folder, the step if it is given, and what is changed.
+
+    Raises:
+      UserError: as `open_with`.
+    """
+    changes = read_changes((), gin_params)
+    opened, mesh = open_with(folder, changes, step)
+    path = Path(folder)
+    name = path.parent.name if path.name == "checkpoints" else path.name
+    changed = [f"{key.partition('.')[2]}={binding.value}" for key, binding in changes.bindings.items()]
+    label = ", ".join([name or str(path), *([f"step {step:,}"] if step is not None else []), *changed])
+    return Subject(label, folder, changed, opened, mesh)
+
+
+def open_compared(request: StudyRequest) -> list[Subject]:
+    """The checkpoint and the models to compare it with: others, or the same one with the requested settings."""
+    subjects = [open_subject(request.checkpoint, step=request.step)]
+    if request.gin_params and not request.others:
+        subjects.append(open_subject(request.checkpoint, request.gin_params, request.step))
+    subjects += [open_subject(folder, request.gin_params, request.other_step) for folder in request.others]
+    return with_distinct_labels(subjects)
+
+
+def with_distinct_labels(subjects: list[Subject]) -> list[Subject]:
+    """The subjects, with folders and steps as labels if two of them have the same label."""
+    if len({subject.label for subject in subjects}) == len(subjects):
+        return subjects
+    return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
 
 
 class Chosen(NamedTuple):
@@ -90,13 +122,50 @@ class Chosen(NamedTuple):
         """The split, and how many of its documents were read."""
         number = len(self.documents.names)
         which = f"{number:,}" if number == self.num_in_split else f"{number:,} of {self.num_in_split:,}"
-        documents = "document" if self.num_in_split == 1 else "documents"
-        return f"{self.split_name}, {which} {documents}"
+        return f"{self.split_name}, {which} document{'s' if self.num_in_split > 1 else ''}"
 
     @property
     def description(self) -> str:
         """The title, with the token store and its fingerprint."""
         return f"{self.title}; token store {self.store.folder} ({short(self.store.fingerprint)})"
+
+    def whole(self, index: int) -> np.ndarray:
+        """The tokens of a document."""
+        return self.documents.tokens(index, 0, int(self.documents.lengths[index]))
+
+    def facts(self, title: str, details: Sequence[dict[str, Any]], header: Sequence[str], explanation: str) -> Element:
+        """The section about models and documents at the end of a page."""
+        about = note(f"Documents: {self.description}. {explanation}", "about")
+        return section(title, facts_table(details, ("", *header)), about)
+
+    def write_summary(self, folder: Path, details: dict[str, Any], name: str = "summary.json") -> None:
+        """Writes the figures of a study, and which documents they are of."""
+        saved = details | {"split": self.split_name, "store": self.store.fingerprint}
+        (folder / name).write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def choose(subjects: Sequence[Subject], request: StudyRequest) -> Chosen:
+    """The documents to read, of the requested store or of the one that the first model was trained with.
+
+    Without names they are random, and the same ones each time.
+
+    Raises:
+      UserError: there is no such store, split or document, or a model has another vocabulary than the store.
+    """
+    store = open_store(subjects[0].opened, subjects[0].folder, request.store, prepare=False)
+    for subject in subjects[1:]:
+        store.check_vocabulary(subject.opened.vocabulary.fingerprint, f"the checkpoint {subject.folder}")
+    split = store.split(request.split)
+    for name in request.documents:
+        if name not in split.names:
+            some = ", ".join(split.names[:5])
+            raise UserError(f"--document={name} is not in {request.split}, which has {len(split)}: {some}, ...")
+    chosen = [split.names.index(name) for name in request.documents]
+    if not chosen:
+        order = random_order(len(split))
+        # A document of one token has nothing to predict.
+        chosen = np.sort(order[split.lengths[order] > 1][: request.num_documents])
+    return Chosen(store, request.split, Subset(split, np.asarray(chosen, np.int64)), len(split))
 
 
 @dataclass(frozen=True)
@@ -124,82 +193,11 @@ class Reading:
         return self.subject.details() | {"bits per token": self.bits_per_token}
 
 
-def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None = None, label: str = "") -> Subject:
-    """Opens a checkpoint. The default of its label is the run's folder, the step if it is given, and what is changed.
-
-    Raises:
-      UserError: as `open_with`.
-    """
-    opened, mesh = open_with(folder, read_changes((), gin_params), step)
-    return Subject(label or _label(folder, gin_params, step), folder, tuple(gin_params), opened, mesh)
-
-
-def with_distinct_labels(subjects: Sequence[Subject]) -> list[Subject]:
-    """The subjects, with folders and steps as labels if two of them have the same label."""
-    if len({subject.label for subject in subjects}) == len(subjects):
-        return list(subjects)
-    return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
-
-
-def choose(subjects: Sequence[Subject], request: StudyRequest) -> Chosen:
-    """The documents to read, of the requested store or of the one that the first model was trained with.
-
-    Without names they are random, and the same ones each time.
-
-    Raises:
-      UserError: there is no such store, split or document, or a model has another vocabulary than the store.
-    """
-    store = open_store(subjects[0].opened, subjects[0].folder, request.store, prepare=False)
-    for subject in subjects[1:]:
-        store.check_vocabulary(subject.opened.vocabulary.fingerprint, f"the checkpoint {subject.folder}")
-    split = store.split(request.split)
-    if request.documents:
-        chosen = [_index(split, name, request.split) for name in request.documents]
-    else:
-        order = random_order(len(split))
-        # A document of one token has nothing to predict.
-        chosen = np.sort(order[split.lengths[order] > 1][: request.num_documents]).tolist()
-    return Chosen(store, request.split, Subset(split, np.asarray(chosen, np.int64)), len(split))
-
-
-def _index(documents: Split, name: str, split: str) -> int:
-    if name not in documents.names:
-        some = ", ".join(documents.names[:5])
-        raise UserError(f"--document={name} is not in {split}, which has {len(documents)}: {some}, ...")
-    return documents.names.index(name)
-
-
 def read(subject: Subject, chosen: Chosen) -> Reading:
     """Lets a model read the documents, each from the beginning of a segment."""
-    opened = subject.opened
-    evaluator = make_evaluator(
-        opened.run,
-        opened.model,
-        chosen.store,
-        chosen.split_name,
-        subject.mesh,
-        documents=chosen.documents,
-        whole_segments=True,
+    run, model, documents = subject.run, subject.opened.model, chosen.documents
+    evaluate = make_evaluator(
+        run, model, chosen.store, chosen.split_name, subject.mesh, documents=documents, whole_segments=True
     )
-    return Reading(
-        subject, with_progress(subject.label, lambda progress: evaluator.token_losses(opened.params, progress))
-    )
-
-
-def _label(folder: str, gin_params: Sequence[str], step: int | None) -> str:
-    path = Path(folder)
-    name = path.parent.name if path.name == "checkpoints" else path.name
-    changes = [param.partition(".")[2].replace(" ", "") for param in gin_params]
-    return ", ".join([name or str(path), *([f"step {step:,}"] if step is not None else []), *changes])
-
-
-def write_summary(folder: Path, chosen: Chosen, details: dict[str, Any], name: str = "summary.json") -> None:
-    """Writes the figures of a study, and which documents they are of."""
-    saved = details | {"split": chosen.split_name, "store": chosen.store.fingerprint}
-    (folder / name).write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def changed_settings(first: RunConfig, other: RunConfig) -> list[tuple[str, str, str]]:
-    """The settings in which two runs differ, apart from documents and mesh: name and both values."""
-    found = differences(first, other).items()
-    return [(name, str(a), str(b)) for name, (a, b) in found if not name.startswith(("source.", "mesh."))]
+    losses = with_progress(subject.label, lambda report: evaluate.token_losses(subject.opened.params, report))
+    return Reading(subject, losses)

@@ -2,12 +2,12 @@
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 from jaxtyping import Array, Float, Int
 
 from meliad_like.mechanisms.base import Watched
@@ -15,20 +15,6 @@ from meliad_like.models.model import Model
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 """Blocks between the states that are compared."""
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One layer's states over the whole blocks of one document."""
-
-    shape: tuple[int, int]
-    """The number of states and of their channels."""
-    change: Float[np.ndarray, " blocks"]
-    """The norm of the change of all states in a block, divided by their norm before it."""
-    from_initial: Float[np.ndarray, " blocks"]
-    """The mean cosine of a state with its initial value."""
-    similarity: Float[np.ndarray, "lags blocks"]
-    """The mean cosine of a state with its value LAGS blocks before; NaN where the document has no such block."""
 
 
 class Gates:
@@ -52,28 +38,45 @@ class Gates:
 
 
 class Tracer:
-    """Reads documents block by block; compiled once."""
+    """Reads documents block by block; compiled once. Mechanisms decide what can be watched (`Mechanism.watch`)."""
 
-    def __init__(self, model: Model):
-        """`model`: a decoder; its mechanisms decide which states can be watched (`Mechanism.watch`)."""
-        self._window = model.config.window_length
+    def __init__(self, model: Model, params: Any):
+        self._window, self._params = model.config.window_length, jax.device_put(params, jax.devices()[0])
         self._init_carry = jax.jit(lambda params: model.bind(params).init_carry(1))
         self._step = jax.jit(lambda params, carry, tokens: _step(model, params, carry, tokens))
+        self.gates = Gates()
+        """Of all documents that were read."""
+        self.shapes: dict[str, tuple[int, int]] = {}
+        """The number of states and of their channels, by layer and mechanism."""
 
-    def read(self, params: Any, tokens: Int[np.ndarray, " tokens"], gates: Gates) -> dict[str, Trace]:
-        """The traces of a document, by layer and mechanism. The values of gates are added to `gates`."""
-        collected: dict[str, _Collector] = defaultdict(_Collector)
-        for block in self._blocks(params, tokens):
+    def read(self, tokens: Int[np.ndarray, " tokens"]) -> dict[str, pd.DataFrame]:
+        """The states over the whole blocks of a document, by layer and mechanism.
+
+        Each table has a line for each block: the norm of the `change` of all states, divided by their norm before it;
+        the mean cosine of a state with its initial value (`from_initial`), and with its value some blocks before, by
+        the number of blocks (LAGS), which is NaN where there is no such block.
+        """
+        rows: dict[str, list[dict[Any, float]]] = defaultdict(list)
+        initial: dict[str, np.ndarray] = {}
+        past: dict[str, deque[np.ndarray]] = {}
+        for block in self._blocks(tokens):
             for name, watched in block.items():
                 for gate, values in watched.gates.items():
-                    gates.add(f"{name} {gate}", values[:, 0])
-                collected[name].add(watched.before[0], watched.after[0])
-        return {name: one.trace() for name, one in collected.items()}
+                    self.gates.add(f"{name} {gate}", values[:, 0])
+                before, after = watched.before[0], watched.after[0]
+                self.shapes[name] = before.shape
+                first, unit = initial.setdefault(name, _unit(before)), _unit(after)
+                states = past.setdefault(name, deque([first], maxlen=max(LAGS)))
+                row = {"change": float(np.linalg.norm(after - before) / np.linalg.norm(before))}
+                row |= {"from_initial": _cosine(unit, first)}
+                rows[name].append(row | {lag: _cosine(unit, states[-lag]) for lag in LAGS if lag <= len(states)})
+                states.append(unit)
+        return {name: pd.DataFrame(lines, columns=["change", "from_initial", *LAGS]) for name, lines in rows.items()}
 
-    def _blocks(self, params: Any, tokens: np.ndarray) -> Iterator[dict[str, Watched]]:
-        carry, previous = self._init_carry(params), None
+    def _blocks(self, tokens: np.ndarray) -> Iterator[dict[str, Watched]]:
+        carry, previous = self._init_carry(self._params), None
         for start in range(0, len(tokens) - self._window + 1, self._window):
-            carry, watched = self._step(params, carry, tokens[None, start : start + self._window])
+            carry, watched = self._step(self._params, carry, tokens[None, start : start + self._window])
             # Fetched one block late, while the device reads the next block.
             if previous is not None:
                 yield jax.device_get(previous)
@@ -87,31 +90,6 @@ def _step(model: Model, params: Any, carry: Any, tokens: Int[Array, "1 w"]) -> t
     _, after = module(tokens, carry, carry.position[:, None] == 0)
     watched = module.watch(carry, after)
     return after, jax.tree.map(lambda x: x.astype(jnp.float32), watched)
-
-
-class _Collector:
-    """Compares the states of a layer with earlier ones."""
-
-    def __init__(self):
-        self._rows: list[tuple[float, float, list[float]]] = []
-        self._past: deque[np.ndarray] = deque(maxlen=max(LAGS))
-        self._initial = np.zeros((0, 0))
-
-    def add(self, before: np.ndarray, after: np.ndarray) -> None:
-        if not self._rows:
-            self._initial = _unit(before)
-            self._past.append(self._initial)
-        unit = _unit(after)
-        change = float(np.linalg.norm(after - before) / np.linalg.norm(before))
-        past = [self._past[-lag] if lag <= len(self._past) else None for lag in LAGS]
-        similarity = [float("nan") if x is None else _cosine(unit, x) for x in past]
-        self._rows.append((change, _cosine(unit, self._initial), similarity))
-        self._past.append(unit)
-
-    def trace(self) -> Trace:
-        change, from_initial, similarity = zip(*self._rows) if self._rows else ((), (), np.zeros((0, len(LAGS))))
-        shape = self._initial.shape
-        return Trace((shape[0], shape[1]), np.array(change), np.array(from_initial), np.array(similarity).T)
 
 
 def _unit(states: np.ndarray) -> np.ndarray:

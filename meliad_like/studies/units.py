@@ -1,7 +1,6 @@
 """A document's tokens grouped in words or characters: the distance to the last occurrence, and the kind of word."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,6 @@ from jaxtyping import Bool, Int
 
 from meliad_like.data.vocabulary import Vocabulary
 
-UNITS = ("word", "token")
 PLACES = ("window", "segment", "earlier", "never")
 """Places of the last equal unit, the nearest first; see `Units.places`."""
 CATEGORIES = ("title", "name", "identifier", "word", "sign")
@@ -34,24 +32,16 @@ class Units:
 
     text: bytes
     """The whole text; control tokens such as the end of the document have no bytes."""
-    token_ends: Int[np.ndarray, " tokens"]
-    """The end of each token in the text, in bytes."""
     first: Int[np.ndarray, " units"]
     """The first token of each unit."""
+    stop: Int[np.ndarray, " units"]
+    """The token after each unit's last."""
+    ends: Int[np.ndarray, " units"]
+    """The end of each unit in the text, in bytes."""
     word: Int[np.ndarray, " units"]
     """The first byte of the word that each unit belongs to."""
     keys: list[bytes]
     """Units with the same key count as equal: the letters of a word, or the bytes of a token."""
-
-    @property
-    def stop(self) -> Int[np.ndarray, " units"]:
-        """The token after each unit's last."""
-        return np.append(self.first[1:], len(self.token_ends))
-
-    @property
-    def ends(self) -> Int[np.ndarray, " units"]:
-        """The end of each unit in the text."""
-        return self.token_ends[self.stop - 1]
 
     @property
     def starts(self) -> Int[np.ndarray, " units"]:
@@ -60,7 +50,7 @@ class Units:
 
     def distances(self) -> Int[np.ndarray, " units"]:
         """Tokens from the beginning of the last equal unit to that of this one; 0 if there is none."""
-        return last_distances(self.keys, self.first)
+        return pd.Series(self.first).groupby(pd.Series(self.keys)).diff().fillna(0).to_numpy(np.int64)
 
     def places(self, visible: Int[np.ndarray, " units"] | int, segment: int) -> np.ndarray:
         """The place of the last equal unit, by the names in PLACES.
@@ -78,10 +68,8 @@ class Units:
 def make_units(tokens: Int[np.ndarray, " tokens"], vocabulary: Vocabulary, unit: str) -> Units:
     """Groups a document's tokens.
 
-    Args:
-      tokens: of the whole document.
-      unit: `token`, where tokens that share a character are together; or `word`, where a token belongs to the word
-        that its last byte belongs to. Words are runs of letters, digits and _, or of white space, or single signs.
+    A `unit` is a `token`, where tokens that share a character are together; or a `word`, where a token belongs to the
+    word that its last byte belongs to. Words are runs of letters, digits and _, or of white space, or single signs.
     """
     pieces = {int(token): vocabulary.decode_bytes([token]) for token in np.unique(tokens)}
     by_token = [pieces[token] for token in tokens.tolist()]
@@ -100,38 +88,22 @@ def make_units(tokens: Int[np.ndarray, " tokens"], vocabulary: Vocabulary, unit:
     begins |= empty | np.append(True, empty[:-1])
     first = np.flatnonzero(begins)
     stop = np.append(first[1:], len(tokens))
-    spans = zip(token_starts[first].tolist(), token_ends[stop - 1].tolist(), strict=True)
-    keys = [text[start:end] for start, end in spans]
+    ends = token_ends[stop - 1]
+    keys = [text[start:end] for start, end in zip(token_starts[first].tolist(), ends.tolist(), strict=True)]
     if unit == "word":
         # A SentencePiece token brings the space before its word along.
         keys = [key.strip() or key for key in keys]
-    return Units(text, token_ends, first, words[stop - 1], keys)
-
-
-def last_distances(keys: Sequence[bytes], first: Int[np.ndarray, " units"]) -> Int[np.ndarray, " units"]:
-    """The distance of each `first` from that of the last unit before it with the same key; 0 if there is none."""
-    return pd.Series(first).groupby(pd.Series(keys)).diff().fillna(0).to_numpy(np.int64)
+    return Units(text, first, stop, ends, words[stop - 1], keys)
 
 
 def categories(units: Units) -> np.ndarray:
-    """The kind of word that each unit belongs to, by the names in CATEGORIES. Heuristics, in this order:
-
-    - title: in a line of at most 80 characters that begins with chapter, book, part, act, scene, section, canto,
-      volume, letter or appendix and a number; or that is between blank lines and either marked as a heading of
-      Markdown, LaTeX or a wiki, or all in capitals;
-    - identifier: has an underscore, a capital after a small letter, or digits next to letters;
-    - name: begins with a capital, has a second letter, is not a Roman numeral, and is nowhere in the document in lower
-      case;
-    - word: all other units with a letter or a digit;
-    - sign: everything else: signs, white space, the end of the document.
-    """
+    """The kind of word that each unit belongs to, by the names in CATEGORIES: heuristics, in the order that
+    the page of `compare` explains."""
     in_title = _in_titles(units)
     word_starts = np.append(_word_starts(units.text), len(units.text))
     word_ends = word_starts[np.searchsorted(word_starts, units.word, side="right")]
-    texts = [
-        units.text[start:end].decode("utf-8", "replace")
-        for start, end in zip(units.word.tolist(), word_ends.tolist(), strict=True)
-    ]
+    spans = zip(units.word.tolist(), word_ends.tolist(), strict=True)
+    texts = [units.text[start:end].decode("utf-8", "replace") for start, end in spans]
     present = set(texts)
     kinds = {text: _category(text, present) for text in present}
     found = np.array([kinds[text] for text in texts], object)
