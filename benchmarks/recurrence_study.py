@@ -20,7 +20,10 @@ import numpy as np
 import pandas as pd
 from absl import app, flags
 
-from meliad_like.experiments.jobs import LOG_NAME, RESULT_NAME, environment, run_processes, write_json
+from meliad_like.experiments.experiment import LOG_NAME
+from meliad_like.experiments.processes import environment, run_processes
+from meliad_like.experiments.results import RESULT_NAME
+from meliad_like.resumable import write_json
 from meliad_like.tables import Table, with_error
 
 ROWS = ("slide_13l", "fixed_skip")

@@ -18,10 +18,10 @@ import tiny_run
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like.errors import UserError
-from meliad_like.experiments import report
-from meliad_like.experiments.experiment import Experiment
-from meliad_like.experiments.jobs import environment, run_processes, train_and_evaluate
+from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw
+from meliad_like.experiments.processes import environment, run_processes
+from meliad_like.experiments.report import Report
 from meliad_like.experiments.results import gather
 from meliad_like.experiments.scales import SCALES, Scale
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
@@ -78,38 +78,38 @@ def write_result(folder, row: str, seed: int, bits: float, split: str = "test") 
 
 
 def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys):
-    for module in ("run.setup", "experiments.jobs"):
+    for module in ("run.setup", "experiments.experiment"):
         monkeypatch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
 
-    def job(num_steps: int, *more: str):
+    def job(num_steps: int, *more: str, split="validation"):
         # A cosine would depend on the number of steps, and could not be resumed with another one.
         schedule = "RunConfig.schedule = 'inverse_square_root'"
         params = (*bindings, schedule, f"TrainingConfig.num_steps = {num_steps}", *more)
-        made = experiment(tmp_path, gin_params=params, split="validation")
-        return made.job(made.table.row("slide_12l"), seed=1)
+        made = experiment(tmp_path, gin_params=params, split=split)
+        return Job(made, made.table.row("slide_12l"), seed=1)
 
-    assert not job(3).finished("validation")
-    assert train_and_evaluate(job(3), "validation") == 0
+    assert not job(3).finished
+    assert job(3).train_and_evaluate() == 0
     assert "from step 0 to 3" in capsys.readouterr().out
-    assert job(3).finished("validation")
-    assert not job(3).finished("test")
+    assert job(3).finished
+    assert not job(3, split="test").finished
     result = job(3).result
     assert (result["num_steps"], result["seed"], result["window_length"]) == (3, 1, 16)
     assert 6 < result["splits"]["validation"]["bits_per_byte"] < 12
 
-    assert not job(5).finished("validation")
-    assert train_and_evaluate(job(5), "validation") == 0
+    assert not job(5).finished
+    assert job(5).train_and_evaluate() == 0
     assert "from step 3 to 5" in capsys.readouterr().out
     assert job(5).result["num_steps"] == 5
 
     with pytest.raises(UserError, match="belongs to another config: DecoderConfig.window_length is 16 there"):
-        job(5, "DecoderConfig.window_length = 32").finished("validation")
+        _ = job(5, "DecoderConfig.window_length = 32").finished
     with pytest.raises(UserError, match="split 'test' has no documents"):
-        train_and_evaluate(job(5), "test")
+        job(5, split="test").train_and_evaluate()
     with (job(5).workdir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process is working in .*slide_12l-1"):
-            train_and_evaluate(job(5), "validation")
+            job(5).train_and_evaluate()
 
 
 def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path):
@@ -297,7 +297,7 @@ def test_every_table_has_a_picture_of_whatever_is_there(tmp_path, name):
     results = gather(table, tmp_path, [0], "test")
     draw(table, results, tmp_path / "full.png")
     assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size
-    text = report.to_markdown(table, results, [])
+    text = Report(table, results, "tiny").to_markdown()
     assert all(f"| {row.label} |" in text for row in table.rows)
 
 

@@ -138,7 +138,7 @@ def test_selectors_that_can_choose_nothing_have_no_way_to_go(tmp_path, oracle, e
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "ancient_history is of a pretrained model: give --load_dir=DIR; python -m meliad_like.convert"),
+        ([], "ancient_history begins with a pretrained model: give --load_dir=DIR; python -m meliad_like.convert"),
         (["--seeds=1", "--load_dir=x"], "--seeds has no effect on ancient_history"),
         (["--report", "--folder=none"], "nothing was evaluated yet in none: the same command without --report"),
     ],

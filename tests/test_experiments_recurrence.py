@@ -19,7 +19,7 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import _byte_characters
 from meliad_like.data.vocabulary import TokenizersVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.experiments.experiment import Experiment
+from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw, on_front
 from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.results import gather
@@ -54,7 +54,7 @@ def test_every_file_is_a_row():
     files = {
         name for name in shipped_files() if name.startswith(("recurrent_pretrained/tables/", "recurrent_pretrained/f"))
     }
-    missing = files - {row.file for row in TABLE.rows}
+    missing = files - {row.files[0] for row in TABLE.rows}
     # What tables and figures both have is there once.
     for name in missing:
         assert "window_300" in name
@@ -150,25 +150,25 @@ def experiment(place, **changes) -> Experiment:
 
 
 def test_rows_begin_with_the_pretrained_model_and_its_vocabulary(place):
-    job = experiment(place).job(TABLE.row("baseline_128_30"), 0)
-    assert (job.run.model.num_layers, job.run.model.max_positions) == (2, 130)
-    assert isinstance(job.run.vocabulary, TokenizersVocabularyConfig)
-    assert job.run.data.store == f"{place / 'store'}_gpt2"
+    job = Job(experiment(place), TABLE.row("baseline_128_30"), 0)
+    assert (job.trained.model.num_layers, job.trained.model.max_positions) == (2, 130)
+    assert isinstance(job.trained.vocabulary, TokenizersVocabularyConfig)
+    assert job.trained.data.store == f"{place / 'store'}_gpt2"
     # Trained as another row, and evaluated as itself.
-    assert (job.run.model.overlap, job.evaluated.model.overlap) == (0, 30)
+    assert (job.trained.model.overlap, job.evaluated.model.overlap) == (0, 30)
     assert job.workdir.name == "baseline_128_0-0"
     own = experiment(place, gin_params=("ReaderConfig.store = 'mine'",))
-    assert own.job(TABLE.row("baseline_128_0"), 0).run.data.store == "mine"
+    assert own.run(TABLE.row("baseline_128_0"), 0).data.store == "mine"
 
 
 def test_rows_are_trained_and_evaluated(place, monkeypatch):
     made = experiment(place)
-    for module in ("run.setup", "experiments.jobs"):
+    for module in ("run.setup", "experiments.experiment"):
         monkeypatch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
-    run = made.job(TABLE.row("baseline_128_0"), 0).run
+    run = made.run(TABLE.row("baseline_128_0"), 0)
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
     assert [made.work(f"{name},0") for name in ("baseline_128_0", "recurrent_128_30")] == [0, 0]
-    assert all(made.job(row, 0).finished("test") for row in made.rows)
+    assert all(Job(made, row, 0).finished for row in made.rows)
     results = gather(TABLE, made.folder, [0], "test")
     disjoint, overlapping, recurrent = (results.means.loc[name] for name in made.chosen)
     # 300 tokens, of which the first is not predicted.
@@ -206,7 +206,7 @@ def test_what_is_no_pretrained_model_is_named(place, tmp_path):
             ["recurrence"],
             "recurrence begins with a pretrained model: give --load_dir=DIR; python -m meliad_like.convert",
         ),
-        (["table1", "--load_dir=x"], "--load_dir has no effect on table1, whose rows are trained from nothing"),
+        (["table1", "--load_dir=x"], "--load_dir has no effect on table1: it is for recurrence and ancient_history"),
     ],
 )
 def test_a_model_that_is_missing_or_too_much_is_one_line(arguments, message):

@@ -13,7 +13,7 @@ from meliad_like import config
 from meliad_like.config.search import shipped_files
 from meliad_like.config.stages import stages_of
 from meliad_like.data.subset import beginnings
-from meliad_like.experiments.experiment import Experiment
+from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.results import gather
 from meliad_like.experiments.scales import Scale, configure
@@ -131,7 +131,7 @@ def trained(tmp_path_factory):
         repeats=2,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("run.setup", "experiments.jobs", "experiments.experiment"):
+        for module in ("run.setup", "experiments.experiment"):
             patch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
         assert [made.work(f"{name},0") for name in made.chosen] == [0, 0]
         assert made.work("step_time") == 0
@@ -139,8 +139,8 @@ def trained(tmp_path_factory):
 
 
 def test_rows_are_evaluated_as_one_stream(trained):
-    staged, cached = (trained.job(trained.table.row(name), 0) for name in trained.chosen)
-    assert staged.finished("validation") and cached.finished("validation")
+    staged, cached = (Job(trained, trained.table.row(name), 0) for name in trained.chosen)
+    assert staged.finished and cached.finished
     staged, cached = (job.result["splits"]["validation"] for job in (staged, cached))
     # Of both, the same tokens; a byte each.
     assert staged["num_tokens"] == cached["num_tokens"] == staged["num_bytes"] == 300

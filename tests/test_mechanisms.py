@@ -249,7 +249,7 @@ def test_it_says_how_its_sizes_shrink(name):
 def test_its_file_is_a_row_of_table_1_at_every_scale(name):
     example = EXAMPLES[name]
     assert Model(config.parse([example.file]).model, 32_000).num_parameters == example.parameters
-    [row] = [row for row in TABLES["table1"].rows if row.file == example.file]
+    [row] = [row for row in TABLES["table1"].rows if row.files == (example.file,)]
     tiny = configure(row, SCALES["tiny"]).model
     assert type(example.config) in map(type, tiny.mechanisms)
     assert Model(tiny, 256).num_parameters < example.parameters / 100

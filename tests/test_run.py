@@ -10,7 +10,7 @@ from history_place import make_place
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.subset import Subset
 from meliad_like.data.token_store import TokenStore
-from meliad_like.experiments.evaluations import Trained, by_document
+from meliad_like.experiments.evaluations import by_document
 from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import open_with
 from meliad_like.run.reporting import average_by_token
@@ -42,8 +42,7 @@ def test_studies_and_tables_read_a_run_of_ancient_history_with_its_spans(place, 
     read = readings.read(subject, readings.Chosen(store, "test", documents, 2))
     np.testing.assert_allclose([losses.sum(dtype=np.float64) for losses in read.losses], with_spans, rtol=1e-6)
 
-    row = Trained(opened.run, opened.model, opened.params, opened.vocabulary, mesh, store, "test", documents)
-    by_document(row, tmp_path / "test.json")
+    by_document(opened, mesh, store, "test", documents, tmp_path / "test.json")
     saved = json.loads((tmp_path / "test.json").read_text())
     np.testing.assert_allclose([document["nats"] for document in saved["documents"]], with_spans, rtol=1e-6)
 

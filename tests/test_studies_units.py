@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from meliad_like.data.vocabulary import ByteVocabulary, SentencePieceVocabularyConfig, make_vocabulary
-from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.studies.comparison import compare
 from meliad_like.studies.units import Units, categories, is_title, make_units
@@ -76,8 +75,8 @@ def test_places():
 
 def test_windows_that_do_not_slide_show_what_is_in_them():
     tokens = np.append(VOCABULARY.encode("abacbdbeea"), VOCABULARY.end_of_document)
-    model = Model(PretrainedConfig(window_length=3), VOCABULARY.size)
-    subject = SimpleNamespace(opened=SimpleNamespace(vocabulary=VOCABULARY, model=model))
+    run = SimpleNamespace(model=PretrainedConfig(window_length=3))
+    subject = SimpleNamespace(run=run, opened=SimpleNamespace(vocabulary=VOCABULARY))
     reading: Any = SimpleNamespace(losses=[np.zeros(10)], subject=subject)
     chosen: Any = SimpleNamespace(documents=SimpleNamespace(names=["one"]), whole=lambda index: tokens)
     [document] = compare(reading, reading, chosen, "token", segment=5)

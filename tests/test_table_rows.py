@@ -31,7 +31,7 @@ def states(model):
     return model.mechanism(RecurrentStates)
 
 
-ROWS = {row.file: row for table in TABLES.values() for row in table.rows}
+ROWS = {row.files[0]: row for table in TABLES.values() for row in table.rows}
 FIXED_SKIP = 193_230_968  # with a vocabulary of 32,000
 # Without the embedding: fixed:skip, and XL:512 with one layer more (two at 24 layers).
 TABLE_4 = {
@@ -69,7 +69,7 @@ def test_a_row_reads_32_lanes_of_4096_tokens_a_step_whatever_its_segments(file):
 def test_the_scaling_study_alone_has_a_cosine():
     schedules = {file: config.parse([file]).schedule for file in ROWS}
     assert {file for file, schedule in schedules.items() if isinstance(schedule, CosineSchedule)} == {
-        row.file for row in TABLES["table4"].rows
+        row.files[0] for row in TABLES["table4"].rows
     }
     assert {(s.max_rate, s.min_rate) for s in schedules.values() if isinstance(s, CosineSchedule)} == {(0.01, 0.001)}
     assert {SCHEDULES.name_of(s) for s in schedules.values()} == {"cosine", "inverse_square_root"}
@@ -97,7 +97,7 @@ def test_states_of_table_3(number):
 @pytest.mark.parametrize("size", TABLE_4)
 def test_parameters_of_table_4_are_the_papers_if_the_embedding_is_not_counted(size):
     rows = [TABLES["table4"].row(f"{kind}_{size}") for kind in ("recurrent", "xl")]
-    models = [config.parse([row.file]).model for row in rows]
+    models = [config.parse(row.files).model for row in rows]
     without_embedding = tuple(Model(m, 256).num_parameters - 256 * m.model_width for m in models)
     assert without_embedding == TABLE_4[size]
     # The paper has one figure for both.
@@ -116,7 +116,7 @@ def test_the_largest_models_of_table_4_have_24_layers_and_their_baselines_26(siz
 def test_vocabularies_of_table_5():
     table = TABLES["table5"]
     for row in table.rows:
-        run = config.parse([row.file])
+        run = config.parse(row.files)
         assert run.model == config.parse(["block_recurrent/fixed_skip.gin"]).model
         if row.name == "bytes":
             assert isinstance(run.vocabulary, BytesVocabularyConfig)
@@ -129,7 +129,7 @@ def test_vocabularies_of_table_5():
 
 def test_the_papers_scale_is_the_files_themselves():
     for row in ROWS.values():
-        assert configure(row, SCALES["paper"]).model == config.parse([row.file]).model
+        assert configure(row, SCALES["paper"]).model == config.parse(row.files).model
 
 
 def shape(name: str, scale: str) -> tuple:

@@ -5,15 +5,15 @@ read while jax traces is frozen into the compiled program, and a worker process 
 """
 
 from meliad_like.config.construction import bound_values
-from meliad_like.config.run import Changes, RunConfig, build, parse, parse_with, read_changes, with_changes
+from meliad_like.config.run import Changes, RunConfig, bound_by, parse, parse_with, read_changes, with_changes
 from meliad_like.config.saved import check_workdir, differences, from_json, save, to_gin, to_json
 from meliad_like.config.search import shipped_files
 
 __all__ = [
     "Changes",
     "RunConfig",
+    "bound_by",
     "bound_values",
-    "build",
     "check_workdir",
     "differences",
     "from_json",

@@ -6,7 +6,7 @@ binding nobody consumes is silently dropped; both have trained the wrong model b
 
 import io
 import tokenize
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,11 +68,12 @@ class _Delegate(config_parser.ParserDelegate):
         return _Macro(macro_name)
 
 
-def collect(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
+def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping[str, Any] | None = None) -> Bindings:
     """All bindings of a run, macros replaced by their values.
 
-    Precedence: (1) `--gin_param`, the last one first; (2) `--gin_file`s, whose order does not matter because two that
-    differ are an error; (3) `base.gin`, which is always read.
+    Precedence: (1) `--gin_param`, the last one first; (2) `values` by `Class.field`, which nothing needs to read; (3)
+    `--gin_file`s, whose order does not matter because two that differ are an error; (4) `base.gin`, which is always
+    read.
 
     Raises:
       UserError: an unknown file, bad syntax, contradicting files, an undefined macro, or a macro that nothing reads.
@@ -80,7 +81,8 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     parameters: Bindings = {}
     for text in gin_params:
         parameters |= _read_text(text, f"--gin_param={text}", set())[0]
-    settled = set(parameters)
+    computed = {key: Binding(value, "the scale", optional=True) for key, value in (values or {}).items()}
+    settled = {*parameters, *computed}
     base_path = search.gin_root() / search.BASE
     base = _read_file(base_path, search.BASE, settled)
     paths = {name: search.find(name) for name in gin_files}
@@ -101,7 +103,7 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
             known = [key for key in base if "." not in key]
             hint = "" if name in base else search.nearest(name, known)
             raise UserError(f"{binding.origin}: nothing reads {name}{hint}")
-    return resolved
+    return override(resolved, {key: binding for key, binding in computed.items() if key not in parameters})
 
 
 def override(lower: Bindings, upper: Bindings) -> Bindings:

@@ -58,13 +58,20 @@ class RunConfig:
             stages_of(self)
 
 
-def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> RunConfig:
-    """The run that `base.gin`, these `--gin_file`s (in any order) and these `--gin_param`s describe.
+def parse(
+    gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The run that `base.gin`, these `--gin_file`s and these `--gin_param`s describe.
+
+    Args:
+      gin_files: names as `--gin_file` takes them, in any order.
+      gin_params: bindings such as `DecoderConfig.num_layers = 3`; they win over every file.
+      values: by `Class.field`; they win over every file, and not over `gin_params`. Kinds have their names.
 
     Raises:
       UserError: anything about them is wrong, on one line.
     """
-    return build(collect(gin_files, gin_params))
+    return construction.build(collect(gin_files, gin_params, values), RunConfig)[0]
 
 
 def parse_with(gin_files: Sequence[str], gin_params: Sequence[str], *others: Any) -> tuple[Any, ...]:
@@ -73,11 +80,6 @@ def parse_with(gin_files: Sequence[str], gin_params: Sequence[str], *others: Any
     `others` are their classes, or configs whose values hold where nothing is bound.
     """
     return construction.build(collect(gin_files, gin_params), RunConfig, *others)
-
-
-def build(bindings: Bindings) -> RunConfig:
-    """A RunConfig from bindings, each of which must be read."""
-    return construction.build(bindings, RunConfig)[0]
 
 
 class Changes(NamedTuple):
@@ -127,3 +129,8 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     for name, more in inside.items():
         own[name] = with_changes(own.get(name, getattr(config, name)), more)
     return dataclasses.replace(config, **own)  # type: ignore[type-var]  # configs are dataclasses
+
+
+def bound_by(gin_params: Sequence[str]) -> dict[str, Any]:
+    """The values that parameters bind, by `Class.field`."""
+    return {key: binding.value for key, binding in collect((), gin_params).items() if binding.rank == 0}

@@ -13,16 +13,16 @@ together; --report then makes the table of the results that exist.
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from meliad_like import command_line
 from meliad_like.errors import UserError
 
-NAMES = ("table1", "table3", "table4", "table5", "shortformer", "recurrence", "ancient_history")
-NOT_OF_HISTORY = ("seeds", "jobs", "repeats", "step_time", "worker")
-"""Flags of trainings by row and seed."""
-OF_HISTORY = ("scored_tokens", "document_tokens")
+HISTORY = "ancient_history"
+TRAININGS = ("table1", "table3", "table4", "table5", "shortformer", "recurrence")
+PRETRAINED = ("recurrence", HISTORY)
 
 SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "small", "paper"], "How large the models and the runs are.")
 TASK = flags.DEFINE_string("task", "task/standard_library.gin", "Gin file of the documents and their vocabulary.")
@@ -40,58 +40,85 @@ MAX_TOKENS = flags.DEFINE_integer(
     "max_tokens", None, "Evaluate this number of tokens, of the beginnings of documents. Default: as the scale says, "
     "for most tables all.", lower_bound=1,
 )  # fmt: skip
-LOAD_DIR = flags.DEFINE_string(
-    "load_dir", None, "Checkpoint folder of the pretrained model (from convert); for recurrence and ancient_history."
-)
+LOAD_DIR = flags.DEFINE_string("load_dir", None, "Checkpoint folder of the pretrained model (from convert).")
 SCORED_TOKENS = flags.DEFINE_integer(
-    "scored_tokens", None, "For ancient_history: the number of tokens of documents to score. Default: as the scale "
-    "says.", lower_bound=1,
-)  # fmt: skip
+    "scored_tokens", None, "The number of tokens of documents to score. Default: as the scale says.", lower_bound=1
+)
 DOCUMENT_TOKENS = flags.DEFINE_integer(
-    "document_tokens", None, "For ancient_history: read this number of tokens of each document. Default: as the scale "
-    "says.", lower_bound=2,
-)  # fmt: skip
+    "document_tokens", None, "Read this number of tokens of each document. Default: as the scale says.", lower_bound=2
+)
 REPEATS = flags.DEFINE_integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
 REPORT = flags.DEFINE_bool("report", False, "Only make the table of the results that exist.")
 STEP_TIME = flags.DEFINE_bool("step_time", False, "Only time the rows' steps; needs no documents.")
 WORKER = flags.DEFINE_string("worker", None, "Internal: step_time, or the run ROW,SEED.")
 
+USED_BY = {
+    **dict.fromkeys(("seeds", "jobs", "repeats", "step_time", "worker"), TRAININGS),
+    **dict.fromkeys(("scored_tokens", "document_tokens"), (HISTORY,)),
+    "load_dir": PRETRAINED,
+}
+"""The flags that not all tables have."""
+
 
 def main(subject: str) -> int:
-    if subject == "ancient_history":
-        return make_history()
-    for name in OF_HISTORY:
-        if flags.FLAGS[name].present:
-            raise UserError(f"--{name} has no effect on {subject}: it is for ancient_history")
+    command_line.refuse_unused(subject, USED_BY)
     if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
         raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
     # Importing jax takes seconds: a mistyped flag is reported before.
-    from meliad_like.experiments.experiment import Experiment
     from meliad_like.experiments.pretrained import HOW_TO_GET_ONE
+
+    if subject in PRETRAINED and not (LOAD_DIR.value or REPORT.value):
+        raise UserError(f"{subject} begins with a pretrained model: give --load_dir=DIR; {HOW_TO_GET_ONE}")
+    store = [f"ReaderConfig.store = {STORE.value!r}"] if STORE.value else []
+    settings = {
+        "scale_name": SCALE.value,
+        "gin_files": (TASK.value, *command_line.GIN_FILE.value),
+        "gin_params": (*store, *command_line.GIN_PARAM.value),
+        "folder": Path(FOLDER.value or f"runs/experiments/{subject}_{SCALE.value}"),
+        "load_dir": LOAD_DIR.value or "",
+        "chosen": tuple(ROW.value),
+        "split": SPLIT.value,
+        "max_tokens": MAX_TOKENS.value,
+    }
+    status, failed, experiment = (_history if subject == HISTORY else _trainings)(subject, settings)
+    if status or WORKER.value:
+        return status
+    text = experiment.report()
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(text) if subject == HISTORY else experiment.for_terminal())
+    else:
+        print(text)
+    print(f"wrote {experiment.folder / subject}.md, .csv and .png")
+    if failed:
+        raise UserError(f"{len(failed)} failed, the others are finished: {', '.join(failed)}")
+    return 0
+
+
+def _history(_: str, settings: dict[str, Any]) -> tuple[int, list[str], Any]:
+    """The exit status, the runs that failed, and the experiment."""
+    from meliad_like.experiments.ancient_history import HistoryExperiment
+
+    experiment = HistoryExperiment(**settings, scored_tokens=SCORED_TOKENS.value, document_tokens=DOCUMENT_TOKENS.value)
+    return (0 if REPORT.value else experiment.make()), [], experiment
+
+
+def _trainings(subject: str, settings: dict[str, Any]) -> tuple[int, list[str], Any]:
+    """The same for a table whose rows are trained with several seeds."""
+    from meliad_like.experiments.experiment import Experiment
     from meliad_like.experiments.tables import SUBJECTS
 
-    table = SUBJECTS[subject]
-    if table.pretrained and not (LOAD_DIR.value or REPORT.value):
-        raise UserError(f"{subject} begins with a pretrained model: give --load_dir=DIR; {HOW_TO_GET_ONE}")
-    if LOAD_DIR.value and not table.pretrained:
-        raise UserError(f"--load_dir has no effect on {subject}, whose rows are trained from nothing: leave it out")
-    store = [f"ReaderConfig.store = {STORE.value!r}"] if STORE.value else []
     experiment = Experiment(
-        table=table,
-        scale_name=SCALE.value,
-        gin_files=(TASK.value, *command_line.GIN_FILE.value),
-        gin_params=(*store, *command_line.GIN_PARAM.value),
-        folder=Path(FOLDER.value or f"runs/experiments/{subject}_{SCALE.value}"),
+        table=SUBJECTS[subject],
         seeds=tuple(map(int, SEEDS.value)),
-        chosen=tuple(ROW.value),
-        split=SPLIT.value,
         repeats=REPEATS.value,
-        max_tokens=MAX_TOKENS.value,
-        load_dir=LOAD_DIR.value,
         command=(sys.executable, "-m", "meliad_like.experiments", *sys.argv[1:]),
+        **settings,
     )
     if WORKER.value:
-        return experiment.work(WORKER.value)
+        return experiment.work(WORKER.value), [], experiment
     experiment.folder.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     status = 0
@@ -99,49 +126,11 @@ def main(subject: str) -> int:
     if not REPORT.value and not STEP_TIME.value:
         status = experiment.train(side_by_side, failed)
     # A job of some rows leaves the timing to the command for all rows; pretrained models are too large to be timed.
-    not_now = REPORT.value or ROW.value or table.pretrained
+    not_now = REPORT.value or ROW.value or experiment.table.pretrained
     if not status and (STEP_TIME.value or not (not_now or experiment.timed)):
         status = experiment.time_steps(side_by_side, failed)
-    if status:
-        return status
-    print(experiment.report())
-    print(f"wrote {experiment.folder / subject}.md, .csv and .png")
-    if failed:
-        raise UserError(f"{len(failed)} failed, the others are finished: {', '.join(failed)}")
-    return 0
-
-
-def make_history() -> int:
-    """Table 1 of Ancient History Language Models, which has no runs by row and seed."""
-    for name in NOT_OF_HISTORY:
-        if flags.FLAGS[name].present:
-            raise UserError(
-                f"--{name} has no effect on ancient_history, whose intervals are over documents: leave it out"
-            )
-    from meliad_like.experiments.ancient_history import HistoryExperiment
-    from meliad_like.experiments.pretrained import HOW_TO_GET_ONE
-
-    if not (LOAD_DIR.value or REPORT.value):
-        raise UserError(f"ancient_history is of a pretrained model: give --load_dir=DIR; {HOW_TO_GET_ONE}")
-    store = [f"ReaderConfig.store = {STORE.value!r}"] if STORE.value else []
-    experiment = HistoryExperiment(
-        scale_name=SCALE.value,
-        gin_files=(TASK.value, *command_line.GIN_FILE.value),
-        gin_params=(*store, *command_line.GIN_PARAM.value),
-        folder=Path(FOLDER.value or f"runs/experiments/ancient_history_{SCALE.value}"),
-        load_dir=LOAD_DIR.value or "",
-        chosen=tuple(ROW.value),
-        split=SPLIT.value,
-        max_tokens=MAX_TOKENS.value,
-        scored_tokens=SCORED_TOKENS.value,
-        document_tokens=DOCUMENT_TOKENS.value,
-    )
-    if not REPORT.value and (status := experiment.make()):
-        return status
-    print(experiment.report())
-    print(f"wrote {experiment.folder / 'ancient_history'}.md, .csv and .png")
-    return 0
+    return status, failed, experiment
 
 
 if __name__ == "__main__":
-    command_line.run(main, subjects=NAMES)
+    command_line.run(main, subjects=(*TRAININGS, HISTORY))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from meliad_like.config import RunConfig, read_changes, with_changes
+from meliad_like.config import RunConfig, bound_by, read_changes, with_changes
 from meliad_like.experiments.history_report import write_report
 from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
 from meliad_like.history import commands
@@ -68,7 +68,7 @@ class HistoryExperiment:
         settings = with_changes(HistorySettings(), {**((row and row.selector) or {}), **self.scale.settings})
         run, settings = read_changes(self.gin_files, self.gin_params)(saved, settings)
         changes = {"vocabulary": saved.vocabulary}
-        if not any(param.startswith("ReaderConfig.store") for param in self.gin_params):
+        if "ReaderConfig.store" not in bound_by(self.gin_params):
             # The task's documents in another vocabulary than the task's.
             changes["data.store"] = f"{run.data.store}_{Path(self.load_dir).name}"
         return with_changes(run, changes), settings

@@ -1,73 +1,79 @@
-"""The figures of a trained row: by document, or by the protocols of the Shortformer paper."""
+"""The figures of a row: facts of its config, and evaluations by document or by the Shortformer paper's protocols."""
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
+from meliad_like.config.stages import stages_of
 from meliad_like.data.readers import Concatenated
-from meliad_like.data.subset import Documents, beginnings
+from meliad_like.data.subset import Documents
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.evaluation import protocols, report
 from meliad_like.models.model import Model
 from meliad_like.run.evaluator import make_evaluator
+from meliad_like.run.opening import OpenedCheckpoint
+from meliad_like.sizes import sizes_of
 
 STRIDES_IN_WINDOW = 6
 """Sliding windows have a stride of a sixth; in the paper 512 of 3,072 tokens (section 4.2)."""
 
 
-class Trained(NamedTuple):
-    """A trained row, and what it is evaluated on."""
+def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
+    """Facts about a run that follow from its config."""
+    model, num_steps = Model(run.model, vocabulary_size), run.training.num_steps
+    own = {"num_states": 0}
+    own |= {name: getattr(run.model, name) for name in ("cache_length", "overlap") if hasattr(run.model, name)}
+    for mechanism in getattr(run.model, "mechanisms", ()):
+        own |= {field.name: getattr(mechanism, field.name) for field in sizes_of(mechanism, "length")}
+    embedding = model.abstract_params.get("embedding", model.abstract_params.get("vocabulary"))
+    stages = [((stage.last_step - stage.first_step) / num_steps, stage.run.model) for stage in stages_of(run)]
+    flops = [share * Model(config, vocabulary_size).training_flops_per_token for share, config in stages]
+    return own | {
+        "segment_length": run.data.segment_length,
+        "window_length": run.model.window_length,
+        "share_of_first_stage": stages[0][0] if len(stages) > 1 else 0.0,
+        "tokens_per_step": run.data.tokens_per_step,
+        "num_steps": num_steps,
+        "vocabulary_size": vocabulary_size,
+        "parameters": model.num_parameters,
+        "parameters_without_embedding": model.num_parameters - sum(leaf.size for leaf in jax.tree.leaves(embedding)),
+        "training_flops_per_token": sum(flops),
+    }
 
-    run: RunConfig
-    """How documents are read."""
-    model: Model
-    params: Any
-    """On the mesh."""
-    vocabulary: Vocabulary
-    mesh: Mesh
-    store: TokenStore
-    split: str
-    documents: Documents
-    """The whole split, or a subset of it."""
 
-
-def by_document(trained: Trained, path: Path) -> dict[str, float]:
+def by_document(
+    trained: OpenedCheckpoint, mesh: Mesh, store: TokenStore, split: str, documents: Documents, path: Path
+) -> dict[str, float]:
     """Evaluates every token of the documents, each read from its beginning with all that the model remembers.
 
     Args:
-      trained: the row.
+      trained: the row, its parameters on the mesh.
+      mesh: the devices.
+      store, split, documents: the whole split of the store, or a subset of it.
       path: of the JSON file for all figures, with those of each document.
     """
-    run, model, documents = trained.run, trained.model, trained.documents
-    evaluator = make_evaluator(run, model, trained.store, trained.split, trained.mesh, documents=documents)
+    evaluator = make_evaluator(trained.run, trained.model, store, split, mesh, documents=documents)
     evaluation = evaluator(trained.params)
     report.write(evaluation, path)
-    costs = {f"flops_{how}": flops for how, flops in model.flops_per_prediction.items()}
+    costs = {f"flops_{how}": flops for how, flops in trained.model.flops_per_prediction.items()}
     return {name: getattr(evaluation, name) for name in report.FIGURES} | costs
 
 
-def by_protocol(trained: Trained, num_single: int) -> dict[str, float]:
+def by_protocol(trained: OpenedCheckpoint, mesh: Mesh, documents: Documents, few: Documents) -> dict[str, float]:
     """Evaluates the documents as one stream in one lane, as in Shortformer's tables (sections 2 and 5).
 
     - By disjoint segments, with what the model remembers of those before (`perplexity`, `tokens_per_second`, ...).
     - By sliding windows, if the model remembers nothing (`sliding_...`); the paper slides no others, whose predictions
       it does not improve.
-    - A few tokens one by one, for the speed alone (`single_tokens_per_second`): by decoding, or by a window for each
-      token if the model remembers nothing.
-
-    Args:
-      trained: the row.
-      num_single: the number of tokens that are predicted one by one, after a first window.
+    - The tokens of `few` documents one by one, for the speed alone (`single_tokens_per_second`): by decoding, or by a
+      window for each token if the model remembers nothing.
     """
-    model, documents, window = trained.model, trained.documents, trained.run.data.segment_length
-    few = beginnings(trained.store.split(trained.split), trained.vocabulary, window + num_single)
-    # A block's first token attends to itself at least.
-    remembers = int(model.config.num_visible(np.array(model.config.window_length))) > 1
+    model, window = trained.model, trained.run.data.segment_length
 
     def evaluate(
         documents: Documents, protocol: protocols.ProtocolName, stride: int | None = None
@@ -78,13 +84,12 @@ def by_protocol(trained: Trained, num_single: int) -> dict[str, float]:
             Concatenated(documents, model.vocabulary_size, trained.vocabulary.end_of_document),
             protocol,
             segment_length=window,
-            mesh=trained.mesh,
+            mesh=mesh,
             stride=stride,
             loss_slice=trained.run.training.loss_slice,
         )
 
-    score = evaluate(documents, "segments")
-    num_bytes = int(np.sum(documents.num_bytes))
+    score, num_bytes = evaluate(documents, "segments"), int(np.sum(documents.num_bytes))
     figures = {
         "bits_per_token": score.bits_per_token,
         "perplexity": score.perplexity,
@@ -94,7 +99,8 @@ def by_protocol(trained: Trained, num_single: int) -> dict[str, float]:
         "num_tokens": score.num_tokens,
         "num_bytes": num_bytes,
     }
-    if remembers:
+    # A block's first token attends to itself at least.
+    if model.config.num_visible(np.array([model.config.window_length])).item() > 1:
         return figures | {"single_tokens_per_second": evaluate(few, "token_by_token").tokens_per_second}
     sliding = evaluate(documents, "sliding", max(window // STRIDES_IN_WINDOW, 1))
     single = evaluate(few, "sliding", 1)

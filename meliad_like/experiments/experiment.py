@@ -1,38 +1,44 @@
 """A table at a scale, on some documents, in a folder: trained, timed and reported."""
 
+import json
+import math
+import os
 import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from rich.table import Table as RichTable
+
+from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
 from meliad_like.config.stages import stages_of
 from meliad_like.data.preparation import prepare
-from meliad_like.data.token_store import STORE_NAME
-from meliad_like.experiments import report
-from meliad_like.experiments.jobs import (
-    LOG_NAME,
-    Job,
-    device_name,
-    environment,
-    facts,
-    run_processes,
-    train_and_evaluate,
-)
+from meliad_like.data.readers import label
+from meliad_like.data.subset import beginnings
+from meliad_like.data.token_store import STORE_NAME, TokenStore
+from meliad_like.experiments.evaluations import by_document, by_protocol, facts
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.pretrained import fields_of
-from meliad_like.experiments.results import STEP_TIME_NAME, gather, read_timing, run_folder
+from meliad_like.experiments.processes import environment, run_processes
+from meliad_like.experiments.report import Report
+from meliad_like.experiments.results import STEP_TIME_NAME, gather, read_timing, result_file
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import TimedStep, in_shares, make_step, time_in_turn
 from meliad_like.experiments.tables import Row, Table
 from meliad_like.mesh import make_mesh
-from meliad_like.resumable import write_json
+from meliad_like.models.model import Model
+from meliad_like.resumable import locked, write_json
+from meliad_like.run.opening import open_checkpoint
 from meliad_like.run.setup import vocabulary_size
+from meliad_like.run.training import train
+from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
 
 STEP_TIME = "step_time"
-Workers = dict[str, tuple[str, Path]]
-"""Processes to start, by name: the argument of --worker, and the file for the output."""
+LOG_NAME = "log.txt"
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Experiment:
     """Rounds of timed steps."""
     max_tokens: int | None = None
     """The most tokens to evaluate, of the beginnings of documents; None: as the scale says."""
-    load_dir: str | None = None
+    load_dir: str = ""
     """Checkpoint folder of the pretrained model, for a table whose rows begin with one."""
     command: tuple[str, ...] = ()
     """The command that starts this program again, without --worker."""
@@ -75,35 +81,22 @@ class Experiment:
         rows = [row for row in self.table.rows if self.scale_name == "paper" or not row.extra]
         return [row for row in rows if largest is None or row.vocabulary_size <= largest]
 
-    def job(self, row: Row, seed: int) -> Job:
-        """
+    @cached_property
+    def _pretrained(self) -> dict[str, Any]:
+        return fields_of(Path(self.load_dir)) if self.load_dir else {}
+
+    def run(self, row: Row, seed: int) -> RunConfig:
+        """The config of a row.
+
         Raises:
           UserError: the row, the files and the parameters make no run.
         """
-        evaluated = self._run(row, seed)
-        return Job(
-            row,
-            seed,
-            run=self._run(self.table.row(row.trained_as), seed) if row.trained_as else evaluated,
-            evaluated=evaluated,
-            workdir=run_folder(self.folder, row, seed),
-            by_protocol=self.table.by_protocol,
-            max_tokens=self.scale.max_tokens if self.max_tokens is None else self.max_tokens,
-            timed_tokens=self.scale.timed_tokens,
-            load_dir=self.load_dir,
-        )
-
-    def _run(self, row: Row, seed: int) -> RunConfig:
         run = configure(row, self.scale, self.gin_files, self.gin_params, self._pretrained)
         changes: dict[str, Any] = {"training.seed": seed}
-        if self.load_dir is not None and not any(param.startswith("ReaderConfig.store") for param in self.gin_params):
+        if self.load_dir and "ReaderConfig.store" not in config.bound_by(self.gin_params):
             # The task's documents in another vocabulary than the task's.
             changes["data.store"] = f"{run.data.store}_{Path(self.load_dir).name}"
         return with_changes(run, changes)
-
-    @cached_property
-    def _pretrained(self) -> dict[str, Any]:
-        return {} if self.load_dir is None else fields_of(Path(self.load_dir))
 
     def work(self, worker: str) -> int:
         """Does the work of one of the processes that `train` and `time_steps` start; returns the exit status."""
@@ -113,8 +106,8 @@ class Experiment:
         name, seed = worker.split(",")
         first = self.table.row(name)
         for row in [first, *(row for row in self.rows if row.run_name == first.run_name and row != first)]:
-            job = self.job(row, int(seed))
-            if not job.finished(self.split) and (status := train_and_evaluate(job, self.split)):
+            job = Job(self, row, int(seed))
+            if not job.finished and (status := job.train_and_evaluate()):
                 return status
         return 0
 
@@ -132,13 +125,13 @@ class Experiment:
         jobs: dict[str, list[Job]] = {}  # of rows that share a run, by its folder
         for seed in self.seeds:
             for row in self.rows:
-                job = self.job(row, seed)
+                job = Job(self, row, seed)
                 jobs.setdefault(job.workdir.name, []).append(job)
-        unfinished = {name: [job for job in group if not job.finished(self.split)] for name, group in jobs.items()}
+        unfinished = {name: [job for job in group if not job.finished] for name, group in jobs.items()}
         pending = {name: group[0] for name, group in unfinished.items() if group}
-        for store, job in {job.run.data.store: job for job in pending.values()}.items():
+        for store, job in {job.trained.data.store: job for job in pending.values()}.items():
             if not (Path(store).expanduser() / STORE_NAME).exists():
-                prepare(job.run.source, job.run.vocabulary, store)
+                prepare(job.trained.source, job.trained.vocabulary, store)
         print(f"{len(jobs) - len(pending)} of {len(jobs)} runs are finished; {side_by_side} side by side", flush=True)
         workers = {name: (f"{job.row.name},{job.seed}", job.workdir / LOG_NAME) for name, job in pending.items()}
         return self._start(workers, side_by_side, failed)
@@ -147,24 +140,8 @@ class Experiment:
         """Times the steps of all rows in one process, with the environment of runs that are side by side."""
         return self._start({STEP_TIME: (STEP_TIME, self.folder / f"{STEP_TIME}.log")}, side_by_side, failed)
 
-    @property
-    def timed(self) -> bool:
-        """Whether all rows have been timed; times of different processes can't be compared."""
-        return {row.run_name for row in self.rows} <= read_timing(self.folder).keys()
-
-    def report(self) -> str:
-        """Writes Markdown, CSV and picture of the results that exist; returns the Markdown."""
-        results = gather(self.table, self.folder, self.seeds, self.split)
-        # Extra rows that nobody asked for are not shown as missing.
-        rows = [row for row in self.table.rows if results.num_runs(row) or row in self.rows or not row.extra]
-        results = results._replace(rows=rows)
-        markdown = report.to_markdown(self.table, results, report.notes(results, self.scale_name))
-        (self.folder / f"{self.table.name}.md").write_text(markdown)
-        report.write_csv(self.table, results, self.folder / f"{self.table.name}.csv")
-        draw(self.table, results, self.folder / f"{self.table.name}.png")
-        return markdown
-
-    def _start(self, workers: Workers, side_by_side: int, failed: list[str]) -> int:
+    def _start(self, workers: dict[str, tuple[str, Path]], side_by_side: int, failed: list[str]) -> int:
+        """Starts processes by name, each with the argument of --worker and the file for its output."""
         began, done = time.perf_counter(), 0
 
         def report_end(name: str, status: int) -> None:
@@ -178,8 +155,13 @@ class Experiment:
         commands = {name: ([*self.command, f"--worker={worker}"], log) for name, (worker, log) in workers.items()}
         return run_processes(commands, side_by_side, environment(self.folder, side_by_side > 1), report_end)
 
+    @property
+    def timed(self) -> bool:
+        """Whether all rows have been timed; times of different processes can't be compared."""
+        return {row.run_name for row in self.rows} <= read_timing(self.folder).keys()
+
     def _time_here(self) -> None:
-        runs = {row.run_name: self._run(row, seed=0) for row in self.rows}
+        runs = {row.run_name: self.run(row, seed=0) for row in self.rows}
         steps: dict[str, TimedStep] = {}
         shares: dict[str, dict[str, float]] = {}
         for name, run in runs.items():
@@ -198,6 +180,133 @@ class Experiment:
             for name, run in runs.items()
         }
         write_json(self.folder / STEP_TIME_NAME, timing)
+
+    def report(self) -> str:
+        """Writes Markdown, CSV and picture of the results that exist; returns the Markdown."""
+        report, path = self._report(), self.folder / self.table.name
+        markdown = report.to_markdown()
+        path.with_suffix(".md").write_text(markdown)
+        report.frame.to_csv(path.with_suffix(".csv"), index=False)
+        draw(self.table, report.results, path.with_suffix(".png"))
+        return markdown
+
+    def for_terminal(self) -> RichTable:
+        """The report, in few enough columns for a terminal."""
+        return self._report().for_terminal().to_rich()
+
+    def _report(self) -> Report:
+        results = gather(self.table, self.folder, self.seeds, self.split)
+        # Extra rows that nobody asked for are not shown as missing.
+        rows = [row for row in self.table.rows if results.num_runs(row) or row in self.rows or not row.extra]
+        return Report(self.table, results._replace(rows=rows), self.scale_name)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training and its evaluation for a row with a seed, in a process and a folder of its own."""
+
+    experiment: Experiment
+    row: Row
+    seed: int
+
+    @cached_property
+    def evaluated(self) -> RunConfig:
+        """The run that is evaluated: the one that is trained, but for rows whose training is that of another row."""
+        return self.experiment.run(self.row, self.seed)
+
+    @cached_property
+    def trained(self) -> RunConfig:
+        """The run that is trained."""
+        first = self.row.trained_as
+        return self.experiment.run(self.experiment.table.row(first), self.seed) if first else self.evaluated
+
+    @property
+    def path(self) -> Path:
+        """The file of the row's figures, in the folder of its run."""
+        return result_file(self.experiment.folder, self.row, self.seed)
+
+    @property
+    def workdir(self) -> Path:
+        return self.path.parent
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens to evaluate, of the beginnings of documents; None: the whole split."""
+        tokens = self.experiment.max_tokens
+        return self.experiment.scale.max_tokens if tokens is None else tokens
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The figures that `train_and_evaluate` has written so far."""
+        return json.loads(self.path.read_text()) if self.path.exists() else {"splits": {}}
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is trained and evaluated on the split.
+
+        Raises:
+          UserError: the folder holds another run.
+        """
+        config.check_workdir(self.trained, self.workdir)
+        result = self.result
+        done = result["splits"].get(self.experiment.split, {"max_tokens": math.nan})
+        return done.get("max_tokens") == self.max_tokens and result["num_steps"] >= self.trained.training.num_steps
+
+    def train_and_evaluate(self) -> int:
+        """Trains (or resumes) in this process, evaluates the split, and adds the figures to the row's result.
+
+        Returns:
+          The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM with everything saved.
+
+        Raises:
+          UserError: as `train`; or the split has no documents, or another process is working in this folder.
+        """
+        workdir, split, began = self.workdir, self.experiment.split, time.perf_counter()
+        workdir.mkdir(parents=True, exist_ok=True)
+        with locked(workdir / "lock", f"another process is working in {workdir}: wait for it, or end it"):
+            store = TokenStore(self.trained.data.store)
+            store.split(split)
+            if status := train(self.trained, workdir, self.experiment.load_dir or None):
+                return status
+            figures = self._evaluate(store)
+            finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+            earlier = self.result
+            same_steps = earlier.get("num_steps") == self.trained.training.num_steps
+            result = facts(self.evaluated, vocabulary_size(self.evaluated)) | {
+                "seed": self.seed,
+                "device": device_name(),
+                "seconds": time.perf_counter() - began,
+                "logged_tokens_per_second": _logged_speed(workdir),
+                "splits": (earlier["splits"] if same_steps else {}) | {split: finite | {"max_tokens": self.max_tokens}},
+            }
+            write_json(self.path, result)
+        return 0
+
+    def _evaluate(self, store: TokenStore) -> dict[str, float]:
+        experiment, mesh = self.experiment, make_mesh(self.trained.mesh)
+        best = self.workdir / "best"
+        opened = open_checkpoint(best if self.trained.training.keep_best else self.workdir, mesh=mesh)
+        opened = opened._replace(run=self.evaluated, model=Model(self.evaluated.model, opened.vocabulary.size))
+        whole = store.split(experiment.split)
+        documents = whole if self.max_tokens is None else beginnings(whole, opened.vocabulary, self.max_tokens)
+        if experiment.table.by_protocol:
+            num_single = self.evaluated.data.segment_length + experiment.scale.timed_tokens
+            return by_protocol(opened, mesh, documents, beginnings(whole, opened.vocabulary, num_single))
+        name = f"{experiment.split}_{self.row.name}" if self.row.trained_as else experiment.split
+        return by_document(opened, mesh, store, experiment.split, documents, self.workdir / f"{name}.json")
+
+
+def _logged_speed(folder: Path) -> float:
+    """Tokens per second of a training step: the median of the logged ones."""
+    lines = map(json.loads, (folder / METRICS_NAME).read_text().splitlines())
+    kinds = [label("train", leaks) for leaks in (False, True)]
+    return float(np.median([line["tokens_per_second"] for line in lines if line["kind"] in kinds]))
+
+
+def device_name() -> str:
+    """The name of this machine's device; for a CPU its number of cores."""
+    device = jax.devices()[0]
+    return f"CPU with {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
 
 
 def _same_step(run: RunConfig, other: RunConfig) -> bool:

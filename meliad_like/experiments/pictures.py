@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from meliad_like.evaluation.pictures import COLOURS
 from meliad_like.experiments.results import Results
@@ -28,11 +29,9 @@ def draw(table: Table, results: Results, path: Path) -> None:
         picture = Figure(figsize=(4.6 * len(panels) + 0.5, 7), dpi=120, layout="constrained")
         grid = picture.add_gridspec(2, len(panels))
         for column, panel in enumerate(panels):
-            if panel.paper:
-                _draw_by_figure(picture.add_subplot(grid[0, column]), results, panel, "here")
-                _draw_by_figure(picture.add_subplot(grid[1, column]), results, panel, "in the paper")
-            else:
-                _draw_by_figure(picture.add_subplot(grid[:, column]), results, panel, "here")
+            places = {"here": grid[0, column], "in the paper": grid[1, column]}
+            for where, place in places.items() if panel.paper else [("here", grid[:, column])]:
+                _draw_by_figure(picture.add_subplot(place), results, panel, where)
     picture.savefig(path)
 
 
@@ -44,51 +43,37 @@ def on_front(points: Float[np.ndarray, "points 2"]) -> Bool[np.ndarray, " points
 
 
 def _draw_by_figure(axes: Axes, results: Results, panel: Panel, where: str) -> None:
-    """Lines over a figure of the rows, and single rows."""
-    here = where == "here"
+    """Lines over a figure of the rows."""
     by_name = {row.name: row for row in results.rows}
-    members = {name: [row for row in results.rows if row.series == name] for name in panel.series}
-    members |= {name: [by_name[row] for row in rows if row in by_name] for name, rows in panel.lines.items()}
-    lines = {
-        name: np.array([_point(results, row, panel, here) for row in rows]).reshape(-1, 3)
-        for name, rows in members.items()
-    }
-    for i, (name, line) in enumerate(lines.items()):
-        # The legend has no series without rows, and none that the paper gives no figures for.
-        if len(line) and (panel.series or np.isfinite(line[:, :2]).all(axis=1).any()):
+
+    def point(row: Row) -> tuple[float, float, float]:
+        """x, y and the error of y; NaN for what is not known, which is not drawn."""
+        if where != "here":
+            return panel.paper_x.get(row.name, math.nan), row.paper.get(panel.paper, math.nan), 0.0
+        x = results.mean(row, panel.x) / panel.unit
+        return x, results.mean(row, panel.measure), results.error(row, panel.measure)
+
+    points = [np.zeros((0, 2))]
+    for i, (name, rows) in enumerate(panel.lines.items()):
+        line = np.array([point(by_name[row]) for row in rows if row in by_name]).reshape(-1, 3)
+        # The legend has no lines without figures.
+        if np.isfinite(line[:, :2]).all(axis=1).any():
             x, y, error = line.T
             axes.errorbar(x, y, yerr=error, fmt="o-", color=COLOURS[i % len(COLOURS)], capsize=3, label=name)
-    for i, (name, label) in enumerate(panel.points.items()):
-        if name in by_name:
-            x, y, error = _point(results, by_name[name], panel, here)
-            axes.errorbar([x], [y], yerr=[error], fmt="o", color=COLOURS[i], capsize=3, label=label)
+            points.append(line[:, :2])
     if panel.reference in by_name:
         row = by_name[panel.reference]
-        height = results.mean(row, panel.measure) if here else row.paper[panel.paper]
-        axes.axhline(height, color="grey", linestyle="--", label=row.label)
+        axes.axhline(point(row)[1], color="grey", linestyle="--", label=row.label)
     if panel.front:
-        points = np.concatenate([line[:, :2] for line in lines.values()] or [np.zeros((0, 2))])
-        points = points[np.isfinite(points).all(axis=1)]
-        front = points[on_front(points)]
+        known = np.concatenate(points)
+        known = known[np.isfinite(known).all(axis=1)]
+        front = known[on_front(known)]
         front = front[np.argsort(front[:, 0])]
         axes.plot(*front.T, "o", color=FRONT, fillstyle="none", markersize=11, linestyle=":", label="Pareto front")
-    _label(axes, panel, where)
-
-
-def _point(results: Results, row: Row, panel: Panel, here: bool) -> tuple[float, float, float]:
-    """x, y and the error of y; NaN for what is not known."""
-    if not here:
-        return panel.paper_x.get(row.name, math.nan), row.paper.get(panel.paper, math.nan), 0.0
-    x = results.mean(row, panel.x) / panel.unit
-    return x, results.mean(row, panel.measure), _drawn_error(results, row, panel.measure)
-
-
-def _label(axes: Axes, panel: Panel, where: str) -> None:
     if panel.logarithmic:
         axes.set_xscale("log")
         ticks: list[float] = []
-        places = [np.asarray(line.get_xdata()) for line in axes.lines if line.get_linestyle() != "--"]
-        for x in sorted(float(x) for line in places for x in line if math.isfinite(x)):
+        for x in sorted(x for x in np.concatenate(points)[:, 0].tolist() if math.isfinite(x)):
             if not ticks or x > 1.2 * ticks[-1]:
                 ticks.append(x)
         axes.set_xticks(ticks, [_short(x) for x in ticks], rotation=30)
@@ -103,7 +88,7 @@ def _label(axes: Axes, panel: Panel, where: str) -> None:
 def _draw_by_row(axes: Axes, results: Results, panel: Panel) -> None:
     """One place for each row; the paper's points on an axis of their own at the top, if they can't be compared."""
     places = range(len(results.rows))
-    errors = [_drawn_error(results, row, panel.measure) for row in results.rows]
+    errors = [results.error(row, panel.measure) for row in results.rows]
     values = [results.mean(row, panel.measure) for row in results.rows]
     axes.errorbar(values, places, xerr=errors, fmt="o", color=COLOURS[0], capsize=3)
     axes.set_yticks(places, [row.label for row in results.rows])
@@ -120,13 +105,5 @@ def _draw_by_row(axes: Axes, results: Results, panel: Panel) -> None:
     above.set_xlabel(f"{panel.paper}, in the paper (crosses)", color=COLOURS[1])
 
 
-def _drawn_error(results: Results, row: Row, measure: str) -> float:
-    error = results.error(row, measure)
-    return 0.0 if math.isnan(error) else error
-
-
 def _short(number: float) -> str:
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= 10 * unit or (number >= unit and name != "k"):
-            return f"{number / unit:.3g}{name}"
-    return f"{number:,.0f}"
+    return EngFormatter(sep="")(float(f"{number:.3g}")) if number >= 10_000 else f"{number:,.0f}"

@@ -1,13 +1,13 @@
-"""A table as Markdown, CSV and a picture, with the paper's figures beside ours."""
+"""A table as Markdown, CSV and for the terminal, with the paper's figures beside ours."""
 
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from functools import cached_property
 
 import pandas as pd
 
 from meliad_like.experiments.results import Results
-from meliad_like.experiments.tables import Grid, Row, Table
+from meliad_like.experiments.tables import Grid, Table
 from meliad_like.tables import Table as TextTable
 from meliad_like.tables import number, with_error
 
@@ -46,95 +46,90 @@ COLUMNS: dict[str, tuple[str, str]] = {
 }
 IN_MILLIONS = ("training_flops_per_token", "memory_bytes", "flops_by_the_paper", "flops_as_counted")
 WITH_ERROR = (
-    "bits_per_token",
-    "bits_per_byte",
-    "sliding_bits_per_byte",
-    "word_perplexity",
-    "perplexity",
-    "sliding_perplexity",
-    "difference",
+    *("bits_per_token", "bits_per_byte", "sliding_bits_per_byte", "word_perplexity", "perplexity"),
+    *("sliding_perplexity", "difference"),
 )
 
 
-def notes(results: Results, scale: str) -> list[str]:
-    """Documents, steps, seeds and machines: what all the runs that are there have in common."""
-    runs, lines = results.runs, []
-    if not runs.empty:
-        one, seeds = runs.iloc[0], sorted(set(runs.index.get_level_values("seed")))
-        whole = pd.isna(one["max_tokens"])
-        documents = f"{one['num_documents']:,} documents, " if whole else f"{one['num_tokens']:,} tokens, "
-        lines += [
-            f"Scale {scale}: {_span(runs['num_steps'])} steps of {_span(runs['tokens_per_step'])} tokens; seeds "
-            f"{', '.join(map(str, seeds))}. Evaluated on {'all' if whole else 'a part'} of {one['split']}: "
-            f"{documents}{one['num_bytes']:,} bytes.",
-            f"Trained on {', '.join(sorted(set(runs['device'])))}; a run took {runs['seconds'].min():,.0f} to "
-            f"{runs['seconds'].max():,.0f} s.",
-        ]
-    if results.timed_on:
-        lines.append(f"Steps were timed in turn on {', '.join(results.timed_on)}.")
-    return lines
+class Report:
+    """The report of the results of a table."""
 
+    def __init__(self, table: Table, results: Results, scale: str):
+        self._table, self.results, self._scale = table, results, scale
+        self._measures = [name for name in COLUMNS if name in table.measures]
 
-def frame(table: Table, results: Results) -> pd.DataFrame:
-    """One line for each row, with numbers: means of the measures, their standard errors, and the paper's figures."""
-    lines = []
-    for row in results.rows:
-        line: dict[str, object] = {"row": row.name, "model": row.label}
-        for measure in measures_of(table):
-            line[measure] = results.mean(row, measure) / (1e6 if measure in IN_MILLIONS else 1)
-            if measure in WITH_ERROR:
-                line[f"{measure}_error"] = results.error(row, measure)
-        line["runs"] = results.num_runs(row)
-        lines.append(line | {f"paper: {name}": row.paper.get(name, math.nan) for name in table.paper_columns})
-    return pd.DataFrame(lines)
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """One line for each row, with numbers: means of the measures, their standard errors, the paper's figures."""
+        results, lines = self.results, []
+        for row in results.rows:
+            line: dict[str, object] = {"row": row.name, "model": row.label}
+            for measure in self._measures:
+                line[measure] = results.mean(row, measure) / (1e6 if measure in IN_MILLIONS else 1)
+                if measure in WITH_ERROR:
+                    line[f"{measure}_error"] = results.error(row, measure)
+            line["runs"] = results.num_runs(row)
+            lines.append(line | {f"paper: {name}": row.paper.get(name) for name in self._table.paper_columns})
+        return pd.DataFrame(lines)
 
+    def for_terminal(self) -> TextTable:
+        """The rows that have figures, and of these the losses and times: few enough columns for a terminal."""
+        frame = self.frame[self.frame["runs"] > 0]
+        measures = [name for name in (*WITH_ERROR, "step_time") if name in frame and frame[name].notna().any()]
+        return self._text(frame, measures, [])
 
-def measures_of(table: Table) -> list[str]:
-    return [name for name in COLUMNS if name in table.measures]
+    def to_markdown(self) -> str:
+        """All figures, with what the runs have in common above them."""
+        times = " and step times" if "step_time" in self._measures else ""
+        explained = (
+            f"Differences in bits per byte (of runs with the same seed){times} are relative to: {self._baselines()}. ± "
+            "is the standard error of the mean over the runs. `-` is a figure that is missing, or that was not finite "
+            "in one of the runs."
+        )
+        table = self._text(self.frame, self._measures, self._table.paper_columns).to_markdown().rstrip()
+        grids = [text for grid in self._table.grids if (text := _grid(grid, self.results))]
+        return "\n\n".join([f"# {self._table.title}", *self._notes(), table, explained, *grids]) + "\n"
 
+    def _text(self, frame: pd.DataFrame, measures: Sequence[str], papers: Sequence[str]) -> TextTable:
+        columns = {"model": frame["model"]}
+        for measure in measures:
+            header, form = COLUMNS[measure]
+            errors = frame.get(f"{measure}_error", pd.Series(math.nan, frame.index))
+            columns[header] = [with_error(*pair, form) for pair in zip(frame[measure], errors, strict=True)]
+        columns["runs"] = frame["runs"]
+        for name in papers:
+            figures = pd.to_numeric(frame[f"paper: {name}"])
+            columns[f"paper: {name}"] = ["" if math.isnan(value) else f"{value:,.10g}" for value in figures]
+        return TextTable.of(pd.DataFrame(columns))
 
-def write_csv(table: Table, results: Results, path: Path) -> None:
-    """Writes the numbers of `frame`; a field without a figure is empty."""
-    frame(table, results).to_csv(path, index=False)
+    def _notes(self) -> list[str]:
+        """Documents, steps, seeds and machines: what all the runs that are there have in common."""
+        runs, lines = self.results.runs, []
+        if not runs.empty:
+            one, seeds = runs.iloc[0], sorted(set(runs.index.get_level_values("seed")))
+            whole = pd.isna(one["max_tokens"])
+            documents = f"{one['num_documents']:,} documents, " if whole else f"{one['num_tokens']:,} tokens, "
+            lines += [
+                f"Scale {self._scale}: {_span(runs['num_steps'])} steps of {_span(runs['tokens_per_step'])} tokens; "
+                f"seeds {', '.join(map(str, seeds))}. Evaluated on {'all' if whole else 'a part'} of {one['split']}: "
+                f"{documents}{one['num_bytes']:,} bytes.",
+                f"Trained on {', '.join(sorted(set(runs['device'])))}; a run took {runs['seconds'].min():,.0f} to "
+                f"{runs['seconds'].max():,.0f} s.",
+            ]
+        if self.results.timed_on:
+            lines.append(f"Steps were timed in turn on {', '.join(self.results.timed_on)}.")
+        return lines
 
-
-def to_markdown(table: Table, results: Results, notes: Sequence[str]) -> str:
-    """
-    Args:
-      table, results: as `gather` gave them.
-      notes: lines below the title, about documents and machines.
-    """
-    measures = measures_of(table)
-    header = ["model", *(COLUMNS[name][0] for name in measures), "runs"]
-    header += [f"paper: {name}" for name in table.paper_columns]
-    rows = []
-    for line in frame(table, results).to_dict("records"):
-        errors = (line.get(f"{measure}_error", math.nan) for measure in measures)
-        figures = [with_error(line[m], error, COLUMNS[m][1]) for m, error in zip(measures, errors, strict=True)]
-        papers = [line[f"paper: {name}"] for name in table.paper_columns]
-        paper = ["" if math.isnan(value) else f"{value:,.10g}" for value in papers]
-        rows.append([line["model"], *figures, str(line["runs"]), *paper])
-    times = " and step times" if "step_time" in measures else ""
-    explained = (
-        f"Differences in bits per byte (of runs with the same seed){times} are relative to: "
-        f"{_baselines(table, results.rows)}. ± is the standard error of the mean over the runs. `-` is a figure that "
-        "is missing, or that was not finite in one of the runs."
-    )
-    grids = [text for grid in table.grids if (text := _grid(grid, results))]
-    parts = [f"# {table.title}", *notes, TextTable("", header, rows).to_markdown().rstrip(), explained, *grids]
-    return "\n\n".join(parts) + "\n"
-
-
-def _baselines(table: Table, rows: Sequence[Row]) -> str:
-    """What rows are compared with, by the labels of both where there are several."""
-    labels = {row.name: row.label for row in rows}
-    compared: dict[str, list[str]] = {}
-    for row in rows:
-        if row.baseline != row.name:
-            compared.setdefault(labels[row.baseline], []).append(row.label)
-    if table.against or len(compared) == 1:
-        return table.against or next(iter(compared))
-    return "; ".join(f"{baseline} ({' / '.join(names)})" for baseline, names in compared.items())
+    def _baselines(self) -> str:
+        """What rows are compared with, by the labels of both where there are several."""
+        labels = {row.name: row.label for row in self.results.rows}
+        compared: dict[str, list[str]] = {}
+        for row in self.results.rows:
+            if row.baseline != row.name:
+                compared.setdefault(labels[row.baseline], []).append(row.label)
+        if self._table.against or len(compared) == 1:
+            return self._table.against or next(iter(compared))
+        return "; ".join(f"{baseline} ({' / '.join(names)})" for baseline, names in compared.items())
 
 
 def _grid(grid: Grid, results: Results) -> str:
@@ -142,8 +137,7 @@ def _grid(grid: Grid, results: Results) -> str:
     by_name = {row.name: row for row in results.rows}
     names = pd.DataFrame(grid.rows).T
     ours = names.map(lambda name: results.mean(by_name[name], grid.measure) if name in by_name else math.nan)
-    known = ours.map(math.isfinite)
-    names = names.loc[known.any(axis=1), known.any(axis=0)]
+    names = names.loc[ours.notna().any(axis=1), ours.notna().any(axis=0)]
     if names.empty:
         return ""
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from meliad_like.experiments.jobs import result_name
 from meliad_like.experiments.step_time import relative_time
 from meliad_like.experiments.tables import Row, Table
 
+RESULT_NAME = "result.json"
 STEP_TIME_NAME = "step_time.json"
 
 
@@ -21,7 +21,7 @@ class Results(NamedTuple):
 
     rows: Sequence[Row]
     runs: pd.DataFrame
-    """One line for each row and seed (the index): figures of the evaluation, and facts of the config (`jobs.facts`)."""
+    """One line for each row and seed (the index): figures of the evaluation, and facts of the config."""
     means: pd.DataFrame
     """Over the seeds, by row and measure; of measures that runs don't have, those of the timed steps."""
     errors: pd.DataFrame
@@ -42,19 +42,11 @@ class Results(NamedTuple):
 
 
 def gather(table: Table, folder: Path, seeds: Iterable[int], split: str) -> Results:
-    """Reads every result that is there, for every row of the table.
-
-    Args:
-      table: which rows.
-      folder: the table's, in which every run has one.
-      seeds: whose runs to look for.
-      split: whose evaluation.
-    """
+    """Reads every result that is there, for every row of the table, of runs with these seeds evaluated on the split."""
     places = [(row, seed) for seed in seeds for row in table.rows]
     found = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
     found = {place: figures for place, figures in found.items() if figures}
-    index = pd.MultiIndex.from_tuples(found, names=["row", "seed"])
-    runs = pd.DataFrame(list(found.values()), index=index)
+    runs = pd.DataFrame(list(found.values()), index=pd.MultiIndex.from_tuples(found, names=["row", "seed"]))
     by_row = runs.select_dtypes("number").groupby(level="row")
     # A figure that was not finite in one of the runs is NaN there, and so is its mean.
     # Of pandas a type checker sees a union of all that a method may return.
@@ -62,7 +54,7 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str) -> Resu
     errors: Any
     means, errors = by_row.mean(skipna=False), by_row.sem(skipna=False)
     if not runs.empty:
-        difference = differences(runs["bits_per_byte"].astype(float), table).groupby(level="row")
+        difference = _differences(runs["bits_per_byte"].astype(float), table).groupby(level="row")
         means["difference"], errors["difference"] = difference.mean(skipna=False), difference.sem(skipna=False)
     timing = read_timing(folder)
     timed = pd.DataFrame({row.name: _timed(timing, row, table) for row in table.rows}).T
@@ -70,7 +62,7 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str) -> Resu
     return Results(table.rows, runs, means.combine_first(timed), errors, devices)
 
 
-def differences(values: pd.Series, table: Table) -> pd.Series:
+def _differences(values: pd.Series, table: Table) -> pd.Series:
     """The values of runs minus those of their baselines, for each row and seed for which there are both."""
     baselines = {row.name: row.baseline for row in table.rows}
     names, seeds = (values.index.get_level_values(level) for level in ("row", "seed"))
@@ -85,28 +77,28 @@ def read_timing(folder: Path) -> dict[str, Any]:
     return _read(folder / STEP_TIME_NAME).get("rows", {})
 
 
-def run_folder(folder: Path, row: Row, seed: int) -> Path:
-    """The working folder of a run."""
-    return folder / f"{row.run_name}-{seed}"
+def result_file(folder: Path, row: Row, seed: int) -> Path:
+    """The file of a row's figures, in the folder of its run."""
+    return folder / f"{row.run_name}-{seed}" / (f"{row.name}.json" if row.trained_as else RESULT_NAME)
 
 
 def _figures(folder: Path, row: Row, seed: int, split: str) -> dict[str, Any]:
-    result = _read(run_folder(folder, row, seed) / result_name(row))
+    result = _read(result_file(folder, row, seed))
     if split not in result.get("splits", {}):
         return {}
-    facts = {key: value for key, value in result.items() if key not in ("splits", "seed")}
-    return facts | {"split": split, "max_tokens": None} | result["splits"][split]
+    known = {key: value for key, value in result.items() if key not in ("splits", "seed")}
+    return known | {"split": split, "max_tokens": None} | result["splits"][split]
 
 
 def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> Mapping[str, float]:
     mine, baseline = row.run_name, table.row(row.baseline).run_name
     if mine not in timing:
         return {}
-    milliseconds = 1e3 * float(np.median(timing[mine]["seconds"]))
+    seconds = float(np.median(timing[mine]["seconds"]))
     numbers: dict[str, float] = {name: value for name, value in timing[mine].items() if isinstance(value, int | float)}
-    speed = 1e3 * numbers.get("tokens_per_step", math.nan) / milliseconds
+    speed = numbers.get("tokens_per_step", math.nan) / seconds
     relative = relative_time(timing, mine, baseline) if baseline in timing else math.nan
-    return numbers | {"training_tokens_per_second": speed, "milliseconds": milliseconds, "step_time": relative}
+    return numbers | {"training_tokens_per_second": speed, "milliseconds": 1e3 * seconds, "step_time": relative}
 
 
 def _cell(frame: pd.DataFrame, row: Row, measure: str) -> float:

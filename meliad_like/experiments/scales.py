@@ -15,15 +15,12 @@ memory 128 windows. The 12-layer model of table 1 has at tiny 6 layers of width 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
-from meliad_like.config.bindings import Binding, Bindings, collect
-from meliad_like.mechanisms.base import MECHANISMS
-from meliad_like.models.base import MODELS
 from meliad_like.sizes import rule_of
 
 if TYPE_CHECKING:
@@ -60,38 +57,35 @@ class Scale:
     timed_tokens: int = 1000
     """The number of tokens that are evaluated one by one, for the time alone."""
 
-    def rules(self, classes: Sequence[type], total_layers: int) -> dict[str, Callable[[Any], Any]]:
-        """The new value of each field that shrinks, as a function of the old value; by `Class.field`.
+    def sizes(self, run: RunConfig) -> dict[str, Any]:
+        """The smaller sizes of a run, by `Class.field`. Every field of a model's configs states its rule (`sizes`)."""
+        model, divisor, root = run.model, self.lengths or self.divisor, math.isqrt(self.divisor)
+        total_layers = model.num_layers + getattr(model, "extra_layers", 0)
 
-        Every field of a model's configs states its own rule (`sizes.size`).
-
-        Args:
-          classes: of the configs that the model consists of.
-          total_layers: of the model at the paper's size.
-        """
-        divisor, root = self.lengths or self.divisor, math.isqrt(self.divisor)
-
-        def shorter(value):
+        def shorter(value: Any) -> Any:
             return tuple(v // divisor for v in value) if isinstance(value, (list, tuple)) else value // divisor
 
         def named(layers):
             return layers and tuple(layer % total_layers // self.layers for layer in layers)
 
-        by_kind: dict[str, Callable[[Any], Any]] = {
+        rules = {
             "length": shorter,
             "width": lambda value: value // self.divisor,
             "heads": lambda value: value // root,
             "layers": lambda value: value // self.layers,
             "layer_indices": named if self.layers > 1 else lambda layers: layers,
         }
-        rules: dict[str, Callable[[Any], Any]] = {"ReaderConfig.segment_length": shorter}
-        rules |= {f"StagesConfig.{name}": shorter for name in ("segment_length", "window_length", "cache_length")}
-        return rules | {
-            f"{config_class.__name__}.{field.name}": by_kind[rule]
-            for config_class in classes
-            for field in fields(config_class)
-            if (rule := rule_of(config_class, field)) in by_kind
+        smaller = {
+            f"{type(part).__name__}.{size.name}": rules[rule](getattr(part, size.name))
+            for part in (model, *getattr(model, "mechanisms", ()))
+            for size in fields(part)
+            if (rule := rule_of(type(part), size)) in rules
         }
+        of_stages = {
+            f"StagesConfig.{name}": shorter(getattr(run.stages, name))
+            for name in ("segment_length", "window_length", "cache_length")
+        }
+        return smaller | of_stages | {"ReaderConfig.segment_length": shorter(run.data.segment_length) // self.segments}
 
 
 SCALES = {
@@ -153,69 +147,27 @@ def configure(
     Raises:
       UserError: as `config.parse`.
     """
-    # A vocabulary that belongs to the row wins over the task's.
-    papers = collect(row.files, [])
-    own = {key: b.value for key, b in papers.items() if "VocabularyConfig." in key or key == "RunConfig.vocabulary"}
-    params = [*(f"{key} = {value!r}" for key, value in own.items()), *gin_params]
-    family = MODELS[papers["RunConfig.model"].value]
-    bindings = collect([*row.files, *gin_files], params)
-    bound = {key.partition(".")[0] for key, binding in bindings.items() if not binding.of_base}
-    classes = [family, *(kind for kind in MECHANISMS.values() if kind.__name__ in bound)]
-    defaults = {
-        f"{config_class.__name__}.{f.name}": Binding(f.default, "its default")
-        for config_class in classes
-        for f in fields(config_class)
-        if "scales_as" in f.metadata
-    }
-    bindings = defaults | bindings
-    bindings |= _changed(bindings, fixed or {}, "--load_dir")
-    origin = f"the scale 1/{scale.divisor}"
-    bindings |= _changed(bindings, _scaled(bindings, scale, classes), origin)
+    files, fixed, bound = [*row.files, *gin_files], dict(fixed or {}), config.bound_by(gin_params)
+    if row.vocabulary_size:
+        # A vocabulary that belongs to the row wins over the task's.
+        own = config.bound_values(config.parse(row.files))
+        fixed |= {key: value for key, value in own.items() if "Vocabulary" in key or key == "RunConfig.vocabulary"}
+    # Macros are parts of files, and scaled with them.
+    macros = [param for param in gin_params if "." not in param.partition("=")[0]]
+    whole = config.parse(files, macros, fixed)
+    values = scale.sizes(whole) | dict(scale.bindings)
     if scale.keep_share_of_steps:
-        whole, steps = papers["TrainingConfig.num_steps"].value, bindings["TrainingConfig.num_steps"].value
-        bindings |= _changed(bindings, _with_share_of_steps(bindings, steps / whole), origin)
+        num_steps = (values | bound).get("TrainingConfig.num_steps", whole.training.num_steps)
+        share = num_steps / whole.training.num_steps
+        values["ScheduleConfig.warmup_steps"] = int(whole.schedule.warmup_steps * share)
+        values["StagesConfig.num_steps"] = tuple(max(round(steps * share), 1) for steps in whole.stages.num_steps)
     if scale.segments > 1 or scale.lanes > 1:
-        n, tokens = (bindings[f"ReaderConfig.{name}"].value for name in ("segment_length", "tokens_per_step"))
-        lanes, n = max(tokens // n // scale.lanes, 1), n // scale.segments
-        bindings |= _changed(bindings, {"ReaderConfig.segment_length": n}, origin)
         # A segment that the user bound is the one whose lanes count.
-        n = bindings["ReaderConfig.segment_length"].value
-        bindings |= _changed(bindings, {"ReaderConfig.tokens_per_step": n * lanes}, origin)
-    run = config.build(bindings)
-    if scale.targets and not bindings["TrainingConfig.num_steps"].origin.startswith("--"):
-        run = with_changes(run, {"training.num_steps": _steps_of(run, scale.targets)})
-    return with_changes(run, {"data.store": f"{run.data.store}_{row.name}"}) if own else run
-
-
-def _changed(bindings: Bindings, values: Mapping[str, Any], origin: str) -> Bindings:
-    """These values as bindings, without those that flags have set."""
-    return {
-        key: Binding(value, origin, replaced=bindings.get(key), optional=True)
-        for key, value in values.items()
-        if key not in bindings or not bindings[key].origin.startswith("--")
-    }
-
-
-def _scaled(bindings: Bindings, scale: Scale, classes: Sequence[type]) -> dict[str, Any]:
-    """The values of a scale: sizes of configs of these classes, the model's first, and the scale's own bindings."""
-    model = classes[0].__name__
-    total = bindings[f"{model}.num_layers"].value
-    if (extra := f"{model}.extra_layers") in bindings:
-        total += bindings[extra].value
-    rules = scale.rules(classes, total)
-    return {key: rules[key](binding.value) for key, binding in bindings.items() if key in rules} | dict(scale.bindings)
-
-
-def _with_share_of_steps(bindings: Bindings, share: float) -> dict[str, Any]:
-    """The steps of warmup and first stages in a run that has this share of the paper's."""
-    values: dict[str, Any] = {"ScheduleConfig.warmup_steps": int(bindings["ScheduleConfig.warmup_steps"].value * share)}
-    if (key := "StagesConfig.num_steps") in bindings:
-        values[key] = tuple(max(round(steps * share), 1) for steps in bindings[key].value)
-    return values
-
-
-def _steps_of(run: RunConfig, targets: int) -> int:
-    """The number of steps in which a run of windows has this number of targets."""
-    window = run.model.window_length
-    overlap = run.data.training_overlap(run.model.overlap)
-    return math.ceil(targets / (run.data.tokens_per_step * (window - overlap) / window))
+        segment = (values | bound)["ReaderConfig.segment_length"]
+        values["ReaderConfig.tokens_per_step"] = segment * max(whole.data.num_lanes // scale.lanes, 1)
+    run = config.parse(files, gin_params, values | fixed)
+    if scale.targets and "TrainingConfig.num_steps" not in bound:
+        window, overlap = run.model.window_length, run.data.training_overlap(run.model.overlap)
+        new = run.data.tokens_per_step * (window - overlap) / window
+        run = with_changes(run, {"training.num_steps": math.ceil(scale.targets / new)})
+    return with_changes(run, {"data.store": f"{run.data.store}_{row.name}"}) if row.vocabulary_size else run

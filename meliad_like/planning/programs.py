@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.evaluation.perplexity import evaluation_step
@@ -19,6 +20,7 @@ from meliad_like.planning.topology import Topology
 from meliad_like.training.program import Program, make_program
 
 PROGRAMS = ("training", "evaluation", "decoding")
+PARTS = ("parameters", "optimizer state", "carry", "batch")
 
 # The TPU compiler's messages, about all memory that is used or about temporary arrays alone.
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
@@ -65,47 +67,43 @@ def needs(
     Raises:
       UserError: the mesh does not fit the devices, the lanes or the model.
     """
-    mesh = make_mesh(run.mesh, topology.devices)
+    mesh, num_lanes = make_mesh(run.mesh, topology.devices), run.data.num_lanes
     program = make_program(run, vocabulary_size, mesh)
     model, state, batch = program.model, program.abstract_state, _sharded_batch(program)
-    lanes = lane_sharding(mesh, run.data.num_lanes)
-    tokens = run.data.tokens_per_step / mesh.size
-    parts = state_parts(program)
+    lanes, carry = lane_sharding(mesh, num_lanes), _decoding_carry(model, state.params, num_lanes, mesh)
+    token = jax.ShapeDtypeStruct((num_lanes,), jnp.int32, sharding=lanes)
+    evaluate = jax.jit(
+        functools.partial(evaluation_step, model, run.training.loss_slice),
+        donate_argnums=1,
+        out_shardings=(_shardings(state.carry), replicated(mesh)),
+    )
+    decode = jax.jit(
+        lambda params, token, carry: model.bind(params).decode_step(token, carry),
+        donate_argnums=2,
+        out_shardings=(lanes, _shardings(carry)),
+    )
     # O0, by a number that both jax 0.10 and 0.12 accept.
     options = {"optimization_level": 9} if quick else {}
-
-    def evaluate():
-        with jax.set_mesh(mesh):
-            step = jax.jit(
-                functools.partial(evaluation_step, model, run.training.loss_slice),
-                donate_argnums=1,
-                out_shardings=(_shardings(state.carry), replicated(mesh)),
-            )
-            return step.lower(state.params, state.carry, batch).compile(options)
-
-    read = {name: parts[name] for name in ("parameters", "carry", "batch")}
-    decoding = _decoding_carry(model, state.params, run.data.num_lanes, mesh)
-
-    def decode():
-        step = jax.jit(
-            lambda params, token, carry: model.bind(params).decode_step(token, carry),
-            donate_argnums=2,
-            out_shardings=(lanes, _shardings(decoding)),
-        )
-        token = jax.ShapeDtypeStruct((run.data.num_lanes,), jnp.int32, sharding=lanes)
-        with jax.set_mesh(mesh):
-            return step.lower(state.params, token, decoding).compile(options)
-
-    held = {"parameters": parts["parameters"], "carry": _size_on_device(decoding)}
-    forward = model.forward_flops_per_token
-    known = {
-        "training": (functools.partial(program.compile_step, options), parts, model.training_flops_per_token * tokens),
-        "evaluation": (evaluate, read, forward * tokens),
-        "decoding": (decode, held, forward * run.data.num_lanes / mesh.size),
+    compilers: dict[str, Callable[[], jax.stages.Compiled]] = {
+        "training": lambda: program.compile_step(options),
+        "evaluation": lambda: evaluate.lower(state.params, state.carry, batch).compile(options),
+        "decoding": lambda: decode.lower(state.params, token, carry).compile(options),
+    }
+    parts = state_parts(program)
+    held = {
+        "training": parts,
+        "evaluation": {name: parts[name] for name in ("parameters", "carry", "batch")},
+        "decoding": {"parameters": parts["parameters"], "carry": _size_on_device(carry)},
+    }
+    forward, tokens = model.forward_flops_per_token, run.data.tokens_per_step
+    flops = {
+        "training": model.training_flops_per_token * tokens,
+        "evaluation": forward * tokens,
+        "decoding": forward * num_lanes,
     }
     for name in programs:
-        compile_program, resident, flops = known[name]
-        yield _need(name, compile_program, resident, flops, topology)
+        with jax.set_mesh(mesh):
+            yield _need(name, compilers[name], held[name], flops[name] / mesh.size, topology)
 
 
 def _need(
@@ -151,14 +149,9 @@ def refused_bytes(message: str, held: int) -> int | None:
 
 def state_parts(program: Program) -> dict[str, int]:
     """Bytes on a device between training steps, by kind; known without compiling."""
-    state, batch = program.abstract_state, _sharded_batch(program)
-    groups = {
-        "parameters": state.params,
-        "optimizer state": state.optimizer_state,
-        "carry": state.carry,
-        "batch": batch,
-    }
-    return {name: _size_on_device(tree) for name, tree in groups.items()}
+    state = program.abstract_state
+    trees = (state.params, state.optimizer_state, state.carry, _sharded_batch(program))
+    return {name: _size_on_device(tree) for name, tree in zip(PARTS, trees, strict=True)}
 
 
 def least_bytes(run: RunConfig, vocabulary_size: int, topology: Topology) -> int:
@@ -182,7 +175,7 @@ def _size_on_device(tree: Any) -> int:
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
 
 
-def _decoding_carry(model: Model, params: Any, num_lanes: int, mesh) -> Any:
+def _decoding_carry(model: Model, params: Any, num_lanes: int, mesh: Mesh) -> Any:
     shapes = jax.eval_shape(lambda params: model.bind(params).init_carry(num_lanes, decoding=True), params)
     shardings = carry_shardings(mesh, num_lanes, model.carry_axes(shapes))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from meliad_like.planning.programs import Need
+from meliad_like.planning.programs import PARTS, Need
 from meliad_like.planning.topology import GIB, Topology
 from meliad_like.tables import Table
-
-PARTS = ("parameters", "optimizer state", "carry", "batch")
 
 
 def fits(need: Need, topology: Topology) -> bool:
@@ -27,12 +25,11 @@ def seconds(need: Need, topology: Topology) -> dict[str, float]:
     """The least time of a run of the program, by resource; empty for unknown devices."""
     if topology.chip is None or topology.peak_flops is None:
         return {}
-    state = sum(need.parts.values())
     linked = sum(traffic.num_bytes for traffic in need.collectives.values())
     return {
         "arithmetic": need.flops / topology.peak_flops,
         # The state is read and, but for parameters outside of training, written; activations are both.
-        "memory": (state + 2 * need.activations) / topology.chip.memory_bandwidth,
+        "memory": (sum(need.parts.values()) + 2 * need.activations) / topology.chip.memory_bandwidth,
         "links": linked / topology.chip.link_bandwidth,
     }
 
@@ -58,23 +55,20 @@ def table(needs: Sequence[Need], topology: Topology) -> Table:
 
 
 def to_json(needs: Sequence[Need], topology: Topology) -> dict[str, Any]:
-    return {
-        "topology": topology.name,
-        "devices": len(topology.devices),
-        "kind": topology.kind,
-        "memory_bytes": topology.chip and topology.chip.memory,
-        "programs": [
-            need._asdict()
-            | {
-                "total": need.total,
-                "limited_by": limit(need, topology),
-                "fits": fits(need, topology),
-                "seconds": seconds(need, topology),
-                "collectives": {kind: traffic._asdict() for kind, traffic in need.collectives.items()},
-            }
-            for need in needs
-        ],
-    }
+    """The figures of a plan for JSON."""
+
+    def program(need: Need) -> dict[str, Any]:
+        return need._asdict() | {
+            "total": need.total,
+            "limited_by": limit(need, topology),
+            "fits": fits(need, topology),
+            "seconds": seconds(need, topology),
+            "collectives": {kind: traffic._asdict() for kind, traffic in need.collectives.items()},
+        }
+
+    memory = topology.chip and topology.chip.memory
+    devices = {"devices": len(topology.devices), "kind": topology.kind, "memory_bytes": memory}
+    return {"topology": topology.name, **devices, "programs": [program(need) for need in needs]}
 
 
 def _gib(num_bytes: float | None) -> str:

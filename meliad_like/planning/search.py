@@ -24,13 +24,8 @@ def nearest_that_fits(
 ) -> str | None:
     """The first of `alternatives` that fits, as bindings; None if none of them fits.
 
-    Args:
-      run: of one stage.
-      vocabulary_size: in tokens.
-      topology: if the memory of its chips is not known, only the compiler decides what fits.
-      programs: those that must fit, some of PROGRAMS.
-      quick: as in `needs`.
-      on_try: called with the bindings that are about to be compiled.
+    The arguments are those of `needs`; if the memory of the chips is not known, only the compiler decides what fits.
+    `on_try` is called with the bindings that are about to be compiled.
     """
     memory = math.inf if topology.chip is None else topology.chip.memory
     for bindings, other in alternatives(run, len(topology.devices)):

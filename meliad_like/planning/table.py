@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import pandas as pd
 from absl import flags
 
 from meliad_like import command_line
@@ -34,8 +35,6 @@ class Setting(NamedTuple):
     topologies: tuple[str, ...]
     vocabulary_size: int | None
     """None: as the file says."""
-    parts: tuple[str, ...] = ()
-    """Files that are not runs of their own."""
 
 
 # The paper's 32 replicas are the 32 cores of a v4-32, which JAX runs as 16 devices; others have GPUs.
@@ -43,15 +42,16 @@ CHIPS_1 = ("v4:1x1x1", "v5e:1x1", "v6e:1x1")
 CHIPS_8 = ("v4:2x2x2", "v5e:2x4", "v6e:2x4")
 CHIPS_16 = ("v4:2x2x4", "v5e:4x4", "v6e:4x4")
 BFLOAT16 = "option/bfloat16.gin"
+SHORTFORMER = ("", *(f"/table{number}" for number in (1, 2, 3, 4, 9, 11, 12)), "/unequal")
 SETTINGS = (
     *(Setting(f"block_recurrent{table}", (BFLOAT16,), CHIPS_16, 32_000) for table in ("", "/table4", "/table3")),
     Setting("block_recurrent/table5", (BFLOAT16,), CHIPS_16, None),
-    Setting("shortformer", (), CHIPS_8, 267_744, parts=("protocol", "book_corpus")),
-    *(Setting(f"shortformer/table{number}", (), CHIPS_8, 267_744) for number in (1, 2, 3, 4, 9, 11, 12)),
-    Setting("shortformer/unequal", (), CHIPS_8, 267_744),
+    *(Setting(f"shortformer{folder}", (), CHIPS_8, 267_744) for folder in SHORTFORMER),
     Setting("recurrent_pretrained/tables", ("pretrained/gpt2_small.gin",), CHIPS_1, 50_257),
     Setting("recurrent_pretrained/figures", ("pretrained/gpt2_small.gin",), CHIPS_1, 50_257),
 )
+PARTS = ("shortformer/protocol.gin", "shortformer/book_corpus.gin")
+"""Files that are not runs of their own."""
 
 
 class Entry(NamedTuple):
@@ -82,8 +82,7 @@ def entries(settings: Sequence[Setting] = SETTINGS) -> Iterator[Entry]:
     from meliad_like.run.setup import vocabulary_size
 
     for setting in settings:
-        files = [path for path in map(Path, shipped_files()) if path.parent == Path(setting.folder)]
-        files = [path.as_posix() for path in files if path.stem not in setting.parts]
+        files = [file for file in shipped_files() if file.rpartition("/")[0] == setting.folder and file not in PARTS]
         runs = {file: parse([file, *setting.others]) for file in files}
         for topology in setting.topologies:
             for file, run in runs.items():
@@ -109,20 +108,22 @@ def make_tables(entries: Sequence[Entry], results: dict[str, Any]) -> str:
 
     Rows without any result are left out.
     """
-    keys: dict[str, dict[str, str]] = {}
-    for entry in entries:
-        keys.setdefault(entry.file, {})[entry.topology] = entry.key
-    same: dict[tuple[str, ...], list[str]] = {}
-    for file, by_topology in keys.items():
-        same.setdefault(tuple(by_topology.values()), []).append(file)
-    tables: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for programs, files in same.items():
-        if results.keys() & set(programs):
-            paper = files[0].split("/")[0]
-            names = ", ".join(f"`{file.removeprefix(f'{paper}/').removesuffix('.gin')}`" for file in files)
-            row = (names, *(_cell(results.get(key)) for key in programs))
-            tables.setdefault((f"`{paper}`", *keys[files[0]]), []).append(row)
-    return "\n".join(Table("", header, rows).to_markdown() for header, rows in tables.items())
+    found = pd.DataFrame([(e.file.split("/")[0], e.file, e.topology, e.key) for e in entries])
+    found.columns = ["paper", "file", "topology", "key"]
+    tables = []
+    for paper, of_paper in found.groupby("paper", sort=False):
+        programs = of_paper.groupby("file", sort=False)["key"].agg(tuple)
+        rows = [
+            (
+                ", ".join(f"`{file.removeprefix(f'{paper}/').removesuffix('.gin')}`" for file in files),
+                *(_cell(results.get(key)) for key in keys),
+            )
+            for keys, files in ((keys, files.index) for keys, files in programs.groupby(programs, sort=False))
+            if results.keys() & set(keys)
+        ]
+        if rows:
+            tables.append(Table("", (f"`{paper}`", *of_paper["topology"].unique()), rows).to_markdown())
+    return "\n".join(tables)
 
 
 def _cell(result: dict[str, Any] | None) -> str:
@@ -138,12 +139,7 @@ def _cell(result: dict[str, Any] | None) -> str:
 
 
 def make(folder: Path, words: Sequence[str]) -> None:
-    """Compiles what has no result in the folder yet, and writes the tables there.
-
-    Args:
-      folder: of `results.json` and `table.md`.
-      words: only entries with all of these words in `file@topology` are compiled.
-    """
+    """Compiles what has no result yet and has all of these words in `file@topology`; writes the tables."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}

@@ -66,13 +66,8 @@ def describe(name: str) -> Topology:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"--topology={name} needs the TPU compiler: install it with pip install 'meliad_like[tpu]'")
     # The compiler would otherwise ask this machine for its slice, and only one process at a time could load it.
-    for variable, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v4-32",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        os.environ.setdefault(variable, value)
+    slice_of = {"TPU_ACCELERATOR_TYPE": "v4-32", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"}
+    os.environ.update({"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", **slice_of, **os.environ})
     from jax.experimental import topologies
 
     # JAX uses one device for each chip, which is the default of generations after v4.

@@ -162,7 +162,7 @@ class ComparisonPage:
             title=f"Mean gain by how far back the same {unit} last began",
             x_label="distance, tokens",
             y_label=f"gain, bits per {unit}",
-            series=[Series("", distances.index.to_numpy() * 2**0.5, distances["gain_bits"] / distances["units"])],
+            series=[Series("", distances.index * 2**0.5, distances["gain_bits"] / distances["units"])],
             caption="In powers of two; the dotted line is the end of the window.",
             log_x=True,
             marks=[self._window + 1],

@@ -59,7 +59,7 @@ def compare(first: Reading, other: Reading, chosen: Chosen, unit: str, segment: 
     """Compares two readings of the chosen documents by units (`units.make_units`); `segment`: see `Units.places`."""
     documents = []
     # What the other model cannot see is what the first one may have remembered.
-    num_visible = other.subject.opened.model.num_visible
+    num_visible = other.subject.run.model.num_visible
     for index, name in enumerate(chosen.documents.names):
         tokens = chosen.whole(index)
         units = make_units(tokens, first.subject.opened.vocabulary, unit)

@@ -105,7 +105,7 @@ class _Writer:
 
 
 def _check(subject: Subject, context_tokens: int) -> None:
-    if overlap := subject.opened.model.config.overlap:
+    if overlap := subject.run.model.overlap:
         raise UserError(
             f"{subject.label}: windows that repeat {overlap} tokens see these besides what is remembered; "
             "--gin_param='PretrainedConfig.overlap = 0' reads separate windows"
@@ -144,7 +144,7 @@ def _write(
         "passages": [passage._asdict() | {"name": names[passage.document]} for passage in passages],
     }
     chosen.write_summary(request.output, saved, "continuations.json")
-    seen = {s.label: int(s.opened.model.config.num_visible(np.array(context_tokens))) - 1 for s in subjects}
+    seen = {s.label: s.run.model.num_visible(np.array([context_tokens])).item() - 1 for s in subjects}
     visible = "; ".join(f"{label}: {number:,} tokens" if number else f"{label}: none" for label, number in seen.items())
     lead = paragraph(
         f"Contexts of {context_tokens:,} tokens are read as documents of their own; the models then write the "

@@ -143,7 +143,7 @@ def _state_parts(layers: list[str], traces: list[Trace], chosen: Chosen, window:
     by_lag = []
     for i, layer in enumerate(layers):
         means = pd.concat([trace[layer] for trace in traces if layer in trace])[list(LAGS)].mean().dropna()
-        by_lag.append(Series(_title(layer), means.index.to_numpy(), means.to_numpy(), colour=str(i % 5 + 1)))
+        by_lag.append(Series(_title(layer), means.index, means, colour=str(i % 5 + 1)))
     lags = Chart(
         title="Similarity of the states over time",
         x_label="blocks between",
@@ -165,9 +165,9 @@ def _state_charts(layer: str, trace: pd.DataFrame, window: int) -> list[Chart]:
     blocks = -(-len(trace) // MOST_POINTS)
     # A point has no mean unless all of its blocks have a value.
     means = trace.groupby(np.arange(len(trace)) // blocks).mean(skipna=False)
-    x = means.index.to_numpy() * blocks * window
+    x = means.index * blocks * window
     similar = [
-        Series(f"{lag} block{'s' if lag > 1 else ''} before", x, means[lag].to_numpy(), colour=str(i + 1))
+        Series(f"{lag} block{'s' if lag > 1 else ''} before", x, means[lag], colour=str(i + 1))
         for i, lag in enumerate(SHOWN_LAGS)
     ]
     averaged = f"Each point is the mean of {blocks} blocks." if blocks > 1 else ""
@@ -176,14 +176,14 @@ def _state_charts(layer: str, trace: pd.DataFrame, window: int) -> list[Chart]:
             title=f"Change of the states in a block: {_title(layer)}",
             x_label="token",
             y_label="norm of the change / norm",
-            series=[Series("", x, means["change"].to_numpy())],
+            series=[Series("", x, means["change"])],
             caption=averaged,
         ),
         Chart(
             title=f"Similarity of the states: {_title(layer)}",
             x_label="token",
             y_label="mean cosine",
-            series=[*similar, Series("the initial ones", x, means["from_initial"].to_numpy(), colour="muted")],
+            series=[*similar, Series("the initial ones", x, means["from_initial"], colour="muted")],
             caption=f"With the same states some blocks before, and with the initial states. {averaged}",
         ),
     ]

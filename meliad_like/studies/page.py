@@ -18,11 +18,13 @@ from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float
 
 from meliad_like.studies.units import Units
 from meliad_like.tables import Table
 
+Values = Sequence[float] | np.ndarray | pd.Series | pd.Index
 PROGRAMS = ("chart.js", "reader.js")
 STEPS_PER_BIT = 100
 FULL_COLOURS = (0.1, 0.25, 0.5, 1, 2, 4, 8)
@@ -60,14 +62,14 @@ class Series:
     """One line, row of bars, or band of a chart."""
 
     name: str
-    x: Sequence[float] | np.ndarray
-    y: Sequence[float] | np.ndarray
+    x: Values
+    y: Values
     kind: str = "line"
     """`line`, `bars` (each from its x to the next x; the last x is the end of the last bar), or `band` (from `low` to
     y)."""
     colour: str = "1"
     """`1` to `5`, `muted`, or `sign`: the colour of the first model above zero and of the other below."""
-    low: Sequence[float] | np.ndarray = ()
+    low: Values = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Chart:
     log_x: bool = False
     from_zero: bool = True
     """Whether the vertical axis always includes zero."""
-    marks: Sequence[float] | np.ndarray = ()
+    marks: Values = ()
     """Vertical lines."""
     document: int | None = None
     """The document whose text a click opens at this place."""
@@ -107,7 +109,7 @@ def _plain(value: Any) -> Any:
     """The value for JSON, which has no numpy arrays and no NaN; numbers have the digits that can be seen."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
+    if isinstance(value, list | tuple | np.ndarray | pd.Series | pd.Index):
         return [_plain(item) for item in value]
     if isinstance(value, float | np.floating):
         return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -27,7 +27,7 @@ def _table1() -> Table:
         ("memorizing_64k", "Memorizing Trans. 64k", 1.94, 0.950, 3.53, 1.22),
     )
     rows = tuple(
-        Row(name, label, f"{FOLDER}/{name}.gin", "slide_13l", dict(zip(columns, values)))
+        Row(name, label, (f"{FOLDER}/{name}.gin",), "slide_13l", dict(zip(columns, values)))
         for name, label, *values in figures
     )
     rows += tuple(_further_rows())
@@ -40,51 +40,29 @@ def _further_rows() -> Iterator[Row]:
     for file in shipped_files():
         if file.startswith("mechanism/"):
             name = file.removeprefix("mechanism/").removesuffix(".gin")
-            yield Row(name, name.replace("_", " ").capitalize(), file, "slide_13l")
+            yield Row(name, name.replace("_", " ").capitalize(), (file,), "slide_13l")
 
 
 def _table3() -> Table:
     column, folder = "PG19 tokens", f"{FOLDER}/table3"
     windows = {128: (3.58, 3.69), 256: (3.54, 3.64), 512: (3.53, 3.60)}
     states = {128: 3.54, 256: 3.535, 512: 3.53, 1024: 3.51, 2048: 3.55}
-    rows = []
-    for i, (kind, model) in enumerate((("recurrent", "Rec:fixed:skip"), ("slide", "Slide:12L"))):
-        for window, values in windows.items():
-            name = f"{kind}_window_{window}"
-            rows.append(
-                Row(
-                    name,
-                    f"{model}, window {window}",
-                    f"{folder}/{name}.gin",
-                    f"slide_window_{window}",
-                    {column: values[i]},
-                    series=f"{model}, by window",
-                )
-            )
-    rows += [
-        Row(
-            f"states_{number}",
-            f"Rec:fixed:skip, {number} states",
-            f"{folder}/states_{number}.gin",
-            "states_512",
-            {column: value},
-            shares="recurrent_window_512" if number == 512 else "",
-            series="Rec:fixed:skip, by states",
-        )
-        for number, value in states.items()
-    ]
-    paper_x = {f"{kind}_window_{window}": window for kind in ("recurrent", "slide") for window in windows}
+    models = {"recurrent": "Rec:fixed:skip", "slide": "Slide:12L"}
+    rows, by_window = [], {}
+    for i, (kind, model) in enumerate(models.items()):
+        by_window[f"{model}, by window"] = names = [f"{kind}_window_{window}" for window in windows]
+        for name, (window, values) in zip(names, windows.items(), strict=True):
+            label, baseline = f"{model}, window {window}", f"slide_window_{window}"
+            rows.append(Row(name, label, (f"{folder}/{name}.gin",), baseline, {column: values[i]}))
+    for number, value in states.items():
+        name, shares = f"states_{number}", "recurrent_window_512" if number == 512 else ""
+        label, files = f"Rec:fixed:skip, {number} states", (f"{folder}/{name}.gin",)
+        rows.append(Row(name, label, files, "states_512", {column: value}, shares))
+    window_of = {f"{kind}_window_{window}": window for kind in models for window in windows}
+    states_of = {f"states_{number}": number for number in states}
     panels = (
-        Panel(
-            "bits_per_token", column, "window_length", ("Rec:fixed:skip, by window", "Slide:12L, by window"), paper_x
-        ),
-        Panel(
-            "bits_per_token",
-            column,
-            "num_states",
-            ("Rec:fixed:skip, by states",),
-            {f"states_{number}": number for number in states},
-        ),
+        Panel("bits_per_token", column, "window_length", by_window, window_of),
+        Panel("bits_per_token", column, "num_states", {"Rec:fixed:skip, by states": [*states_of]}, states_of),
     )
     return Table("table3", "Table 3: the window's size and the number of states", tuple(rows), panels)
 
@@ -102,15 +80,15 @@ def _table4() -> Table:
     models = {"recurrent": "Rec:fixed:skip", "xl": "XL:512"}
     # Of the four smaller sizes and of the two larger ones.
     num_layers = {"recurrent": (12, 24), "xl": (13, 26)}
-    rows, paper_x = [], {}
+    rows, paper_x, lines = [], {}, {}
     for i, (kind, model) in enumerate(models.items()):
-        for size, (parameters, *values) in figures.items():
-            name = f"{kind}_{size}"
+        lines[model] = [f"{kind}_{size}" for size in figures]
+        for name, (size, (parameters, *values)) in zip(lines[model], figures.items(), strict=True):
             label = f"{model}, {num_layers[kind][parameters > 5e8]} layers, {size.upper()}"
             paper = {"parameters": parameters, column: values[i]}
-            rows.append(Row(name, label, f"{FOLDER}/table4/{name}.gin", f"xl_{size}", paper, series=model))
+            rows.append(Row(name, label, (f"{FOLDER}/table4/{name}.gin",), f"xl_{size}", paper))
             paper_x[name] = parameters
-    panel = Panel("bits_per_token", column, "parameters_without_embedding", tuple(models.values()), paper_x)
+    panel = Panel("bits_per_token", column, "parameters_without_embedding", lines, paper_x)
     return Table("table4", "Table 4 and figure 3: sizes", tuple(rows), (panel,))
 
 
@@ -131,18 +109,18 @@ def _table5() -> Table:
         Row(
             name,
             name.replace("_", " ").replace("sentencepiece", "SentencePiece"),
-            f"{FOLDER}/table5/{name}.gin",
+            (f"{FOLDER}/table5/{name}.gin",),
             "bytes",
             dict(zip(columns, values)),
-            series="Rec:fixed:skip",
             vocabulary_size=size,
         )
         for name, (size, *values) in figures.items()
     )
     paper_x = {row.name: row.vocabulary_size for row in rows}
-    panels = (
-        Panel("tokens_per_word", "scale factor", "vocabulary_size", ("Rec:fixed:skip",), paper_x),
-        Panel("bits_per_token", "bits per token", "vocabulary_size", ("Rec:fixed:skip",), paper_x),
+    measured = {"tokens_per_word": "scale factor", "bits_per_token": "bits per token"}
+    panels = tuple(
+        Panel(measure, paper, "vocabulary_size", {"Rec:fixed:skip": [*paper_x]}, paper_x)
+        for measure, paper in measured.items()
     )
     measures = (*MEASURES, "vocabulary_size", "num_tokens", "tokens_per_word", "word_perplexity")
     return Table("table5", "Table 5 and figure 7: vocabularies", rows, panels, measures)

@@ -4,6 +4,9 @@
 What is not recurrent is trained once for each window, and evaluated at every overlap.
 """
 
+import fnmatch
+import functools
+
 from meliad_like.experiments.scales import Scale
 from meliad_like.experiments.tables.table import Panel, Row, Table
 
@@ -85,7 +88,6 @@ SCALES = {
 
 def _row(kind: str, window: int, overlap: int) -> Row:
     name, first = f"{kind}_{window}_{overlap}", f"baseline_{window}_0"
-    extra = window not in (128, 300) or overlap not in (0, 30)
     paper: dict[str, float] = {}
     if window == 300:
         figures = (BASELINE if kind == "baseline" else RECURRENT)[overlap]
@@ -100,61 +102,41 @@ def _row(kind: str, window: int, overlap: int) -> Row:
     return Row(
         name,
         f"{KINDS[kind]}, T {window}, overlap {overlap}",
-        files[0],
+        files,
         f"baseline_{window}_{overlap}",
         paper,
-        more_files=files[1:],
         trained_as=first if kind == "baseline" and name != first else "",
-        extra=extra,
+        extra=window not in (128, 300) or overlap not in (0, 30),
     )
 
 
-def _rows() -> tuple[Row, ...]:
-    return tuple(
+def _table() -> Table:
+    rows = tuple(
         _row(kind, window, overlap)
         for window, kinds in OVERLAPS.items()
         for kind, overlaps in kinds.items()
         for overlap in overlaps
     )
-
-
-def _lines(rows: tuple[Row, ...], label: str, values: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
-    """Rows by their kind and one of the numbers in their names, of which those in `values`."""
-    place = {"T": 1, "overlap": 2}[label]
-    parts = [row.name.split("_") for row in rows]
-    return {
-        f"{name}, {label} {value}": tuple("_".join(p) for p in parts if (p[0], p[place]) == (kind, str(value)))
-        for kind, name in KINDS.items()
-        for value in values
-    }
-
-
-def _table() -> Table:
-    rows = _rows()
     flops = {row.name: row.paper[FLOPS] for row in rows if row.paper}
-    by_overlap, by_window = _lines(rows, "overlap", (0, 30, 50)), _lines(rows, "T", (128, 300))
 
-    def by_flops(lines: dict[str, tuple[str, ...]], paper: str, figure: str) -> Panel:
-        label = f"MFLOP a token by the paper's count ({figure})"
-        return Panel(
-            "word_perplexity",
-            paper,
-            "flops_by_the_paper",
-            paper_x=flops if paper else {},
-            lines=lines,
-            front=True,
-            logarithmic=False,
-            x_label=label,
-            unit=1e6,
-        )
+    def lines(title: str, pattern: str, values: tuple[int, ...]) -> dict[str, list[str]]:
+        """Names of rows by their kind and a number in them."""
+        return {
+            f"{label}, {title} {value}": fnmatch.filter((row.name for row in rows), f"{kind}_{pattern.format(value)}")
+            for kind, label in KINDS.items()
+            for value in values
+        }
 
+    by_overlap, by_window = lines("overlap", "*_{}", (0, 30, 50)), lines("T", "{}_*", (128, 300))
+    by_flops = functools.partial(
+        Panel, "word_perplexity", x="flops_by_the_paper", front=True, logarithmic=False, unit=1e6
+    )
+    label = "MFLOP a token by the paper's count"
     panels = (
         # Figures 4 and 5, which the paper has as pictures alone, and table 2 as a picture.
-        Panel(
-            "word_perplexity", "", "window_length", lines=by_overlap, logarithmic=False, x_label="window T (figure 4)"
-        ),
-        by_flops(by_overlap, "", "figure 5"),
-        by_flops(by_window, VALIDATION, "table 2"),
+        Panel("word_perplexity", "", "window_length", by_overlap, logarithmic=False, x_label="window T (figure 4)"),
+        by_flops("", lines=by_overlap, x_label=f"{label} (figure 5)"),
+        by_flops(VALIDATION, lines=by_window, paper_x=flops, x_label=f"{label} (table 2)"),
     )
     title = "Tables 1 and 2, figures 4 and 5: a recurrence for a pretrained model"
     against = "the model without a recurrence at the same window and overlap"

@@ -115,7 +115,8 @@ SCALES = {
 
 
 def _row(name: str, label: str, file: str, paper: Mapping[str, float], **more) -> Row:
-    return Row(name, label, f"{FOLDER}/{file}.gin", "baseline", paper, **more)
+    """`file`: the names of its files, separated by spaces."""
+    return Row(name, label, tuple(f"{FOLDER}/{part}.gin" for part in file.split()), "baseline", paper, **more)
 
 
 def _baselines() -> Iterator[Row]:
@@ -125,9 +126,9 @@ def _baselines() -> Iterator[Row]:
         name, file, label = f"baseline_{length}", f"table1/length_{length}", f"Baseline, L {length}"
         if length == 3072:
             paper |= {TIME: 1.0, SLIDING: 17.92, TEST: 19.40, TEST_SLIDING: 18.70}
-            yield _row("baseline", label, file, paper, series="Baseline, L")
+            yield _row("baseline", label, file, paper)
         else:
-            yield _row(name, label, file, paper, series="Baseline, L", extra=True)
+            yield _row(name, label, file, paper, extra=True)
 
 
 def _staged() -> Iterator[Row]:
@@ -139,10 +140,8 @@ def _staged() -> Iterator[Row]:
             yield _row(
                 f"staged_{length}_{epochs}",
                 f"Staged: L {length} for {epochs} epochs",
-                f"table2/first_length_{length}",
+                f"table2/first_length_{length} table2/epochs_{epochs}",
                 paper,
-                more_files=(f"{FOLDER}/table2/epochs_{epochs}.gin",),
-                series=f"first L {length}",
                 extra=length not in (64, 128, 512) or epochs not in (50, 100, 150),
             )
 
@@ -152,7 +151,7 @@ def _cached() -> Iterator[Row]:
     for length, figures in TABLE_3.items():
         name, label, extra = f"infused_cache_{length}", f"PIA + cache, L {length}", length not in (128, 256, 512, 1024)
         paper = dict(zip((TRAINING, PERPLEXITY, SEGMENTS, SINGLE), figures)) | ({TEST: 18.55} if length == 512 else {})
-        yield _row(name, label, f"table3/length_{length}", paper, series="PIA + cache, L' = L", extra=extra)
+        yield _row(name, label, f"table3/length_{length}", paper, extra=extra)
     for cache in (256, 1024):
         yield _row(f"infused_cache_512_{cache}", f"PIA + cache, L 512, L' {cache}", f"unequal/cache_{cache}", {})
     in_order = "infused_no_cache_in_order"
@@ -181,10 +180,13 @@ def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
 
     def speed(x: str, column: str, label: str) -> Panel:
         paper_x = {name: paper[name][column] for name in best}
-        return Panel("perplexity", PERPLEXITY, x, points=best, paper_x=paper_x, x_label=label)
+        points = {label: (name,) for name, label in best.items()}
+        return Panel("perplexity", PERPLEXITY, x, points, paper_x, x_label=label)
 
-    staged = {f"staged_{n}_{epochs}": epochs / 205 for n in FIRST_LENGTHS for epochs in TABLE_2}
-    lengths = {f"infused_cache_{n}": n for n in TABLE_3} | {f"baseline_{n}": n for n in TABLE_1 if n < 3072}
+    first = {f"first L {n}": [f"staged_{n}_{epochs}" for epochs in TABLE_2] for n in FIRST_LENGTHS}
+    share = {f"staged_{n}_{epochs}": epochs / 205 for n in FIRST_LENGTHS for epochs in TABLE_2}
+    cached = {f"infused_cache_{n}": n for n in TABLE_3}
+    plain = {f"baseline_{n}": n for n in TABLE_1 if n < 3072} | {"baseline": 3072}
     return (
         speed("training_tokens_per_second", TRAINING, "training, tokens a second (figure 3)"),
         speed("tokens_per_second", SEGMENTS, "evaluation by segments, tokens a second"),
@@ -193,8 +195,8 @@ def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
             "perplexity",
             PERPLEXITY,
             "share_of_first_stage",
-            tuple(f"first L {n}" for n in FIRST_LENGTHS),
-            staged,
+            first,
+            share,
             reference="baseline",
             logarithmic=False,
             x_label="share of the steps at the first length (table 2)",
@@ -203,8 +205,8 @@ def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
             "perplexity",
             PERPLEXITY,
             "segment_length",
-            ("PIA + cache, L' = L", "Baseline, L"),
-            lengths | {"baseline": 3072},
+            {"PIA + cache, L' = L": [*cached], "Baseline, L": [*plain]},
+            cached | plain,
             reference="baseline",
             x_label="segment length L (tables 1 and 3)",
         ),

@@ -1,6 +1,6 @@
 """The parts of a table: rows, which are runs, their figures, and pictures of these."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meliad_like.errors import UserError
@@ -21,20 +21,16 @@ class Row:
     """Its name for `--row`."""
     label: str
     """Its name in the paper."""
-    file: str
-    """Its gin file, at the paper's size."""
+    files: tuple[str, ...]
+    """Its gin files, at the paper's size."""
     baseline: str
     """The row that it is compared with: by step time, and by bits per byte within a seed."""
     paper: Mapping[str, float] = field(default_factory=dict)
     """The paper's figures by the names of its columns."""
     shares: str = ""
     """The row with the same model, whose runs this row shares."""
-    series: str = ""
-    """The line of the picture to which it belongs."""
     vocabulary_size: int = 0
     """The size of the row's own vocabulary; 0: it has the task's."""
-    more_files: tuple[str, ...] = ()
-    """Further gin files, of a row that consists of several."""
     trained_as: str = ""
     """The row whose training this row shares; it is evaluated by itself."""
     extra: bool = False
@@ -45,15 +41,10 @@ class Row:
         """The name of its training."""
         return self.trained_as or self.shares or self.name
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """All of its gin files."""
-        return (self.file, *self.more_files)
-
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: a measure of some series of rows."""
+    """One plot: a measure of the rows."""
 
     measure: str
     """A column of `results.Results.means`."""
@@ -61,15 +52,12 @@ class Panel:
     """The paper's column of that measure; "": the paper gives no numbers."""
     x: str = ""
     """The measure on the horizontal axis; "": no lines, but one place for each row."""
-    series: tuple[str, ...] = ()
+    lines: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The names of the rows on each line, by its label; a line of one row is a point."""
     paper_x: Mapping[str, float] = field(default_factory=dict)
     """x of the paper's rows, as far as the paper gives it."""
     comparable: bool = False
     """Whether the paper's figures and ours are of the same thing."""
-    lines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Further series, by the names of their rows."""
-    points: Mapping[str, str] = field(default_factory=dict)
-    """Rows that are single points, with their labels in the legend."""
     reference: str = ""
     """A row whose measure is drawn as a horizontal line."""
     front: bool = False
