@@ -22,7 +22,7 @@ from absl import app, flags
 
 from meliad_like.experiments.experiment import LOG_NAME
 from meliad_like.experiments.processes import environment, run_processes
-from meliad_like.experiments.results import RESULT_NAME
+from meliad_like.experiments.report import RESULT_NAME
 from meliad_like.resumable import write_json
 from meliad_like.tables import Table, with_error
 

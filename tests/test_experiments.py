@@ -21,8 +21,7 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import environment, run_processes
-from meliad_like.experiments.report import Report
-from meliad_like.experiments.results import gather
+from meliad_like.experiments.report import Report, gather
 from meliad_like.experiments.scales import SCALES, Scale
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
 from meliad_like.experiments.tables import TABLES

@@ -19,10 +19,9 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import _byte_characters
 from meliad_like.data.vocabulary import TokenizersVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.experiments.experiment import Experiment, Job
+from meliad_like.experiments.experiment import Experiment, Job, fields_of
 from meliad_like.experiments.pictures import draw, on_front
-from meliad_like.experiments.pretrained import fields_of
-from meliad_like.experiments.results import gather
+from meliad_like.experiments.report import gather
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.models.model import Model

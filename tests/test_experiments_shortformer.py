@@ -15,7 +15,7 @@ from meliad_like.config.stages import stages_of
 from meliad_like.data.subset import beginnings
 from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw
-from meliad_like.experiments.results import gather
+from meliad_like.experiments.report import gather
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import in_shares
 from meliad_like.experiments.tables import SUBJECTS

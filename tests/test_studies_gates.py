@@ -12,8 +12,8 @@ from study_runs import WINDOW, Page, assert_safe, one_device, request, runs
 from meliad_like.layers.state_cell import LstmGate
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.studies import gates
+from meliad_like.studies.gates import Gates, Tracer
 from meliad_like.studies.readings import open_subject
-from meliad_like.studies.state_trace import Gates, Tracer
 
 __all__ = ["one_device", "runs"]  # fixtures
 BLOCKS = 3

@@ -19,26 +19,32 @@ from meliad_like.config.stages import stages_of
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import label
 from meliad_like.data.subset import beginnings
+from meliad_like.data.table_vocabulary import SETTINGS_NAME
 from meliad_like.data.token_store import STORE_NAME, TokenStore
+from meliad_like.data.vocabulary import TOKENIZER_NAME
+from meliad_like.errors import UserError
 from meliad_like.experiments.evaluations import by_document, by_protocol, facts
 from meliad_like.experiments.pictures import draw
-from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.processes import environment, run_processes
-from meliad_like.experiments.report import Report
-from meliad_like.experiments.results import STEP_TIME_NAME, gather, read_timing, result_file
+from meliad_like.experiments.report import STEP_TIME_NAME, Report, gather, read_timing, result_file
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import TimedStep, in_shares, make_step, time_in_turn
 from meliad_like.experiments.tables import Row, Table
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.resumable import locked, write_json
-from meliad_like.run.opening import open_checkpoint
+from meliad_like.run.opening import VOCABULARY_FOLDER, open_checkpoint, saved_config
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.run.training import train
 from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
 
 STEP_TIME = "step_time"
 LOG_NAME = "log.txt"
+HOW_TO_GET_ONE = (
+    "python -m meliad_like.convert huggingface --input=FOLDER --output=DIR/checkpoints makes it from a folder of "
+    "transformers, convert gguf from a GGUF file"
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,6 @@ class Experiment:
 
     table: Table
     scale_name: str
-    """One of the table's scales."""
     gin_files: tuple[str, ...]
     """The task, and options for all rows."""
     gin_params: tuple[str, ...]
@@ -58,7 +63,6 @@ class Experiment:
     chosen: tuple[str, ...] = ()
     """Names of rows; none: all rows of the scale."""
     split: str = "test"
-    """The split that is evaluated."""
     repeats: int = 15
     """Rounds of timed steps."""
     max_tokens: int | None = None
@@ -81,17 +85,14 @@ class Experiment:
         rows = [row for row in self.table.rows if self.scale_name == "paper" or not row.extra]
         return [row for row in rows if largest is None or row.vocabulary_size <= largest]
 
-    @cached_property
-    def _pretrained(self) -> dict[str, Any]:
-        return fields_of(Path(self.load_dir)) if self.load_dir else {}
-
     def run(self, row: Row, seed: int) -> RunConfig:
         """The config of a row.
 
         Raises:
           UserError: the row, the files and the parameters make no run.
         """
-        run = configure(row, self.scale, self.gin_files, self.gin_params, self._pretrained)
+        pretrained = fields_of(Path(self.load_dir)) if self.load_dir else {}
+        run = configure(row, self.scale, self.gin_files, self.gin_params, pretrained)
         changes: dict[str, Any] = {"training.seed": seed}
         if self.load_dir and "ReaderConfig.store" not in config.bound_by(self.gin_params):
             # The task's documents in another vocabulary than the task's.
@@ -294,6 +295,28 @@ class Job:
             return by_protocol(opened, mesh, documents, beginnings(whole, opened.vocabulary, num_single))
         name = f"{experiment.split}_{self.row.name}" if self.row.trained_as else experiment.split
         return by_document(opened, mesh, store, experiment.split, documents, self.workdir / f"{name}.json")
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    """The values that a pretrained model gives to fields of the decoder and the vocabulary, by `Class.field`.
+
+    Raises:
+      UserError: there is no pretrained model in the folder.
+    """
+    checkpoints = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    if not checkpoints.is_dir():
+        raise UserError(f"there is no pretrained model at --load_dir={folder}: {HOW_TO_GET_ONE}")
+    model = saved_config(checkpoints).model
+    vocabulary = json.loads((checkpoints / VOCABULARY_FOLDER / SETTINGS_NAME).read_text())
+    if not isinstance(model, PretrainedConfig) or vocabulary["kind"] != "tokenizers":
+        held = f"{type(model).__name__} with a vocabulary of {vocabulary['kind']}"
+        raise UserError(f"--load_dir={folder} holds {held}, not a pretrained model: {HOW_TO_GET_ONE}")
+    return {f"PretrainedConfig.{name}": getattr(model, name) for name in DECODER_FIELDS} | {
+        "RunConfig.vocabulary": "tokenizers",
+        "FileVocabularyConfig.model_file": str((checkpoints / VOCABULARY_FOLDER / TOKENIZER_NAME).absolute()),
+        "TokenizersVocabularyConfig.end_token": vocabulary["end_token"],
+        "VocabularyConfig.size_multiple": vocabulary["size_multiple"],
+    }
 
 
 def _logged_speed(folder: Path) -> float:

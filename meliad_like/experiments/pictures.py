@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from meliad_like.evaluation.pictures import COLOURS
-from meliad_like.experiments.results import Results
+from meliad_like.experiments.report import Results
 from meliad_like.experiments.tables import Panel, Row, Table
 
 FRONT = "#222222"

@@ -47,7 +47,7 @@ class Panel:
     """One plot: a measure of the rows."""
 
     measure: str
-    """A column of `results.Results.means`."""
+    """A column of `report.Results.means`."""
     paper: str
     """The paper's column of that measure; "": the paper gives no numbers."""
     x: str = ""
