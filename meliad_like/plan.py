@@ -37,7 +37,7 @@ def main() -> int:
 
     from meliad_like.planning import report
     from meliad_like.planning.programs import needs
-    from meliad_like.planning.search import nearest_that_fits
+    from meliad_like.planning.report import nearest_that_fits
     from meliad_like.planning.topology import GIB, describe
     from meliad_like.run.setup import vocabulary_size
 

@@ -251,6 +251,10 @@ def test_a_table_of_partial_results(tmp_path):
     lines = {
         line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:] for line in text.splitlines() if "| " in line
     }
+    # A terminal is too narrow for rows and columns without figures, and for facts of the configs.
+    shown = experiment(tmp_path).for_terminal()
+    header = ["model", "bits per token", "bits per byte", "difference", "step time", "runs"]
+    assert ([column.header for column in shown.columns], shown.row_count) == (header, 3)
     header = lines["model"]
     fixed_skip = dict(zip(header, lines["Rec:fixed:skip"]))
     assert fixed_skip["bits per token"] == "2.2000 ± 0.4000"

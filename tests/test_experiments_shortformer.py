@@ -177,7 +177,9 @@ def test_what_a_mixture_of_steps_takes():
 
 def test_a_part_of_the_documents_is_their_beginnings():
     class Split(FakeSplit):
-        num_bytes, num_words = np.array([70, 80, 90]), np.array([7, 8, 9])
+        def __init__(self, lengths):
+            super().__init__(lengths)
+            self.num_bytes, self.num_words = np.array([70, 80, 90]), np.array([7, 8, 9])
 
     class Numbers:
         """A token is its position and a space."""

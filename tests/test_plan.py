@@ -16,8 +16,7 @@ from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.planning.collectives import Traffic, traffic
 from meliad_like.planning.programs import Need, needs, refused_bytes
-from meliad_like.planning.report import fits, limit, seconds, to_json
-from meliad_like.planning.search import alternatives, nearest_that_fits
+from meliad_like.planning.report import alternatives, fits, limit, nearest_that_fits, seconds, to_json
 from meliad_like.planning.topology import GIB, Chip, Topology, describe
 
 HLO = """HloModule step, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
@@ -175,7 +174,7 @@ def test_what_fits_and_what_limits():
 
 def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
     monkeypatch.setattr("meliad_like.planning.topology.describe", lambda name: TOPOLOGY)
-    monkeypatch.setattr("meliad_like.planning.search.nearest_that_fits", lambda *_: "MeshConfig.fsdp = 2")
+    monkeypatch.setattr("meliad_like.planning.report.nearest_that_fits", lambda *_: "MeshConfig.fsdp = 2")
 
     def exit_status(total_gib, *flag_words):
         monkeypatch.setattr("meliad_like.planning.programs.needs", lambda *_: [need_of(total_gib)])
@@ -222,13 +221,13 @@ def test_the_nearest_settings_that_fit(run, monkeypatch):
     def needs(run, vocabulary_size, topology, programs, quick):
         yield need_of(3 if run.mesh.fsdp == 4 else 1)
 
-    monkeypatch.setattr("meliad_like.planning.search.least_bytes", least_bytes)
-    monkeypatch.setattr("meliad_like.planning.search.needs", needs)
+    monkeypatch.setattr("meliad_like.planning.report.least_bytes", least_bytes)
+    monkeypatch.setattr("meliad_like.planning.report.needs", needs)
     small = TOPOLOGY._replace(chip=TOPOLOGY.chip._replace(memory=2 * GIB), devices=[None] * 16)
     found = nearest_that_fits(run, 256, small, on_try=tried.append)
     assert found == "MeshConfig.fsdp = 8 with DecoderConfig.remat = 'layers'"
     assert tried == [f"MeshConfig.fsdp = {fsdp} with DecoderConfig.remat = 'layers'" for fsdp in (4, 8)]
-    monkeypatch.setattr("meliad_like.planning.search.least_bytes", lambda *_: 3 * GIB)
+    monkeypatch.setattr("meliad_like.planning.report.least_bytes", lambda *_: 3 * GIB)
     assert nearest_that_fits(run, 256, small) is None
 
 
@@ -236,8 +235,8 @@ def test_chips_whose_memory_only_the_compiler_knows(run, monkeypatch):
     def needs(run, vocabulary_size, topology, programs, quick):
         yield need_of(1, gave_up=run.model.remat != "layers")
 
-    monkeypatch.setattr("meliad_like.planning.search.least_bytes", lambda *_: 3 * GIB)
-    monkeypatch.setattr("meliad_like.planning.search.needs", needs)
+    monkeypatch.setattr("meliad_like.planning.report.least_bytes", lambda *_: 3 * GIB)
+    monkeypatch.setattr("meliad_like.planning.report.needs", needs)
     unknown = TOPOLOGY._replace(chip=None, devices=[None] * 8)
     assert nearest_that_fits(run, 256, unknown) == "DecoderConfig.remat = 'layers'"
 

@@ -100,3 +100,12 @@ def test_links_and_named_files_exist(page):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text):
         assert name[1] in (ROOT / "tests" / name[0]).read_text(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_whole(page):
+    """A blank line inside a table would end it, and leave the lines below it as text."""
+    for block in re.split(r"\n\s*\n", page.read_text()):
+        lines = block.strip().splitlines()
+        if lines and lines[0].lstrip().startswith("|"):
+            assert re.fullmatch(r"\s*\|[-:| ]+\|", lines[1]), block

@@ -152,9 +152,12 @@ def test_missing_things_are_named(runs, tmp_path):
             "--other has no effect on gates: it is for compare and context_curve and continuations",
         ),
         (["compare", "--gin_file=x"], "--gin_file has no effect here"),
+        # Before the checkpoint is looked for.
+        (["gates", f"--output={__file__}"], f"{__file__}: File exists; name another path"),
     ],
 )
 def test_the_command_line_is_checked(arguments, message):
-    command = [sys.executable, "-m", "meliad_like.studies", *arguments, "--checkpoint=a", "--output=b"]
+    study, *others = arguments
+    command = [sys.executable, "-m", "meliad_like.studies", study, "--checkpoint=a", "--output=b", *others]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr

@@ -12,7 +12,7 @@ from study_runs import WINDOW, Page, assert_safe, one_device, request, runs
 from meliad_like.layers.state_cell import LstmGate
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.studies import gates
-from meliad_like.studies.gates import Gates, Tracer
+from meliad_like.studies.gates import QUANTILES, Gates, Tracer
 from meliad_like.studies.readings import open_subject
 
 __all__ = ["one_device", "runs"]  # fixtures
@@ -113,6 +113,8 @@ def test_page(runs, tmp_path, row):
     assert_safe(page)
     assert "16 states of 32 channels" in page.text and "updated every 16 tokens" in page.text
     assert ("measured gates" in page.text) == (row == "lstm_dual")
+    # A column for each gate: a line for each gate, with all its quantiles, is wider than a phone.
+    assert [page.source.count(f"<td>{name}</td>") for name in QUANTILES] == [2 if row == "lstm_dual" else 1] * 5
     saved = json.loads((tmp_path / "summary.json").read_text())
     arrays = np.load(Path(tmp_path) / "gates.npz")
     for name, quantiles in saved["time_constants_blocks"].items():

@@ -32,13 +32,6 @@ class Traffic(NamedTuple):
     """Bytes of the results; for a reduce-scatter on TPUs, of its arguments."""
 
 
-class _Collective(NamedTuple):
-    kind: str
-    num_bytes: int
-    chain: tuple[str, ...] | None
-    """Equal in all fusions that belong to one asynchronous collective."""
-
-
 def traffic(hlo: str) -> dict[str, Traffic]:
     """Collectives by kind.
 
@@ -48,7 +41,8 @@ def traffic(hlo: str) -> dict[str, Traffic]:
     Args:
       hlo: the text of a compiled program, as `compiled.as_text()` gives it.
     """
-    found: dict[str, list[_Collective]] = {}
+    # (kind, bytes, chain): the chain is equal in all fusions that belong to one asynchronous collective.
+    found: dict[str, list[tuple[str, int, tuple[str, ...] | None]]] = {}
     calls: dict[str, list[tuple[str, str, int]]] = {}
     bounds: dict[str, list[int]] = {}
     entry = name = ""
@@ -63,7 +57,7 @@ def traffic(hlo: str) -> dict[str, Traffic]:
             num_bytes = sum(_num_bytes(*shape) for shape in _SHAPE.findall(match[1]))
             kind = "reduce-scatter" if name.startswith(_SCATTERED) else match[2]
             chain = _CHAIN.search(line)
-            found[name].append(_Collective(kind, num_bytes, chain and chain.groups()))
+            found[name].append((kind, num_bytes, chain and chain.groups()))
         if match := _BOUND.search(line):
             bounds[name].append(int(match[1]))
         # The TPU compiler gives no trip counts, and writes conditions before their loops.

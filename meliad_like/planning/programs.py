@@ -84,26 +84,22 @@ def needs(
     )
     # O0, by a number that both jax 0.10 and 0.12 accept.
     options = {"optimization_level": 9} if quick else {}
-    compilers: dict[str, Callable[[], jax.stages.Compiled]] = {
-        "training": lambda: program.compile_step(options),
-        "evaluation": lambda: evaluate.lower(state.params, state.carry, batch).compile(options),
-        "decoding": lambda: decode.lower(state.params, token, carry).compile(options),
-    }
-    parts = state_parts(program)
-    held = {
-        "training": parts,
-        "evaluation": {name: parts[name] for name in ("parameters", "carry", "batch")},
-        "decoding": {"parameters": parts["parameters"], "carry": _size_on_device(carry)},
-    }
-    forward, tokens = model.forward_flops_per_token, run.data.tokens_per_step
-    flops = {
-        "training": model.training_flops_per_token * tokens,
-        "evaluation": forward * tokens,
-        "decoding": forward * num_lanes,
+    parts, forward, tokens = state_parts(program), model.forward_flops_per_token, run.data.tokens_per_step
+    read = {name: parts[name] for name in ("parameters", "carry", "batch")}
+    held = {"parameters": parts["parameters"], "carry": _size_on_device(carry)}
+    known: dict[str, tuple[Callable[[], jax.stages.Compiled], dict[str, int], float]] = {
+        "training": (lambda: program.compile_step(options), parts, model.training_flops_per_token * tokens),
+        "evaluation": (
+            lambda: evaluate.lower(state.params, state.carry, batch).compile(options),
+            read,
+            forward * tokens,
+        ),
+        "decoding": (lambda: decode.lower(state.params, token, carry).compile(options), held, forward * num_lanes),
     }
     for name in programs:
+        compile_program, resident, flops = known[name]
         with jax.set_mesh(mesh):
-            yield _need(name, compilers[name], held[name], flops[name] / mesh.size, topology)
+            yield _need(name, compile_program, resident, flops / mesh.size, topology)
 
 
 def _need(

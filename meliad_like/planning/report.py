@@ -34,27 +34,27 @@ def seconds(need: Need, topology: Topology) -> dict[str, float]:
     }
 
 
-def table(needs: Sequence[Need], topology: Topology) -> Table:
+def table(planned: Sequence[Need], topology: Topology) -> Table:
     """A row for each figure, and a column for each program."""
-    rows: dict[str, list[str]] = {part: [_gib(need.parts.get(part)) for need in needs] for part in PARTS}
-    rows |= {name: [_gib(getattr(need, name)) for need in needs] for name in ("activations", "results", "code")}
-    rows["total"] = [_gib(need.total) for need in needs]
+    rows: dict[str, list[str]] = {part: [_gib(need.parts.get(part)) for need in planned] for part in PARTS}
+    rows |= {name: [_gib(getattr(need, name)) for need in planned] for name in ("activations", "results", "code")}
+    rows["total"] = [_gib(need.total) for need in planned]
     if topology.chip is not None:
-        rows["left"] = [_gib(topology.chip.memory - need.total) for need in needs]
-    for kind in sorted({kind for need in needs for kind in need.collectives}):
-        found = [need.collectives.get(kind) for need in needs]
+        rows["left"] = [_gib(topology.chip.memory - need.total) for need in planned]
+    for kind in sorted({kind for need in planned for kind in need.collectives}):
+        found = [need.collectives.get(kind) for need in planned]
         rows[kind] = ["" if t is None else f"{t.count:,} of {t.num_bytes / 1e6:,.1f} MB" for t in found]
-    rows["TFLOP"] = [f"{need.flops / 1e12:,.4f}" for need in needs]
-    times = [seconds(need, topology) for need in needs]
+    rows["TFLOP"] = [f"{need.flops / 1e12:,.4f}" for need in planned]
+    times = [seconds(need, topology) for need in planned]
     rows |= {f"ms of {name}, at least": [f"{1e3 * t[name]:,.3f}" for t in times] for name in times[0]}
     if times[0]:
-        rows["limited by"] = [limit(need, topology) for need in needs]
-    rows["compiled in"] = [f"{need.compile_seconds:.0f} s" for need in needs]
+        rows["limited by"] = [limit(need, topology) for need in planned]
+    rows["compiled in"] = [f"{need.compile_seconds:.0f} s" for need in planned]
     title = f"On each of {len(topology.devices)} devices ({topology.kind}, {topology.name})"
-    return Table(title, ("", *(need.name for need in needs)), [(name, *cells) for name, cells in rows.items()])
+    return Table(title, ("", *(need.name for need in planned)), [(name, *cells) for name, cells in rows.items()])
 
 
-def to_json(needs: Sequence[Need], topology: Topology) -> dict[str, Any]:
+def to_json(planned: Sequence[Need], topology: Topology) -> dict[str, Any]:
     """The figures of a plan for JSON."""
 
     def program(need: Need) -> dict[str, Any]:
@@ -68,8 +68,69 @@ def to_json(needs: Sequence[Need], topology: Topology) -> dict[str, Any]:
 
     memory = topology.chip and topology.chip.memory
     devices = {"devices": len(topology.devices), "kind": topology.kind, "memory_bytes": memory}
-    return {"topology": topology.name, **devices, "programs": [program(need) for need in needs]}
+    return {"topology": topology.name, **devices, "programs": [program(need) for need in planned]}
 
 
 def _gib(num_bytes: float | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / GIB:,.3f} GiB"
+
+
+def nearest_that_fits(
+    run: RunConfig,
+    vocabulary_size: int,
+    topology: Topology,
+    programs: Sequence[str] = PROGRAMS,
+    quick: bool = False,
+    on_try: Callable[[str], None] = lambda bindings: None,
+) -> str | None:
+    """The first of `alternatives` that fits, as bindings; None if none of them fits.
+
+    The arguments are those of `needs`; if the memory of the chips is not known, only the compiler decides what fits.
+    `on_try` is called with the bindings that are about to be compiled.
+    """
+    memory = math.inf if topology.chip is None else topology.chip.memory
+    for bindings, other in alternatives(run, len(topology.devices)):
+        try:
+            if least_bytes(other, vocabulary_size, topology) > memory:
+                continue
+            on_try(bindings)
+            if all(fits(need, topology) for need in needs(other, vocabulary_size, topology, programs, quick)):
+                return bindings
+        except UserError:
+            # The mesh doesn't divide the lanes or the model.
+            continue
+    return None
+
+
+def alternatives(run: RunConfig, num_devices: int) -> list[tuple[str, RunConfig]]:
+    """The nearest settings that need less memory, as bindings and as a run; the cheapest first."""
+    found: list[tuple[str, RunConfig]] = []
+
+    def add(bindings: str, **changes) -> None:
+        found.append((bindings, dataclasses.replace(run, **changes)))
+
+    model = run.model
+    for remat in SPARING.get(model.remat, ()):
+        model = dataclasses.replace(run.model, remat=remat)
+        add(f"{type(model).__name__}.remat = {remat!r}", model=model)
+    name = f" with {type(model).__name__}.remat = 'layers'" if model is not run.model else ""
+    parts = run.training.gradient_accumulation
+    shards = num_devices // (run.mesh.tensor * run.mesh.sequence)
+    while run.data.num_lanes % (2 * parts * shards) == 0:
+        parts *= 2
+        training = dataclasses.replace(run.training, gradient_accumulation=parts)
+        add(f"TrainingConfig.gradient_accumulation = {parts}{name}", training=training, model=model)
+    fsdp = run.mesh.fsdp
+    # The number of copies then follows from the number of devices.
+    data = "" if run.mesh.data == -1 else " with MeshConfig.data = -1"
+    while shards % (2 * fsdp) == 0:
+        fsdp *= 2
+        mesh = dataclasses.replace(run.mesh, data=-1, fsdp=fsdp)
+        add(f"MeshConfig.fsdp = {fsdp}{data}{name}", mesh=mesh, model=model)
+    # Last, because fewer lanes, with fewer tokens in each step, are another training.
+    tokens, parts = run.data.tokens_per_step, run.training.gradient_accumulation
+    while tokens // run.data.segment_length % (2 * parts * shards) == 0:
+        tokens //= 2
+        fewer = dataclasses.replace(run.data, tokens_per_step=tokens)
+        add(f"ReaderConfig.tokens_per_step = {tokens}{name}", data=fewer, model=model)
+    return found
