@@ -125,13 +125,12 @@ def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path):
 
 
 def test_a_run_that_failed_is_named_with_its_log(tmp_path, capsys):
-    made = experiment(tmp_path, seeds=(0,), chosen=("slide_12l", "slide_13l"), command=("false",))
+    made = experiment(tmp_path, seeds=(0,), chosen=("slide_12l", "slide_13l"), command=("false",), jobs=1)
     made = dataclasses.replace(made, gin_params=(f"ReaderConfig.store = '{tmp_path / 'store'}'",))
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "store.json").touch()
-    failed = []
-    assert made.train(side_by_side=1, failed=failed) == 0
-    assert failed == [f"{row}-0 (see {tmp_path / f'{row}-0'}/log.txt)" for row in ("slide_12l", "slide_13l")]
+    assert made.train() == 0
+    assert made.failed == [f"{row}-0 (see {tmp_path / f'{row}-0'}/log.txt)" for row in ("slide_12l", "slide_13l")]
     assert "failed slide_13l-0, 2 of 2 after " in capsys.readouterr().out
 
 
@@ -141,7 +140,7 @@ def test_rows_that_are_the_same_model_share_a_run(tmp_path, monkeypatch):
     made = experiment(tmp_path, "table3", seeds=(7,))
     (tmp_path / "store.json").touch()
     made = dataclasses.replace(made, gin_params=(f"ReaderConfig.store = '{tmp_path}'",))
-    made.train(1, [])
+    made.train()
     assert len(started) == 10
     assert started["recurrent_window_512-7"][0] == "recurrent_window_512,7"
     assert "states_512-7" not in started

@@ -10,10 +10,8 @@ The same command resumes: finished runs are skipped, the others continue from th
 together; --report then makes the table of the results that exist.
 """
 
-import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
@@ -65,7 +63,7 @@ def main(subject: str) -> int:
     if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
         raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
     # Importing jax takes seconds: a mistyped flag is reported before.
-    from meliad_like.experiments.experiment import HOW_TO_GET_ONE
+    from meliad_like.experiments.experiment import HOW_TO_GET_ONE, Experiment
 
     if subject in PRETRAINED and not (LOAD_DIR.value or REPORT.value):
         raise UserError(f"{subject} begins with a pretrained model: give --load_dir=DIR; {HOW_TO_GET_ONE}")
@@ -80,56 +78,40 @@ def main(subject: str) -> int:
         "split": SPLIT.value,
         "max_tokens": MAX_TOKENS.value,
     }
-    status, failed, experiment = (_history if subject == HISTORY else _trainings)(subject, settings)
-    if status or WORKER.value:
+    if subject == HISTORY:
+        from meliad_like.experiments.ancient_history import HistoryExperiment
+
+        tokens = {"scored_tokens": SCORED_TOKENS.value, "document_tokens": DOCUMENT_TOKENS.value}
+        experiment, failed = HistoryExperiment(**settings, **tokens), []
+    else:
+        from meliad_like.experiments.tables import SUBJECTS
+
+        experiment = Experiment(
+            **settings,
+            table=SUBJECTS[subject],
+            seeds=tuple(map(int, SEEDS.value)),
+            jobs=JOBS.value,
+            repeats=REPEATS.value,
+            only_step_time=STEP_TIME.value,
+            command=(sys.executable, "-m", "meliad_like.experiments", *sys.argv[1:]),
+        )
+        failed = experiment.failed
+        if WORKER.value:
+            return experiment.work(WORKER.value)
+    if not REPORT.value and (status := experiment.make()):
         return status
     text = experiment.report()
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.markdown import Markdown
 
-        Console().print(Markdown(text) if subject == HISTORY else experiment.for_terminal())
+        Console().print(experiment.for_terminal() if isinstance(experiment, Experiment) else Markdown(text))
     else:
         print(text)
     print(f"wrote {experiment.folder / subject}.md, .csv and .png")
     if failed:
         raise UserError(f"{len(failed)} failed, the others are finished: {', '.join(failed)}")
     return 0
-
-
-def _history(_: str, settings: dict[str, Any]) -> tuple[int, list[str], Any]:
-    """The exit status, the runs that failed, and the experiment."""
-    from meliad_like.experiments.ancient_history import HistoryExperiment
-
-    experiment = HistoryExperiment(**settings, scored_tokens=SCORED_TOKENS.value, document_tokens=DOCUMENT_TOKENS.value)
-    return (0 if REPORT.value else experiment.make()), [], experiment
-
-
-def _trainings(subject: str, settings: dict[str, Any]) -> tuple[int, list[str], Any]:
-    """The same for a table whose rows are trained with several seeds."""
-    from meliad_like.experiments.experiment import Experiment
-    from meliad_like.experiments.tables import SUBJECTS
-
-    experiment = Experiment(
-        table=SUBJECTS[subject],
-        seeds=tuple(map(int, SEEDS.value)),
-        repeats=REPEATS.value,
-        command=(sys.executable, "-m", "meliad_like.experiments", *sys.argv[1:]),
-        **settings,
-    )
-    if WORKER.value:
-        return experiment.work(WORKER.value), [], experiment
-    experiment.folder.mkdir(parents=True, exist_ok=True)
-    failed: list[str] = []
-    status = 0
-    side_by_side = JOBS.value or ((os.cpu_count() or 1) if experiment.scale.side_by_side else 1)
-    if not REPORT.value and not STEP_TIME.value:
-        status = experiment.train(side_by_side, failed)
-    # A job of some rows leaves the timing to the command for all rows; pretrained models are too large to be timed.
-    not_now = REPORT.value or ROW.value or experiment.table.pretrained
-    if not status and (STEP_TIME.value or not (not_now or experiment.timed)):
-        status = experiment.time_steps(side_by_side, failed)
-    return status, failed, experiment
 
 
 if __name__ == "__main__":

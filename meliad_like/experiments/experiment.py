@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,14 +63,19 @@ class Experiment:
     chosen: tuple[str, ...] = ()
     """Names of rows; none: all rows of the scale."""
     split: str = "test"
+    jobs: int = 0
+    """The number of runs at the same time; 0: as many as the scale is fast with."""
     repeats: int = 15
     """Rounds of timed steps."""
+    only_step_time: bool = False
     max_tokens: int | None = None
     """The most tokens to evaluate, of the beginnings of documents; None: as the scale says."""
     load_dir: str = ""
     """Checkpoint folder of the pretrained model, for a table whose rows begin with one."""
     command: tuple[str, ...] = ()
     """The command that starts this program again, without --worker."""
+    failed: list[str] = field(default_factory=list)
+    """Runs that failed."""
 
     @property
     def scale(self) -> Scale:
@@ -100,7 +105,7 @@ class Experiment:
         return with_changes(run, changes)
 
     def work(self, worker: str) -> int:
-        """Does the work of one of the processes that `train` and `time_steps` start; returns the exit status."""
+        """Does the work of one of the processes that `make` starts; returns the exit status."""
         if worker == STEP_TIME:
             self._time_here()
             return 0
@@ -112,16 +117,23 @@ class Experiment:
                 return status
         return 0
 
-    def train(self, side_by_side: int, failed: list[str]) -> int:
-        """Trains and evaluates the unfinished runs, each in a process; makes token stores that don't exist.
+    @property
+    def _side_by_side(self) -> int:
+        return self.jobs or ((os.cpu_count() or 1) if self.scale.side_by_side else 1)
 
-        Args:
-          side_by_side: the number of runs at the same time.
-          failed: runs that failed are added here.
+    def make(self) -> int:
+        """Trains, evaluates and times what is not finished; returns the exit status, as of `run_processes`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # A job of some rows leaves the timing to the command for all rows; pretrained models are too large to be timed.
+        not_timed = self.chosen or self.table.pretrained or self.timed
+        status = 0 if self.only_step_time else self.train()
+        if status or (not_timed and not self.only_step_time):
+            return status
+        # All in one process, with the environment of runs that are side by side.
+        return self._start({STEP_TIME: (STEP_TIME, self.folder / f"{STEP_TIME}.log")})
 
-        Returns:
-          The exit status, as of `run_processes`.
-        """
+    def train(self) -> int:
+        """Trains and evaluates the unfinished runs, each in a process; makes token stores that don't exist."""
         # Seed by seed, so that there is a table of all rows early.
         jobs: dict[str, list[Job]] = {}  # of rows that share a run, by its folder
         for seed in self.seeds:
@@ -133,15 +145,13 @@ class Experiment:
         for store, job in {job.trained.data.store: job for job in pending.values()}.items():
             if not (Path(store).expanduser() / STORE_NAME).exists():
                 prepare(job.trained.source, job.trained.vocabulary, store)
-        print(f"{len(jobs) - len(pending)} of {len(jobs)} runs are finished; {side_by_side} side by side", flush=True)
-        workers = {name: (f"{job.row.name},{job.seed}", job.workdir / LOG_NAME) for name, job in pending.items()}
-        return self._start(workers, side_by_side, failed)
+        done = len(jobs) - len(pending)
+        print(f"{done} of {len(jobs)} runs are finished; {self._side_by_side} side by side", flush=True)
+        return self._start(
+            {name: (f"{job.row.name},{job.seed}", job.workdir / LOG_NAME) for name, job in pending.items()}
+        )
 
-    def time_steps(self, side_by_side: int, failed: list[str]) -> int:
-        """Times the steps of all rows in one process, with the environment of runs that are side by side."""
-        return self._start({STEP_TIME: (STEP_TIME, self.folder / f"{STEP_TIME}.log")}, side_by_side, failed)
-
-    def _start(self, workers: dict[str, tuple[str, Path]], side_by_side: int, failed: list[str]) -> int:
+    def _start(self, workers: dict[str, tuple[str, Path]]) -> int:
         """Starts processes by name, each with the argument of --worker and the file for its output."""
         began, done = time.perf_counter(), 0
 
@@ -149,12 +159,13 @@ class Experiment:
             nonlocal done
             done += 1
             if status:
-                failed.append(f"{name} (see {workers[name][1]})")
+                self.failed.append(f"{name} (see {workers[name][1]})")
             word = "failed" if status else "finished"
             print(f"{word} {name}, {done} of {len(workers)} after {time.perf_counter() - began:,.0f} s", flush=True)
 
         commands = {name: ([*self.command, f"--worker={worker}"], log) for name, (worker, log) in workers.items()}
-        return run_processes(commands, side_by_side, environment(self.folder, side_by_side > 1), report_end)
+        variables = environment(self.folder, self._side_by_side > 1)
+        return run_processes(commands, self._side_by_side, variables, report_end)
 
     @property
     def timed(self) -> bool:

@@ -1,11 +1,18 @@
-"""The report of a plan: memory, traffic and time of each program on each device."""
+"""The report of a plan: memory, traffic and time of each program on each device, and the nearest settings that fit."""
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from meliad_like.planning.programs import PARTS, Need
+from meliad_like.config import RunConfig
+from meliad_like.errors import UserError
+from meliad_like.planning.programs import PARTS, PROGRAMS, Need, least_bytes, needs
 from meliad_like.planning.topology import GIB, Topology
 from meliad_like.tables import Table
+
+# The rematerialisations that need less memory than each one.
+SPARING: dict[str, tuple[str, ...]] = {"none": ("dots", "layers"), "dots": ("layers",)}
 
 
 def fits(need: Need, topology: Topology) -> bool:
