@@ -60,13 +60,13 @@ def main() -> None:
     @jax.jit
     def read_window(params, tokens, targets):
         module = model.bind(params)
-        outputs, _ = module.read_window(tokens, jnp.zeros(1, jnp.int32))
+        outputs = module.read_window(tokens)
         hidden = module.final_norm(outputs[-1])
         return module.logits(hidden[:, -1]), token_losses(module, hidden, targets, 256).nats
 
     @jax.jit
     def sizes(params, tokens):
-        outputs = jnp.stack(model.bind(params).read_window(tokens, jnp.zeros(len(tokens), jnp.int32))[0][1:])
+        outputs = jnp.stack(model.bind(params).read_window(tokens)[1:])
         pooled = outputs.mean((0, 2))
         return root_mean_square(outputs).mean(1), root_mean_square(pooled), root_mean_square(pooled - pooled.mean(0))
 

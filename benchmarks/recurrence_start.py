@@ -15,6 +15,7 @@ from typing import cast
 import jax
 import numpy as np
 
+from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.run.opening import open_checkpoint
@@ -41,8 +42,8 @@ def main() -> None:
     tokens = np.concatenate(sequences)
     start = np.arange(WINDOWS) == np.zeros((len(tokens), 1))
 
-    def loss(**recurrence) -> float:
-        config = dataclasses.replace(decoder, window_length=arguments.window, **recurrence)
+    def loss(*mechanisms: WindowSummary) -> float:
+        config = dataclasses.replace(decoder, window_length=arguments.window, mechanisms=mechanisms)
         model = Model(config, opened.model.vocabulary_size)
 
         @jax.jit
@@ -56,8 +57,8 @@ def main() -> None:
     plain = loss()
     print(f"without a recurrence {plain:.4f} nats a token, {len(tokens)} sequences of {length} tokens", flush=True)
     for layer in arguments.layer or range(1, decoder.num_layers, 6):
-        zeros = loss(insertion_layers=(layer,), insertion_point="after_norm", recurrence_scale=0.0) - plain
-        usual = loss(insertion_layers=(layer,)) - plain
+        zeros = loss(WindowSummary(layers=(layer,), insertion_point="after_norm", scale=0.0)) - plain
+        usual = loss(WindowSummary(layers=(layer,))) - plain
         print(f"layer {layer}: zeros {zeros:+.4f}, usual initial weights {usual:+.4f}", flush=True)
 
 

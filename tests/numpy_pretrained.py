@@ -44,7 +44,7 @@ class NumpyLlama:
         return np.concatenate([turned.real, turned.imag], axis=1)
 
     def block(self, i, x, inserted=None):
-        """inserted: [e, d], or None; `config.insertion_point` says where."""
+        """inserted: [e, d], or None; `WindowSummary.insertion_point` says where."""
         name, k = f"model.layers.{i}", self.config.head_size
 
         def weight(part):
@@ -52,7 +52,7 @@ class NumpyLlama:
 
         y = self.norm(x, f"{name}.input_layernorm")
         extra = np.zeros((0, x.shape[1])) if inserted is None else inserted
-        if self.config.insertion_point == "before_norm":
+        if self.config.summary and self.config.summary.insertion_point == "before_norm":
             extra = self.norm(extra, f"{name}.input_layernorm")
         group = self.config.num_heads // self.config.num_key_value_heads
         heads = []
@@ -94,7 +94,7 @@ class NumpyGPT2:
         name, d, k = f"transformer.h.{i}", x.shape[1], self.config.head_size
         y = self.norm(x, f"{name}.ln_1")
         extra = np.zeros((0, d)) if inserted is None else inserted
-        if self.config.insertion_point == "before_norm":
+        if self.config.summary and self.config.summary.insertion_point == "before_norm":
             extra = self.norm(extra, f"{name}.ln_1")
         projected = self.linear(np.concatenate([extra, y]), f"{name}.attn.c_attn")
         query, key, value = projected[:, :d], projected[:, d : 2 * d], projected[:, 2 * d :]
@@ -115,14 +115,14 @@ def window(model, tokens, inserted=None):
         x = model.block(i, x, inserted if i in model.config.insertion_indices else None)
         outputs.append(x)
     hidden = model.final_norm(x)
-    if model.config.pooled_layers == "final_norm":
+    if model.config.summary and model.config.summary.pooled_layers == "final_norm":
         outputs[-1] = hidden
     return hidden @ model.tensors.get("lm_head.weight", model.table).T, outputs
 
 
 def summary(recurrence, config, outputs):
     """Computes the vectors inserted into the next window, [e, d], from the outputs of a window's layers."""
-    if config.normalise_pooled:
+    if config.summary.normalise_pooled:
         outputs = [y / np.sqrt((y**2).mean(axis=1, keepdims=True) + config.norm_epsilon) for y in outputs]
     weighed = np.tensordot(softmax(np.asarray(recurrence["layer_scores"], np.float64)), np.stack(outputs), axes=1)
     z = {
@@ -130,12 +130,12 @@ def summary(recurrence, config, outputs):
         "sum": lambda: weighed.sum(axis=0),
         "max": lambda: weighed.max(axis=0),
         "attention": lambda: softmax(weighed @ recurrence["pooling_key"] / np.sqrt(weighed.shape[1])) @ weighed,
-    }[config.pooling]()
-    for i in range(config.recurrence_depth + 1):
+    }[config.summary.pooling]()
+    for i in range(config.summary.depth + 1):
         z = z @ recurrence["layers"][i]["kernel"] + recurrence["layers"][i]["bias"]
-        if i < config.recurrence_depth:
-            z = {"relu": lambda z: np.maximum(z, 0), "tanh": np.tanh}[config.recurrence_activation](z)
-    return z.reshape(config.num_inserted, -1)
+        if i < config.summary.depth:
+            z = {"relu": lambda z: np.maximum(z, 0), "tanh": np.tanh}[config.summary.activation](z)
+    return z.reshape(config.summary.num_inserted, -1)
 
 
 def document(model, recurrence, tokens):

@@ -46,7 +46,8 @@ DECODER = PretrainedConfig(
 def test_a_row_is_its_gin_files(name):
     kind, window, overlap = name.split("_")
     model = configure(TABLE.row(name), TABLE.scales["paper"]).model
-    assert (model.window_length, model.overlap, model.recurrent) == (int(window), int(overlap), kind == "recurrent")
+    assert (model.window_length, model.overlap) == (int(window), int(overlap))
+    assert (model.summary is not None) == (kind == "recurrent")
 
 
 def test_every_file_is_a_row():
@@ -92,7 +93,7 @@ def test_all_rows_have_as_many_targets():
         scale = TABLE.scales[name]
         for row in TABLE.rows:
             run = configure(row, scale)
-            repeated = run.model.overlap if run.model.recurrent else 0
+            repeated = run.model.overlap if run.model.summary is not None else 0
             new = run.data.tokens_per_step * (1 - repeated / run.model.window_length)
             assert scale.targets <= run.training.num_steps * new < scale.targets + new
     tiny = configure(TABLE.row("recurrent_300_0"), TABLE.scales["tiny"])
@@ -133,7 +134,7 @@ def place(tmp_path_factory):
 
 
 def experiment(place, **changes) -> Experiment:
-    bindings = {"PretrainedConfig.recurrence_width": 4, "TrainingConfig.log_every": 1, "MeshConfig.data": 1}
+    bindings = {"TrainingConfig.log_every": 1, "MeshConfig.data": 1}
     scale = Scale(lanes=8, targets=4000, bindings=bindings | {"TrainingConfig.evaluate_every": 2}, max_tokens=300)
     return Experiment(
         table=dataclasses.replace(TABLE, scales={"tiny": scale}),

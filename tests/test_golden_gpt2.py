@@ -25,8 +25,10 @@ def opened():
 
 @functools.partial(jax.jit, static_argnums=0)
 def read(model, params, tokens, first):
+    if "positions" in params:
+        params = params | {"positions": jnp.roll(params["positions"], -first, axis=0)}
     module = model.bind(params)
-    outputs, _ = module.read_window(tokens, jnp.full(len(tokens), first))
+    outputs = module.read_window(tokens)
     hidden = module.final_norm(outputs[-1])
     return outputs, hidden, module.logits(hidden)
 
@@ -59,7 +61,7 @@ def test_gradients():
 
     def loss(params):
         module = model.bind(params)
-        outputs, _ = module.read_window(tokens[:, :-1], jnp.zeros(3, jnp.int32))
+        outputs = module.read_window(tokens[:, :-1])
         return jnp.mean(token_losses(module, module.final_norm(outputs[-1]), tokens[:, 1:], 16).nats)
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)

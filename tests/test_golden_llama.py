@@ -48,7 +48,7 @@ def test_loss_and_gradients(opened):
 
     def loss(params):
         module = model.bind(params)
-        hidden_states, _ = module.read_window(TOKENS[:, :-1], jnp.zeros(2, jnp.int32))
+        hidden_states = module.read_window(TOKENS[:, :-1])
         return jnp.mean(token_losses(module, module.final_norm(hidden_states[-1]), TOKENS[:, 1:], 16).nats)
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)

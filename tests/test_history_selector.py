@@ -10,6 +10,7 @@ import pytest
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.config import SELECTORS, JointSelectorConfig
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
+from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 
@@ -18,7 +19,7 @@ DECODERS = {
     name: PretrainedConfig(
         architecture=name, num_layers=2, model_width=8, num_heads=2, num_key_value_heads=heads, head_size=4,
         feedforward_width=16, max_positions=16, window_length=16, overlap=3, tied_embedding=tied,
-        insertion_layers=(1,) if tied else (),
+        mechanisms=(WindowSummary(),) if tied else (),
     )
     for name, heads, tied in (("gpt2", 2, True), ("llama", 1, False))
 }  # fmt: skip
@@ -43,7 +44,7 @@ def encode(selector, params, tokens=TOKENS, length=LENGTH, key=None):
 def hidden_of(selector, params, tokens, layer=-1):
     """What the decoder makes of texts, after a layer and the final norm."""
     module = selector.encoder.bind(params["encoder"])
-    outputs, _ = module.read_window(tokens, jnp.zeros(len(tokens), jnp.int32))
+    outputs = module.read_window(tokens)
     return module.final_norm(outputs[layer])
 
 

@@ -24,7 +24,6 @@ from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 from meliad_like.run.setup import set_up
 from meliad_like.run.training import train
@@ -157,7 +156,7 @@ def test_nothing_depends_on_the_future(name):
 
 def losses_and_gradient(model, params, carry, batch):
     def loss(params):
-        losses, new_carry = segment_losses(model.bind(params), batch, carry, W)
+        losses, new_carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=W)
         return jnp.sum(losses.nats**2), new_carry
 
     return jax.value_and_grad(loss, has_aux=True)(params)

@@ -18,6 +18,7 @@ from meliad_like.conversion.gguf_model import read_gguf
 from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_names import LLAMA, to_tensors
 from meliad_like.errors import UserError
+from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 
@@ -230,35 +231,37 @@ def test_an_index_that_names_no_files_is_refused(tmp_path):
             read_huggingface(tmp_path)
 
 
-RECURRENT = {"insertion_layers": (0, -1), "num_inserted": 2, "pooling": "attention", "recurrence_width": 5}
+SUMMARY = WindowSummary(layers=(0, -1), num_inserted=2, pooling="attention", width=5)
 
 
 def test_a_recurrence_comes_back(tmp_path):
-    pretrained = random_llama(**RECURRENT, window_length=16, overlap=3, normalise_pooled=True)
+    pretrained = random_llama(
+        mechanisms=(dataclasses.replace(SUMMARY, normalise_pooled=True),), window_length=16, overlap=3
+    )
     write_huggingface(pretrained, 3, tmp_path)
     assert_same(read_huggingface(tmp_path), pretrained)
 
 
 def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
-    pretrained = random_llama(**RECURRENT)
+    pretrained = random_llama(mechanisms=(SUMMARY,))
     write_huggingface(pretrained, 3, tmp_path)
     path = tmp_path / "recurrence.safetensors"
     tensors = safetensors.numpy.load_file(path)
     with safetensors.safe_open(path, framework="numpy") as file:
-        saved = json.loads(file.metadata()["PretrainedConfig"])
+        saved = json.loads(file.metadata()["WindowSummary"])
 
     def refused(message, tensors=tensors, **changes):
-        safetensors.numpy.save_file(tensors, path, metadata={"PretrainedConfig": json.dumps(saved | changes)})
+        safetensors.numpy.save_file(tensors, path, metadata={"WindowSummary": json.dumps(saved | changes)})
         with pytest.raises(UserError, match=message):
             read_huggingface(tmp_path)
 
     refused(
-        "recurrence.safetensors: PretrainedConfig.insertion_layers=.* names a layer that 2 layers lack",
-        insertion_layers=[7],
+        "recurrence.safetensors: WindowSummary.layers=.* names a layer that 2 layers lack",
+        layers=[7],
     )
-    refused(r"recurrence.safetensors: insertion_layers=\(\) is no recurrence", insertion_layers=[])
+    refused(r"recurrence.safetensors: WindowSummary.layers=\(\) names no layer", layers=[])
     refused("recurrence.safetensors: pooling='most' must be 'mean' or", pooling="most")
-    refused(r"layers/\d/\w+ has shape \(5,.*\), its config asks for \(6,", recurrence_width=6)
+    refused(r"layers/\d/\w+ has shape \(5,.*\), its config asks for \(6,", width=6)
     fewer = {name: value for name, value in tensors.items() if name != "layer_scores"}
     refused("has no tensor layer_scores: it is not the model", fewer)
     refused("has a tensor more that the model .* has no place for", tensors | {"more": np.zeros(1, np.float32)})

@@ -10,9 +10,9 @@ import pytest
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
+from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.parts import Inserted
 
 SIZES = {
     "gpt2_small": (50_257, 124_439_808),
@@ -60,12 +60,12 @@ def test_every_row_of_the_tables_and_every_point_of_the_figures_is_there():
     assert {name for name in ROWS if name.count("/") == 2} == {f"recurrent_pretrained/{row}.gin" for row in rows}
     for row in rows:
         run = parse(f"recurrent_pretrained/{row}.gin")
-        assert run.model.recurrent == ("recurrent" in row)
+        assert (run.model.summary is not None) == ("recurrent" in row)
         assert f"overlap_{run.model.overlap}" in row
         assert run.model.window_length == (300 if "tables" in row else int(row.split("_")[2]))
         assert run.data.segment_length == 20 * run.model.window_length
         # Recurrent models are trained with the overlap they are tested with, the others without any.
-        assert run.data.train_disjoint == (not run.model.recurrent)
+        assert run.data.train_disjoint == (not (run.model.summary is not None))
         assert run.schedule.warmup_steps == 100
 
 
@@ -119,19 +119,18 @@ def test_a_frozen_decoder_has_no_gradients_of_kernels():
     assert frozen.flops(50_257).training == pytest.approx(decoder, rel=1e-3)
 
 
-@pytest.mark.parametrize("insertion_layers", [(1,), (0, 2)])
-def test_xla_counts_nearly_the_same_for_a_frozen_decoder(insertion_layers):
+@pytest.mark.parametrize("layers", [(1,), (0, 2)])
+def test_xla_counts_nearly_the_same_for_a_frozen_decoder(layers):
     sizes = {"num_layers": 3, "model_width": 128, "num_heads": 2, "num_key_value_heads": 2, "head_size": 64}
-    sizes |= {"feedforward_width": 256, "max_positions": 64, "window_length": 64, "recurrence_width": 32}
-    frozen = PretrainedConfig(**sizes, insertion_layers=insertion_layers, train_decoder=False)
+    sizes |= {"feedforward_width": 256, "max_positions": 64, "window_length": 64}
+    frozen = PretrainedConfig(**sizes, mechanisms=(WindowSummary(layers=layers, width=32),), train_decoder=False)
     model = Model(frozen, 200)
 
     def loss(recurrence, params, tokens):
         # A plain loop over windows: XLA counts the body of a scan once.
         module, inserted, total = model.bind(params | {"recurrence": recurrence}), jnp.zeros((2, 1, 128)), 0.0
         for i, window in enumerate(tokens):
-            there = Inserted(inserted, jnp.full(2, i > 0))
-            outputs, _ = module.read_window(window, jnp.zeros(2, jnp.int32), None, there)
+            outputs = module.read_window(window, jnp.full(2, i), inserted)
             total += jax.nn.logsumexp(module.logits(module.final_norm(outputs[-1])), axis=-1).sum()
             inserted = module.recurrence(module.recurrence.weigh(outputs[1:]))
         return total

@@ -63,7 +63,7 @@ BINDINGS = [
     "TrainingConfig.evaluate_every = 4",
     "TrainingConfig.keep_best = True",
 ]
-RECURRENT = ["PretrainedConfig.insertion_layers = (1,)", "PretrainedConfig.recurrence_width = 6"]
+RECURRENT = ["WindowSummary.layers = (1,)", "WindowSummary.width = 6"]
 
 
 @pytest.fixture(scope="module")
@@ -231,11 +231,11 @@ def test_back_to_transformers(place, trained, tmp_path):
     assert again.run.model == ours.run.model and ours.run.model.overlap == 2
     assert READERS.name_of(again.run.data) == "windows"
     jax.tree.map(np.testing.assert_array_equal, again.params, ours.params)
-    with pytest.raises(UserError, match="recurrence_width = 7, but .*back has 6"):
-        changed = ["PretrainedConfig.recurrence_width = 7"]
+    with pytest.raises(UserError, match="width = 7, but .*back has 6"):
+        changed = ["WindowSummary.width = 7"]
         convert_from_pretrained("huggingface", tmp_path / "back", [], changed, tmp_path / "other")
     # Lists and tuples say the same.
-    same = ["PretrainedConfig.insertion_layers = [1]"]
+    same = ["WindowSummary.layers = [1]"]
     convert_from_pretrained("huggingface", tmp_path / "back", [], same, tmp_path / "the_same")
     assert open_checkpoint(tmp_path / "the_same").run.model == ours.run.model
     with pytest.raises(UserError, match="back is not empty: choose another --output"):

@@ -1,5 +1,6 @@
 """The recurrence between windows of a pretrained decoder, against loops over windows in numpy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,10 +12,9 @@ from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 
 from meliad_like.conversion.pretrained_names import GPT2, LLAMA, to_tensors
 from meliad_like.data.readers import WindowsReader
-from meliad_like.models.losses import segment_losses
+from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.parts import Inserted
 
 V, W = 40, 8
 COMMON = {"num_layers": 3, "model_width": 16, "num_heads": 4, "head_size": 4, "feedforward_width": 24}
@@ -22,7 +22,8 @@ ARCHITECTURES = {
     "gpt2": {"num_key_value_heads": 4, "activation": "gelu_tanh"},
     "llama": {"num_key_value_heads": 2, "activation": "silu"},
 }
-RECURRENT = {"insertion_layers": (1,), "recurrence_width": 5, "recurrence_depth": 2}
+SUMMARY = WindowSummary(layers=(1,), width=5, depth=2)
+RECURRENT = {"mechanisms": (SUMMARY,)}
 TOKENS = np.random.default_rng(0).integers(0, V, 60).astype(np.int32)
 
 
@@ -55,7 +56,7 @@ def reader(model, windows=3):
 
 @functools.partial(jax.jit, static_argnums=0)
 def losses_of_segment(model, params, batch, carry):
-    losses, carry = segment_losses(model.bind(params), batch, carry, 4)
+    losses, carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=4)
     return losses.nats, carry
 
 
@@ -82,14 +83,15 @@ def losses_in_numpy(model, params):
         {},
         {"overlap": 3},
         {"pooling": "sum", "insertion_point": "after_norm", "pooled_layers": "final_norm"},
-        {"pooling": "max", "insertion_layers": (0, -1), "num_inserted": 3, "overlap": 7},
-        {"pooling": "attention", "insertion_layers": (0, 1, 2), "recurrence_activation": "tanh", "overlap": 1},
-        {"recurrence_depth": 0, "insertion_layers": (2,)},
+        {"pooling": "max", "layers": (0, -1), "num_inserted": 3, "overlap": 7},
+        {"pooling": "attention", "layers": (0, 1, 2), "activation": "tanh", "overlap": 1},
+        {"depth": 0, "layers": (2,)},
         {"normalise_pooled": True, "insertion_point": "after_norm"},
     ],
 )
 def test_the_recurrence_is_a_loop_over_windows(architecture, changes):
-    model, params = make(architecture, **{**RECURRENT, **changes})
+    overlap, changes = changes.get("overlap", 0), {name: changes[name] for name in changes if name != "overlap"}
+    model, params = make(architecture, mechanisms=(dataclasses.replace(SUMMARY, **changes),), overlap=overlap)
     expected = losses_in_numpy(model, params)
     np.testing.assert_allclose(losses_by_windows(model, params), expected, rtol=1e-4, atol=1e-4)
     # It does something: without it, later windows are predicted otherwise.
@@ -101,7 +103,7 @@ def test_the_recurrence_is_a_loop_over_windows(architecture, changes):
 
 
 def test_a_scale_of_zero_begins_with_zeros():
-    model = Model(make(recurrence_scale=0.0, **RECURRENT)[0].config, V)
+    model = Model(make(mechanisms=(dataclasses.replace(SUMMARY, scale=0.0),))[0].config, V)
     recurrence = model.bind(model.init(jax.random.key(0))).recurrence
     np.testing.assert_array_equal(recurrence(jnp.ones((2, W, 16))), np.zeros((2, 1, 16)))
     # Only the last layer's: the others have something to learn from.
@@ -133,13 +135,13 @@ def test_hidden_vectors_give_the_same_losses():
 
 
 def test_without_influence_it_is_the_unmodified_model():
-    model, params = make(**RECURRENT, num_inserted=2)
+    model, params = make(mechanisms=(dataclasses.replace(SUMMARY, num_inserted=2),))
     module = model.bind(params)
-    tokens, first = TOKENS[None, :W], jnp.zeros(1, jnp.int32)
+    tokens = TOKENS[None, :W]
     vectors = 100 * jnp.ones((1, 2, 16))
-    absent, _ = module.read_window(tokens, first, None, Inserted(vectors, jnp.zeros(1, bool)))
-    plain, _ = module.read_window(tokens, first)
-    present, _ = module.read_window(tokens, first, None, Inserted(vectors, jnp.ones(1, bool)))
+    absent = module.read_window(tokens, jnp.zeros(1, jnp.int32), vectors)
+    plain = module.read_window(tokens)
+    present = module.read_window(tokens, jnp.full(1, W), vectors)
     np.testing.assert_allclose(absent[-1], plain[-1], atol=1e-5)
     assert np.abs(present[-1] - plain[-1]).max() > 0.1
     # The layer below the insertion does not know of it.
@@ -147,7 +149,10 @@ def test_without_influence_it_is_the_unmodified_model():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("changes", [{}, {"overlap": 3}, {**RECURRENT}, {**RECURRENT, "overlap": 3, "pooling": "max"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"overlap": 3}, {**RECURRENT}, {"mechanisms": (dataclasses.replace(SUMMARY, pooling="max"),), "overlap": 3}],
+)
 def test_a_token_at_a_time_is_the_windows(architecture, changes):
     """Two lanes with an offset of three tokens, so that windows end at different steps."""
     model, params = make(architecture, **changes)
@@ -232,7 +237,12 @@ def gradient(**changes):
     model, params = make(**RECURRENT, **changes)
     batch = reader(model).batch(0, [0])
     carry = model.bind(params).init_carry(1)
-    return jax.jit(jax.grad(lambda p: jnp.sum(segment_losses(model.bind(p), batch, carry, W)[0].nats)))(params)
+
+    def loss(params):
+        losses, _ = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=W)
+        return jnp.sum(losses.nats)
+
+    return jax.jit(jax.grad(loss))(params)
 
 
 @pytest.mark.parametrize("remat", ["dots", "layers"])

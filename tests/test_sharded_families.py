@@ -17,9 +17,9 @@ from meliad_like.layers.sequence import over_sequence
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.positions import Infused, Rotary
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.shortformer import ShortformerConfig
@@ -35,7 +35,7 @@ SKIP = SLIDE.with_mechanism(STATES)
 TWO = dataclasses.replace(SKIP, num_layers=2)
 GPT2 = PretrainedConfig(**SIZES, num_key_value_heads=8, max_positions=W, window_length=W)
 LLAMA = dataclasses.replace(GPT2, architecture="llama", num_key_value_heads=4, activation="silu", tied_embedding=False)
-RECURRENCE = {"insertion_layers": (0,), "recurrence_width": 5, "recurrence_depth": 1, "pooling": "attention"}
+RECURRENCE = {"mechanisms": (WindowSummary(layers=(0,), width=5, depth=1, pooling="attention"),)}
 CONFIGS = {
     "slide": SLIDE,
     "xl": dataclasses.replace(SLIDE, window_length=C * W),
@@ -103,7 +103,7 @@ def batches(model):
 
 def losses_and_gradient(model):
     def loss(params, carry, batch):
-        losses, carry = segment_losses(model.bind(params), batch, carry, 2 * W)
+        losses, carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=2 * W)
         return jnp.mean(losses.nats), (losses, carry)
 
     return jax.grad(loss, has_aux=True)
@@ -154,7 +154,7 @@ def compile_losses(config, mesh):
     where = carry_shardings(mesh, B, model.carry_axes(carry))
 
     def losses(params, carry, batch):
-        losses, carry = segment_losses(model.bind(params), batch, carry, W)
+        losses, carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=W)
         return losses.nats, carry
 
     with jax.set_mesh(mesh):

@@ -15,8 +15,9 @@ from meliad_like.conversion.huggingface_config import from_huggingface, to_huggi
 from meliad_like.conversion.matching import fill_parameters, path_name
 from meliad_like.conversion.pretrained_names import GPT2, LLAMA, check_num_layers, read_parameters, to_tensors
 from meliad_like.errors import UserError
+from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import RECURRENCE_FIELDS, PretrainedConfig
+from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.saved_json import parse_json, read_json
 
 CONFIG_NAME = "config.json"
@@ -24,8 +25,8 @@ TENSORS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 RECURRENCE_NAME = "recurrence.safetensors"
 # The key in that file's metadata of the recurrence's config and the windows with which it was trained.
-RECURRENCE_KEY = "PretrainedConfig"
-SAVED_FIELDS = (*RECURRENCE_FIELDS, "window_length", "overlap")
+RECURRENCE_KEY = "WindowSummary"
+WINDOW_FIELDS = ("window_length", "overlap")
 TABLES = {"gpt2": GPT2, "llama": LLAMA}
 DTYPES = ("F32", "F16", "BF16")
 # Masks and wavelengths that older versions saved with the parameters; the config determines them.
@@ -93,7 +94,8 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
             path_name(path): np.asarray(leaf)
             for path, leaf in jax.tree.leaves_with_path(pretrained.params["recurrence"])
         }
-        fields = {name: getattr(pretrained.config, name) for name in SAVED_FIELDS}
+        windows = {name: getattr(pretrained.config, name) for name in WINDOW_FIELDS}
+        fields = windows | dataclasses.asdict(pretrained.config.summary)
         metadata = {RECURRENCE_KEY: json.dumps(fields)}
         safetensors.numpy.save_file(recurrence, folder / RECURRENCE_NAME, metadata=metadata)
         written.append(folder / RECURRENCE_NAME)
@@ -105,19 +107,18 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
     with _open(path) as file:
         names, metadata = set(file.keys()), file.metadata() or {}
     saved = parse_json(metadata.get(RECURRENCE_KEY, "null"), f"{path}: {RECURRENCE_KEY}")
-    if not isinstance(saved, dict) or saved.keys() != set(SAVED_FIELDS):
+    types = {name: field_types(PretrainedConfig)[name] for name in WINDOW_FIELDS} | field_types(WindowSummary)
+    if not isinstance(saved, dict) or saved.keys() != types.keys():
         raise UserError(
             f"{path} doesn't say what recurrence it is of: write it again with convert huggingface --reverse, or "
             "remove it to have the decoder alone"
         )
-    types = field_types(PretrainedConfig)
     fields = {name: fit(value, types[name], f"{path}: {name}") for name, value in saved.items()}
+    windows = {name: fields.pop(name) for name in WINDOW_FIELDS}
     try:
-        config = dataclasses.replace(decoder, **fields)
+        config = dataclasses.replace(decoder, **windows, mechanisms=(WindowSummary(**fields),))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    if not config.recurrent:
-        raise UserError(f"{path}: insertion_layers=() is no recurrence")
     template = Model(config, size).abstract_params["recurrence"]
 
     def read(path_of_ours: str, name: str, leaf: Any) -> np.ndarray:

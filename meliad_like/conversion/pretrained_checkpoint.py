@@ -11,7 +11,7 @@ from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TokenizersVocabulary
 from meliad_like.data.vocabulary import TokenizersVocabularyConfig, make_vocabulary
 from meliad_like.errors import UserError
-from meliad_like.models.pretrained.config import DECODER_FIELDS, RECURRENCE_FIELDS, PretrainedConfig
+from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.resumable import write_json
 from meliad_like.run.opening import open_checkpoint, write_checkpoint
 
@@ -59,7 +59,7 @@ def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunCon
     # The segment length of base.gin is for another window.
     window = changes.value("PretrainedConfig.window_length", model.window_length)
     segment = changes.value("ReaderConfig.segment_length", window)
-    reader = WindowsReaderConfig if model.recurrent else LanesReaderConfig
+    reader = WindowsReaderConfig if model.summary else LanesReaderConfig
     start = dataclasses.replace(
         parse(),
         model=dataclasses.replace(model, window_length=window),
@@ -69,7 +69,8 @@ def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunCon
     run = changes(start)
     for difference in compare(start, run):
         name = difference.path.removeprefix("model.")
-        if name == "kind" or name in DECODER_FIELDS or (model.recurrent and name in RECURRENCE_FIELDS):
+        of_recurrence = model.summary is not None and name.startswith("mechanisms")
+        if name in ("kind", *DECODER_FIELDS) or (of_recurrence and not name.endswith((".scale", ".rate"))):
             raise UserError(f"{difference.path} = {difference.new!r}, but {path} has {difference.old!r}")
     return run
 

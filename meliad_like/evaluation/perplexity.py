@@ -28,7 +28,6 @@ from meliad_like.data.readers import LanesReader, Reader, WindowsReader, leaks_t
 from meliad_like.data.subset import Documents, Subset, random_subset
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.mesh import carry_shardings, lane_sharding, lane_shards, replicated
-from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 
 
@@ -223,7 +222,7 @@ class Evaluator:
 
 def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _Losses]:
     """Reads a segment. Returns the carry after it, and the loss of every target."""
-    losses, carry = segment_losses(model.bind(params), batch, carry, loss_slice)
+    losses, carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=loss_slice)
     return carry, _Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
 
 

@@ -1,8 +1,9 @@
 """The parts that every layer is made of: parameters with logical axes, linear maps, norms, feed-forward, dropout."""
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,15 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from meliad_like.errors import UserError
 from meliad_like.layers.sequence import num_parts, own_blocks
 from meliad_like.layers.sharding import platform
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

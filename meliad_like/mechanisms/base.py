@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.named_layers import check_layers, layer_indices
 from meliad_like.mechanisms.token_heads import Tile, TokenCache, TokenTile
 from meliad_like.registry import Registry
 from meliad_like.sizes import size
@@ -171,16 +170,28 @@ class MechanismConfig:
         Raises:
           UserError: the decoder can't have it.
         """
+        del others
+        self.check_layers(shape.num_layers)
+
+    def check_layers(self, num_layers: int) -> None:
+        """
+        Raises:
+          UserError: `layers` is empty, or names a layer that does not exist, or names a layer twice.
+        """
         if self.layers is None:
             return
+        name = type(self).__name__
+        object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
-            name = type(self).__name__
             raise UserError(f"{name}.layers=() names no layer: name some, or bind nothing of {name}")
-        check_layers(self, "layers", shape.num_layers)
+        if not all(-num_layers <= layer < num_layers for layer in self.layers):
+            raise UserError(f"{name}.layers={self.layers} names a layer that {num_layers} layers lack")
+        if len(self.indices(num_layers)) != len(self.layers):
+            raise UserError(f"{name}.layers={self.layers} names a layer twice")
 
     def indices(self, num_layers: int) -> frozenset[int]:
         """The indices of the layers that have the mechanism, counted from 0."""
-        return frozenset(range(num_layers)) if self.layers is None else layer_indices(self.layers, num_layers)
+        return frozenset(range(num_layers) if self.layers is None else (layer % num_layers for layer in self.layers))
 
     def build(self, shape: Shape, index: int, *, rngs: nnx.Rngs) -> Mechanism | None:
         """The module for layer `index`, counted from 0; None if that layer needs none."""

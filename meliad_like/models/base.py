@@ -103,6 +103,10 @@ class ModelConfig:
                 f"not a multiple of {parts} x window_length={self.window_length}"
             )
 
+    def offset(self, position: Any) -> Any:
+        """The offset in its block of the token at each position of a document: an array like `position`."""
+        return position % self.window_length
+
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
         """The number of tokens, itself included, that a token at each position of a document attends to in a layer."""
         raise NotImplementedError

@@ -25,7 +25,7 @@ from meliad_like.mechanisms.positions import POSITIONS, T5, NoPosition, Position
 from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.mechanisms.token_heads import TokenCache, TokenHeads
 from meliad_like.models.base import MODELS, ModelConfig
-from meliad_like.models.skeleton import DecoderCarry, Skeleton
+from meliad_like.models.skeleton import DecoderCarry, Layer, Skeleton
 from meliad_like.registry import kind_field
 from meliad_like.sizes import size
 from meliad_like.validation import check_not_negative
@@ -149,7 +149,7 @@ class LayerCarry(NamedTuple):
     """The carry of each mechanism, by name."""
 
 
-class DecoderLayer(nnx.Module):
+class DecoderLayer(Layer):
     """Pre-norm attention and feed-forward with residuals (Block-Recurrent Transformers, section 3.1, vertical)."""
 
     def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs):
@@ -175,7 +175,6 @@ class DecoderLayer(nnx.Module):
         self.feedforward = FeedForward(d, config.feedforward_width, d, rngs=rngs)
 
     def init_carry(self, b: int, dtype, decoding: bool) -> LayerCarry:
-        """The carry of `b` lanes before their first token."""
         carries = {name: self.mechanisms[name].init_carry(b, dtype, decoding) for name in self.names}
         return LayerCarry(self.heads.init_cache(b, dtype, decoding), carries)
 
@@ -187,16 +186,13 @@ class DecoderLayer(nnx.Module):
         return carry._replace(mechanisms=carries)
 
     def begin_segment(self, carry: LayerCarry) -> LayerCarry:
-        """The carry at the beginning of a segment."""
         return self._each("begin_segment", carry)
 
     def begin_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
-        """The carry at the beginning of the block whose first token is at `position` of its document."""
         carry = self._each("begin_block", carry, position == 0, self.heads.plain(carry.tokens))
         return carry._replace(tokens=self.heads.begin_block(carry.tokens))
 
     def end_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
-        """The carry at the end of a block that `decode_step` has read, the last token at `position`."""
         return self._each("end_block", carry, self.heads.plain(carry.tokens), position)
 
     @property
@@ -228,15 +224,6 @@ class DecoderLayer(nnx.Module):
         shared: dict[str, Any],
         dropout_key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n d"], LayerCarry]:
-        """Reads a segment of `c` blocks.
-
-        Args:
-            x: the hidden vectors of the tokens.
-            carry: the carry after the segment before.
-            positions: position of each block's first token in its document; 0 where a document begins.
-            shared: by mechanism, what other layers have published before the segment, which is then a single block.
-            dropout_key: random key; None: no dropout.
-        """
         num_keys = 2 + len(self.names)
         keys = [None] * num_keys if dropout_key is None else list(jax.random.split(dropout_key, num_keys))
         normed = tiled_dropout(self.attention_norm(x), self.config.dropout_rate, keys[0])
@@ -251,14 +238,6 @@ class DecoderLayer(nnx.Module):
     def decode_step(
         self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"], shared: dict[str, Any]
     ) -> tuple[Float[Array, "b d"], LayerCarry]:
-        """Reads one token of every lane.
-
-        Args:
-            x: the hidden vector of each lane's token.
-            carry: the carry, after `begin_block` at the beginning of a block.
-            position: the number of earlier tokens of its document.
-            shared: as in `__call__`.
-        """
         normed = self.attention_norm(x)
         tile, cache = self.heads.token(normed, carry.tokens, position)
         token, mixed, carries = OneToken(normed, tile, position, shared), [], {}
@@ -268,12 +247,6 @@ class DecoderLayer(nnx.Module):
         return self._finish(x, merge_heads(*mixed)[:, 0]), LayerCarry(cache, carries)
 
     def watch(self, before: LayerCarry, after: LayerCarry, position: Int[Array, " b"]) -> dict[str, Watched]:
-        """The internal values of a block for studies, by mechanism.
-
-        Args:
-            before, after: the carries before and after the block.
-            position: position of the block's first token in its document.
-        """
         tile = self.heads.tile_of_caches(before.tokens, after.tokens, position)
         watched = {
             name: self.mechanisms[name].watch(before.mechanisms[name], after.mechanisms[name], tile, position == 0)
@@ -284,6 +257,8 @@ class DecoderLayer(nnx.Module):
 
 class Decoder(Skeleton):
     """A language model with a window of `w` tokens, and memory mechanisms that may reach further back."""
+
+    config: DecoderConfig
 
     def __init__(self, config: DecoderConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
@@ -310,10 +285,10 @@ class Decoder(Skeleton):
         logits = self.logit_scale * jnp.einsum("nd,vd->nv", rows(hidden), table, preferred_element_type=jnp.float32)
         return logits.reshape(*hidden.shape[:-1], -1)
 
-    def shared(self, layers: list[LayerCarry]) -> dict[str, Any]:
+    def shared(self, carry: DecoderCarry) -> dict[str, Any]:
         shared = {}
         for kind in self.config.mechanisms:
             if kind.publishes:
                 name, indices = MECHANISMS.name_of(kind), sorted(kind.indices(len(self.layers)))
-                shared[name] = kind.share({i: self.layers[i].publish(layers[i], name) for i in indices})
+                shared[name] = kind.share({i: self.layers[i].publish(carry.layers[i], name) for i in indices})
         return shared

@@ -16,9 +16,8 @@ from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multipl
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.losses import TokenLosses
 from meliad_like.layers.positions import sinusoids
-from meliad_like.mechanisms.base import Watched
 from meliad_like.models.base import MODELS, ModelConfig
-from meliad_like.models.skeleton import Skeleton
+from meliad_like.models.skeleton import Layer, Skeleton
 from meliad_like.sizes import size
 from meliad_like.validation import check_not_negative
 
@@ -108,28 +107,29 @@ def uniform_bias(fan_in: int):
 
 
 class DecodingCarry(NamedTuple):
-    """Of one layer, while its lanes are within a block."""
+    """The carry of one layer while its lanes are within a block."""
 
     recent: Float[Array, "b w d"]
-    """The inputs of the block's tokens so far."""
+    """The layer's inputs, after its norm, of the block's tokens so far."""
     key: Float[Array, "b h s k"]
-    """Of the cached tokens, then of the block's."""
+    """The keys of the cached tokens, then of the block's."""
     value: Float[Array, "b h s k"]
 
 
 class LayerCarry(NamedTuple):
-    """What one layer remembers of its lanes."""
+    """The carry of one layer."""
 
     cache: Float[Array, "b m d"] | None = None
     """The layer's inputs, after its norm, at the last m tokens; the newest come last, and the first may be empty."""
     decoding: DecodingCarry | None = None
 
 
-class ShortformerLayer(nnx.Module):
+class ShortformerLayer(Layer):
     """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, config: ShortformerConfig, *, rngs: nnx.Rngs):
         self.config = config
+        self.acts_at_blocks = config.cache_length > 0
         d, f, inner = config.model_width, config.feedforward_width, config.num_heads * config.head_size
         zeros = jax.nn.initializers.zeros
 
@@ -157,14 +157,6 @@ class ShortformerLayer(nnx.Module):
         heads = jnp.zeros((b, config.num_heads, m + w, config.head_size), dtype)
         return carry._replace(decoding=DecodingCarry(jnp.zeros((b, w, d), dtype), heads, heads))
 
-    @property
-    def acts_at_blocks(self) -> bool:
-        """Whether anything happens where a block begins or ends while tokens are read one by one."""
-        return self.config.cache_length > 0
-
-    def begin_segment(self, carry: LayerCarry) -> LayerCarry:
-        return carry
-
     def __call__(
         self,
         x: Float[Array, "b w d"],
@@ -173,15 +165,6 @@ class ShortformerLayer(nnx.Module):
         shared: dict[str, Any],
         dropout_key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b w d"], LayerCarry]:
-        """Reads a block.
-
-        Args:
-            x: the block.
-            carry: from the block before; what is cached takes no gradient.
-            positions: of the block's first token in its document.
-            shared: nothing, because no layer reads what another one publishes.
-            dropout_key: none to keep everything.
-        """
         config, (b, w) = self.config, x.shape[:2]
         m = config.cache_length
         num_cached = jnp.minimum(m, positions[:, 0])
@@ -209,7 +192,6 @@ class ShortformerLayer(nnx.Module):
     def decode_step(
         self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"], shared: dict[str, Any]
     ) -> tuple[Float[Array, "b d"], LayerCarry]:
-        """One token at `position`, the number of tokens of its document before it."""
         w, m = self.config.window_length, self.config.cache_length
         offset = position % w
         num_cached = jnp.minimum(m, position - offset)
@@ -248,10 +230,6 @@ class ShortformerLayer(nnx.Module):
         seen = jnp.concatenate([carry.cache, carry.decoding.recent], axis=1)
         return carry._replace(cache=seen[:, self.config.window_length :])
 
-    def watch(self, before: LayerCarry, after: LayerCarry, position: Int[Array, " b"]) -> dict[str, Watched]:
-        """Nothing: no states pass from block to block."""
-        return {}
-
     def _placed(self, inputs: Float[Array, "b s d"], place: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """`inputs` with their positions, if those are infused; places below 0 are empty."""
         if self.config.position == "input":
@@ -280,6 +258,7 @@ class Shortformer(Skeleton):
     No gradient passes from a block to the one before.
     """
 
+    config: ShortformerConfig
     block_by_block = True
 
     def __init__(self, config: ShortformerConfig, vocabulary_size: int, *, rngs: nnx.Rngs):

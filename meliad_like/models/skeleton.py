@@ -4,7 +4,7 @@ A family defines the embedding of its tokens, its layers, and the logits of hidd
 families share: scans over blocks, rematerialisation, dropout keys, and the calls where blocks begin and end.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import rematerialise
-from meliad_like.layers.sequence import from_rightmost, num_parts, own_blocks
+from meliad_like.layers.losses import TokenLosses, token_losses
+from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence, own_blocks
 from meliad_like.layers.sharding import constrain
 from meliad_like.mechanisms.base import Watched, at_lanes
+from meliad_like.models.base import ModelConfig
+
+# Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
+SOFTMAX = 2**32 - 1
 
 
 class DecoderCarry(NamedTuple):
@@ -27,30 +32,80 @@ class DecoderCarry(NamedTuple):
     """The carry of each layer."""
 
 
-class Layer(Protocol):
-    """The methods that a layer must have; `DecoderLayer` documents them."""
+class Layer(nnx.Module):
+    """A layer, with the methods that a layer without a carry needs not override."""
 
-    acts_at_blocks: bool
+    acts_at_blocks = False
+    """Whether decoding has to call `begin_block` and `end_block`."""
 
-    def init_carry(self, b: int, dtype, decoding: bool) -> Any: ...
-    def begin_segment(self, carry: Any) -> Any: ...
-    def begin_block(self, carry: Any, position: Array) -> Any: ...
-    def end_block(self, carry: Any, position: Array) -> Any: ...
+    def init_carry(self, b: int, dtype: Any, decoding: bool) -> Any:
+        """The carry of `b` lanes before their first token: a pytree of arrays with the lane axis first."""
+        del b, dtype, decoding
+
+    def begin_segment(self, carry: Any) -> Any:
+        """The carry at the beginning of a segment."""
+        return carry
+
+    def begin_block(self, carry: Any, position: Int[Array, " b"]) -> Any:
+        """The carry at the beginning of the block whose first token is at `position` of its document."""
+        del position
+        return carry
+
+    def end_block(self, carry: Any, position: Int[Array, " b"]) -> Any:
+        """The carry at the end of a block that `decode_step` has read, the last token at `position`."""
+        del position
+        return carry
+
     def __call__(
-        self, x: Array, carry: Any, positions: Array, shared: dict[str, Any], dropout_key: Array | None
-    ) -> tuple[Array, Any]: ...
-    def decode_step(self, x: Array, carry: Any, position: Array, shared: dict[str, Any]) -> tuple[Array, Any]: ...
-    def watch(self, before: Any, after: Any, position: Array) -> dict[str, Watched]: ...
+        self,
+        x: Float[Array, "b n d"],
+        carry: Any,
+        positions: Int[Array, "b c"],
+        shared: dict[str, Any],
+        dropout_key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "b n d"], Any]:
+        """Reads a segment of `c` blocks.
+
+        Args:
+            x: the hidden vectors of the tokens.
+            carry: the carry after the segment before.
+            positions: position of each block's first token in its document; 0 where a document begins.
+            shared: by mechanism, what other layers have published before the segment, which is then a single block.
+            dropout_key: random key; None: no dropout.
+        """
+        raise NotImplementedError
+
+    def decode_step(
+        self, x: Float[Array, "b d"], carry: Any, position: Int[Array, " b"], shared: dict[str, Any]
+    ) -> tuple[Float[Array, "b d"], Any]:
+        """Reads one token of every lane.
+
+        Args:
+            x: the hidden vector of each lane's token.
+            carry: the carry, after `begin_block` at the beginning of a block.
+            position: the number of earlier tokens of its document.
+            shared: as in `__call__`.
+        """
+        raise NotImplementedError
+
+    def watch(self, before: Any, after: Any, position: Int[Array, " b"]) -> dict[str, Watched]:
+        """The internal values of a block for studies, by mechanism.
+
+        Args:
+            before, after: the carries before and after the block.
+            position: position of the block's first token in its document.
+        """
+        del before, after, position
+        return {}
 
 
 class Skeleton(nnx.Module):
     """A carry-passing language model of blocks of `w` tokens, without its parameters.
 
-    A family sets `layers` and `config`, which has `window_length`, `activation_dtype` and `remat`, and implements
-    `embed`, `finish` and `logits`.
+    A family sets `config` and `layers`, and implements `embed`, `finish` and `logits`.
     """
 
-    config: Any
+    config: ModelConfig
     layers: Any
     block_by_block = False
     """Whether all layers read a block before the next block."""
@@ -69,16 +124,16 @@ class Skeleton(nnx.Module):
         """The logits of the next token, float32."""
         raise NotImplementedError
 
-    def shared(self, layers: list[Any]) -> dict[str, Any]:
-        """What layers publish for each other after `begin_block`, by mechanism."""
-        del layers
+    def shared(self, carry: Any) -> dict[str, Any]:
+        """What layers read of the carry after `begin_block` beside their own, by mechanism."""
+        del carry
         return {}
 
     @property
     def dtype(self):
         return jnp.dtype(self.config.activation_dtype)
 
-    def init_carry(self, b: int, *, decoding: bool = False) -> DecoderCarry:
+    def init_carry(self, b: int, *, decoding: bool = False) -> Any:
         """The carry of `b` lanes before their first token; `decoding` adds the arrays that `decode_step` needs."""
         layers = [layer.init_carry(b, self.dtype, decoding) for layer in self.layers]
         return DecoderCarry(jnp.zeros((b,), jnp.int32), layers)
@@ -86,15 +141,15 @@ class Skeleton(nnx.Module):
     def __call__(
         self,
         tokens: Int[Array, "b n"],
-        carry: DecoderCarry,
+        carry: Any,
         start: Bool[Array, "b c"],
         dropout_key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "b n d"], DecoderCarry]:
+    ) -> tuple[Float[Array, "b n d"], Any]:
         """Reads a segment.
 
         Args:
             tokens: a whole number of blocks; inside of `over_sequence`, the blocks of this device.
-            carry: the carry after the segment before, or `init_carry`; its position is a multiple of w.
+            carry: the carry after the segment before, or `init_carry`; it is at the beginning of a block.
             start: blocks of the whole segment with which a new document begins; nothing before them is remembered.
             dropout_key: random key in training; None: no dropout.
 
@@ -104,18 +159,65 @@ class Skeleton(nnx.Module):
         n, w = num_parts() * tokens.shape[1], self.config.window_length
         if n % w or start.shape[1] != n // w:
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
-        keys = [None] * (len(self.layers) + 2)
-        if dropout_key is not None:
-            keys = list(jax.random.split(dropout_key, len(keys)))
+        keys = self._keys(dropout_key)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
         x = constrain(x, "lanes", None, None)
-        positions = block_positions(carry.position, start, w)
+        positions, position = self.block_positions(carry.position, start)
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
         layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
-        stack = self._scan_stack if self.block_by_block else self._stack
-        x, layers = stack(x, layers, positions, keys[:-2])
-        return self.finish(x, keys[-1]), DecoderCarry(positions[:, -1] + w, from_rightmost(layers))
+        if self.block_by_block:
+            x, layers = self._scan_stack(x, layers, positions, keys[:-2])
+        else:
+            (*_, x), layers = self._stack(x, layers, positions, keys[:-2], {})
+        return self.finish(x, keys[-1]), carry._replace(position=position, layers=from_rightmost(layers))
+
+    def losses(
+        self,
+        tokens: Int[Array, "b n"],
+        targets: Int[Array, "b n"],
+        carry: Any,
+        start: Bool[Array, "b c"],
+        dropout_key: PRNGKeyArray | None = None,
+        *,
+        slice_length: int,
+    ) -> tuple[TokenLosses, Any]:
+        """Reads a segment: returns the loss of every target, and the carry for the next segment.
+
+        Args:
+            tokens, carry, start, dropout_key: as for `__call__`.
+            targets: the tokens that come next.
+            slice_length: number of tokens of a lane whose logits exist at the same time (`layers/losses.py`).
+        """
+
+        def read(by_token, others):
+            (tokens, targets), (module, carry, start, dropout_key) = by_token, others
+            hidden, carry = module(tokens, carry, start, dropout_key)
+            softmax_key = None if dropout_key is None else jax.random.fold_in(dropout_key, SOFTMAX)
+            return token_losses(module, hidden, targets, slice_length, softmax_key), carry
+
+        return over_sequence(read)((tokens, targets), (self, carry, start, dropout_key))
+
+    def _keys(self, dropout_key: PRNGKeyArray | None) -> list[PRNGKeyArray | None]:
+        """A dropout key for each layer, one for `embed` and one for `finish`."""
+        number = len(self.layers) + 2
+        return [None] * number if dropout_key is None else list(jax.random.split(dropout_key, number))
+
+    def block_positions(
+        self, position: Int[Array, " b"], start: Bool[Array, "b c"]
+    ) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
+        """The position of each block's first new token in its document, and the position after the segment.
+
+        Args:
+            position: position of the segment's first token, if the lane's document continues.
+            start: blocks with which a document begins.
+        """
+        w, overlap = self.config.window_length, self.config.overlap
+        stride, block = w - overlap, jnp.arange(start.shape[1])
+        last_start = jax.lax.cummax(jnp.where(start, block, -1), axis=1)
+        read_before = jnp.maximum(position - overlap, 0) // stride
+        number = jnp.where(last_start >= 0, block - last_start, read_before[:, None] + block)
+        return jnp.where(number == 0, 0, overlap + number * stride), overlap + (number[:, -1] + 1) * stride
 
     def _stack(
         self,
@@ -123,16 +225,17 @@ class Skeleton(nnx.Module):
         layers: list[Any],
         positions: Int[Array, "b c"],
         keys: list[PRNGKeyArray | None],
-        shared: dict[str, Any] | None = None,
-    ) -> tuple[Float[Array, "b n d"], list[Any]]:
-        """Applies the layers one after the other to the whole segment."""
-        new_layers = []
+        shared: dict[str, Any],
+    ) -> tuple[list[Float[Array, "b n d"]], list[Any]]:
+        """Applies the layers one after the other to the whole segment: returns `x` and each layer's output."""
+        outputs, new_layers = [x], []
         for layer, one, key in zip(self.layers, layers, keys, strict=True):
             call = rematerialise(type(layer).__call__, self.config.remat)
-            x, one = call(layer, x, one, own_blocks(positions), shared or {}, key)
+            x, one = call(layer, x, one, own_blocks(positions), shared, key)
             x = constrain(x, "lanes", None, None)
+            outputs.append(x)
             new_layers.append(one)
-        return x, new_layers
+        return outputs, new_layers
 
     def _scan_stack(
         self,
@@ -147,7 +250,8 @@ class Skeleton(nnx.Module):
             x, position, number = block
             begun = [layer.begin_block(one, position) for layer, one in zip(self.layers, layers, strict=True)]
             folded = [None if key is None else jax.random.fold_in(key, number) for key in keys]
-            x, layers = self._stack(x, begun, position[:, None], folded, self.shared(begun))
+            shared = self.shared(DecoderCarry(position, begun))
+            (*_, x), layers = self._stack(x, begun, position[:, None], folded, shared)
             return layers, x
 
         c = positions.shape[1]
@@ -172,21 +276,28 @@ class Skeleton(nnx.Module):
         acted = at_lanes(flags, act, acting)
         return [acted.get(i, one) for i, one in enumerate(layers)]
 
-    def decode_step(self, token: Int[Array, " b"], carry: DecoderCarry) -> tuple[Float[Array, "b v"], DecoderCarry]:
+    def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
         """Reads one more token per lane at a cost that does not depend on the number of tokens read before.
 
         Lanes may be at different positions. The carry comes from `init_carry(b, decoding=True)`, directly or
         after whole segments. Returns the logits of the next token.
         """
-        position, w = carry.position, self.config.window_length
-        x = self.embed(token, position % w, None)
-        begun = self._at_blocks(position % w == 0, "begin_block", carry.layers, position)
-        shared, layers = self.shared(begun), []
+        (*_, x), carry = self._read_token(token, carry)
+        return self.logits(self.finish(x, None)), carry
+
+    def _read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
+        """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
+        position = carry.position
+        offset = self.config.offset(position)
+        begun = self._at_blocks(offset == 0, "begin_block", carry.layers, position)
+        shared = self.shared(carry._replace(layers=begun))
+        outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, begun, strict=True):
-            x, one = layer.decode_step(x, one, position, shared)
+            x, one = layer.decode_step(outputs[-1], one, position, shared)
+            outputs.append(x)
             layers.append(one)
-        layers = self._at_blocks(position % w == w - 1, "end_block", layers, position)
-        return self.logits(self.finish(x, None)), DecoderCarry(position + 1, layers)
+        layers = self._at_blocks(offset == self.config.window_length - 1, "end_block", layers, position)
+        return outputs, carry._replace(position=position + 1, layers=layers)
 
     def watch(self, before: DecoderCarry, after: DecoderCarry) -> dict[str, Watched]:
         """The internal values of a block for studies, by names such as `layer 3 recurrent_states`.
@@ -199,15 +310,3 @@ class Skeleton(nnx.Module):
             for name, one in layer.watch(*carries, before.position).items():
                 watched[f"layer {i} {name}"] = one
         return watched
-
-
-def block_positions(position: Int[Array, " b"], start: Bool[Array, "b c"], w: int) -> Int[Array, "b c"]:
-    """The position of each block's first token in its document.
-
-    Args:
-        position: position of the segment's first token, if the lane's document continues.
-        start: blocks with which a document begins.
-    """
-    block = jnp.arange(start.shape[1])
-    last_start = jax.lax.cummax(jnp.where(start, block, -1), axis=1)
-    return jnp.where(last_start >= 0, (block - last_start) * w, position[:, None] + block * w)

@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.config.training import TrainingConfig
 from meliad_like.data.batch import Batch
-from meliad_like.models.losses import segment_losses
 from meliad_like.models.model import Model
 
 
@@ -93,7 +92,9 @@ def language_model(model: Model, loss_slice: int) -> Objective:
     """
 
     def differentiable(params, carry, batch: Batch, dropout_key):
-        losses, carry = segment_losses(model.bind(params), batch, carry, loss_slice, dropout_key)
+        losses, carry = model.bind(params).losses(
+            batch.inputs, batch.targets, carry, batch.start, dropout_key, slice_length=loss_slice
+        )
         nats = jnp.where(batch.loss_mask, losses.nats, 0.0)
         sums = Sums(jnp.sum(nats), jnp.sum(losses.correct & batch.loss_mask), jnp.sum(batch.loss_mask))
         return sums.loss, (sums, carry, jnp.all(jnp.isfinite(nats), axis=1))

@@ -55,7 +55,7 @@ def encoder_config(config: SelectorConfig, pretrained: PretrainedConfig, num_tok
         activation_dtype=config.activation_dtype,
         # There are no logits, and no recurrence between windows.
         tied_embedding=True,
-        insertion_layers=(),
+        mechanisms=(),
         train_decoder=True,
     )
 
@@ -127,7 +127,7 @@ class Selector:
             dropout_key: for training; None: no dropout.
         """
         module = self.encoder.bind(params)
-        outputs, _ = module.read_window(tokens, jnp.zeros_like(length), dropout_key=dropout_key)
+        outputs = module.read_window(tokens, dropout_key=dropout_key)
         hidden, lanes = outputs[-1], jnp.arange(len(length))
         if not self.config.pools_mean:
             return module.final_norm(hidden[lanes, length - 1]).astype(jnp.float32)

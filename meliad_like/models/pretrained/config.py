@@ -1,26 +1,20 @@
-"""The config of a pretrained decoder and of the recurrence that is added to it, and their operations."""
+"""The config of a pretrained decoder, and its operations."""
 
 import dataclasses
-import itertools
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
 from meliad_like.errors import UserError
+from meliad_like.layers.basic import Activation
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.named_layers import check_layers, layer_indices
+from meliad_like.mechanisms.window_summary import WINDOW_MECHANISMS, WindowSummary
 from meliad_like.models.base import MODELS, ActivationDtype, ModelConfig, Remat
-from meliad_like.registry import resumable
+from meliad_like.registry import kind_field, resumable
 from meliad_like.sizes import size
-from meliad_like.validation import check_not_negative
 
-Architecture = Literal["gpt2", "llama"]
-Activation = Literal["gelu_tanh", "gelu", "relu", "silu", "tanh"]
-Pooling = Literal["mean", "sum", "max", "attention"]
-PooledLayers = Literal["blocks", "final_norm"]
-InsertionPoint = Literal["before_norm", "after_norm"]
 DECODER_FIELDS = (
     "architecture",
     "num_layers",
@@ -35,18 +29,7 @@ DECODER_FIELDS = (
     "rotary_base",
     "tied_embedding",
 )
-"""What a pretrained model is; the other fields say what is made of it."""
-RECURRENCE_FIELDS = (
-    "insertion_layers",
-    "insertion_point",
-    "num_inserted",
-    "pooling",
-    "pooled_layers",
-    "recurrence_width",
-    "recurrence_depth",
-    "recurrence_activation",
-    "normalise_pooled",
-)
+"""The fields that the file of a pretrained model determines."""
 
 
 @MODELS.register("pretrained")
@@ -58,7 +41,7 @@ class PretrainedConfig(ModelConfig):
     defaults the fields have where the paper states them.
     """
 
-    architecture: Architecture = "gpt2"
+    architecture: Literal["gpt2", "llama"] = "gpt2"
     """`gpt2`: layer norms, biases, learned positions, a plain feed-forward network. `llama`: RMS norms, no biases,
     rotary positions, a gated feed-forward network."""
     model_width: int = size(768, "width")
@@ -90,35 +73,12 @@ class PretrainedConfig(ModelConfig):
     """What the backward pass computes again: nothing (`none`), all but the linear maps (`dots`), or the inside of all
     layers (`layers`). With a recurrence `none` and `layers` keep nothing of a window, whose gradient then takes one
     more pass over it (section 3.2); `dots` keeps the outputs of linear maps for all windows of a sequence."""
-    insertion_layers: tuple[int, ...] = ()
-    """Layers, counted from 0, whose attention gets what was pooled from the window before; negative numbers count from
-    the end. None: no recurrence. The paper's layer 2 is (1,)."""
-    insertion_point: InsertionPoint = "before_norm"
-    """Whether the inserted vectors pass that layer's attention norm, as the tokens do."""
-    num_inserted: int = size(1, "fixed")
-    """The number of inserted vectors."""
-    pooling: Pooling = "mean"
-    """How the hidden vectors of a window become one: `attention` has one learned key."""
-    pooled_layers: PooledLayers = "blocks"
-    """What the last layer's output is: that of its `blocks`, or after the model's `final_norm`."""
-    normalise_pooled: bool = False
-    """Whether each token's output of each layer is divided by its root mean square before it is weighed. Pretrained
-    decoders have first tokens with outputs a hundred times those of others, and last layers with ten times those of
-    the first; what is pooled is otherwise mostly these."""
-    recurrence_width: int = size(200, "width")
-    """Width of the hidden layers of the feed-forward network between windows."""
-    recurrence_depth: int = size(3, "fixed")
-    """Number of those hidden layers."""
-    recurrence_activation: Activation = "relu"
-    recurrence_scale: float = 1.0
-    """Factor on the initial weights of that network's last layer. With 0, and inserted `after_norm`, training begins
-    with vectors of zeros, which change the least."""
-    recurrence_rate: float = 1.0
-    """Factor on the learning rate of the recurrence, whose parameters are new."""
+    mechanisms: tuple[WindowSummary, ...] = kind_field(WINDOW_MECHANISMS, tuple, many=True)
+    """How a window sees the windows before it: not at all, or through a `WindowSummary` of the last one."""
     train_decoder: bool = True
     """Whether the pretrained parameters are trained, or the recurrence alone."""
 
-    positive: ClassVar[tuple[str, ...]] = ("num_key_value_heads", "max_positions", "num_inserted", "recurrence_width")
+    positive: ClassVar[tuple[str, ...]] = ("num_key_value_heads", "max_positions")
 
     def __post_init__(self):
         super().__post_init__()
@@ -134,19 +94,17 @@ class PretrainedConfig(ModelConfig):
             )
         if not 0 <= self.overlap < self.window_length:
             raise UserError(f"overlap={self.overlap} must be at least 0 and below window_length={self.window_length}")
-        check_not_negative(self, ("recurrence_depth", "recurrence_scale"))
-        if not self.recurrence_rate > 0:
-            raise UserError(f"recurrence_rate={self.recurrence_rate} must be positive")
-        check_layers(self, "insertion_layers", self.num_layers)
-        if not self.train_decoder and not self.recurrent:
-            raise UserError("train_decoder=False leaves nothing to train without insertion_layers")
+        if self.summary is not None:
+            self.summary.check_layers(self.num_layers)
+        elif not self.train_decoder:
+            raise UserError("train_decoder=False leaves nothing to train without a WindowSummary")
 
     def extends(self, other: ModelConfig) -> bool:
         """Whether it is the same decoder, with the same recurrence if the other has one; how it reads may differ."""
         if not isinstance(other, PretrainedConfig):
             return False
-        names = DECODER_FIELDS + (RECURRENCE_FIELDS if other.recurrent else ())
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        same_decoder = all(getattr(self, name) == getattr(other, name) for name in DECODER_FIELDS)
+        return same_decoder and (other.summary is None or other.summary.extended_by(self.summary))
 
     def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> nnx.Module:
         from meliad_like.models.pretrained.decoder import PretrainedDecoder
@@ -154,25 +112,29 @@ class PretrainedConfig(ModelConfig):
         return PretrainedDecoder(self, vocabulary_size, rngs=rngs)
 
     def rate_factor(self, name: str) -> float:
-        return self.recurrence_rate if name == "recurrence" else float(self.train_decoder)
+        return self.summary.rate if self.summary and name == "recurrence" else float(self.train_decoder)
 
     def for_separate_sequences(self, num_tokens: int) -> "PretrainedConfig":
         return dataclasses.replace(self, window_length=num_tokens, overlap=0)
 
+    def offset(self, position: Any) -> Any:
+        # Only the first window has new tokens before the overlap.
+        later = self.overlap + (position - self.overlap) % self.stride
+        return later + (position < self.overlap) * (position - later)
+
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
         """The window up to the token, without the vectors of a recurrence."""
-        later = self.overlap + (position - self.overlap) % self.stride
-        return np.where(position < self.window_length, position, later) + 1
+        return np.asarray(self.offset(position) + 1)
+
+    @property
+    def summary(self) -> WindowSummary | None:
+        """The recurrence between windows, if there is one."""
+        return next(iter(self.mechanisms), None)
 
     @property
     def insertion_indices(self) -> frozenset[int]:
-        """The layers with insertions, counted from 0."""
-        return layer_indices(self.insertion_layers, self.num_layers)
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether there is a recurrence between windows."""
-        return bool(self.insertion_layers)
+        """The layers with inserted vectors, counted from 0."""
+        return self.summary.indices(self.num_layers) if self.summary else frozenset()
 
     @property
     def stride(self) -> int:
@@ -193,8 +155,12 @@ class PretrainedConfig(ModelConfig):
         keys = self.num_key_value_heads * self.head_size
         feedforward = self._num_feedforward_products * 2 * d * self.feedforward_width
         linear, attention = 2 * d * (2 * queries + 2 * keys) + feedforward, 2 * 2 * w * queries
-        inserting = len(self.insertion_indices) * 2 * d * 2 * keys * self.num_inserted / w
-        recurrence = self._recurrence_flops() + inserting if self.recurrent else 0
+        inserting = recurrence = 0.0
+        if self.summary is not None:
+            # The keys and values of the inserted vectors, and the window's attention to these.
+            inserted = len(self.insertion_indices) * self.summary.num_inserted
+            inserting = inserted * 2 * d * 2 * keys / w
+            recurrence = self.summary.flops_per_window(self.num_layers, d, w) / w + inserting + inserted * 4 * queries
         logits = 2 * d * vocabulary_size
         forward = self.num_layers * (linear + attention) + logits + recurrence
         if self.train_decoder:
@@ -207,17 +173,6 @@ class PretrainedConfig(ModelConfig):
     @property
     def _num_feedforward_products(self) -> int:
         return 3 if self.architecture == "llama" else 2
-
-    def _recurrence_flops(self) -> float:
-        """A token's share of the recurrence, without the keys and values of the inserted vectors: the weighing of the
-        layers' outputs, the pooling by attention, the network, and the window's attention to the inserted vectors."""
-        d, w, e = self.model_width, self.window_length, self.num_inserted
-        sizes = [d, *[self.recurrence_width] * self.recurrence_depth, e * d]
-        network = sum(2 * size_in * size_out for size_in, size_out in itertools.pairwise(sizes))
-        weighing = 2 * self.num_layers * d * w
-        pooling = 2 * 2 * w * d if self.pooling == "attention" else 0
-        attention = len(self.insertion_indices) * 2 * 2 * w * e * self.num_heads * self.head_size
-        return (network + weighing + pooling + attention) / w
 
     def flops_by_the_paper(self) -> float:
         """The operations of a predicted token as counted by Yoshida et al. 2020 (tables 1 and 2).

@@ -1,11 +1,11 @@
 """GPT-2 and Llama as carry-passing language models that read a document by windows.
 
 A block of the contract (docs/design.md) is a window. Its positions begin at 0, and its attention ends at its first
-token: nothing passes from one window to the next but, where there is a recurrence, a few vectors. Windows may overlap:
-then the reader (`data/windows.py`) repeats in each window the last tokens of the one before.
+token: nothing passes from one window to the next except, where there is a recurrence, a few vectors. Windows may
+overlap: then the reader (`data/readers/windows.py`) repeats in each window the last tokens of the one before.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,208 +13,66 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import LINEAR, check_tokens, dropout, embed, parameter, product, rematerialise, rows
-from meliad_like.layers.losses import TokenLosses, token_losses
+from meliad_like.layers.basic import LINEAR, check_tokens, dropout, embed, parameter, product, rows
+from meliad_like.layers.losses import token_losses
 from meliad_like.layers.sharding import constrain
+from meliad_like.mechanisms.base import at_lanes
+from meliad_like.mechanisms.window_summary import Recurrence
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.parts import Block, Inserted, KeyValueCache, make_norm, normal
-from meliad_like.models.recurrent_pretrained import Recurrence
-
-
-class WindowCarry(NamedTuple):
-    """The state of the current window while decoding."""
-
-    tokens: Int[Array, "b w"]
-    caches: list[KeyValueCache]
-    weighed: Float[Array, "b w d"] | None
-    """The layers' outputs, weighted: the recurrence pools them at the window's end."""
+from meliad_like.models.pretrained.parts import Block, KeyValueCache, make_norm, normal
+from meliad_like.models.skeleton import Skeleton
 
 
 class PretrainedCarry(NamedTuple):
     """The carry of a pretrained decoder: everything that it remembers of the documents in its lanes."""
 
     position: Int[Array, " b"]
-    """Tokens read since the lane's document began; those that a window repeats are not counted again."""
+    """The number of tokens of the lane's document read so far; those that a window repeats are not counted again."""
+    layers: list[KeyValueCache | None]
+    """While decoding, the keys and values of the current window."""
     inserted: Float[Array, "b e d"] | None = None
     """The vectors for the next window, if there is a recurrence."""
-    window: WindowCarry | None = None
-    """The state of the current window, only for decoding."""
+    tokens: Int[Array, "b w"] | None = None
+    """While decoding, the tokens of the current window, of which the next one may repeat the last."""
+    weighed: Float[Array, "b w d"] | None = None
+    """While decoding, the weighted outputs of the layers, which the recurrence pools at the window's end."""
 
 
-class PretrainedDecoder(nnx.Module):
+class PretrainedDecoder(Skeleton):
     """A pretrained language model with a window of `w` tokens, and perhaps a recurrence that reaches further."""
+
+    config: PretrainedConfig
 
     def __init__(self, config: PretrainedConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
         d, shape = config.model_width, (vocabulary_size, config.model_width)
         self.embedding = parameter(rngs.params(), normal, shape, ("vocabulary", "model"))
+        learned = config.architecture == "gpt2"
         self.positions = (
-            parameter(rngs.params(), normal, (config.max_positions, d), (None, "model"))
-            if config.architecture == "gpt2"
-            else None
+            parameter(rngs.params(), normal, (config.max_positions, d), (None, "model")) if learned else None
         )
-        self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.num_layers))
+        self.blocks = nnx.List(Block(config, i, rngs=rngs) for i in range(config.num_layers))
         self.final_norm = make_norm(config, rngs)
-        self.output_embedding = (
-            None if config.tied_embedding else parameter(rngs.params(), normal, shape, ("vocabulary", "model"))
-        )
-        self.recurrence = Recurrence(config, rngs=rngs) if config.recurrent else None
+        tied = config.tied_embedding
+        self.output_embedding = None if tied else parameter(rngs.params(), normal, shape, ("vocabulary", "model"))
+        summary, epsilon = config.summary, config.norm_epsilon
+        self.recurrence = None if summary is None else Recurrence(summary, config.num_layers, d, epsilon, rngs=rngs)
 
     @property
-    def dtype(self):
-        return jnp.dtype(self.config.activation_dtype)
+    def layers(self):
+        return self.blocks
 
-    def init_carry(self, b: int, *, decoding: bool = False) -> PretrainedCarry:
-        """The carry of `b` lanes before their first token; `decoding` adds the arrays that `decode_step` needs."""
-        config, inserted, window = self.config, None, None
-        w, d = config.window_length, config.model_width
-        if self.recurrence is not None:
-            inserted = jnp.zeros((b, config.num_inserted, d), jnp.float32)
-        if decoding:
-            window = WindowCarry(
-                tokens=jnp.zeros((b, w), jnp.int32),
-                caches=[block.init_cache(b, self.dtype) for block in self.blocks],
-                weighed=None if self.recurrence is None else jnp.zeros((b, w, d), self.dtype),
-            )
-        return PretrainedCarry(jnp.zeros((b,), jnp.int32), inserted, window)
-
-    def read_window(
-        self,
-        tokens: Int[Array, "b t"],
-        first: Int[Array, " b"],
-        caches: list[KeyValueCache] | None = None,
-        inserted: Inserted | None = None,
-        dropout_key: PRNGKeyArray | None = None,
-    ) -> tuple[list[Float[Array, "b t d"]], list[KeyValueCache] | None]:
-        """Some tokens of a window: the embedding and the layers, without the final norm.
-
-        Args:
-            tokens: at most w.
-            first: position in the window of the first token.
-            caches: of the window's tokens before `first`; None: there are none, and none is kept.
-            inserted: the vectors from the window before.
-            dropout_key: random key in training; None: no dropout.
-
-        Returns:
-            The embedding and each layer's output, and the caches with these tokens in them.
-        """
-        keys = [None] * (len(self.blocks) + 1)
-        if dropout_key is not None:
-            keys = list(jax.random.split(dropout_key, len(keys)))
-        position = first[:, None] + jnp.arange(tokens.shape[1])
+    def embed(self, tokens, position, dropout_key):
         x = embed(constrain(self.embedding[...].astype(self.dtype), "vocabulary", None), tokens)
         if self.positions is not None:
             # Gathered whole, as the embedding: the compiler would otherwise gather what was looked up in it.
             x = x + constrain(self.positions[...].astype(self.dtype), None, None)[position]
-        x = constrain(dropout(x, self.config.dropout_rate, keys[-1]), "lanes", None, None)
-        outputs, new_caches = [x], []
-        for i, block in enumerate(self.blocks):
-            here = inserted if i in self.config.insertion_indices else None
-            call = rematerialise(Block.__call__, self.config.remat)
-            x, cache = call(block, x, position, None if caches is None else caches[i], here, keys[i])
-            x = constrain(x, "lanes", None, None)
-            outputs.append(x)
-            new_caches.append(cache)
-        return outputs, None if caches is None else new_caches
+        return dropout(x, self.config.dropout_rate, dropout_key)
 
-    def _weigh(self, outputs: list[Float[Array, "b t d"]], hidden: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        assert self.recurrence is not None
-        last = hidden if self.config.pooled_layers == "final_norm" else outputs[-1]
-        return self.recurrence.weigh([*outputs[1:-1], last])
+    def finish(self, x, dropout_key):
+        return self.final_norm(x)
 
-    def __call__(
-        self,
-        tokens: Int[Array, "b n"],
-        carry: PretrainedCarry,
-        start: Bool[Array, "b c"],
-        dropout_key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "b n d"], PretrainedCarry]:
-        """Reads a segment.
-
-        Args:
-            tokens: whole windows, each with the tokens that it repeats. A carry for decoding gets them without
-                repetition, and must be at the beginning of a window.
-            carry: from the segment before, or `init_carry`.
-            start: windows with which a new document begins; nothing before them is remembered.
-            dropout_key: random key in training; None: no dropout.
-
-        Returns:
-            Hidden vectors for `logits`, and the carry for the next segment.
-        """
-        check_tokens(tokens, self.embedding.shape[0])
-        if carry.window is not None and self.config.overlap:
-            return self._read_one_by_one(tokens, carry, start)
-        windows = _cut(tokens, start, self.config.window_length)
-        if self.recurrence is None:
-            b, c = start.shape
-            merged = rearrange(windows, "b c w -> (b c) w")
-            outputs, _ = self.read_window(merged, jnp.zeros((b * c,), jnp.int32), dropout_key=dropout_key)
-            hidden = rearrange(self.final_norm(outputs[-1]), "(b c) w d -> b (c w) d", b=b)
-            return hidden, carry._replace(position=self._advance(carry.position, start))
-
-        hidden, carry = self._scan(windows, carry, start, dropout_key, lambda hidden, _: hidden)
-        return rearrange(hidden, "c b w d -> b (c w) d"), carry
-
-    def losses(
-        self,
-        tokens: Int[Array, "b n"],
-        targets: Int[Array, "b n"],
-        carry: PretrainedCarry,
-        start: Bool[Array, "b c"],
-        dropout_key: PRNGKeyArray | None = None,
-        *,
-        slice_length: int,
-    ) -> tuple[TokenLosses, PretrainedCarry]:
-        """`__call__` and then the loss of every target; see `models.losses.segment_losses`.
-
-        With a recurrence all of a window, its losses included, is computed again in the backward pass, and only the
-        vectors that pass between windows are kept (section 3.2): memory is that of one window.
-        """
-        if self.recurrence is None:
-            hidden, carry = self(tokens, carry, start, dropout_key)
-            return token_losses(self, hidden, targets, slice_length), carry
-        w = self.config.window_length
-        windows = jnp.stack([_cut(tokens, start, w), _cut(targets, start, w)], axis=-1)
-        losses, carry = self._scan(
-            windows,
-            carry,
-            start,
-            dropout_key,
-            lambda hidden, targets: token_losses(self, hidden, targets, slice_length),
-        )
-        return jax.tree.map(lambda x: rearrange(x, "c b w -> b (c w)"), losses), carry
-
-    def _scan(self, windows, carry: PretrainedCarry, start, dropout_key, finish):
-        """`finish(hidden, targets)` of one window after the other; the windows' last axis may hold their targets."""
-        recurrence = self.recurrence
-        assert recurrence is not None
-
-        def read(state, window):
-            (inserted, position), (tokens, start, index) = state, window
-            tokens, targets = (tokens, None) if tokens.ndim == 2 else (tokens[..., 0], tokens[..., 1])
-            position = jnp.where(start, 0, position)
-            key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-            outputs, _ = self.read_window(tokens, jnp.zeros_like(position), None, Inserted(inserted, position > 0), key)
-            hidden = self.final_norm(outputs[-1])
-            inserted = recurrence(self._weigh(outputs, hidden))
-            return (inserted, self._advance(position, start[:, None])), finish(hidden, targets)
-
-        by_window = (jnp.moveaxis(windows, 1, 0), start.T, jnp.arange(start.shape[1]))
-        keep = jax.checkpoint_policies.save_only_these_names(*([LINEAR] if self.config.remat == "dots" else []))
-        (inserted, position), results = jax.lax.scan(
-            jax.checkpoint(read, prevent_cse=False, policy=keep), (carry.inserted, carry.position), by_window
-        )
-        return results, carry._replace(position=position, inserted=inserted)
-
-    def _advance(self, position: Int[Array, " b"], start: Bool[Array, "b c"]) -> Int[Array, " b"]:
-        """Tokens read after these windows: w of a document's first, w - overlap of each further one."""
-        c, stride = start.shape[1], self.config.stride
-        windows_since = jnp.min(jnp.where(start, c - jnp.arange(c), c + 1), axis=1)
-        fresh = self.config.overlap + windows_since * stride
-        going_on = jnp.where(position == 0, self.config.overlap, position) + c * stride
-        return jnp.where(windows_since <= c, fresh, going_on)
-
-    def logits(self, hidden: Float[Array, "... d"]) -> Float[Array, "... v"]:
+    def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
         """The logits of the next token, float32."""
         table = (self.embedding if self.output_embedding is None else self.output_embedding)[...]
         if self.config.matmul_dtype is None:
@@ -222,78 +80,135 @@ class PretrainedDecoder(nnx.Module):
             logits = jnp.einsum("nd,vd->nv", rows(hidden), table, preferred_element_type=jnp.float32)
         else:
             logits = product(rows(hidden).astype(jnp.float32), table.T, self.config.matmul_dtype)
-        return jnp.reshape(logits, (*hidden.shape[:-1], -1))
+        return logits.reshape(*hidden.shape[:-1], -1)
 
-    def decode_step(
-        self, token: Int[Array, " b"], carry: PretrainedCarry
-    ) -> tuple[Float[Array, "b v"], PretrainedCarry]:
-        """Reads one more token per lane, and returns the logits of the next.
+    def init_carry(self, b: int, *, decoding: bool = False) -> PretrainedCarry:
+        """The carry of `b` lanes before their first token; `decoding` adds the arrays that `decode_step` needs."""
+        w, d, summary = self.config.window_length, self.config.model_width, self.config.summary
+        carry = PretrainedCarry(*super().init_carry(b, decoding=decoding))
+        if summary is not None:
+            carry = carry._replace(inserted=jnp.zeros((b, summary.num_inserted, d), jnp.float32))
+        if decoding:
+            carry = carry._replace(tokens=jnp.zeros((b, w), jnp.int32))
+            if summary is not None:
+                carry = carry._replace(weighed=jnp.zeros((b, w, d), self.dtype))
+        return carry
 
-        Where a window is full the next one begins by itself, with the last `overlap` tokens read again: so texts of any
-        length are written by the very windows that they are evaluated in. Lanes may be at different positions. The
-        carry comes from `init_carry(b, decoding=True)`.
+    def shared(self, carry: PretrainedCarry) -> dict[str, Any]:
+        return {"inserted": carry.inserted}
+
+    def read_window(
+        self,
+        tokens: Int[Array, "b t"],
+        position: Int[Array, " b"] | None = None,
+        inserted: Float[Array, "b e d"] | None = None,
+        dropout_key: PRNGKeyArray | None = None,
+    ) -> list[Float[Array, "b t d"]]:
+        """Reads one window: returns the embedding and each layer's output, without the final norm.
+
+        Args:
+            tokens: at most w.
+            position: position in the document of the window's first new token; inserted vectors are present where it is
+                not 0. None: 0.
+            inserted: the vectors from the window before; None: none are inserted.
+            dropout_key: random key in training; None: no dropout.
         """
-        hidden, carry = self._read_token(token, carry)
-        return self.logits(hidden), carry
+        b, t = tokens.shape
+        position = jnp.zeros((b,), jnp.int32) if position is None else position
+        keys = self._keys(dropout_key)
+        x = constrain(self.embed(tokens, jnp.arange(t), keys[-2]), "lanes", None, None)
+        layers = [None] * len(self.blocks)
+        return self._stack(x, layers, position[:, None], keys[:-2], {"inserted": inserted})[0]
 
-    def _read_token(
-        self, token: Int[Array, " b"], carry: PretrainedCarry
-    ) -> tuple[Float[Array, "b d"], PretrainedCarry]:
-        config, window, position = self.config, carry.window, carry.position
-        assert window is not None
-        place = jnp.where(
-            position < config.window_length, position, config.overlap + (position - config.overlap) % config.stride
-        )
-        inserted = self._inserted(carry)
-        outputs, caches = self.read_window(token[:, None], place, window.caches, inserted)
-        hidden = self.final_norm(outputs[-1])
-        lanes = jnp.arange(len(token))
-        weighed = window.weighed
-        if weighed is not None:
-            weighed = weighed.at[lanes, place].set(self._weigh(outputs, hidden)[:, 0])
-        window = WindowCarry(window.tokens.at[lanes, place].set(token), caches, weighed)
-        carry = PretrainedCarry(position + 1, carry.inserted, window)
-        full = place == config.window_length - 1
-        carry = jax.lax.cond(jnp.any(full), self._begin_window, lambda carry, _: carry, carry, full)
-        return hidden[:, 0], carry
+    def __call__(self, tokens, carry, start, dropout_key=None):
+        """Reads a segment, as `Skeleton.__call__`.
 
-    def _inserted(self, carry: PretrainedCarry) -> Inserted | None:
+        Every window begins with the tokens that it repeats. Only a carry for decoding receives tokens without
+        repetition.
+        """
+        if carry.tokens is not None and self.config.overlap:
+            return self._read_one_by_one(tokens, carry, start)
         if self.recurrence is None:
-            return None
-        return Inserted(carry.inserted, carry.position >= self.config.window_length)
+            return super().__call__(tokens, carry, start, dropout_key)
+        hidden, carry = self._scan(tokens, tokens, carry, start, dropout_key, lambda hidden, _: hidden)
+        return rearrange(hidden, "c b w d -> b (c w) d"), carry
 
-    def _begin_window(self, carry: PretrainedCarry, full: Bool[Array, " b"]) -> PretrainedCarry:
-        """Begins the next window of the lanes whose window is full."""
-        new, window = carry, carry.window
-        assert window is not None
+    def losses(self, tokens, targets, carry, start, dropout_key=None, *, slice_length):
+        """Reads a segment: returns the loss of every target, and the carry, as `Skeleton.losses`.
+
+        With a recurrence all of a window, its losses included, is computed again in the backward pass, and only the
+        vectors that pass between windows are kept (section 3.2): memory is that of one window.
+        """
+        if self.recurrence is None:
+            return super().losses(tokens, targets, carry, start, dropout_key, slice_length=slice_length)
+        finish = lambda hidden, targets: token_losses(self, hidden, targets, slice_length)  # noqa: E731
+        losses, carry = self._scan(tokens, targets, carry, start, dropout_key, finish)
+        return jax.tree.map(lambda x: rearrange(x, "c b w -> b (c w)"), losses), carry
+
+    def _scan(self, tokens, targets, carry: PretrainedCarry, start: Bool[Array, "b c"], dropout_key, finish):
+        """`finish(hidden, targets)` of one window after the other."""
+        recurrence = self.recurrence
+        assert recurrence is not None
+        # Inside of the scan the ids are not known yet.
+        check_tokens(tokens, self.embedding.shape[0])
+        positions, position = self.block_positions(carry.position, start)
+
+        def read(inserted, window):
+            tokens, targets, position, index = window
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
+            outputs = self.read_window(tokens, position, inserted, key)
+            return recurrence(self._weigh(outputs)), finish(self.final_norm(outputs[-1]), targets)
+
+        windows = (rearrange(y, "b (c w) -> c b w", c=start.shape[1]) for y in (tokens, targets))
+        by_window = (*windows, positions.T, jnp.arange(start.shape[1]))
+        keep = jax.checkpoint_policies.save_only_these_names(*([LINEAR] if self.config.remat == "dots" else []))
+        read = jax.checkpoint(read, prevent_cse=False, policy=keep)
+        inserted, results = jax.lax.scan(read, carry.inserted, by_window)
+        return results, carry._replace(position=position, inserted=inserted)
+
+    def _weigh(self, outputs: list[Float[Array, "*batch d"]]) -> Float[Array, "*batch d"]:
+        """The weighted outputs of the layers, from the embedding and the outputs."""
+        assert self.recurrence is not None and self.config.summary is not None
+        _, *outputs, last = outputs
+        after_norm = self.config.summary.pooled_layers == "final_norm"
+        return self.recurrence.weigh([*outputs, self.final_norm(last) if after_norm else last])
+
+    def _read_token(self, token, carry):
+        """Reads one token per lane, as `Skeleton._read_token`.
+
+        Where a window is full, the next one begins with the last `overlap` tokens, which are read again: so texts of
+        any length are written by the windows in which they are evaluated.
+        """
+        offset, lanes = self.config.offset(carry.position), jnp.arange(len(token))
+        outputs, carry = super()._read_token(token, carry)
+        carry = carry._replace(tokens=carry.tokens.at[lanes, offset].set(token))
         if self.recurrence is not None:
-            new = new._replace(inserted=self.recurrence(window.weighed))
-        if o := self.config.overlap:
-            tokens = window.tokens[:, -o:]
-            outputs, caches = self.read_window(
-                tokens, jnp.zeros_like(carry.position), window.caches, self._inserted(new)
-            )
-            weighed = window.weighed
-            if weighed is not None:
-                weighed = weighed.at[:, :o].set(self._weigh(outputs, self.final_norm(outputs[-1])))
-            new = new._replace(window=WindowCarry(window.tokens.at[:, :o].set(tokens), caches, weighed))
-        return jax.tree.map(lambda x, y: jnp.where(full.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, carry)
+            carry = carry._replace(weighed=carry.weighed.at[lanes, offset].set(self._weigh(outputs)))
+        return outputs, at_lanes(offset == self.config.window_length - 1, self._begin_window, carry)
+
+    def _begin_window(self, carry: PretrainedCarry) -> PretrainedCarry:
+        """The carry at the beginning of the next window."""
+        w, o = self.config.window_length, self.config.overlap
+        if self.recurrence is not None:
+            carry = carry._replace(inserted=self.recurrence(carry.weighed))
+        if not o:
+            return carry
+        assert carry.tokens is not None
+        # Later tokens replace the padding, and no token sees what comes after it.
+        tokens = jnp.pad(carry.tokens[:, -o:], ((0, 0), (0, w - o)))
+        x, positions = self.embed(tokens, jnp.arange(w), None), carry.position[:, None]
+        outputs, layers = self._stack(x, carry.layers, positions, [None] * len(self.blocks), self.shared(carry))
+        weighed = None if self.recurrence is None else self._weigh(outputs)
+        return carry._replace(tokens=tokens, layers=layers, weighed=weighed)
 
     def _read_one_by_one(self, tokens, carry: PretrainedCarry, start):
-        """A segment without repetition, of windows that overlap: they begin within the blocks of w."""
+        """A segment without repetition, for windows that overlap: they begin within the blocks of w."""
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
 
         def read(carry: PretrainedCarry, token):
             token, begins = token
-            hidden, carry = self._read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
-            return carry, hidden
+            outputs, carry = self._read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
+            return carry, self.finish(outputs[-1], None)
 
         carry, hidden = jax.lax.scan(read, carry, (tokens.T, begins.T))
         return jnp.moveaxis(hidden, 0, 1), carry
-
-
-def _cut(tokens: Int[Array, "b n"], start: Bool[Array, "b c"], w: int) -> Int[Array, "b c w"]:
-    n = tokens.shape[1]
-    if n % w or start.shape[1] != n // w:
-        raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole windows of window_length={w}")
-    return tokens.reshape(tokens.shape[0], -1, w)

@@ -1,37 +1,30 @@
-"""The parts of a pretrained decoder: norms, feed-forward networks, causal attention, and the block that they make."""
+"""The layer of a pretrained decoder: norms, causal attention inside a window, and a feed-forward network."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.attention import merge_heads, split_heads
-from meliad_like.layers.basic import LayerNorm, Linear, RMSNorm, dropout
+from meliad_like.layers.basic import ACTIVATIONS, LayerNorm, Linear, RMSNorm, dropout
 from meliad_like.layers.positions import rotate
-from meliad_like.models.pretrained.config import Activation, PretrainedConfig
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.skeleton import Layer
 
 normal = jax.nn.initializers.normal(0.02)
 zeros = jax.nn.initializers.zeros
 
 
 class KeyValueCache(NamedTuple):
-    """The keys and values of one layer, by position in the window (`s`) and head of keys and values (`g`)."""
+    """The keys and values of one layer while decoding, by offset in the window (`w`) and head of keys (`g`)."""
 
-    key: Float[Array, "b g s k"]
-    value: Float[Array, "b g s k"]
-
-
-class Inserted(NamedTuple):
-    """The vectors that a window receives from the window before; they are keys and values but not queries."""
-
-    vectors: Float[Array, "b e d"]
-    present: Bool[Array, " b"]
-    """False in a document's first window."""
+    key: Float[Array, "b g w k"]
+    value: Float[Array, "b g w k"]
 
 
-def make_norm(config: PretrainedConfig, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
+def make_norm(config: PretrainedConfig, rngs) -> LayerNorm | RMSNorm:
     """The norm of the architecture, with the config's epsilon."""
     if config.architecture == "gpt2":
         return LayerNorm(config.model_width, config.norm_epsilon, rngs=rngs)
@@ -40,21 +33,16 @@ def make_norm(config: PretrainedConfig, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
     return norm
 
 
-def activate(x: Float[Array, "..."], name: Activation) -> Float[Array, "..."]:
-    """An activation by its name in the config."""
-    if name in ("gelu", "gelu_tanh"):
-        return jax.nn.gelu(x, approximate=name == "gelu_tanh")
-    return {"relu": jax.nn.relu, "silu": jax.nn.silu, "tanh": jnp.tanh}[name](x)
-
-
-class Block(nnx.Module):
+class Block(Layer):
     """Causal attention and a feed-forward network, each after a norm and added to the residual stream.
 
-    Radford et al. 2019 (GPT-2); Touvron et al. 2023 (Llama), with grouped heads (Ainslie et al. 2023).
+    Radford et al. 2019 (GPT-2); Touvron et al. 2023 (Llama), with grouped heads (Ainslie et al. 2023). The vectors
+    inserted into the window, `shared["inserted"]`, are keys and values but not queries.
     """
 
-    def __init__(self, config: PretrainedConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: PretrainedConfig, index: int, *, rngs):
         self.config = config
+        self.has_insertions = index in config.insertion_indices
         d, f = config.model_width, config.feedforward_width
         queries, keys = config.num_heads * config.head_size, config.num_key_value_heads * config.head_size
         llama = config.architecture == "llama"
@@ -80,91 +68,93 @@ class Block(nnx.Module):
         self.feedforward_hidden = linear(d, f, "model", "feedforward")
         self.feedforward_output = linear(f, d, "feedforward", "model")
 
-    def init_cache(self, b: int, dtype) -> KeyValueCache:
-        """An empty cache for a window."""
-        config = self.config
-        shape = (b, config.num_key_value_heads, config.window_length, config.head_size)
-        return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    def init_carry(self, b: int, dtype, decoding: bool) -> KeyValueCache | None:
+        if not decoding:
+            return None
+        empty = jnp.zeros((b, self.config.num_key_value_heads, self.config.window_length, self.config.head_size), dtype)
+        return KeyValueCache(empty, empty)
 
     def __call__(
         self,
-        x: Float[Array, "b t d"],
-        position: Int[Array, "b t"],
-        cache: KeyValueCache | None = None,
-        inserted: Inserted | None = None,
+        x: Float[Array, "b n d"],
+        carry: KeyValueCache | None,
+        positions: Int[Array, "b c"],
+        shared: dict[str, Any],
         dropout_key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "b t d"], KeyValueCache | None]:
-        """Applies the block to consecutive tokens of a window.
-
-        Args:
-            x: the tokens' vectors.
-            position: where they stand in the window, one after the other.
-            cache: of the tokens of the window before them; None: these are all.
-            inserted: the vectors from the window before.
-            dropout_key: random key in training; None: no dropout.
-
-        Returns:
-            The block's output, and the cache with these tokens in it.
-        """
+    ) -> tuple[Float[Array, "b n d"], KeyValueCache | None]:
+        c = positions.shape[1]
         keys = [None] * 3 if dropout_key is None else list(jax.random.split(dropout_key, 3))
-        attended, cache = self._attention(self.attention_norm(x), position, cache, inserted, keys[0])
-        x = x + dropout(self.output(attended), self.config.dropout_rate, keys[1])
-        y = self.feedforward_norm(x)
-        hidden = self.feedforward_hidden(y)
-        if self.feedforward_gate is None:
-            hidden = activate(hidden, self.config.activation)
-        else:
-            hidden = activate(self.feedforward_gate(y), self.config.activation) * hidden
-        return x + dropout(self.feedforward_output(hidden), self.config.dropout_rate, keys[2]), cache
+        windows = rearrange(self.attention_norm(x), "b (c w) d -> (b c) w d", c=c)
+        w = windows.shape[1]
+        query, key, value = self._heads(windows, jnp.arange(w)[None])
+        if carry is not None:
+            last = (rearrange(y, "(b c) g w k -> b c g w k", c=c)[:, -1] for y in (key, value))
+            carry = KeyValueCache(*last)
+        visible = jnp.broadcast_to(jnp.tri(w, dtype=bool), (len(windows), w, w))
+        mixed = self._attend(query, key, value, visible, shared, positions.reshape(-1) > 0, keys[0])
+        return self._finish(x, rearrange(mixed, "(b c) w i -> b (c w) i", c=c), keys[1], keys[2]), carry
 
-    def _attention(self, y, position, cache, inserted, dropout_key):
+    def decode_step(
+        self, x: Float[Array, "b d"], carry: KeyValueCache, position: Int[Array, " b"], shared: dict[str, Any]
+    ) -> tuple[Float[Array, "b d"], KeyValueCache]:
+        w, offset, lanes = self.config.window_length, self.config.offset(position), jnp.arange(len(x))
+        query, key, value = self._heads(self.attention_norm(x)[:, None], offset[:, None])
+        carry = KeyValueCache(
+            carry.key.at[lanes, :, offset].set(key[:, :, 0]), carry.value.at[lanes, :, offset].set(value[:, :, 0])
+        )
+        visible = (jnp.arange(w) <= offset[:, None])[:, None]
+        mixed = self._attend(query, *carry, visible, shared, position >= w, None)
+        return self._finish(x, mixed[:, 0], None, None), carry
+
+    def _heads(self, y: Float[Array, "l t d"], offset: Int[Array, "#l t"]):
+        """Queries, keys and values of tokens at these offsets in their windows, by head."""
         config, g = self.config, self.config.num_key_value_heads
-        query = split_heads(self.query(y), config.num_heads)
-        key, value = split_heads(self.key(y), g), split_heads(self.value(y), g)
+        query, key, value = self.query(y), self.key(y), self.value(y)
+        query, key, value = split_heads(query, config.num_heads), split_heads(key, g), split_heads(value, g)
         if config.architecture == "llama":
-            query, key = (rotate(x, position[:, None], config.rotary_base) for x in (query, key))
-        if cache is not None:
-            cache = KeyValueCache(*map(_write, cache, (key, value), (position[:, 0], position[:, 0])))
-            key, value = cache
-            visible = jnp.arange(key.shape[2]) <= position[:, :, None]
-        else:
-            visible = jnp.broadcast_to(jnp.tri(y.shape[1], dtype=bool), (y.shape[0], y.shape[1], y.shape[1]))
+            query, key = (rotate(x, offset[:, None], config.rotary_base) for x in (query, key))
+        return query, key, value
+
+    def _attend(self, query, key, value, visible, shared, present: Bool[Array, " l"], dropout_key):
+        """Attention to the tokens of the window, and to the inserted vectors in windows where they are present."""
+        inserted = shared.get("inserted") if self.has_insertions else None
         if inserted is not None:
-            vectors = inserted.vectors.astype(y.dtype)
-            if config.insertion_point == "before_norm":
+            vectors, g = inserted.astype(query.dtype), self.config.num_key_value_heads
+            assert self.config.summary is not None
+            if self.config.summary.insertion_point == "before_norm":
                 vectors = self.attention_norm(vectors)
-            # No position is added to them, and rotary positions do not turn them.
+            # No position is added to the vectors, and rotary positions do not turn them.
             key = jnp.concatenate([split_heads(self.key(vectors), g), key], axis=2)
             value = jnp.concatenate([split_heads(self.value(vectors), g), value], axis=2)
-            present = jnp.broadcast_to(inserted.present[:, None, None], (*y.shape[:2], vectors.shape[1]))
+            present = jnp.broadcast_to(present[:, None, None], (*visible.shape[:2], vectors.shape[1]))
             visible = jnp.concatenate([present, visible], axis=2)
-        return merge_heads(attend(query, key, value, visible, config.dropout_rate, dropout_key)), cache
+        return merge_heads(attend(query, key, value, visible, self.config.dropout_rate, dropout_key))
+
+    def _finish(self, x, mixed, attention_key, feedforward_key):
+        rate, activation = self.config.dropout_rate, ACTIVATIONS[self.config.activation]
+        x = x + dropout(self.output(mixed), rate, attention_key)
+        y = self.feedforward_norm(x)
+        hidden = self.feedforward_hidden(y)
+        gate = self.feedforward_gate
+        hidden = activation(hidden) if gate is None else activation(gate(y)) * hidden
+        return x + dropout(self.feedforward_output(hidden), rate, feedforward_key)
 
 
 def attend(
-    query: Float[Array, "b h t k"],
-    key: Float[Array, "b g s k"],
-    value: Float[Array, "b g s k"],
-    visible: Bool[Array, "b t s"],
+    query: Float[Array, "l h t k"],
+    key: Float[Array, "l g s k"],
+    value: Float[Array, "l g s k"],
+    visible: Bool[Array, "l t s"],
     dropout_rate: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
-) -> Float[Array, "b h t k"]:
+) -> Float[Array, "l h t k"]:
     """Scaled dot-product attention, in which each head of keys serves h / g consecutive heads of queries.
 
     The softmax is float32. Every query must see a key.
     """
-    b, h, t, k = query.shape
-    grouped = query.reshape(b, key.shape[1], -1, t, k)
-    scores = jnp.einsum("bgqtk,bgsk->bgqts", grouped, key, preferred_element_type=jnp.float32) * k**-0.5
+    h, k = query.shape[1], query.shape[-1]
+    grouped = rearrange(query, "l (g q) t k -> l g q t k", g=key.shape[1])
+    scores = jnp.einsum("lgqtk,lgsk->lgqts", grouped, key, preferred_element_type=jnp.float32) * k**-0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1).astype(value.dtype)
     weights = dropout(weights, dropout_rate, dropout_key)
-    return jnp.einsum("bgqts,bgsk->bgqtk", weights, value).reshape(b, h, t, k)
-
-
-def _write(
-    cached: Float[Array, "b g s k"], new: Float[Array, "b g t k"], first: Int[Array, " b"]
-) -> Float[Array, "b g s k"]:
-    """`cached` with `new` from position `first` of each lane on."""
-    return jax.vmap(lambda old, new, first: jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=1))(
-        cached, new.astype(cached.dtype), first
-    )
+    return rearrange(jnp.einsum("lgqts,lgsk->lgqtk", weights, value), "l g q t k -> l (g q) t k", q=h // key.shape[1])

@@ -1,0 +1,126 @@
+"""A recurrence between the windows of a pretrained decoder: a window is summarised in vectors for the next window.
+
+Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 3.1. Equation 1 is a sum over the tokens of
+a window, but the text calls it an average: `sum` is the equation, `mean` the text. The vectors are additional keys and
+values in some layers of the next window, in the same softmax as its own tokens. So the mechanism belongs to decoders
+that read windows, and not to the layers of `models/decoder.py`.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from meliad_like.errors import UserError
+from meliad_like.layers.basic import ACTIVATIONS, Activation, Linear, fan_in_scaled, over_root_mean_square, parameter
+from meliad_like.mechanisms.base import MechanismConfig
+from meliad_like.registry import Registry
+from meliad_like.sizes import size
+from meliad_like.validation import check_choices, check_not_negative, check_positive
+
+WINDOW_MECHANISMS = Registry("mechanism of a pretrained decoder")
+
+zeros = jax.nn.initializers.zeros
+
+
+@WINDOW_MECHANISMS.register("window_summary")
+@dataclasses.dataclass(frozen=True)
+class WindowSummary(MechanismConfig):
+    """The recurrence, by default that of the paper where it states its settings."""
+
+    layers: tuple[int, ...] = size((1,), "layer_indices")
+    """The layers, counted from 0, whose attention receives the vectors; negative numbers count from the end. The
+    paper's layer 2 is (1,)."""
+    insertion_point: Literal["before_norm", "after_norm"] = "before_norm"
+    """Whether the inserted vectors pass that layer's attention norm, as the tokens do."""
+    num_inserted: int = size(1, "fixed")
+    """The number of inserted vectors."""
+    pooling: Literal["mean", "sum", "max", "attention"] = "mean"
+    """How the hidden vectors of a window become one: `attention` has one learned key."""
+    pooled_layers: Literal["blocks", "final_norm"] = "blocks"
+    """The output of the last layer that is pooled: that of its `blocks`, or after the model's `final_norm`."""
+    normalise_pooled: bool = False
+    """Whether each token's output of each layer is divided by its root mean square before it is weighed. Pretrained
+    decoders have first tokens with outputs a hundred times those of others, and last layers with ten times those of
+    the first, which otherwise dominate the result."""
+    width: int = size(200, "width")
+    """Width of the hidden layers of the feed-forward network between windows."""
+    depth: int = size(3, "fixed")
+    """Number of those hidden layers."""
+    activation: Activation = "relu"
+    scale: float = 1.0
+    """Factor on the initial weights of that network's last layer. With 0, and inserted `after_norm`, training begins
+    with vectors of zeros, which change the model the least."""
+    rate: float = 1.0
+    """Factor on the learning rate of the recurrence, whose parameters are new."""
+
+    def __post_init__(self):
+        check_choices(self)
+        check_positive(self, ("num_inserted", "width"))
+        check_not_negative(self, ("depth", "scale"))
+        if not self.rate > 0:
+            raise UserError(f"WindowSummary.rate={self.rate} must be positive")
+
+    def extended_by(self, other: "WindowSummary | None") -> bool:
+        """Whether the other config describes a recurrence with the same parameters and the same result."""
+        same = {"scale": self.scale, "rate": self.rate}
+        return other is not None and dataclasses.replace(other, **same) == self
+
+    def flops_per_window(self, num_layers: int, model_width: int, window_length: int) -> float:
+        """The operations of a window's summary: weighing the layers, pooling by attention, and the network."""
+        sizes = [model_width, *[self.width] * self.depth, self.num_inserted * model_width]
+        network = sum(2 * size_in * size_out for size_in, size_out in itertools.pairwise(sizes))
+        weighing = 2 * num_layers * model_width * window_length
+        pooling = 2 * 2 * window_length * model_width if self.pooling == "attention" else 0
+        return network + weighing + pooling
+
+
+class Recurrence(nnx.Module):
+    """Weighs the layers, pools the tokens, and computes the vectors that the next window can attend to."""
+
+    def __init__(self, config: WindowSummary, num_layers: int, model_width: int, epsilon: float, *, rngs: nnx.Rngs):
+        self.config, self.epsilon = config, epsilon
+        self.layer_scores = parameter(rngs.params(), zeros, (num_layers,), (None,))
+        # Zeros make it an average at the start of training.
+        pooled = config.pooling == "attention"
+        self.pooling_key = parameter(rngs.params(), zeros, (model_width,), ("model",)) if pooled else None
+        sizes = [model_width, *[config.width] * config.depth, config.num_inserted * model_width]
+        scales = [1.0] * config.depth + [config.scale]
+        # Small and replicated on all devices, so that its inner sizes need not be multiples of the mesh's.
+        self.layers = nnx.List(
+            Linear(size_in, size_out, (None, None), rngs=rngs, initializer=fan_in_scaled(scale), bias_initializer=zeros)
+            for (size_in, size_out), scale in zip(itertools.pairwise(sizes), scales, strict=True)
+        )
+
+    def weigh(self, outputs: Sequence[Float[Array, "*batch d"]]) -> Float[Array, "*batch d"]:
+        """The sum of all layers' outputs, weighted by a softmax over layers (equation 1, the inner sum)."""
+        weights = jax.nn.softmax(self.layer_scores[...]).astype(outputs[0].dtype)
+        if self.config.normalise_pooled:
+            outputs = [over_root_mean_square(output, self.epsilon).astype(output.dtype) for output in outputs]
+        return sum(weight * output for weight, output in zip(weights, outputs, strict=True))  # type: ignore[return-value]
+
+    def pool(self, weighed: Float[Array, "b w d"]) -> Float[Array, "b d"]:
+        """One vector for a whole window (equation 1, the outer sum, z)."""
+        y = weighed.astype(jnp.float32)
+        if self.pooling_key is not None:
+            scores = jnp.einsum("bwd,d->bw", y, self.pooling_key[...]) * y.shape[-1] ** -0.5
+            return jnp.einsum("bw,bwd->bd", jax.nn.softmax(scores, axis=1), y)
+        return {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max}[self.config.pooling](y, axis=1)
+
+    def __call__(self, weighed: Float[Array, "b w d"]) -> Float[Array, "b e d"]:
+        """The vectors for the next window (h_prev): a feed-forward network of the pooled vector, float32.
+
+        Args:
+            weighed: the result of `weigh` for all tokens of a window.
+        """
+        x = self.pool(weighed)
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i < self.config.depth:
+                x = ACTIVATIONS[self.config.activation](x)
+        return x.reshape(x.shape[0], self.config.num_inserted, -1)
