@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import tiny_run
 from tiny_run import assert_same_bits, mesh_of_the_first_devices, read_metrics
-from ways import assert_same, begin, decode, read, starts
+from ways import (
+    W,
+    begin,
+    check_documents,
+    check_lanes,
+    check_segments,
+    check_token_by_token,
+    decode,
+    starts,
+    tokens_of,
+)
 
 from meliad_like import config
 from meliad_like.data.batch import Batch
@@ -29,7 +39,7 @@ from meliad_like.run.setup import set_up
 from meliad_like.run.training import train
 from meliad_like.training.checkpoints import Checkpoints
 
-B, C, W, V = 8, 8, 4, 64
+B, C, V = 8, 8, 64
 
 
 class Example(NamedTuple):
@@ -71,69 +81,28 @@ def make(name):
     return model, jax.tree.map(perturb, model.init(jax.random.key(0)))
 
 
-def tokens_of(b, blocks, seed=0):
-    return np.random.default_rng(seed).integers(0, V, (b, blocks * W), np.int32)
-
-
 def test_every_mechanism_is_here():
     assert set(EXAMPLES) == set(MECHANISMS)
 
 
 @of_each_mechanism
 def test_token_by_token_equals_segments(name):
-    model, params = make(name)
-    segments = np.split(tokens_of(2, 12), 3, axis=1)
-    expected, carry = [], begin(model, params, 2)
-    for segment in segments:
-        logits, carry = read(model, params, segment, carry, starts(2, 4))
-        expected.append(logits)
-    carry = begin(model, params, 2, decoding=True)
-    first, carry = decode(model, params, segments[0], carry)
-    # From decoding to segments and back.
-    second, carry = read(model, params, segments[1], carry, starts(2, 4))
-    third, _ = decode(model, params, segments[2], carry)
-    assert_same([first, second, third], expected)
+    check_token_by_token(*make(name))
 
 
 @of_each_mechanism
 def test_lanes_decode_independently(name):
-    model, params = make(name)
-    tokens, carries = tokens_of(2, 6), []
-    # Lane 1 is 3 tokens behind: the lanes' blocks end at different steps.
-    for lane, length in ((0, 6), (1, 3)):
-        carry = begin(model, params, 1, decoding=True)
-        carries.append(decode(model, params, tokens[lane : lane + 1, :length], carry)[1])
-    carry = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), *carries)
-    logits, _ = decode(model, params, np.stack([tokens[0, 6:22], tokens[1, 3:19]]), carry)
-    expected, _ = read(model, params, tokens, begin(model, params, 2), starts(2, 6))
-    assert_same(logits, jnp.stack([expected[0, 6:22], expected[1, 3:19]]))
+    check_lanes(*make(name))
 
 
 @of_each_mechanism
 def test_a_book_in_segments_is_the_book(name):
-    model, params = make(name)
-    tokens = tokens_of(2, 8)
-    whole, whole_carry = read(model, params, tokens, begin(model, params, 2), starts(2, 8))
-    for blocks in (1, 4):
-        carry, pieces = begin(model, params, 2), []
-        for segment in np.split(tokens, 8 // blocks, axis=1):
-            logits, carry = read(model, params, segment, carry, starts(2, blocks))
-            pieces.append(logits)
-        assert_same(jnp.concatenate(pieces, axis=1), whole)
-        assert_same(carry, whole_carry)
+    check_segments(*make(name))
 
 
 @of_each_mechanism
 def test_documents_know_nothing_of_each_other(name):
-    model, params = make(name)
-    tokens = tokens_of(2, 6)
-    _, carry = read(model, params, tokens_of(2, 6, seed=1), begin(model, params, 2), starts(2, 6))
-    together, _ = read(model, params, tokens, carry, starts(2, 6, (0, 1), (0, 4), (1, 0)))
-    for lane, first, last in ((0, W, 4 * W), (0, 4 * W, 6 * W), (1, 0, 6 * W)):
-        alone = np.zeros((2, 6 * W), np.int32)
-        alone[0, : last - first] = tokens[lane, first:last]
-        expected, _ = read(model, params, alone, begin(model, params, 2), starts(2, 6))
-        assert_same(together[lane, first:last], expected[0, : last - first])
+    check_documents(*make(name))
 
 
 @of_each_mechanism

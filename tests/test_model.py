@@ -9,7 +9,20 @@ import numpy as np
 import pytest
 from decoders import recurrent
 from dense_model import DenseModel
-from ways import V, W, assert_same, begin, decode, read, starts, tokens_of
+from ways import (
+    V,
+    W,
+    assert_same,
+    begin,
+    check_documents,
+    check_lanes,
+    check_segments,
+    check_token_by_token,
+    decode,
+    read,
+    starts,
+    tokens_of,
+)
 
 from meliad_like.conversion.meliad import to_meliad
 from meliad_like.layers.attention import ring_square
@@ -59,9 +72,10 @@ CONFIGS |= {
     "memory and feedback": recurrent(SKIP, **THREE, feedback="last", position=Rotary()).with_mechanism(MEMORY),
     "memory beside states": SKIP.with_mechanism(dataclasses.replace(MEMORY, layers=(0, 1))),
 }
-# As few as show every way through the code: compiling takes most of the time.
-WAYS = ("slide", "fixed:skip", "lstm:dual", "lstm:single", "rotary", "none", "infused", "unmasked")
-WAYS += ("feedback of the last", "feedback of all", "memory", "memory of buckets", "memory and feedback")
+# As few as show every way through the code, because compiling takes most of the time.
+# Single mechanisms are in test_mechanisms.py.
+WAYS = ("lstm:dual", "lstm:single", "rotary", "none", "infused", "unmasked", "feedback of the last", "feedback of all")
+WAYS += ("memory of buckets", "memory and feedback")
 WAYS += ("memory beside states",)
 
 
@@ -99,49 +113,18 @@ def test_equals_the_dense_model(name):
 
 @pytest.mark.parametrize("name", WAYS)
 def test_decoding_equals_the_parallel_pass(name):
-    model, params = make(CONFIGS[name])
-    segments = np.split(tokens_of(2, 12), 3, axis=1)
-    expected, carry = [], begin(model, params, 2)
-    for segment in segments:
-        logits, carry = read(model, params, segment, carry, starts(2, 4))
-        expected.append(logits)
-    carry = begin(model, params, 2, decoding=True)
-    first, carry = decode(model, params, segments[0], carry)
-    # From decoding to segments and back.
-    second, carry = read(model, params, segments[1], carry, starts(2, 4))
-    third, _ = decode(model, params, segments[2], carry)
-    assert_same([first, second, third], expected)
+    check_token_by_token(*make(CONFIGS[name]))
 
 
-@pytest.mark.parametrize("name", ["two", "rotary", "infused", "feedback of all", "memory"])
+@pytest.mark.parametrize("name", ["two", "rotary", "infused", "feedback of all"])
 def test_a_book_in_segments_is_the_book(name):
-    model, params = make(CONFIGS[name])
-    tokens = tokens_of(2, 8)
-    whole, whole_carry = read(model, params, tokens, begin(model, params, 2), starts(2, 8))
-    for blocks in (1, 2, 4):
-        carry, pieces = begin(model, params, 2), []
-        for segment in np.split(tokens, 8 // blocks, axis=1):
-            logits, carry = read(model, params, segment, carry, starts(2, blocks))
-            pieces.append(logits)
-        assert_same(jnp.concatenate(pieces, axis=1), whole)
-        assert_same(carry, whole_carry)
+    check_segments(*make(CONFIGS[name]))
 
 
-@pytest.mark.parametrize("name", ["two", "slide", "unmasked", "feedback", "memory", "memory of buckets"])
+@pytest.mark.parametrize("name", ["two", "unmasked", "feedback", "memory of buckets"])
 def test_documents_that_begin_within_a_segment_are_separate(name):
-    model, params = make(CONFIGS[name])
-    tokens, n = tokens_of(2, 6), 6 * W
-    # Both lanes are inside a document before; lane 0 has two beginnings, lane 1 begins at once.
-    _, carry = read(model, params, tokens_of(2, 6, seed=1), begin(model, params, 2), starts(2, 6))
-    at = [(0, 1), (0, 4), (1, 0)]
-    together, carry = read(model, params, tokens, carry, starts(2, 6, *at))
-    assert carry.position.tolist() == [2 * W, 6 * W]
-    for lane, first, last in ((0, W, 4 * W), (0, 4 * W, n), (1, 0, n)):
-        alone = np.zeros((2, n), np.int32)
-        alone[0, : last - first] = tokens[lane, first:last]
-        expected, alone_carry = read(model, params, alone, begin(model, params, 2), starts(2, 6))
-        assert_same(together[lane, first:last], expected[0, : last - first])
-    for ours, theirs in zip(carry.layers, alone_carry.layers):
+    carry, alone = check_documents(*make(CONFIGS[name]))
+    for ours, theirs in zip(carry.layers, alone.layers, strict=True):
         assert_same(jax.tree.map(lambda x: x[1], ours), jax.tree.map(lambda x: x[0], theirs))
 
 
@@ -192,19 +175,7 @@ def test_states_may_reach_no_token_of_their_own_block():
 
 
 def test_lanes_decode_independently():
-    model, params = make(CONFIGS["lstm:dual"])
-    tokens, carries = tokens_of(2, 6), []
-    # Lane 1 is 3 tokens behind: the lanes' blocks end at different steps.
-    for lane, steps in ((0, 2), (1, 1)):
-        carry = begin(model, params, 1, decoding=True)
-        for step in range(steps):
-            _, carry = decode(model, params, tokens[lane : lane + 1, 3 * step : 3 * step + 3], carry)
-        carries.append(carry)
-    carry = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), *carries)
-    assert carry.position.tolist() == [6, 3]
-    logits, _ = decode(model, params, np.stack([tokens[0, 6:22], tokens[1, 3:19]]), carry)
-    expected, _ = read(model, params, tokens, begin(model, params, 2), starts(2, 6))
-    assert_same(logits, jnp.stack([expected[0, 6:22], expected[1, 3:19]]))
+    check_lanes(*make(CONFIGS["lstm:dual"]))
 
 
 def test_cleared_states_start_every_segment_anew():

@@ -7,7 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ways import V, W, assert_same, begin, decode, read, starts, tokens_of
+from ways import (
+    V,
+    W,
+    assert_same,
+    begin,
+    check_documents,
+    check_lanes,
+    check_segments,
+    check_token_by_token,
+    read,
+    starts,
+    tokens_of,
+)
 
 from meliad_like.errors import UserError
 from meliad_like.layers.positions import sinusoids
@@ -111,58 +123,21 @@ def test_equals_the_dense_model(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_token_by_token_equals_blocks(name):
-    model, params = make(name)
-    segments = np.split(tokens_of(2, 12), 3, axis=1)
-    expected, carry = [], begin(model, params, 2)
-    for segment in segments:
-        logits, carry = read(model, params, segment, carry, starts(2, 4))
-        expected.append(logits)
-    carry = begin(model, params, 2, decoding=True)
-    first, carry = decode(model, params, segments[0], carry)
-    # From decoding to segments and back.
-    second, carry = read(model, params, segments[1], carry, starts(2, 4))
-    third, _ = decode(model, params, segments[2], carry)
-    assert_same([first, second, third], expected)
+    check_token_by_token(*make(name))
 
 
 def test_lanes_decode_independently():
-    model, params = make("longer cache")
-    tokens, carries = tokens_of(2, 6), []
-    # Lane 1 is 3 tokens behind: the lanes' blocks end at different steps.
-    for lane, count in ((0, 6), (1, 3)):
-        carry = begin(model, params, 1, decoding=True)
-        carries.append(decode(model, params, tokens[lane : lane + 1, :count], carry)[1])
-    carry = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), *carries)
-    logits, _ = decode(model, params, np.stack([tokens[0, 6:22], tokens[1, 3:19]]), carry)
-    expected, _ = read(model, params, tokens, begin(model, params, 2), starts(2, 6))
-    assert_same(logits, jnp.stack([expected[0, 6:22], expected[1, 3:19]]))
+    check_lanes(*make("longer cache"))
 
 
 @pytest.mark.parametrize("name", ["longer cache", "baseline"])
 def test_a_book_in_segments_is_the_book(name):
-    model, params = make(name)
-    tokens = tokens_of(2, 6)
-    whole, whole_carry = read(model, params, tokens, begin(model, params, 2), starts(2, 6))
-    for blocks in (1, 3):
-        carry, pieces = begin(model, params, 2), []
-        for segment in np.split(tokens, 6 // blocks, axis=1):
-            logits, carry = read(model, params, segment, carry, starts(2, blocks))
-            pieces.append(logits)
-        assert_same(jnp.concatenate(pieces, axis=1), whole)
-        assert_same(carry, whole_carry)
+    check_segments(*make(name))
 
 
 @pytest.mark.parametrize("name", ["shortformer", "longer cache"])
 def test_documents_that_begin_within_a_segment_are_separate(name):
-    model, params = make(name)
-    tokens = tokens_of(2, 6)
-    _, carry = read(model, params, tokens_of(2, 6, seed=1), begin(model, params, 2), starts(2, 6))
-    together, _ = read(model, params, tokens, carry, starts(2, 6, (0, 2), (1, 0)))
-    for lane, first in ((0, 2 * W), (1, 0)):
-        alone = np.zeros((1, 6 * W), np.int32)
-        alone[0, : 6 * W - first] = tokens[lane, first:]
-        expected, _ = read(model, params, alone, begin(model, params, 1), starts(1, 6))
-        assert_same(together[lane, first:], expected[0, : 6 * W - first])
+    check_documents(*make(name))
 
 
 @pytest.mark.parametrize("name", ["shortformer", "infused, no cache", "longer cache"])

@@ -48,3 +48,58 @@ def starts(b, blocks, *at):
 
 def assert_same(ours, theirs):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), ours, theirs)
+
+
+def check_token_by_token(model, params):
+    """Decoding equals the segments, also after changes from decoding to segments and back."""
+    segments = np.split(tokens_of(2, 12), 3, axis=1)
+    expected, carry = [], begin(model, params, 2)
+    for segment in segments:
+        logits, carry = read(model, params, segment, carry, starts(2, 4))
+        expected.append(logits)
+    carry = begin(model, params, 2, decoding=True)
+    first, carry = decode(model, params, segments[0], carry)
+    second, carry = read(model, params, segments[1], carry, starts(2, 4))
+    third, _ = decode(model, params, segments[2], carry)
+    assert_same([first, second, third], expected)
+
+
+def check_lanes(model, params):
+    """Lanes decode independently: lane 1 is 3 tokens behind, so that the lanes' blocks end at different steps."""
+    tokens, carries = tokens_of(2, 6), []
+    for lane, length in ((0, 6), (1, 3)):
+        carry = begin(model, params, 1, decoding=True)
+        carries.append(decode(model, params, tokens[lane : lane + 1, :length], carry)[1])
+    carry = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), *carries)
+    assert carry.position.tolist() == [6, 3]
+    logits, _ = decode(model, params, np.stack([tokens[0, 6:22], tokens[1, 3:19]]), carry)
+    expected, _ = read(model, params, tokens, begin(model, params, 2), starts(2, 6))
+    assert_same(logits, jnp.stack([expected[0, 6:22], expected[1, 3:19]]))
+
+
+def check_segments(model, params):
+    """A document that is read in segments gives the same results and the same carry as the whole document."""
+    tokens = tokens_of(2, 8)
+    whole, whole_carry = read(model, params, tokens, begin(model, params, 2), starts(2, 8))
+    for blocks in (1, 4):
+        carry, pieces = begin(model, params, 2), []
+        for segment in np.split(tokens, 8 // blocks, axis=1):
+            logits, carry = read(model, params, segment, carry, starts(2, blocks))
+            pieces.append(logits)
+        assert_same(jnp.concatenate(pieces, axis=1), whole)
+        assert_same(carry, whole_carry)
+
+
+def check_documents(model, params):
+    """Documents that begin inside of a segment equal the same documents alone, and leave the same carry."""
+    tokens, n = tokens_of(2, 6), 6 * W
+    # Both lanes continue another document; lane 0 has two beginnings, lane 1 begins at once.
+    _, carry = read(model, params, tokens_of(2, 6, seed=1), begin(model, params, 2), starts(2, 6))
+    together, carry = read(model, params, tokens, carry, starts(2, 6, (0, 1), (0, 4), (1, 0)))
+    assert carry.position.tolist() == [2 * W, 6 * W]
+    for lane, first, last in ((0, W, 4 * W), (0, 4 * W, n), (1, 0, n)):
+        alone = np.zeros((2, n), np.int32)
+        alone[0, : last - first] = tokens[lane, first:last]
+        expected, alone_carry = read(model, params, alone, begin(model, params, 2), starts(2, 6))
+        assert_same(together[lane, first:last], expected[0, : last - first])
+    return carry, alone_carry
