@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meliad_like.conversion.gguf_model import read_gguf
-from meliad_like.conversion.huggingface import read_huggingface
-from meliad_like.data.vocabulary import TokenizersVocabularyConfig, make_vocabulary
+from meliad_like.conversion.pretrained_files import read_gguf, read_huggingface
+from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
 
@@ -52,7 +51,7 @@ def main() -> None:
         f"with {(peak_bytes() - before) / size:.2f} times their memory",
         flush=True,
     )
-    vocabulary = make_vocabulary(TokenizersVocabularyConfig(model_file=str(arguments.model)))
+    vocabulary = TokenizersVocabularyConfig(model_file=str(arguments.model)).make()
     # A window has one more token than inputs: its last target.
     config = dataclasses.replace(pretrained.config, window_length=arguments.window)
     model = Model(config, pretrained.vocabulary_size)

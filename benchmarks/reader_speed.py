@@ -13,8 +13,10 @@ import numpy as np
 from absl import app, flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meliad_like.data.lanes import LanesReader
 from meliad_like.data.loading import load_batches
-from meliad_like.data.readers import LanesReader, ReaderConfig, Split
+from meliad_like.data.readers import ReaderConfig
+from meliad_like.data.subset import Documents
 from meliad_like.data.token_store import TokenStore
 
 STORE = flags.DEFINE_string("store", None, "Token store; without one, documents are made up.")
@@ -54,7 +56,7 @@ def measure(next_batch, seconds: float) -> tuple[float, float]:
     return count * tokens / elapsed, 1000 * elapsed / count
 
 
-def report(split: Split, vocabulary_size: int) -> None:
+def report(split: Documents, vocabulary_size: int) -> None:
     config = ReaderConfig(segment_length=SEGMENT_LENGTH.value, tokens_per_step=TOKENS_PER_STEP.value)
     reader = LanesReader(
         split, config.num_lanes, config.segment_length, WINDOW_LENGTH.value, vocabulary_size=vocabulary_size

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
-from meliad_like.errors import UserError, bucket_errors, is_full_disk
+from meliad_like.errors import MissingStoreError, UserError, bucket_errors, is_full_disk
 
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig
@@ -58,6 +59,9 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
                 given = f"not {words[0]!r}" if words else "which is missing"
                 raise UserError(f"the first argument must be {' or '.join(subjects)}, {given}")
             return main(*words)
+        except MissingStoreError as error:
+            flags = [f"--gin_file={name}" for name in GIN_FILE.value] + [f"--gin_param={x}" for x in GIN_PARAM.value]
+            return _fail(MissingStoreError(error.folder, "".join(f" {shlex.quote(flag)}" for flag in flags)))
         except UserError as error:
             return _fail(error)
         except OSError as error:

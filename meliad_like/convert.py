@@ -37,14 +37,14 @@ def main(subject: str) -> None:
         if subject == "fairseq":
             raise UserError("checkpoints of fairseq are read, not written")
     if subject == "meliad":
-        from meliad_like.conversion.checkpoint import convert_from_meliad, convert_to_meliad
+        from meliad_like.conversion.meliad import convert_from_meliad, convert_to_meliad
 
         if REVERSE.value:
             convert_to_meliad(INPUT.value, OUTPUT.value)
         else:
             convert_from_meliad(INPUT.value, command_line.read_config(), OUTPUT.value)
     elif subject == "fairseq":
-        from meliad_like.conversion.fairseq_checkpoint import convert_from_fairseq
+        from meliad_like.conversion.fairseq import convert_from_fairseq
 
         convert_from_fairseq(INPUT.value, command_line.read_config(), OUTPUT.value)
     else:

@@ -1,6 +1,7 @@
 """The exception whose message is for the user, and groups of exceptions of disks, buckets and npz files."""
 
 import errno
+import shlex
 import sys
 import zipfile
 import zlib
@@ -12,6 +13,16 @@ class UserError(ValueError):
     The message is one line, which names the problem and its solution. Entry points print it
     without a traceback and exit with status 2; any other exception is a defect and keeps its traceback.
     """
+
+
+class MissingStoreError(UserError):
+    """There is no token store in a folder."""
+
+    def __init__(self, folder: str, flags: str = ""):
+        """`flags`: the flags of the command that describe the store's documents and vocabulary."""
+        self.folder = folder
+        command = f"python -m meliad_like.prepare{flags} --store={shlex.quote(folder)}"
+        super().__init__(f"there is no token store at {folder}: make it with {command}")
 
 
 DAMAGED_NPZ = (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError)

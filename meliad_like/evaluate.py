@@ -12,8 +12,7 @@ from meliad_like.errors import UserError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from meliad_like.data.readers import Concatenated
-    from meliad_like.data.token_store import Split
+    from meliad_like.data.subset import Documents
     from meliad_like.run.opening import OpenedCheckpoint
 
 CHECKPOINT = flags.DEFINE_string(
@@ -102,13 +101,13 @@ def main() -> None:
         report.write(evaluation, OUTPUT.value, **details)
 
 
-def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Split | Concatenated") -> None:
+def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Documents") -> None:
     """Prints the results and the cost of each --protocol, and writes them to --output."""
     import dataclasses
 
     from rich.console import Console
 
-    from meliad_like.data.readers import Concatenated
+    from meliad_like.data.subset import Concatenated
     from meliad_like.evaluation import protocols, report
     from meliad_like.resumable import write_json
 

@@ -13,7 +13,7 @@ WORKERS = flags.DEFINE_integer("workers", 0, "Processes that read and tokenise; 
 
 def main() -> None:
     run = command_line.read_config()
-    prepare(run.source, run.vocabulary, STORE.value or run.data.store, WORKERS.value)
+    prepare(run.source, run.vocabulary, STORE.value or run.data.store, WORKERS.value, for_training=True)
 
 
 if __name__ == "__main__":

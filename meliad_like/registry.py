@@ -14,11 +14,13 @@ never names it:
     class RunConfig:
         reader: Any = kind_field(READERS, LanesReaderConfig)
 
-Packages that register kinds when they are imported name their module in the entry-point group `meliad_like.kinds`.
+A role whose kinds are in modules of their own names these modules. Other packages name a module that registers kinds
+in the entry-point group `meliad_like.kinds`. Both are imported when a kind is looked up.
 """
 
 import dataclasses
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
@@ -33,8 +35,10 @@ Class = TypeVar("Class", bound=type)
 class Registry(Mapping[str, type]):
     """The config classes of one role, by name."""
 
-    def __init__(self, role: str):
+    def __init__(self, role: str, *modules: str):
+        """`modules`: full names of modules that register kinds of this role when they are imported."""
         self.role = role
+        self._modules = modules
         self._classes: dict[str, type] = {}
         self._loaded = False
 
@@ -48,12 +52,17 @@ class Registry(Mapping[str, type]):
 
         return add
 
+    def _load_own(self) -> dict[str, type]:
+        for module in self._modules:
+            importlib.import_module(module)
+        return self._classes
+
     def _load(self) -> dict[str, type]:
         if not self._loaded:
             self._loaded = True
             for entry_point in entry_points(group=ENTRY_POINTS):
                 entry_point.load()
-        return self._classes
+        return self._load_own()
 
     def __getitem__(self, name: str) -> type:
         """
@@ -61,13 +70,13 @@ class Registry(Mapping[str, type]):
           UserError: there is no such kind; the message lists the existing kinds.
         """
         # Kinds of this role's own room are found without loading any other room.
-        found = self._classes.get(name) or self._load().get(name)
+        found = self._load_own().get(name) or self._load().get(name)
         if found is None:
             raise UserError(f"{self.role}={name!r} is not one of {', '.join(sorted(self._classes))}")
         return found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._classes or name in self._load()
+        return name in self._load_own() or name in self._load()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._load())

@@ -15,8 +15,9 @@ from hypothesis import example, given, settings
 
 from meliad_like import config
 from meliad_like.config.fields import field_types
-from meliad_like.data.documents import TextSource, open_source
-from meliad_like.data.vocabulary import SentencePieceVocabularyConfig
+from meliad_like.data.documents import open_source
+from meliad_like.data.files_source import TextSource
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.models.base import MODELS
 from meliad_like.run.setup import set_up

@@ -14,10 +14,10 @@ import pytest
 from decoders import recurrent
 
 from meliad_like.config import RunConfig
-from meliad_like.conversion.checkpoint import convert_from_meliad, convert_to_meliad, read_meliad
-from meliad_like.conversion.meliad import from_meliad, to_meliad
+from meliad_like.conversion.meliad import convert_from_meliad, convert_to_meliad, from_meliad, read_meliad, to_meliad
 from meliad_like.data.readers import LanesReaderConfig
-from meliad_like.data.vocabulary import BytesVocabularyConfig, SentencePieceVocabularyConfig
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
+from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mechanisms.positions import Infused
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
@@ -139,12 +139,12 @@ def test_what_does_not_fit_is_named(tmp_path):
         np.savez(tmp_path / "theirs.npz", **arrays)
         convert_from_meliad(tmp_path / "theirs.npz", run_of(config), output)
 
-    with pytest.raises(UserError, match="no parameter transformer0/tbase/ffn/hidden0/kernel"):
+    with pytest.raises(UserError, match="has no tensor transformer0/tbase/ffn/hidden0/kernel"):
         convert(without(theirs, "transformer0/tbase/ffn/hidden0/kernel"))
     num_left = sum(name.startswith("transformer1/") for name in theirs)
-    with pytest.raises(UserError, match=rf"has no place for transformer1/.* \({num_left} such parameters\)"):
+    with pytest.raises(UserError, match=rf"has a tensor transformer1/.* no place for \({num_left} such tensors\)"):
         convert(theirs, dataclasses.replace(CONFIG.without_mechanism(RecurrentStates), num_layers=1))
-    with pytest.raises(UserError, match=r"transformer0/.* has shape .* in the checkpoint"):
+    with pytest.raises(UserError, match=r"transformer0/.* has shape .*, its config asks for"):
         convert(theirs, dataclasses.replace(CONFIG, feedforward_width=32))
     with pytest.raises(UserError, match=r"260 tokens and the vocabulary of the config 257.*size_multiple=260"):
         convert(theirs | {"embed/embedding": np.zeros((260, 8), np.float32)})

@@ -10,10 +10,10 @@ import pytest
 from test_golden_shortformer import CONFIG, THEIRS
 
 from meliad_like import config
-from meliad_like.conversion import fairseq_checkpoint
-from meliad_like.conversion.checkpoint import convert_from_meliad
+from meliad_like.conversion import fairseq
 from meliad_like.conversion.fairseq import from_fairseq
-from meliad_like.data.vocabulary import DictionaryVocabularyConfig
+from meliad_like.conversion.meliad import convert_from_meliad
+from meliad_like.data.dictionary_vocabulary import DictionaryVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.run.opening import open_checkpoint
@@ -34,28 +34,28 @@ def run(tmp_path):
 
 
 def test_a_checkpoint_becomes_a_folder_of_ours(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(fairseq_checkpoint, "read_fairseq", lambda path: STATE)
+    monkeypatch.setattr(fairseq, "read_fairseq", lambda path: STATE)
     folder = tmp_path / "ours" / "checkpoints"
-    fairseq_checkpoint.convert_from_fairseq("theirs.pt", run, folder)
+    fairseq.convert_from_fairseq("theirs.pt", run, folder)
     opened = open_checkpoint(folder)
     assert (opened.run.model, opened.vocabulary.size) == (CONFIG, 60)
     jax.tree.map(np.testing.assert_array_equal, opened.params, from_fairseq(THEIRS, Model(CONFIG, 60).abstract_params))
     with pytest.raises(UserError, match=r"has checkpoints already \(step 0\): choose another --output"):
-        fairseq_checkpoint.convert_from_fairseq("theirs.pt", run, folder)
+        fairseq.convert_from_fairseq("theirs.pt", run, folder)
 
 
 def test_what_does_not_fit_is_named(run, tmp_path):
     with pytest.raises(UserError, match="a checkpoint of fairseq is a Shortformer: add --gin_file=shortformer"):
-        fairseq_checkpoint.convert_from_fairseq("theirs.pt", config.parse(), tmp_path)
+        fairseq.convert_from_fairseq("theirs.pt", config.parse(), tmp_path)
     counted = dataclasses.replace(run, vocabulary=DictionaryVocabularyConfig())
     with pytest.raises(UserError, match="has the words of its own dict.txt: set FileVocabularyConfig.model_file"):
-        fairseq_checkpoint.convert_from_fairseq("theirs.pt", counted, tmp_path)
+        fairseq.convert_from_fairseq("theirs.pt", counted, tmp_path)
 
 
 def test_pytorch_is_asked_for_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"needs PyTorch: pip install -e '.\[fairseq\]'"):
-        fairseq_checkpoint.read_fairseq("theirs.pt")
+        fairseq.read_fairseq("theirs.pt")
 
 
 class _Program:
@@ -67,13 +67,13 @@ def test_a_file_is_read_and_not_run(tmp_path, capsys):
     torch = pytest.importorskip("torch")
     model = {name: torch.tensor(array).half() for name, array in STATE.items()}
     torch.save({"args": argparse.Namespace(arch="transformer_lm_wiki103"), "model": model}, tmp_path / "theirs.pt")
-    read = fairseq_checkpoint.read_fairseq(tmp_path / "theirs.pt")
+    read = fairseq.read_fairseq(tmp_path / "theirs.pt")
     assert read.keys() == STATE.keys()
     for name, array in read.items():
         np.testing.assert_array_equal(array, STATE[name].astype(np.float16).astype(np.float32))
     torch.save({"model": model, "more": _Program()}, tmp_path / "bad.pt")
     with pytest.raises(UserError, match="bad.pt is no checkpoint of weights and settings"):
-        fairseq_checkpoint.read_fairseq(tmp_path / "bad.pt")
+        fairseq.read_fairseq(tmp_path / "bad.pt")
     assert "was run" not in capsys.readouterr().out
 
 

@@ -2,11 +2,16 @@
 
 import pytest
 
-from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary, count_words, read_dictionary
-from meliad_like.data.documents import TextSource
+from meliad_like.data.dictionary_vocabulary import (
+    DictionaryVocabulary,
+    DictionaryVocabularyConfig,
+    count_words,
+    read_dictionary,
+)
+from meliad_like.data.files_source import TextSource
 from meliad_like.data.preparation import prepare
-from meliad_like.data.readers import Concatenated
-from meliad_like.data.vocabulary import DictionaryVocabularyConfig, load_vocabulary, make_vocabulary
+from meliad_like.data.subset import Concatenated
+from meliad_like.data.vocabulary import load_vocabulary
 from meliad_like.errors import UserError
 
 DICTIONARY = "the 9\nrose 4\n, 4\n@-@ 1\n"
@@ -20,7 +25,7 @@ def file(tmp_path):
 
 
 def test_ids_are_fairseqs(file):
-    vocabulary = make_vocabulary(DictionaryVocabularyConfig(model_file=str(file)))
+    vocabulary = DictionaryVocabularyConfig(model_file=str(file)).make()
     assert (vocabulary.size, vocabulary.end_of_document) == (8, 2)
     # Four specials, then the lines. Blank lines are ends of lines; the last line's end is that of the document.
     assert vocabulary.encode(" the rose , \n \n the thorn \n").tolist() == [4, 5, 6, 2, 2, 4, 3]

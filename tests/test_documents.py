@@ -4,7 +4,8 @@ import json
 import pytest
 import zstandard
 
-from meliad_like.data.documents import SOURCES, RepositoriesSource, TextSource, open_source, source_fingerprint
+from meliad_like.data.documents import SOURCES, open_source, source_fingerprint
+from meliad_like.data.files_source import RepositoriesSource, TextSource
 from meliad_like.errors import UserError
 
 
@@ -23,7 +24,7 @@ def make(kind="standard_library", **settings):
 
 def documents(**settings):
     """(split, name) -> text of all documents."""
-    read = [reference.read() for reference in open_source(make(**settings)).references()]
+    read = [reference() for reference in open_source(make(**settings)).references()]
     return {(document.split, document.name): document.text for document in read}
 
 
@@ -50,7 +51,7 @@ def test_splits_by_folders(tmp_path):
 
 
 def test_file_beside_split_folders(tmp_path):
-    with pytest.raises(UserError, match="folders named after splits .* but b.txt is in none of them"):
+    with pytest.raises(UserError, match="folders named after splits .* but b.txt is not: move or rename it"):
         documents(kind="text", folder=write(tmp_path, train__a="1", b="2"))
 
 
@@ -85,7 +86,7 @@ def test_repositories(tmp_path):
 def test_repository_leaves_out_only_the_file_that_is_not_utf8(tmp_path):
     folder = write(tmp_path, r__a="fine", r__b=b"\xff")
     config = RepositoriesSource(folder=folder, suffixes=(".txt",), undecodable="skip")
-    (document,) = (reference.read() for reference in open_source(config).references())
+    (document,) = (reference() for reference in open_source(config).references())
     assert "fine" in document.text
     assert "r/b.txt is not UTF-8" in document.skipped[0]
 
@@ -123,7 +124,7 @@ def test_json_lines_beside_those_named_after_splits(tmp_path):
     """Of val.jsonl most documents would be for training."""
     for name in ("train", "val"):
         (tmp_path / f"{name}.jsonl").write_bytes(jsonl("a"))
-    with pytest.raises(UserError, match=r"named after splits .* but val.jsonl is not: rename it"):
+    with pytest.raises(UserError, match=r"named after splits .* but val.jsonl is not: move or rename it"):
         documents(kind="jsonl", folder=str(tmp_path))
     listed = documents(kind="jsonl", folder=str(tmp_path), validation_documents=("val.jsonl:1",))
     assert listed == {("train", "train.jsonl:1"): "a", ("validation", "val.jsonl:1"): "a"}

@@ -15,7 +15,8 @@ import pytest
 from meliad_like import config
 from meliad_like.config import read_changes
 from meliad_like.data.preparation import prepare
-from meliad_like.data.vocabulary import ByteVocabulary, SentencePieceVocabularyConfig, make_vocabulary
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
+from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation import report
 from meliad_like.evaluation.baselines import compressed_bits_per_byte
@@ -124,7 +125,7 @@ def test_a_store_of_another_vocabulary_is_refused(workdir, tmp_path):
 def test_the_store_is_made_with_the_vocabulary_of_the_checkpoint(workdir, tmp_path):
     opened, _ = open_with(workdir)
     settings = SentencePieceVocabularyConfig(size=280)
-    vocabulary = make_vocabulary(settings, ["a vocabulary learned from documents that are gone"])
+    vocabulary = settings.make(["a vocabulary learned from documents that are gone"])
     save_vocabulary(vocabulary, tmp_path / "checkpoints")
     run = dataclasses.replace(opened.run, vocabulary=settings)
     store = open_store(opened._replace(run=run, vocabulary=vocabulary), tmp_path, str(tmp_path / "store"), prepare=True)

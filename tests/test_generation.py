@@ -13,7 +13,7 @@ import pytest
 
 from meliad_like.config import RunConfig
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
-from meliad_like.data.documents import TextSource
+from meliad_like.data.files_source import TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary

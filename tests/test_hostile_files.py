@@ -18,9 +18,11 @@ from hypothesis import assume, example, given, settings
 from test_checkpoints import abstract, assert_same_bits, make_state, save_all
 
 from meliad_like.config import from_json, parse, to_json
-from meliad_like.conversion.checkpoint import read_meliad
-from meliad_like.data.documents import JsonLinesSource, TextSource, open_source
+from meliad_like.conversion.meliad import read_meliad
+from meliad_like.data.documents import open_source
+from meliad_like.data.files_source import TextSource
 from meliad_like.data.preparation import prepare
+from meliad_like.data.records_source import JsonLinesSource
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
@@ -79,15 +81,12 @@ def files_below(folder):
 
 
 STORE_FILES = ["store.json", "vocabulary.json"]
-STORE_FILES += [
-    f"{split}/{name}" for split in ("train", "test") for name in ("tokens.bin", "documents.npy", "names.json")
-]
+STORE_FILES += [f"{split}/{name}" for split in ("train", "test") for name in ("tokens.bin", "documents.json")]
 
 
 @few
 @given(st.sampled_from(STORE_FILES), harms())
-@example("train/documents.npy", ("replace", 0.0, b"PK\x03\x04" + bytes(30)))
-@example("train/documents.npy", ("replace", 0.0, b"\x93NUMPY\x01\x00\x10\x00" + b"{'descr': '|O',}"))
+@example("train/documents.json", ("json", 0.0, b""))
 @example("store.json", ("json", 0.0, b""))
 def test_a_token_store(store, tmp_path_factory, name, damage):
     """Either a UserError, or documents of the same number and lengths: a flipped token may be another valid one."""
@@ -135,7 +134,7 @@ def test_json_lines(tmp_path_factory, lines, suffix, damage, name_field):
     config = JsonLinesSource(folder=str(path), name_field=name_field)
     try:
         for reference in open_source(config).references():
-            document = reference.read()
+            document = reference()
             assert (
                 document.text.strip() and document.text.encode() and document.split in ("train", "validation", "test")
             )
@@ -259,8 +258,8 @@ def test_nothing_is_unpickled(store, tmp_path):
     folder = tmp_path / "store"
     shutil.copytree(store.folder, folder)
     for content in (planted.read_bytes(), pickle.dumps(Malicious(written))):
-        (folder / "train" / "documents.npy").write_bytes(content)
-        with pytest.raises(UserError, match=r"documents\.npy is damaged"):
+        (folder / "train" / "documents.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"documents\.json is damaged"):
             TokenStore(folder).split("train")
     np.savez(tmp_path / "carry.npz", facts=array, key=array)
     with pytest.raises(UserError, match="is not a saved carry, or it is damaged"):

@@ -12,8 +12,8 @@ import pytest
 from fake_split import FakeSplit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from meliad_like.data.lanes import LanesReader
 from meliad_like.data.loading import load_batches
-from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
 
 LENGTHS = np.random.default_rng(2).integers(2, 90, size=30)

@@ -1,20 +1,18 @@
+import dataclasses
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from meliad_like.data import preparation, token_store
-from meliad_like.data.documents import TextSource, open_source
-from meliad_like.data.encoding import encode_all
-from meliad_like.data.preparation import prepare
-from meliad_like.data.sources.files import FilesSource
+from meliad_like.data.documents import open_source
+from meliad_like.data.files_source import TextSource
+from meliad_like.data.preparation import encode_all, prepare
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import (
-    BytesVocabularyConfig,
-    ByteVocabulary,
-    SentencePieceVocabularyConfig,
-)
+from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
 
 BYTES = BytesVocabularyConfig()
@@ -100,7 +98,7 @@ def test_bad_document_stops_or_is_skipped(texts, tmp_path, capsys, data, message
 
 def test_nothing_left(tmp_path):
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(UserError, match="no documents that can be used .1 were left out"):
+    with pytest.raises(UserError, match="no documents that can be used: none .1 were left out."):
         prepare(TextSource(folder=str(tmp_path), empty="skip"), BYTES, tmp_path / "store", 1)
 
 
@@ -111,7 +109,7 @@ def test_listed_document_that_is_missing(texts, tmp_path):
 
 def test_listed_document_that_is_left_out(texts, tmp_path):
     (texts / "7.txt").write_text("")
-    with pytest.raises(UserError, match="names '7', which is no document of the source, or one of the 1 that were le"):
+    with pytest.raises(UserError, match="names '7', which is no document of the source .1 were left out"):
         prepare(config(texts, empty="skip"), BYTES, tmp_path / "store", 1)
 
 
@@ -128,7 +126,7 @@ def test_full_disk(texts, tmp_path, monkeypatch):
 def test_killed_run_leaves_nothing_that_looks_complete(texts, tmp_path):
     script = (
         "import os\n"
-        "from meliad_like.data.documents import TextSource\n"
+        "from meliad_like.data.files_source import TextSource\n"
         "from meliad_like.data.preparation import *\n"
         "from meliad_like.data.vocabulary import BytesVocabularyConfig\n"
         "SplitWriter.close = lambda self: os.kill(os.getpid(), 9)\n"
@@ -143,19 +141,17 @@ def test_killed_run_leaves_nothing_that_looks_complete(texts, tmp_path):
 
 
 def test_few_documents_wait_in_memory(texts, tmp_path):
-    class Watched(FilesSource):
-        started = 0
+    source, started = open_source(config(texts)), []
 
-        def references(self):
-            for reference in super().references():
-                Watched.started += 1
-                yield reference
+    def references():
+        for reference in source.references():
+            started.append(reference)
+            yield reference
 
     ByteVocabulary().save(tmp_path)
-    watched = Watched(open_source(config(texts)).listed)
-    results = encode_all(config(texts), watched, tmp_path, 2)
+    results = encode_all(config(texts), dataclasses.replace(source, references=references), tmp_path, 2)
     next(results)
-    assert Watched.started == 8
+    assert len(started) == 8
     results.close()
 
 
@@ -170,3 +166,38 @@ def test_command_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert TokenStore(tmp_path / "a store").split("test").names == ["logging", "urllib"]
+
+
+def test_files_that_are_not_read_are_counted(tmp_path, capsys):
+    """Of a folder of Markdown and one text, the text may be for another split than training."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for i in range(5):
+        (folder / f"{i}.md").write_text("note")
+    (folder / "one.txt").write_text("text")
+    message = r"no documents for training: 1 for test .*; 5 files were passed over \(5 with .md\): suffixes = "
+    with pytest.raises(UserError, match=message):
+        prepare(TextSource(folder=str(folder), test_share=0.9), BYTES, tmp_path / "store", 1, for_training=True)
+    prepare(TextSource(folder=str(folder), test_share=0.0, validation_share=0.01), BYTES, tmp_path / "store", 1)
+    warnings = capsys.readouterr().err
+    assert "5 files were passed over (5 with .md)" in warnings
+    assert "no document is for validation: of 1 documents a random share of 0.01 had none; raise" in warnings
+    (folder / "one.txt").unlink()
+    with pytest.raises(UserError, match="the text source has no documents in .*notes: 5 files were passed over"):
+        prepare(TextSource(folder=str(folder)), BYTES, tmp_path / "another", 1)
+
+
+def test_the_hint_of_a_missing_store_is_the_command_that_makes_it(texts, tmp_path):
+    """Typed as it stands, in a folder with a space."""
+    flags = ["--gin_file=size/tiny.gin", "--gin_param=RunConfig.source = 'text'"]
+    flags += [
+        f"--gin_param=FolderSourceConfig.folder = '{texts}'",
+        f"--gin_param=ReaderConfig.store = '{tmp_path}/a b'",
+    ]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "meliad_like.train", f"--workdir={tmp_path / 'run'}", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    *_, hint = done.stderr.strip().partition(": make it with python ")
+    done = subprocess.run([sys.executable, *shlex.split(hint)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert TokenStore(tmp_path / "a b").totals("train").documents > 20

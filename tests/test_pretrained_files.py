@@ -14,9 +14,8 @@ import safetensors.numpy
 from numpy_pretrained import NumpyLlama, window
 from test_golden_gpt2 import FOLDER, read
 
-from meliad_like.conversion.gguf_model import read_gguf
-from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
-from meliad_like.conversion.pretrained_names import LLAMA, to_tensors
+from meliad_like.conversion.parameters import LLAMA, to_tensors
+from meliad_like.conversion.pretrained_files import Pretrained, read_gguf, read_huggingface, write_huggingface
 from meliad_like.errors import UserError
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
@@ -280,14 +279,14 @@ def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
         ({"sliding_window": 4096}, "can't honour sliding_window"),
         ({"attention_bias": True}, "can't honour attention_bias"),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not one of"),
-        ({"layer_types": ["sliding_attention"]}, r"we don't know layer_types = \['sliding_attention'\]"),
+        ({"layer_types": ["sliding_attention"]}, r"can't honour layer_types = \['sliding_attention'\]"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers = 'two' is no int"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"num_key_value_heads": 4}, "config.json: num_heads=6 must be a multiple of num_key_value_heads=4"),
         ({"num_attention_heads": 0}, "config.json: num_attention_heads = 0 must be positive"),
         ({"num_hidden_layers": 2**40}, "has no tensor model.layers.1099511627775.self_attn.q_proj.weight"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan must be positive"),
-        ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta = 'x' is no float"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "config.json: rope_theta = 'x' is no float"),
         ({"model_type": ["llama"]}, r"model_type \['llama'\] is not one of"),
     ],
 )

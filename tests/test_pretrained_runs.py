@@ -12,8 +12,8 @@ from tiny_run import mesh_of_the_first_devices, read_metrics
 
 from meliad_like import config
 from meliad_like.config import from_json, read_changes
-from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained, convert_to_huggingface
+from meliad_like.conversion.pretrained_files import Pretrained, read_huggingface, write_huggingface
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import READERS
 from meliad_like.data.tokenizers_vocabulary import _byte_characters, read_tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_split import FakeSplit
 
-from meliad_like.data.readers import Concatenated
+from meliad_like.data.subset import Concatenated
 from meliad_like.errors import UserError
 from meliad_like.evaluation.protocols import evaluate, sliding_windows
 from meliad_like.mesh import MeshConfig, make_mesh

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from fake_split import STRIDE, FakeSplit
 
-from meliad_like.data.readers import LanesReader, ReaderConfig
+from meliad_like.data.lanes import LanesReader
+from meliad_like.data.readers import ReaderConfig
 from meliad_like.errors import UserError
 
 RANDOM_LENGTHS = np.random.default_rng(0).integers(1, 60, size=40)

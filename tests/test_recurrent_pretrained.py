@@ -10,8 +10,8 @@ import optax
 import pytest
 from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 
-from meliad_like.conversion.pretrained_names import GPT2, LLAMA, to_tensors
-from meliad_like.data.readers import WindowsReader
+from meliad_like.conversion.parameters import GPT2, LLAMA, to_tensors
+from meliad_like.data.lanes import LanesReader
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -42,7 +42,7 @@ def make(architecture="gpt2", **changes):
 
 
 def reader(model, windows=3):
-    return WindowsReader(
+    return LanesReader(
         Document(),  # type: ignore[arg-type]
         1,
         windows * W,

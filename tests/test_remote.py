@@ -15,7 +15,7 @@ from test_checkpoints import abstract, assert_same_bits, make_state, save_all
 from tiny_run import mesh_of_the_first_devices, parse, read_metadata
 
 from meliad_like import command_line, remote
-from meliad_like.data import store_copy
+from meliad_like.data import token_store
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
@@ -163,7 +163,7 @@ def test_a_store_is_copied_once_and_again_when_it_is_another(bindings, bucket, c
     assert not capsys.readouterr().err
     tokens = cache / "meliad_like" / "stores" / local.fingerprint / "train" / "tokens.bin"
     os.truncate(tokens, 10)
-    with pytest.raises(UserError, match=re.escape(f"{tokens}, a copy, has 10 bytes and should have")):
+    with pytest.raises(UserError, match=re.escape(f"{tokens} has 10 bytes and should have")):
         TokenStore("gs://bucket/store").split("train")
 
 
@@ -184,7 +184,7 @@ def test_a_copy_that_is_cut_off_is_made_anew(bindings, bucket, cache, monkeypatc
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store_copy, "copy_folder", full)
+    monkeypatch.setattr(token_store, "copy_folder", full)
     with pytest.raises(UserError, match=r"the disk is full: no room for .*validation"):
         store.split("validation")
 

@@ -25,7 +25,7 @@ def table(schedule: Schedule, num_blocks: int) -> list[str]:
 def test_the_longest_document_goes_to_the_lane_that_is_free_first():
     schedule = Schedule(np.array([1, 4, 2, 3, 2]), 3, 0, shuffle=False, epochs=1)
     assert table(schedule, 5) == ["bbbb.", "ddda.", "ccee."]
-    assert schedule.num_blocks == 4
+    assert schedule.num_steps(1) == 4
 
 
 def test_of_lanes_that_are_free_at_once_the_lowest_comes_first():
@@ -39,7 +39,7 @@ def test_more_lanes_than_documents():
 def test_the_next_epoch_follows_without_a_gap():
     schedule = Schedule(np.array([2, 3, 1]), 2, 0, shuffle=False)
     assert table(schedule, 8) == ["bbbbbbbb", "aacaacaa"]
-    assert schedule.num_blocks is None
+    assert schedule.num_steps(1) is None
     assert schedule.runs(1, 4, 3) == [Run(4, 1, 0, 1, 1), Run(5, 1, 2, 0, 1), Run(6, 1, 0, 0, 2)]
 
 
@@ -57,7 +57,7 @@ def test_shuffled_order_is_the_one_that_earlier_runs_had():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_block_is_read_exactly_once_an_epoch(num_lanes, shuffle):
     schedule = Schedule(RANDOM_BLOCKS, num_lanes, 5, shuffle=shuffle, epochs=2)
-    end = schedule.num_blocks
+    end = schedule.num_steps(1)
     assert end is not None
     seen = np.zeros((2, 50, 9), int)
     for lane in range(num_lanes):

@@ -5,13 +5,8 @@ import pytest
 from fake_split import STRIDE, FakeSplit
 
 from meliad_like import config
-from meliad_like.data.readers import (
-    LanesReaderConfig,
-    ShuffledReader,
-    ShuffledReaderConfig,
-    StreamReader,
-    StreamReaderConfig,
-)
+from meliad_like.data.readers import LanesReaderConfig, ShuffledReaderConfig, StreamReaderConfig
+from meliad_like.data.stream import StreamReader
 from meliad_like.data.token_store import Totals
 from meliad_like.errors import UserError
 from meliad_like.run.reporting import bytes_per_target
@@ -22,9 +17,9 @@ END = 4999
 READERS = (StreamReaderConfig, ShuffledReaderConfig, LanesReaderConfig)
 
 
-def make(kind, num_lanes=2, segment_length=8, window_length=4, seed=0, lengths=LENGTHS, **arguments):
+def make(num_lanes=2, segment_length=8, window_length=4, seed=0, lengths=LENGTHS, **arguments):
     split = FakeSplit(lengths)
-    return kind(
+    return StreamReader(
         split, num_lanes, segment_length, window_length, seed,
         vocabulary_size=split.vocabulary_size, end_of_document=END, **arguments,
     )  # fmt: skip
@@ -32,7 +27,7 @@ def make(kind, num_lanes=2, segment_length=8, window_length=4, seed=0, lengths=L
 
 def test_lanes_read_contiguous_shards():
     """44 tokens are 6 segments of 8: lane 0 reads the first three, lane 1 the others."""
-    reader = make(StreamReader)
+    reader = make()
     batches = [reader.batch(step, range(2)) for step in range(3)]
     targets = np.concatenate([batch.targets for batch in batches], axis=1)
     inputs = np.concatenate([batch.inputs for batch in batches], axis=1)
@@ -46,7 +41,7 @@ def test_lanes_read_contiguous_shards():
 
 
 def test_nothing_is_reset_but_at_the_beginning_of_an_epoch():
-    reader = make(StreamReader)
+    reader = make()
     starts = [reader.batch(step, range(2)).start for step in range(7)]
     for step, start in enumerate(starts):
         np.testing.assert_array_equal(start, [[step % 3 == 0, False]] * 2)
@@ -55,17 +50,17 @@ def test_nothing_is_reset_but_at_the_beginning_of_an_epoch():
 
 
 def test_blocks_say_which_document_they_begin_in():
-    batch = make(StreamReader).batch(0, range(2))
+    batch = make().batch(0, range(2))
     assert batch.document.tolist() == [[0, 0], [2, 3]]
     assert batch.position.tolist() == [[0, 4], [16, 0]]
-    idle = make(StreamReader, num_lanes=4, segment_length=16, lengths=[20]).batch(0, range(4))
+    idle = make(num_lanes=4, segment_length=16, lengths=[20]).batch(0, range(4))
     assert idle.document.tolist() == [[0] * 4, [0, -1, -1, -1], [-1] * 4, [-1] * 4]
 
 
-@pytest.mark.parametrize("kind", [StreamReader, ShuffledReader])
+@pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("num_lanes", [1, 3, 8])
-def test_every_token_is_a_target_exactly_once_an_epoch(kind, num_lanes):
-    reader = make(kind, num_lanes, epochs=2)
+def test_every_token_is_a_target_exactly_once_an_epoch(shuffle, num_lanes):
+    reader = make(num_lanes, epochs=2, shuffle=shuffle)
     steps = reader.num_steps // 2
     for epoch in range(2):
         batches = [reader.batch(epoch * steps + step, range(num_lanes)) for step in range(steps)]
@@ -81,7 +76,7 @@ def test_bits_per_byte_are_over_the_targets_that_a_reader_has():
 
 
 def test_shuffled_segments_are_segments_of_the_stream():
-    reader = make(ShuffledReader)
+    reader = make(shuffle=True)
     orders = []
     for epoch in range(2):
         batches = [reader.batch(3 * epoch + step, range(2)) for step in range(3)]
@@ -95,12 +90,12 @@ def test_shuffled_segments_are_segments_of_the_stream():
 
 
 def test_a_batch_depends_on_seed_and_step_alone():
-    in_order, at_once = make(ShuffledReader, seed=3), make(ShuffledReader, seed=3)
+    in_order, at_once = make(shuffle=True, seed=3), make(shuffle=True, seed=3)
     batches = [in_order.batch(step, range(2)) for step in range(8)]
     for step in (7, 2):
         np.testing.assert_array_equal(at_once.batch(step, range(2)).inputs, batches[step].inputs)
         np.testing.assert_array_equal(at_once.batch(step, [1]).inputs, batches[step].inputs[1:])
-    other = make(ShuffledReader, seed=4)
+    other = make(shuffle=True, seed=4)
     assert any((other.batch(step, range(2)).inputs != batches[step].inputs).any() for step in range(3))
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meliad_like.data.vocabulary import ByteVocabulary, SentencePieceVocabularyConfig, make_vocabulary
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
+from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.studies.comparison import compare
 from meliad_like.studies.units import Units, categories, is_title, make_units
@@ -42,7 +43,7 @@ def test_bytes_that_are_no_text():
 
 def test_tokens_of_sentencepiece_belong_to_the_word_that_they_end_in():
     text = "the sea, the sea, the open sea and the other seas\n" * 20
-    vocabulary = make_vocabulary(SentencePieceVocabularyConfig(size=275), [text])
+    vocabulary = SentencePieceVocabularyConfig(size=275).make([text])
     units = units_of(text, "word", vocabulary)
     assert b"".join(part.encode() for part in texts(units)) == text.encode()
     # Whether the space before it is a part of the word's token or not, the word is the same.

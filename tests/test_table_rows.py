@@ -10,7 +10,8 @@ from decoders import recurrent_layers
 
 from meliad_like import config
 from meliad_like.config.search import shipped_files
-from meliad_like.data.vocabulary import BytesVocabularyConfig, SentencePieceVocabularyConfig
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
+from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.experiments.scales import SCALES, Scale, configure
 from meliad_like.experiments.step_time import random_batch

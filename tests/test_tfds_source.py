@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from meliad_like.data.documents import TfdsSource, open_source
+from meliad_like.data.documents import open_source
+from meliad_like.data.records_source import TfdsSource
 from meliad_like.errors import UserError
 
 tfds = pytest.importorskip("tensorflow_datasets")
@@ -45,7 +46,7 @@ def config(folder, **settings):
 @pytest.mark.parametrize("place", ["", "books/1.0.0"])
 def test_documents(data_dir, place):
     source = open_source(config(data_dir / place, name_field="book_title"))
-    found = [reference.read() for reference in source.references()]
+    found = [reference() for reference in source.references()]
     assert source.num_documents == len(found) == 5
     assert [document.split for document in found] == ["train"] * 3 + ["validation", "test"]
     assert sorted(document.name for document in found) == ["test 0", "train 0", "train 1", "train 2", "validation 0"]
@@ -55,9 +56,10 @@ def test_documents(data_dir, place):
 def test_needs_no_tensorflow(data_dir):
     script = (
         "import sys\n"
-        "from meliad_like.data.documents import TfdsSource, open_source\n"
+        "from meliad_like.data.documents import open_source\n"
+        "from meliad_like.data.records_source import TfdsSource\n"
         f"source = open_source({config(data_dir)!r})\n"
-        "print(sum(len(reference.read().text) for reference in source.references()))\n"
+        "print(sum(len(reference().text) for reference in source.references()))\n"
         "assert 'tensorflow' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -72,7 +74,7 @@ def test_missing_dataset(data_dir):
 def test_missing_field(data_dir):
     source = open_source(TfdsSource(folder=str(data_dir), dataset="books"))
     with pytest.raises(UserError, match="has no field 'text'; it has 'book_text', 'book_title'"):
-        next(iter(source.references())).read()
+        next(iter(source.references()))()
 
 
 def test_format_that_needs_tensorflow(data_dir, tmp_path):

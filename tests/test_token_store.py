@@ -1,10 +1,13 @@
 import dataclasses
 import json
+import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meliad_like.data.documents import StandardLibrarySource, TextSource
+from meliad_like.data.files_source import StandardLibrarySource, TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import SplitWriter, TokenStore, count_words, token_dtype
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
@@ -69,7 +72,7 @@ def test_missing_store(tmp_path):
 def test_other_format_version(store):
     path = store.folder / "store.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 0}))
-    with pytest.raises(UserError, match="has format version 0, this program reads 1"):
+    with pytest.raises(UserError, match="has format version 0, this program reads 2"):
         TokenStore(store.folder)
 
 
@@ -85,11 +88,33 @@ def test_vocabulary_of_another_store(store):
 def test_settings_of_another_store(store, source, part):
     settings = {"source": source, "vocabulary": BytesVocabularyConfig()}
     store.check_settings(**settings)
-    settings["source"] = dataclasses.replace(source, folder="/elsewhere")
-    store.check_settings(**settings)
     settings[part] = {"source": StandardLibrarySource(), "vocabulary": BytesVocabularyConfig(size_multiple=2)}[part]
     with pytest.raises(UserError, match=f"made by other {part} settings"):
         store.check_settings(**settings)
+
+
+def test_documents_of_another_folder(store, source, tmp_path):
+    def check(folder):
+        store.check_settings(dataclasses.replace(source, folder=str(folder)), BytesVocabularyConfig())
+
+    with pytest.raises(UserError, match="made from the documents in .*, and FolderSourceConfig.folder = '/elsewhere'"):
+        check("/elsewhere")
+    shutil.copytree(source.folder, tmp_path / "moved")
+    check(tmp_path / "moved")
+    (tmp_path / "moved" / "a.txt").write_text("One two\n")
+    with pytest.raises(UserError, match="and those in .*moved are others: prepare another store, or name that folder"):
+        check(tmp_path / "moved")
+    check("")
+    shutil.move(source.folder, tmp_path / "away")
+    check(source.folder)
+    shutil.move(tmp_path / "away", source.folder)
+    time = (Path(source.folder) / "a.txt").stat().st_mtime
+    os.utime(Path(source.folder) / "a.txt", (time, time + 9))
+    check(source.folder)
+    (Path(source.folder) / "a.txt").write_text("One two\n")
+    with pytest.raises(UserError, match="which have changed since"):
+        check(source.folder)
+    (Path(source.folder) / "a.txt").write_text(TEXTS["a"])
 
 
 def test_writing_a_token_out_of_range(tmp_path):

@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, _byte_characters, read_tokenizer
-from meliad_like.data.vocabulary import TokenizersVocabularyConfig, load_vocabulary, make_vocabulary
+from meliad_like.data.tokenizers_vocabulary import (
+    TOKENIZER_NAME,
+    TokenizersVocabularyConfig,
+    _byte_characters,
+    read_tokenizer,
+)
+from meliad_like.data.vocabulary import load_vocabulary
 from meliad_like.errors import UserError
 
 TEXTS = ["the other tether", "  a\n\n\tb \x00 漢\U0001f600\r\n", "", "year 1984", "say <|endoftext|> and go on"]
@@ -45,7 +50,7 @@ def write_gguf(folder, path, **metadata):
 
 
 def test_merges_and_text_that_comes_back(folder):
-    vocabulary = make_vocabulary(config(folder))
+    vocabulary = config(folder).make()
     assert vocabulary.lossless
     assert vocabulary.size == 256 + len(MERGES) + 1
     assert vocabulary.end_of_document == vocabulary.size - 1
@@ -65,8 +70,8 @@ def test_a_tokenizer_json_is_the_same(folder, tmp_path):
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / TOKENIZER_NAME).write_text(tokenizer)
     for place in (tmp_path / "saved", tmp_path / "saved" / TOKENIZER_NAME):
-        ours, theirs = make_vocabulary(config(place)), Tokenizer.from_str(tokenizer)
-        assert ours.fingerprint == make_vocabulary(config(folder)).fingerprint
+        ours, theirs = config(place).make(), Tokenizer.from_str(tokenizer)
+        assert ours.fingerprint == config(folder).make().fingerprint
         for text in TEXTS[:4]:
             assert ours.encode(text).tolist() == theirs.encode(text).ids
     assert end == "<|endoftext|>"
@@ -77,12 +82,12 @@ def test_a_tokenizer_json_that_does_not_say_what_it_is(folder, tmp_path):
     saved = json.loads(read_tokenizer(folder)[0])
     del saved["model"]["type"]
     (tmp_path / TOKENIZER_NAME).write_text(json.dumps(saved))
-    ours = make_vocabulary(config(tmp_path / TOKENIZER_NAME))
-    np.testing.assert_array_equal(ours.encode(TEXTS[0]), make_vocabulary(config(folder)).encode(TEXTS[0]))
+    ours = config(tmp_path / TOKENIZER_NAME).make()
+    np.testing.assert_array_equal(ours.encode(TEXTS[0]), config(folder).make().encode(TEXTS[0]))
     del saved["decoder"]
     (tmp_path / TOKENIZER_NAME).write_text(json.dumps(saved))
     with pytest.raises(UserError, match="is BPE with decoder None, and no byte-level BPE"):
-        make_vocabulary(config(tmp_path / TOKENIZER_NAME))
+        config(tmp_path / TOKENIZER_NAME).make()
 
 
 def test_no_document_is_cut_or_filled(folder, tmp_path):
@@ -90,25 +95,25 @@ def test_no_document_is_cut_or_filled(folder, tmp_path):
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=6)
     (tmp_path / TOKENIZER_NAME).write_text(tokenizer.to_str())
-    vocabulary = make_vocabulary(config(tmp_path / TOKENIZER_NAME))
+    vocabulary = config(tmp_path / TOKENIZER_NAME).make()
     assert vocabulary.decode(vocabulary.encode(TEXTS[0])) == TEXTS[0]
     assert len(vocabulary.encode("a")) == 1
 
 
 def test_saved_with_a_store_and_loaded(folder, tmp_path):
-    vocabulary = make_vocabulary(config(folder, size_multiple=8, end_token="Ġthe"))
+    vocabulary = config(folder, size_multiple=8, end_token="Ġthe").make()
     (tmp_path / "store").mkdir()
     vocabulary.save(tmp_path / "store")
     loaded = load_vocabulary(tmp_path / "store")
     assert (loaded.fingerprint, loaded.size, loaded.end_of_document) == (vocabulary.fingerprint, 264, 258)
-    assert loaded.fingerprint != make_vocabulary(config(folder)).fingerprint
+    assert loaded.fingerprint != config(folder).make().fingerprint
 
 
 def test_of_a_gguf_file(folder, tmp_path):
     path = write_gguf(folder, tmp_path / "model.gguf")
-    vocabulary = make_vocabulary(config(path))
+    vocabulary = config(path).make()
     assert vocabulary.lossless
-    plain = make_vocabulary(config(folder))
+    plain = config(folder).make()
     assert vocabulary.end_of_document == plain.end_of_document
     np.testing.assert_array_equal(vocabulary.encode(TEXTS[0]), plain.encode(TEXTS[0]))
     # Digits stay apart, as the model's own tokenizer has it, although a merge would join them.
@@ -119,7 +124,7 @@ def test_of_a_gguf_file(folder, tmp_path):
 def test_what_is_refused(folder, tmp_path):
     def refused(path, message, **fields):
         with pytest.raises(UserError, match=message):
-            make_vocabulary(config(path, **fields))
+            config(path, **fields).make()
 
     named = read_tokenizer(folder)[0].replace("<|endoftext|>", "<end>")
     refused(folder, "no token 'stop': set TokenizersVocabularyConfig.end_token", end_token="stop")

@@ -10,7 +10,7 @@ import pytest
 from fake_split import FakeSplit
 
 from meliad_like import config
-from meliad_like.data.readers import LanesReader
+from meliad_like.data.lanes import LanesReader
 from meliad_like.models.model import Model
 from meliad_like.training.step import init_state, make_train_step
 

@@ -1,11 +1,11 @@
 """Mistakes and accidents: a one-line error that names the cause, no loss of data, and a way to resume."""
 
-import dataclasses
 import errno
 import os
 import re
 import shutil
 import threading
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -170,13 +170,15 @@ def test_a_working_folder_of_another_run(bindings, tmp_path):
 
     # The same settings, but a document has been added since.
     run = parse(bindings)
-    documents = tmp_path / "documents"
-    shutil.copytree(run.source.folder, documents)
-    (documents / "train" / "new.txt").write_text("one more")
-    source = dataclasses.replace(run.source, folder=str(documents))
-    prepare(source, run.vocabulary, tmp_path / "store", num_workers=1)
+    added = Path(run.source.folder) / "train" / "new.txt"
+    added.write_text("one more")
+    prepare(run.source, run.vocabulary, tmp_path / "store", num_workers=1)
     with pytest.raises(UserError, match=r"checkpoints belongs to another config: store_fingerprint is '\w+' there"):
         train(parse(bindings, f"ReaderConfig.store = '{tmp_path / 'store'}'"), tmp_path)
+    # The store of the first run was made without it.
+    with pytest.raises(UserError, match="was made from the documents in .*documents, which have changed since"):
+        train(run, tmp_path)
+    added.unlink()
 
 
 def test_tokens_that_change_under_a_run(bindings, tmp_path, monkeypatch):

@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from meliad_like.data.vocabulary import (
-    BytesVocabularyConfig,
-    ByteVocabulary,
-    SentencePieceVocabulary,
-    SentencePieceVocabularyConfig,
-    load_vocabulary,
-    make_vocabulary,
-)
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary, SentencePieceVocabularyConfig
+from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary, load_vocabulary
 from meliad_like.errors import UserError
 
 TEXTS = [Path(module.__file__).read_text() for module in (argparse, textwrap)]
@@ -30,7 +24,7 @@ HARD = [
 
 
 def trained(**settings):
-    return make_vocabulary(SentencePieceVocabularyConfig(size=500, **settings), TEXTS)
+    return SentencePieceVocabularyConfig(size=500, **settings).make(TEXTS)
 
 
 @pytest.fixture(scope="module", params=["bytes", "unigram", "bpe"])
@@ -98,7 +92,7 @@ def test_byte_ids():
 
 
 def test_size_multiple():
-    padded = make_vocabulary(BytesVocabularyConfig(size_multiple=128))
+    padded = BytesVocabularyConfig(size_multiple=128).make()
     assert padded.size == 384
     assert padded.decode_bytes([65, 300, 66]) == b"AB"
     assert padded.fingerprint != ByteVocabulary().fingerprint
@@ -128,13 +122,13 @@ def test_training_without_whitespace():
 
 def test_too_large_for_the_texts():
     with pytest.raises(UserError, match="SentencePieceVocabularyConfig.size = 30000: Vocabulary size too high"):
-        make_vocabulary(SentencePieceVocabularyConfig(size=30_000), TEXTS)
+        SentencePieceVocabularyConfig(size=30_000).make(TEXTS)
 
 
 def test_loaded_model_gets_an_end_and_decodes_as_sentencepiece(foreign_model, tmp_path):
     path = tmp_path / "foreign.model"
     path.write_bytes(foreign_model)
-    vocabulary = make_vocabulary(SentencePieceVocabularyConfig(model_file=str(path)))
+    vocabulary = SentencePieceVocabularyConfig(model_file=str(path)).make()
     assert (vocabulary.size, vocabulary.end_of_document) == (201, 200)
     assert not vocabulary.lossless
     text = "The parser  \u6f22 list"
@@ -171,7 +165,7 @@ def test_padding_follows_the_end(foreign_model):
 )
 def test_bad_settings(settings, message):
     with pytest.raises(UserError, match=message):
-        make_vocabulary(SentencePieceVocabularyConfig(**settings))
+        SentencePieceVocabularyConfig(**settings).make()
 
 
 def test_folder_without_vocabulary(tmp_path):

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from fake_split import STRIDE, FakeSplit
 
-from meliad_like.data.readers import WindowsReader
+from meliad_like.data.lanes import LanesReader
 from meliad_like.errors import UserError
 
 
 def make(lengths, num_lanes=1, windows=3, w=10, **changes):
     split = FakeSplit(lengths)
     settings = {"overlap": 3, "vocabulary_size": split.vocabulary_size, "shuffle": False, "epochs": 1, **changes}
-    return WindowsReader(split, num_lanes, windows * w, w, **settings)
+    return LanesReader(split, num_lanes, windows * w, w, **settings)
 
 
 def windows(reader):

@@ -10,7 +10,8 @@ from meliad_like.config import construction
 from meliad_like.config.bindings import Bindings, collect
 from meliad_like.config.stages import StagesConfig, stages_of
 from meliad_like.config.training import TrainingConfig
-from meliad_like.data.documents import SOURCES, SourceConfig, StandardLibrarySource
+from meliad_like.data.documents import SOURCES, SourceConfig
+from meliad_like.data.files_source import StandardLibrarySource
 from meliad_like.data.readers import READERS, LanesReaderConfig, ReaderConfig
 from meliad_like.data.vocabulary import VOCABULARIES, BytesVocabularyConfig, VocabularyConfig
 from meliad_like.errors import UserError

@@ -1,17 +1,24 @@
-"""The mapping between parameter names of fairseq's `transformer_lm` with adaptive input and softmax and ours.
+"""Checkpoints of fairseq's `transformer_lm_wiki103`, with adaptive input and softmax, and of the Shortformer's authors.
 
 Fairseq's kernels are [out, in]. The softmax's copies of parameters shared with the embedding (`tie_adaptive_weights`,
 `tie_adaptive_proj`) are compared and left out.
 """
 
+import argparse
+import pickle
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meliad_like.conversion.matching import fill_parameters
+from meliad_like.config import RunConfig
+from meliad_like.conversion.parameters import fill_parameters
 from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.models.shortformer import ShortformerConfig
+from meliad_like.run.opening import write_checkpoint
 
 _LAYER = {
     "attention_norm": "self_attn_layer_norm",
@@ -77,3 +84,41 @@ def _shared_with(name: str) -> str | None:
         if match := re.fullmatch(pattern, name):
             return shared.format(*(int(group) + 1 for group in match.groups()))
     return None
+
+
+def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:
+    """Reads the parameters of a fairseq checkpoint (`.pt`), float32, by their names. No code in the file is executed.
+
+    Raises:
+      UserError: PyTorch is not installed, or the file can't be read or contains pickled objects.
+    """
+    try:
+        import torch  # type: ignore[import-not-found]  # an extra
+    except ImportError:
+        raise UserError("reading fairseq's checkpoints needs PyTorch: pip install -e '.[fairseq]'") from None
+    try:
+        # The file also contains the settings of the training.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise UserError(f"{path} is no checkpoint of weights and settings: {str(error).splitlines()[0]}") from None
+    if not isinstance(saved, dict) or "model" not in saved:
+        raise UserError(f"{path} is no checkpoint of fairseq: there is no model in it")
+    return {name: tensor.float().numpy() for name, tensor in saved["model"].items()}
+
+
+def convert_from_fairseq(path: str | Path, run: RunConfig, folder: str | Path) -> None:
+    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning.
+
+    Raises:
+      UserError: the checkpoint does not match the config or the vocabulary, or `folder` already has checkpoints.
+    """
+    if not isinstance(run.model, ShortformerConfig):
+        raise UserError("a checkpoint of fairseq is a Shortformer: add --gin_file=shortformer/shortformer.gin")
+    if run.vocabulary.trained:
+        raise UserError("the checkpoint has the words of its own dict.txt: set FileVocabularyConfig.model_file to it")
+    vocabulary = run.vocabulary.make()
+    params = from_fairseq(read_fairseq(path), Model(run.model, vocabulary.size).abstract_params)
+    write_checkpoint(folder, params, run, vocabulary)

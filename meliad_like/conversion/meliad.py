@@ -1,16 +1,34 @@
-"""The mapping between parameter names of google-research/meliad and ours.
+"""Checkpoints of google-research/meliad: reads npz files and orbax folders, and converts them to ours and back.
 
-Only names differ: kernels are [in, out] and heads major in both, and where self- and cross-attention are concatenated
-the heads of self-attention come first.
+Only the names of parameters differ: kernels are [in, out] and heads major in both, and where self- and cross-attention
+are concatenated the heads of self-attention come first.
 """
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
 
-from meliad_like.errors import UserError
+from meliad_like.config import RunConfig
+from meliad_like.conversion.parameters import by_name, fill_parameters
+from meliad_like.data.token_store import TokenStore
+from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.errors import DAMAGED_NPZ, UserError
+from meliad_like.mechanisms.positions import Infused
+from meliad_like.models.base import MODELS
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.model import Model
+from meliad_like.remote import replacing
+from meliad_like.run.opening import open_checkpoint, write_checkpoint
+
+# The places of the parameters in checkpoints of different versions of flax; the first match counts.
+ROOTS = ("", "params/", "target/", "target/params/", "optimizer/target/", "optimizer/target/params/")
+EMBEDDING = "embed/embedding"
 
 _FEEDFORWARD = {
     "hidden/kernel": "tbase/ffn/hidden0/kernel",
@@ -83,35 +101,119 @@ def from_meliad(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> d
     Raises:
         UserError: a parameter is missing, unknown, or of another shape.
     """
-    left_over = set(theirs)
-
-    def fill(path: str, leaf):
-        name = meliad_name(path)
-        if name not in theirs:
-            raise UserError(f"the checkpoint has no parameter {name} (our {path}); is this its configuration?")
-        if theirs[name].shape != leaf.shape:
-            raise UserError(
-                f"{name} has shape {theirs[name].shape} in the checkpoint, {leaf.shape} in the configuration"
-            )
-        left_over.discard(name)
-        return np.asarray(theirs[name], leaf.dtype)
-
-    params = _map_with_path(fill, template)
-    if left_over:
-        raise UserError(f"the configuration has no place for {sorted(left_over)[0]} ({len(left_over)} such parameters)")
-    return params
+    return fill_parameters(template, theirs, meliad_name, lambda path, name, leaf: theirs[name], "the checkpoint")
 
 
 def to_meliad(params: dict[str, Any]) -> dict[str, np.ndarray]:
     """The reference's flat parameters from ours; the inverse of `from_meliad`."""
-    theirs = {}
-    _map_with_path(lambda path, leaf: theirs.__setitem__(meliad_name(path), np.asarray(leaf)), params)
-    return theirs
+    return {meliad_name(path): leaf for path, leaf in by_name(params).items()}
 
 
-def _map_with_path(function, tree, path=""):
-    if not isinstance(tree, dict):
-        return function(path, tree)
+def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
+    """Reads the parameters of a checkpoint of the reference, by names joined by "/".
+
+    Args:
+      path: an npz file with such names, or an orbax folder of nested dictionaries. The parameters may be under
+        `params`, `target` or `optimizer/target`; other entries are ignored.
+
+    Raises:
+      UserError: the path is neither of these, or has no such parameters.
+    """
+    path = Path(path)
+    if path.is_dir():
+        arrays = _read_orbax(path)
+    else:
+        try:
+            with np.load(path) as file:
+                arrays = dict(file)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        except DAMAGED_NPZ:
+            raise UserError(f"{path} is no npz file, or it is damaged") from None
+        for name, array in arrays.items():
+            if array.dtype.type is np.void:
+                # An npz file stores only the size of such numbers, not their type.
+                raise UserError(f"{path}: {name} has no type that numpy knows, such as bfloat16: save it as float32")
+    for root in ROOTS:
+        if root + EMBEDDING in arrays:
+            return {name.removeprefix(root): arrays[name] for name in arrays if name.startswith(root)}
+    raise UserError(
+        f"{path} is no checkpoint of meliad: it has {', '.join(sorted(arrays)[:3]) or 'nothing'} ..., but no "
+        f"{EMBEDDING} at the top or under {', '.join(ROOTS[1:])}"
+    )
+
+
+def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
+    # A checkpoint manager saves the arrays in the folder `default` of the step's folder.
+    candidates = [place for place in (folder, folder / "default") if (place / "_METADATA").is_file()]
+    if not candidates:
+        raise UserError(f"{folder} is no orbax checkpoint (no _METADATA in it): give the folder of one step")
+    checkpointer = ocp.PyTreeCheckpointer()
+    place = epath.Path(candidates[0].resolve())
+    item = checkpointer.metadata(place).item_metadata
+    assert item is not None
+    # Restored as numpy arrays, whatever devices they were saved from.
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item.tree)
+    restored = checkpointer.restore(place, restore_args=as_numpy)
     return {
-        name: _map_with_path(function, value, f"{path}/{name}" if path else str(name)) for name, value in tree.items()
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in jax.tree.leaves_with_path(restored)
     }
+
+
+def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) -> None:
+    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning.
+
+    Tokens keep their ids, so the vocabulary must be the one that the reference was trained with.
+
+    Raises:
+      UserError: the checkpoint does not match the config or the vocabulary, or `folder` already has checkpoints.
+    """
+    _check_family(run, "--gin_file")
+    theirs = read_meliad(path)
+    vocabulary = _vocabulary(run)
+    num_tokens = len(theirs[EMBEDDING])
+    if num_tokens != vocabulary.size:
+        raise UserError(
+            f"{path} has {num_tokens} tokens and the vocabulary of the config {vocabulary.size}: set "
+            f"VocabularyConfig, its size_multiple={num_tokens} if only unused ids are missing"
+        )
+    params = from_meliad(theirs, Model(run.model, vocabulary.size).abstract_params)
+    write_checkpoint(folder, params, run, vocabulary)
+
+
+def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
+    """Writes the parameters of our newest checkpoint as an npz file under the reference's names.
+
+    Raises:
+      UserError: there is no usable checkpoint, or the file can't be written.
+    """
+    path = Path(path)
+    if path.suffix != ".npz":
+        raise UserError(f"{path} must end in .npz")
+    opened = open_checkpoint(folder)
+    _check_family(opened.run, str(folder))
+    theirs = to_meliad(opened.params)
+    try:
+        with replacing(path) as file:
+            np.savez(file, **theirs)  # type: ignore[arg-type]  # its stub takes names for options
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _check_family(run: RunConfig, origin: str) -> None:
+    if not isinstance(run.model, DecoderConfig):
+        raise UserError(f"{origin}: the reference has decoders alone, and this model is a {MODELS.name_of(run.model)}")
+    if isinstance(run.model.position, Infused):
+        raise UserError(f"{origin}: the reference has no infused positions, and this model has")
+
+
+def _vocabulary(run: RunConfig) -> Vocabulary:
+    if not run.vocabulary.trained:
+        return run.vocabulary.make()
+    if not run.data.store:
+        raise UserError(
+            "the vocabulary of the config would have to be trained: set FileVocabularyConfig.model_file, or "
+            "ReaderConfig.store to a token store that has it"
+        )
+    return TokenStore(run.data.store).vocabulary

@@ -6,10 +6,13 @@ from pathlib import Path
 
 from meliad_like.config import Changes, RunConfig, parse, read_changes
 from meliad_like.config.saved import compare
-from meliad_like.conversion.huggingface import Pretrained, read_huggingface, write_huggingface
+from meliad_like.conversion.pretrained_files import Pretrained, read_gguf, read_huggingface, write_huggingface
 from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
-from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TokenizersVocabulary
-from meliad_like.data.vocabulary import TokenizersVocabularyConfig, make_vocabulary
+from meliad_like.data.tokenizers_vocabulary import (
+    TOKENIZER_CONFIG_NAME,
+    TokenizersVocabulary,
+    TokenizersVocabularyConfig,
+)
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.resumable import write_json
@@ -32,14 +35,9 @@ def convert_from_pretrained(
       UserError: the model can't be read, a binding contradicts it, or `folder` has checkpoints already.
     """
     changes = read_changes(gin_files, gin_params)
-    if kind == "gguf":
-        from meliad_like.conversion.gguf_model import read_gguf
-
-        pretrained = read_gguf(path)
-    else:
-        pretrained = read_huggingface(path)
+    pretrained = read_gguf(path) if kind == "gguf" else read_huggingface(path)
     run = run_of(pretrained, path, changes)
-    vocabulary = make_vocabulary(run.vocabulary)
+    vocabulary = run.vocabulary.make()
     if vocabulary.size != pretrained.vocabulary_size:
         raise UserError(
             f"{path} has {pretrained.vocabulary_size} tokens and its vocabulary {vocabulary.size}: set "

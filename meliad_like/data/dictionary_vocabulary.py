@@ -5,14 +5,14 @@ last line is the end of the document, so that concatenated documents are the tok
 """
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from meliad_like.data.table_vocabulary import TableVocabulary
+from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary, read_text
 from meliad_like.errors import UserError
-from meliad_like.remote import write_whole
 
 DICTIONARY_NAME = "dict.txt"
 # The ids 0 to 3, which the dictionary file does not contain.
@@ -22,25 +22,29 @@ END_OF_LINE, UNKNOWN = 2, 3
 Counts = list[tuple[str, int]]
 
 
-class DictionaryVocabulary(TableVocabulary):
+@VOCABULARIES.register("dictionary")
+@dataclass(frozen=True)
+class DictionaryVocabularyConfig(FileVocabularyConfig):
+    """Whole words between spaces, by rank, from fairseq's dict.txt or counted in the training documents."""
+
+    def make(self, texts: Iterable[str] = ()) -> Vocabulary:
+        counts = count_words(texts) if self.trained else read_dictionary(self.model_file)
+        return DictionaryVocabulary(counts, self.size_multiple)
+
+
+class DictionaryVocabulary(Vocabulary):
     """Words by rank. Other words become `<unk>`, and several spaces between words become one."""
 
-    def __init__(self, counts: Sequence[tuple[str, int]], size_multiple: int = 1):
+    kind, file_name = "dictionary", DICTIONARY_NAME
+
+    def __init__(self, counts: Counts, size_multiple: int = 1):
         """`counts`: the words and their numbers of occurrences, the most frequent first."""
-        self._counts = list(counts)
-        words = [word for word, _ in self._counts]
+        words = [word for word, _ in counts]
         pieces = [b"", b"", b"\n", b"<unk> ", *(word.encode() + b" " for word in words)]
-        super().__init__(pieces, END_OF_LINE, size_multiple)
+        lines = "".join(f"{word} {count}\n" for word, count in counts)
+        super().__init__(pieces, END_OF_LINE, size_multiple, lines)
         # The word <unk> in WikiText's text gets the id of the special token.
         self._ids = {word: i for i, word in reversed([*enumerate([*SPECIALS, *words])])}
-
-    @property
-    def lossless(self) -> bool:
-        return False
-
-    @property
-    def fingerprint(self) -> str:
-        return self._digest("dictionary", format_dictionary(self._counts).encode())
 
     def encode(self, text: str) -> np.ndarray:
         ids = []
@@ -49,10 +53,6 @@ class DictionaryVocabulary(TableVocabulary):
             ids.append(END_OF_LINE)
         # The last line ends with the document.
         return np.asarray(ids[:-1], np.int32)
-
-    def save(self, folder: str | Path) -> None:
-        self._save(folder, "dictionary")
-        write_whole(Path(folder) / DICTIONARY_NAME, format_dictionary(self._counts))
 
 
 def read_dictionary(path: str | Path) -> Counts:
@@ -66,27 +66,16 @@ def read_dictionary(path: str | Path) -> Counts:
     """
     path = Path(path).expanduser()
     path = path / DICTIONARY_NAME if path.is_dir() else path
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise UserError(f"cannot read the dictionary {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"the dictionary {path} is not UTF-8 (byte {error.start})") from None
-    counts, seen = [], set()
+    lines = read_text(path, "dictionary").split("\n")
+    counts: dict[str, int] = {}
     for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
         word, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
         if not word or not count.isdecimal():
             raise UserError(f"{path}:{number}: {line!r} is not a word and its count")
-        if word in seen:
+        if word in counts:
             raise UserError(f"{path}:{number}: the word {word!r} is there twice")
-        seen.add(word)
-        counts.append((word, int(count)))
-    return counts
-
-
-def format_dictionary(counts: Iterable[tuple[str, int]]) -> str:
-    """The text of a dictionary file, as `read_dictionary` reads it."""
-    return "".join(f"{word} {count}\n" for word, count in counts)
+        counts[word] = int(count)
+    return list(counts.items())
 
 
 def count_words(texts: Iterable[str]) -> Counts:

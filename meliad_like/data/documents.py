@@ -1,18 +1,92 @@
-"""The kinds of document sources: their configs, and how they are opened."""
+"""Documents and their sources, which have a file for each kind (`*_source.py`)."""
 
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
-from meliad_like.data.sources.base import Document, Reference, Source
-from meliad_like.data.splits import SPLITS, SplitRule
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, fingerprint, to_plain
 from meliad_like.validation import check_choices
 
-__all__ = ["SOURCES", "SPLITS", "Document", "Reference", "Source", "SourceConfig", "open_source"]
-
+SPLITS = ("train", "validation", "test")
+SOURCES = Registry("source", "meliad_like.data.files_source", "meliad_like.data.records_source")
 Policy = Literal["stop", "skip"]
-SOURCES = Registry("source")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, read in order from its first to its last character."""
+
+    name: str
+    """Unique within its split, such as `austen/persuasion`."""
+    split: str
+    """`train`, `validation` or `test`."""
+    text: str
+    """The whole text; it can be encoded as UTF-8."""
+    skipped: tuple[str, ...] = ()
+    """The reasons why files of the document were left out, one line each."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+          EmptyDocumentError: the text has nothing but whitespace.
+          NotUTF8Error: JSON may escape half a surrogate pair.
+        """
+        if not self.text.strip():
+            raise EmptyDocumentError(
+                f"document {self.name} is empty: remove it, "
+                "or leave such documents out with SourceConfig.empty = 'skip'"
+            )
+        try:
+            self.text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise NotUTF8Error(
+                f"document {self.name} has an unpaired surrogate at character {error.start}, which UTF-8 cannot hold: "
+                "repair it, or leave such documents out with FolderSourceConfig.undecodable = 'skip'"
+            ) from None
+
+
+Reference = Callable[[], Document]
+"""Reads a document. It is small enough to be sent to a worker process. It raises a UserError if the document is bad."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An ordered collection of documents."""
+
+    references: Callable[[], Iterable[Reference]]
+    """All documents, in an order that depends on nothing but the documents."""
+    num_documents: int | None
+    """None where counting means reading everything."""
+    files: tuple[tuple[str, Path], ...]
+    """Pairs (name, file): the files that determine the documents, with names that are the same in every folder."""
+    passed_over: str = ""
+    """Which files of the folder are not read, and why."""
+
+
+class NotUTF8Error(UserError):
+    """A document that cannot be decoded, or (from JSON escapes) not be encoded, as UTF-8."""
+
+
+class EmptyDocumentError(UserError):
+    """A document without a single character that is not whitespace."""
+
+
+def decode(raw: bytes, name: str) -> str:
+    """`raw` as text, byte for byte: line ends and a byte order mark are kept.
+
+    Raises:
+      NotUTF8Error: naming the document and the offset of the first bad byte.
+    """
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise NotUTF8Error(
+            f"{name} is not UTF-8 (byte 0x{raw[error.start]:02x} at offset {error.start}): "
+            "convert it, or leave such files out with FolderSourceConfig.undecodable = 'skip'"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -45,14 +119,30 @@ class SourceConfig:
             raise UserError(f"{min(both)} is both in validation_documents and in test_documents")
 
     @property
-    def split_rule(self) -> SplitRule:
-        """The rule that assigns documents to splits."""
-        return SplitRule(
-            frozenset(self.validation_documents),
-            frozenset(self.test_documents),
-            self.validation_share,
-            self.test_share,
-        )
+    def listed(self) -> frozenset[str]:
+        """All names in the lists."""
+        return frozenset(self.validation_documents) | frozenset(self.test_documents)
+
+    def split_of(self, name: str, found_in: str | None) -> str:
+        """The split of a document, by the first of these that applies:
+
+        1. Lists of names, if there are any: all documents that they do not name are for training.
+        2. `found_in`: the split that the document's folder or file is named after.
+        3. A hash of the document's name, so that a document stays in its split when the collection grows.
+        """
+        if self.validation_documents or self.test_documents:
+            if name in self.test_documents:
+                return "test"
+            return "validation" if name in self.validation_documents else "train"
+        if found_in is not None:
+            return found_in
+        # The first 64 bits of SHA-256, as a fraction: [0, test) [test, test + validation) [the rest: train).
+        # A name from JSON may contain half a surrogate pair.
+        digest = hashlib.sha256(name.encode(errors="surrogatepass")).digest()
+        fraction = int.from_bytes(digest[:8], "big") / 2**64
+        if fraction < self.test_share:
+            return "test"
+        return "validation" if fraction < self.test_share + self.validation_share else "train"
 
     @property
     def settings_fingerprint(self) -> str:
@@ -61,11 +151,7 @@ class SourceConfig:
         return fingerprint({key: value for key, value in settings.items() if key != "folder"})
 
     def open(self) -> Source:
-        """Opens the source, which may have no documents.
-
-        Raises:
-          UserError: the folder is missing.
-        """
+        """Opens the source, which may have no documents. Raises a UserError if the folder is missing."""
         raise NotImplementedError
 
 
@@ -78,91 +164,12 @@ class FolderSourceConfig(SourceConfig):
     undecodable: Policy = "stop"  # type: ignore[misc]
     """What to do with a document that is not UTF-8: `stop` or `skip`. In a repository only the file is left out."""
 
-
-@SOURCES.register("text")
-@dataclass(frozen=True)
-class TextSource(FolderSourceConfig):
-    """A folder of text files, one document per file."""
-
-    suffixes: tuple[str, ...] = ()
-    """Suffixes of the files to read; (): `.txt`."""
-    exclude: tuple[str, ...] = ()
-    """Patterns (`*.min.js`, `vendor`) of names of files and folders to leave out."""
-
-    def open(self) -> Source:
-        from meliad_like.data.sources import files
-
-        return files.text_source(self.folder, self.suffixes, self.exclude, self.split_rule)
-
-
-@SOURCES.register("jsonl")
-@dataclass(frozen=True)
-class JsonLinesSource(FolderSourceConfig):
-    """Files with one JSON object per line (`.jsonl`, also `.gz` and `.zst`); the folder may also be one such file."""
-
-    text_field: str = "text"
-    """The field that holds a document's text."""
-    name_field: str = ""
-    """The field that holds a document's name; "": documents are numbered."""
-    exclude: tuple[str, ...] = ()
-    """Patterns of names of files and folders to leave out."""
-
-    def open(self) -> Source:
-        from meliad_like.data.sources.json_lines import json_lines_source
-
-        return json_lines_source(self.folder, self.text_field, self.name_field, self.exclude, self.split_rule)
-
-
-@SOURCES.register("repositories")
-@dataclass(frozen=True)
-class RepositoriesSource(FolderSourceConfig):
-    """Source trees, one document per sub-folder, all its files concatenated, each under a line `# file: path`."""
-
-    suffixes: tuple[str, ...] = ()
-    """Suffixes of the files to read; (): those of common programming languages."""
-    exclude: tuple[str, ...] = ()
-    """Patterns (`*.min.js`, `vendor`) of names of files and folders to leave out."""
-
-    def open(self) -> Source:
-        from meliad_like.data.sources import files
-
-        skip = self.undecodable == "skip"
-        return files.repository_source(self.folder, self.suffixes, self.exclude, self.split_rule, skip)
-
-
-@SOURCES.register("standard_library")
-@dataclass(frozen=True)
-class StandardLibrarySource(SourceConfig):
-    """Python's own source, one document per package or module; files that are not UTF-8 are left out."""
-
-    suffixes: tuple[str, ...] = ()
-    """Suffixes of the files to read; (): `.py`."""
-    exclude: tuple[str, ...] = ()
-    """Patterns of names of files and folders to leave out."""
-
-    def open(self) -> Source:
-        from meliad_like.data.sources import files
-
-        return files.standard_library_source(self.suffixes, self.exclude, self.split_rule)
-
-
-@SOURCES.register("tfds")
-@dataclass(frozen=True)
-class TfdsSource(FolderSourceConfig):
-    """A TensorFlow Datasets dataset in array_record files; the folder is the `data_dir`, or that of one version."""
-
-    dataset: str = "pg19"
-    """Name of the dataset, if `folder` holds several."""
-    text_field: str = "text"
-    """The field that holds a document's text (`book_text` in PG-19)."""
-    name_field: str = ""
-    """The field that holds a document's name; "": documents are numbered."""
-
-    def open(self) -> Source:
-        # tensorflow_datasets takes a second to import, and worker processes import this module.
-        from meliad_like.data.sources.tfds import tfds_source
-
-        return tfds_source(self.folder, self.dataset, self.text_field, self.name_field, self.split_rule)
+    def existing_folder(self) -> Path:
+        """The folder's absolute path. Raises a UserError if there is no such folder."""
+        path = Path(self.folder).expanduser().absolute()
+        if not self.folder or not path.is_dir():
+            raise UserError(f"there is no folder of documents at FolderSourceConfig.folder = {self.folder!r}")
+        return path
 
 
 def open_source(config: SourceConfig) -> Source:
@@ -173,13 +180,17 @@ def open_source(config: SourceConfig) -> Source:
     """
     source = config.open()
     if source.num_documents == 0:
-        place = config.folder or "no folder given"
-        suffixes = getattr(config, "suffixes", None)
-        wanted = "" if suffixes is None else f" or nothing in it matches suffixes = {suffixes}"
-        raise UserError(f"the {SOURCES.name_of(config)} source has no documents: {place} is empty{wanted}")
+        raise UserError(
+            f"the {SOURCES.name_of(config)} source has no documents in {config.folder or 'the standard library'}: "
+            f"{source.passed_over or 'there are no files'}"
+        )
     return source
 
 
 def source_fingerprint(config: SourceConfig, source: Source) -> str:
     """SHA-256 of the settings and of every document's name and contents, so that it changes if a store would."""
-    return fingerprint([config.settings_fingerprint, *source.contents()])
+    contents = []
+    for name, path in source.files:
+        with path.open("rb") as file:
+            contents.append((name, hashlib.file_digest(file, "sha256").hexdigest()))
+    return fingerprint([config.settings_fingerprint, *contents])

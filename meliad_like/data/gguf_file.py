@@ -34,20 +34,16 @@ class GGUFFile:
             return default[0]
         raise UserError(f"{self.path} has no {key}")
 
-    def keys(self, prefix: str) -> list[str]:
-        """The metadata keys that begin with `prefix`, without the prefix."""
-        return [key.removeprefix(prefix) for key in self._fields if key.startswith(prefix)]
+    def values(self, prefix: str) -> dict[str, Any]:
+        """The values of the metadata keys that begin with `prefix`."""
+        return {key: self.value(key) for key in self._fields if key.startswith(prefix)}
 
     def forget(self) -> None:
         """Frees the metadata; a vocabulary in them takes 100 MB in the reader."""
         self._fields.clear()
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor in float32, dequantised if needed.
-
-        Raises:
-          UserError: `gguf` can't dequantise it.
-        """
+        """A tensor in float32, dequantised if needed. Raises a UserError if `gguf` can't dequantise it."""
         tensor = self.tensors[name]
         stored, found = tensor.data, np.empty(tuple(int(size) for size in reversed(tensor.shape)), np.float32)
         try:

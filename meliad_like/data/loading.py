@@ -9,16 +9,11 @@ import grain
 import jax
 import numpy as np
 
-from meliad_like.data.batch import Batch
-from meliad_like.data.readers import Reader
+from meliad_like.data.batch import Batch, Reader
 
 
 def local_lanes(sharding: jax.sharding.Sharding, num_lanes: int) -> np.ndarray:
-    """The rows of a batch that this process's devices hold, in ascending order.
-
-    Args:
-      sharding: sharding of an array whose first axis is the lane.
-    """
+    """The rows of a batch that this process's devices hold, in ascending order; lanes are the sharding's first axis."""
     held = np.zeros(num_lanes, bool)
     for index in sharding.addressable_devices_indices_map((num_lanes,)).values():
         assert index is not None
@@ -35,11 +30,7 @@ class BatchIterator(Iterator[Batch]):
         """The time in seconds that the consumer has spent in `next` so far."""
 
     def __next__(self) -> Batch:
-        """
-        Raises:
-          StopIteration: after the reader's last step.
-          Exception: the exception that the reader raised in the background.
-        """
+        """The next batch. Raises what the reader raised in the background."""
         began = time.perf_counter()
         try:
             return next(self._batches)
@@ -68,7 +59,6 @@ def load_batches(
     """Iterates over batches from `start_step` on. Each host makes only the lanes that its devices hold.
 
     Args:
-      reader: the reader that makes the batches.
       sharding: sharding of the batch's arrays along the lane axis, the first one (`mesh.lane_sharding`).
       start_step: the step of the first batch.
       num_threads, batches_ahead, device_batches_ahead: as in `ReaderConfig`.

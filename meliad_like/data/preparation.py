@@ -1,32 +1,46 @@
-"""Turns a source of documents into a token store."""
+"""Turns a source of documents into a token store; documents are read and encoded in parallel, and written in order."""
 
+import collections
+import functools
+import multiprocessing
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meliad_like.data.documents import (
     SOURCES,
     SPLITS,
+    Document,
+    EmptyDocumentError,
+    NotUTF8Error,
+    Reference,
     Source,
     SourceConfig,
     open_source,
     source_fingerprint,
 )
-from meliad_like.data.encoding import encode_all, read_document
 from meliad_like.data.token_store import (
-    FORMAT_VERSION,
     STORE_NAME,
     SplitWriter,
     StoreInfo,
     TokenStore,
+    Totals,
+    absolute_folder,
+    count_words,
+    files_fingerprint,
     read_info,
     store_fingerprint,
     token_dtype,
     write_info,
 )
-from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, make_vocabulary
+from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.remote import is_remote
 from meliad_like.resumable import check_same, locked, whole_folder
@@ -35,16 +49,22 @@ from meliad_like.tables import Table
 SHOWN = 10  # The number of reasons for left-out documents that are printed.
 
 
-def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Path, num_workers: int = 0) -> TokenStore:
+def prepare(
+    source: SourceConfig,
+    vocabulary: VocabularyConfig,
+    folder: str | Path,
+    num_workers: int = 0,
+    *,
+    for_training: bool = False,
+) -> TokenStore:
     """Opens the token store of these documents and this vocabulary in `folder`, or writes it if there is none.
 
     A store appears in `folder` only when it is complete. Progress, warnings and a table go to standard error.
 
     Args:
-      source: config of the documents' source.
-      vocabulary: config of the vocabulary.
       folder: folder of the store, on a local disk.
       num_workers: number of processes that read and tokenise (0: one per core). The store does not depend on it.
+      for_training: whether a store without training documents is refused.
 
     Raises:
       UserError: `folder` holds something else, a document is bad, or the disk is full.
@@ -54,57 +74,70 @@ def prepare(source: SourceConfig, vocabulary: VocabularyConfig, folder: str | Pa
             f"a token store is made on a local disk: choose a folder here and copy it to {folder} afterwards"
         )
     folder = Path(folder).expanduser().absolute()
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)
-    source_print = source_fingerprint(source, opened)
-    vocabulary_print = vocabulary.settings_fingerprint
+    prints = {"source": source_fingerprint(source, opened), "vocabulary": vocabulary.settings_fingerprint}
     # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):
         if folder.exists() and any(folder.iterdir()):
-            _check_same(folder, source_print, vocabulary_print)
-            console.print(f"reusing the token store {folder}", markup=False, highlight=False, soft_wrap=True)
+            if not (folder / STORE_NAME).exists():
+                raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
+            info = read_info(folder)
+            saved = {"source": info.source, "vocabulary": info.vocabulary_settings}
+            check_same(folder, saved, prints, way_out="delete the token store, or choose another --store")
+            console.print(f"reusing the token store {folder}")
         else:
             with whole_folder(folder) as incomplete:
                 made = _make_vocabulary(source, opened, vocabulary, console)
                 made.save(incomplete)
-                if not made.lossless:
-                    console.print(
-                        "this vocabulary does not keep text exactly (whitespace or rare characters): "
-                        "bits per byte are not comparable with those of other vocabularies",
-                        style="yellow",
-                    )
+                splits, checksums, skipped = _write(incomplete, source, opened, made, num_workers, console)
+                _check_splits(source, opened, splits, len(skipped), for_training)
                 info = StoreInfo(
-                    version=FORMAT_VERSION,
-                    fingerprint=store_fingerprint(source_print, made.fingerprint),
-                    source=source_print,
+                    fingerprint=store_fingerprint(prints["source"], made.fingerprint),
+                    source=prints["source"],
                     source_settings=source.settings_fingerprint,
+                    folder=absolute_folder(source),
+                    files=files_fingerprint(opened),
                     vocabulary=made.fingerprint,
-                    vocabulary_settings=vocabulary_print,
+                    vocabulary_settings=prints["vocabulary"],
                     dtype=token_dtype(made.size),
-                    splits={},
-                    skipped=(),
+                    splits=splits,
+                    checksums=checksums,
+                    skipped=tuple(skipped),
                 )
-                _write(incomplete, source, opened, made, info, num_workers, console)
+                write_info(incomplete, info)
     store = TokenStore(folder)
-    for reason in store.info.skipped[:SHOWN]:
-        console.print(f"left out: {reason}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    if len(store.info.skipped) > SHOWN:
-        console.print(f"... and {len(store.info.skipped) - SHOWN} more, in {folder / STORE_NAME}", style="yellow")
-    console.print(_table(store).to_rich())
+    for warning in _warnings(source, opened, store):
+        console.print(warning, style="yellow")
+    console.print(_table(store).to_rich(), soft_wrap=False)
     return store
 
 
+def _make_vocabulary(
+    config: SourceConfig, source: Source, vocabulary: VocabularyConfig, console: Console
+) -> Vocabulary:
+    if not vocabulary.trained:
+        return vocabulary.make()
+
+    def texts() -> Iterator[str]:
+        for reference in source.references():
+            document = _read(reference, config)
+            if not isinstance(document, str) and document.split == "train":
+                yield document.text
+
+    with console.status("learning the vocabulary"):
+        return vocabulary.make(texts())
+
+
 def _write(
-    folder: Path,
-    config: SourceConfig,
-    source: Source,
-    vocabulary: Vocabulary,
-    info: StoreInfo,
-    num_workers: int,
-    console: Console,
-) -> None:
-    """Writes the tokens of all documents, in the source's order, and then `store.json`."""
-    writers = {split: SplitWriter(folder / split, vocabulary, info.dtype) for split in SPLITS}
+    folder: Path, config: SourceConfig, source: Source, vocabulary: Vocabulary, num_workers: int, console: Console
+) -> tuple[dict[str, Totals], dict[str, str], list[str]]:
+    """Writes the tokens of all documents, in the source's order.
+
+    Returns:
+      The totals and the checksum of each split, and the reasons why documents or files were left out.
+    """
+    writers = {split: SplitWriter(folder / split, vocabulary, token_dtype(vocabulary.size)) for split in SPLITS}
     skipped, names, num_bytes = [], set(), 0
     columns = (TextColumn("tokenising"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[size]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
@@ -116,45 +149,50 @@ def _write(
                 writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
                 skipped += result.skipped
                 num_bytes += result.num_bytes
-                if result.name in config.split_rule.listed:
-                    names.add(result.name)
+                names.add(result.name)
             progress.update(task, advance=1, size=f"{num_bytes / 1e6:,.1f} MB")
-    if unknown := config.split_rule.listed - names:
+    left_out = f" ({len(skipped)} were left out)" if skipped else ""
+    if unknown := config.listed - names:
         raise UserError(
-            f"validation_documents or test_documents names {min(unknown)!r}, which is no document of the source"
-            f"{f', or one of the {len(skipped)} that were left out' if skipped else ''}"
+            f"validation_documents or test_documents names {min(unknown)!r}, which is no document of the "
+            f"source{left_out}"
         )
-    totals = {split: writer.close() for split, writer in writers.items()}
-    if not any(total.documents for total in totals.values()):
+    closed = {split: writer.close() for split, writer in writers.items()}
+    totals = {split: total for split, (total, _) in closed.items()}
+    return totals, {split: checksum for split, (_, checksum) in closed.items()}, skipped
+
+
+def _check_splits(
+    config: SourceConfig, source: Source, totals: dict[str, Totals], num_skipped: int, for_training: bool
+) -> None:
+    counts = {split: total.documents for split, total in totals.items()}
+    if not sum(counts.values()) or (for_training and not counts["train"]):
+        found = ", ".join(f"{count} for {split}" for split, count in counts.items() if count)
         raise UserError(
-            f"the {SOURCES.name_of(config)} source has no documents that can be used ({len(skipped)} were left out)"
+            f"the {SOURCES.name_of(config)} source has no documents {'for training' if found else 'that can be used'}: "
+            f"{found or 'none'} ({num_skipped} were left out){'; ' * bool(source.passed_over)}{source.passed_over}; "
+            "SourceConfig.validation_documents and test_documents name the documents of these splits"
         )
-    write_info(folder, StoreInfo(**{**vars(info), "splits": totals, "skipped": tuple(skipped)}))
 
 
-def _make_vocabulary(
-    config: SourceConfig, source: Source, vocabulary: VocabularyConfig, console: Console
-) -> Vocabulary:
-    def texts() -> Iterator[str]:
-        for reference in source.references():
-            document = read_document(reference, config)
-            if not isinstance(document, str) and document.split == "train":
-                yield document.text
-
-    if not vocabulary.trained:
-        return make_vocabulary(vocabulary)
-    with console.status(vocabulary.progress):
-        return make_vocabulary(vocabulary, texts())
-
-
-def _check_same(folder: Path, source: str, vocabulary: str) -> None:
-    """Raises a UserError unless the store in `folder` was made of this source and by these vocabulary settings."""
-    if not (folder / STORE_NAME).exists():
-        raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
-    info = read_info(folder)
-    saved = {"source": info.source, "vocabulary": info.vocabulary_settings}
-    wanted = {"source": source, "vocabulary": vocabulary}
-    check_same(folder, saved, wanted, way_out="delete the token store, or choose another --store")
+def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterator[str]:
+    if not store.vocabulary.lossless:
+        yield (
+            "this vocabulary does not keep text exactly (whitespace or rare characters): "
+            "bits per byte are not comparable with those of other vocabularies"
+        )
+    skipped = store.info.skipped
+    yield from (f"left out: {reason}" for reason in skipped[:SHOWN])
+    if len(skipped) > SHOWN:
+        yield f"... and {len(skipped) - SHOWN} more, in {store.folder / STORE_NAME}"
+    if source.passed_over:
+        yield source.passed_over
+    if config.validation_share and not store.totals("validation").documents:
+        yield (
+            f"no document is for validation: of {store.totals('train').documents} documents a random share of "
+            f"{config.validation_share} had none; raise SourceConfig.validation_share, or name some in "
+            "SourceConfig.validation_documents"
+        )
 
 
 def _table(store: TokenStore) -> Table:
@@ -165,3 +203,75 @@ def _table(store: TokenStore) -> Table:
         rows.append((name, *(f"{count:,}" for count in counts)))
     header = ("split", "documents", "tokens", "bytes", "words", "longest (tokens)")
     return Table(f"{store.folder.name}, vocabulary of {store.vocabulary.size}", header, rows)
+
+
+class Encoded(NamedTuple):
+    """A document's tokens and sizes, as a worker process returns them."""
+
+    name: str
+    split: str
+    tokens: np.ndarray
+    """int32[tokens], without the end of the document."""
+    num_bytes: int
+    num_words: int
+    skipped: tuple[str, ...]
+    """The reasons why files of the document were left out."""
+
+
+def encode_all(
+    config: SourceConfig, source: Source, vocabulary_folder: Path, num_workers: int
+) -> Iterator[Encoded | str]:
+    """Encodes all documents. Yields each in the order of the source, or the reason why it is left out.
+
+    Args:
+      vocabulary_folder: where each worker loads the vocabulary from.
+      num_workers: number of processes; 0: one per core; 1: this process does the work.
+    """
+    num_workers = num_workers or num_cores()
+    if num_workers == 1:
+        yield from map(partial(_encode, config, load_vocabulary(vocabulary_folder)), source.references())
+        return
+    # Not forked: jax and grain start threads, and a forked child would inherit locks that they hold.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, context) as pool:
+        encode, waiting = partial(_encode_in_worker, config, vocabulary_folder), collections.deque()
+        try:
+            for reference in source.references():
+                waiting.append(pool.submit(encode, reference))
+                # So that few documents are in memory.
+                if len(waiting) == 4 * num_workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _encode_in_worker(config: SourceConfig, vocabulary_folder: Path, reference: Reference) -> Encoded | str:
+    return _encode(config, _vocabulary_of_worker(vocabulary_folder), reference)
+
+
+_vocabulary_of_worker = functools.cache(load_vocabulary)
+
+
+def _encode(config: SourceConfig, vocabulary: Vocabulary, reference: Reference) -> Encoded | str:
+    document = _read(reference, config)
+    if isinstance(document, str):
+        return document
+    text, tokens = document.text, vocabulary.encode(document.text)
+    num_bytes = len(text.encode("utf-8"))
+    return Encoded(document.name, document.split, tokens, num_bytes, count_words(text), document.skipped)
+
+
+def _read(reference: Reference, config: SourceConfig) -> Document | str:
+    """The document, or the reason why the config's policies leave it out."""
+    try:
+        return reference()
+    except (NotUTF8Error, EmptyDocumentError) as error:
+        if (config.undecodable if isinstance(error, NotUTF8Error) else config.empty) == "stop":
+            raise
+        return str(error)
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

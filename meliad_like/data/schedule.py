@@ -51,7 +51,6 @@ class Schedule:
         """
         Args:
           document_blocks: int64[documents], the documents' lengths in blocks; documents of 0 blocks are left out.
-          num_lanes: number of lanes over all hosts.
           seed: non-negative seed; with the epoch's number it determines the order of that epoch.
           shuffle: a new random order each epoch; otherwise the longest documents come first, which lets the lanes of a
             finite schedule finish at nearly the same time.
@@ -77,20 +76,14 @@ class Schedule:
         self._ends = [0] * num_lanes
         self._lock = threading.Lock()
 
-    @property
-    def num_blocks(self) -> int | None:
-        """The number of blocks until the last lane is done; None if the schedule is endless."""
+    def num_steps(self, blocks_in_step: int) -> int | None:
+        """The number of steps, of `blocks_in_step` blocks per lane, until the last lane is done; None: endless."""
         if self._epochs is None:
             return None
         with self._lock:
             while self._epochs_dealt < self._epochs:
                 self._deal_epoch()
-            return max(self._ends)
-
-    def num_steps(self, blocks_in_step: int) -> int | None:
-        """The number of steps, of `blocks_in_step` blocks per lane, until the last lane is done; None: endless."""
-        num_blocks = self.num_blocks
-        return None if num_blocks is None else -(-num_blocks // blocks_in_step)
+            return -(-max(self._ends) // blocks_in_step)
 
     def runs(self, lane: int, first: int, count: int) -> list[Run]:
         """The runs in the lane's blocks [first, first + count), in order; idle blocks have none."""

@@ -2,30 +2,54 @@
 
 import io
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import numpy as np
 import sentencepiece
 
-from meliad_like.data.table_vocabulary import TableVocabulary
+from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.remote import write_whole
+from meliad_like.validation import check_positive
 
-if TYPE_CHECKING:
-    from meliad_like.data.vocabulary import SentencePieceVocabularyConfig
-
+ModelType = Literal["unigram", "bpe"]
 MODEL_NAME = "sentencepiece.model"
 # SentencePiece learns from "sentences". Ours are some lines of text with their line ends, so that newlines and
 # indentation are learned like everything else, and short enough that a sample of them spans all documents.
 SENTENCE_LENGTH = 4096  # In characters; SentencePiece counts bytes, at most four per character.
 
 
-class SentencePieceVocabulary(TableVocabulary):
+@VOCABULARIES.register("sentencepiece")
+@dataclass(frozen=True)
+class SentencePieceVocabularyConfig(FileVocabularyConfig):
+    """A SentencePiece model: a `.model` file, or one that is trained on the source's training documents, to which the
+    fields apply."""
+
+    model_type: ModelType = "unigram"
+    size: int = 32_000  # type: ignore[misc]  # the class variable is for vocabularies whose size is not chosen
+    """The number of tokens, including the end of a document, one unknown token and 256 bytes."""
+    keep_whitespace: bool = True
+    """Whether decoding restores text exactly (no normalisation, whitespace unchanged, rare characters as bytes). False:
+    SentencePiece's own defaults, which lose newlines and repeated spaces."""
+    training_bytes: int = 100_000_000
+    """The approximate size in bytes of the sample of text to learn from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, ("size", "training_bytes"))
+
+    def make(self, texts: Iterable[str] = ()) -> Vocabulary:
+        model = train_sentencepiece(self, texts) if self.trained else read_model(self.model_file)
+        return SentencePieceVocabulary(model, self.size_multiple)
+
+
+class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model. Its end-of-sentence token ends documents; a model without one gets a new last id."""
 
+    kind, file_name = "sentencepiece", MODEL_NAME
+
     def __init__(self, model: bytes, size_multiple: int = 1):
-        self._model = model
         self._processor = processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         pieces = []
         self._byte_ids: dict[int, int] = {}
@@ -40,16 +64,8 @@ class SentencePieceVocabulary(TableVocabulary):
             else:
                 pieces.append((" \u2047 " if processor.is_unknown(token) else piece.replace("\u2581", " ")).encode())
         self._adds_prefix = processor.encode("a", out_type=str)[0].startswith("\u2581")
-        super().__init__(pieces, processor.eos_id() if processor.eos_id() >= 0 else len(processor), size_multiple)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._digest("sentencepiece", self._model)
-
-    @property
-    def lossless(self) -> bool:
-        probe = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n "
-        return self.decode(self.encode(probe)) == probe
+        end = processor.eos_id() if processor.eos_id() >= 0 else len(processor)
+        super().__init__(pieces, end, size_multiple, model)
 
     def encode(self, text: str) -> np.ndarray:
         if len(self._byte_ids) < 256 or self._adds_prefix:
@@ -63,19 +79,17 @@ class SentencePieceVocabulary(TableVocabulary):
         text = super().decode(ids)
         return text.removeprefix(" ") if self._adds_prefix else text
 
-    def save(self, folder: str | Path) -> None:
-        self._save(folder, "sentencepiece")
-        write_whole(Path(folder) / MODEL_NAME, self._model)
-
 
 def read_model(path: str | Path) -> bytes:
-    """The contents of a SentencePiece model file.
+    """The contents of a SentencePiece model file, or of that in the folder of a saved vocabulary.
 
     Raises:
       UserError: there is no such file, or it is no SentencePiece model.
     """
+    path = Path(path).expanduser()
+    path = path / MODEL_NAME if path.is_dir() else path
     try:
-        model = Path(path).expanduser().read_bytes()
+        model = path.read_bytes()
         sentencepiece.SentencePieceProcessor().LoadFromSerializedProto(model)
     except OSError as error:
         raise UserError(f"cannot read the SentencePiece model {path}: {error.strerror}") from None
@@ -84,7 +98,7 @@ def read_model(path: str | Path) -> bytes:
     return model
 
 
-def train_sentencepiece(config: "SentencePieceVocabularyConfig", texts: Iterable[str]) -> bytes:
+def train_sentencepiece(config: SentencePieceVocabularyConfig, texts: Iterable[str]) -> bytes:
     """The serialised model learned from a random sample (of fixed seed) of `texts`, which are read once, as a stream.
 
     With `keep_whitespace`, text is taken as it is: the identity as normalisation, no space put before the text, none

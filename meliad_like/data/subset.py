@@ -1,11 +1,9 @@
-"""A subset of a split, of whole documents or their beginnings, with the interface of a split."""
-
-from collections.abc import Sequence
-from typing import Protocol
+"""Views of the documents of a split, with its interface: a subset of them, their beginnings, or all as one stream."""
 
 import numpy as np
 from jaxtyping import Int
 
+from meliad_like.data.batch import Documents, check_tokens
 from meliad_like.data.schedule import permutation
 from meliad_like.data.token_store import count_words
 from meliad_like.data.vocabulary import Vocabulary
@@ -13,28 +11,6 @@ from meliad_like.errors import UserError
 
 SHORTEST_BEGINNING = 1000
 """The default number of tokens of `beginnings`."""
-
-
-class Documents(Protocol):
-    """The interface of a split or a subset that evaluations need."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64[documents]: the number of tokens of each document, its end included."""
-        ...
-
-    @property
-    def num_bytes(self) -> np.ndarray: ...
-
-    @property
-    def num_words(self) -> np.ndarray: ...
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: the tokens of a document in this range."""
-        ...
 
 
 class Subset:
@@ -55,15 +31,50 @@ class Subset:
         self.names = [split.names[int(document)] for document in members]
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: the tokens of a document of the subset in this range."""
         return self._split.tokens(int(self._members[document]), start, stop)
+
+
+class Concatenated:
+    """A split's documents as the only one of a split: first the end of a document, then their tokens."""
+
+    def __init__(self, split: Documents, vocabulary_size: int, end_of_document: int):
+        """Tokens must be below vocabulary_size; the first is end_of_document."""
+        self._split = split
+        self._vocabulary_size = vocabulary_size
+        self._end_of_document = end_of_document
+        self.ends = np.cumsum(np.asarray(split.lengths, np.int64))
+        """Where documents end, counted without the first token."""
+        self.lengths = self.ends[-1:] + 1
+        self.num_bytes, self.num_words = (np.sum(x, keepdims=True) for x in (split.num_bytes, split.num_words))
+        self.names = ["all documents, one after the other"]
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
+        """int32[stop - start]: tokens from `start` on; there is one document, 0.
+
+        Raises:
+          UserError: a token id is not below vocabulary_size.
+        """
+        parts = [np.full(1, self._end_of_document, np.int32)] if start == 0 else []
+        place, last = max(start - 1, 0), stop - 1
+        while place < last:
+            index, offset = (int(x) for x in self.place(np.asarray(place)))
+            end = min(last, int(self.ends[index]))
+            tokens = self._split.tokens(index, offset, offset + end - place)
+            check_tokens(tokens, self._vocabulary_size, offset, self._split.names[index])
+            parts.append(tokens)
+            place = end
+        return np.concatenate(parts)
+
+    def place(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(document, position in it) of tokens, counted without the first one."""
+        document = np.searchsorted(self.ends, place, side="right")
+        return document, place - (self.ends[document] - np.asarray(self._split.lengths, np.int64)[document])
 
 
 def beginnings(split: Documents, vocabulary: Vocabulary, max_tokens: int, shortest: int = SHORTEST_BEGINNING) -> Subset:
     """The beginnings of the first documents of a split, because an evaluation of the whole split would take too long.
 
     Args:
-      split: the documents.
       vocabulary: gives the number of bytes and words of a beginning.
       max_tokens: number of tokens of all beginnings together; long documents have equal shares.
       shortest: a further document is taken only if the share of each is at least this number of tokens.

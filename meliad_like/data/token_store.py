@@ -1,38 +1,38 @@
 """Tokenised documents on disk: memory mapped, addressed by document.
 
-    store.json            format version, fingerprints, totals of each split
+    store.json            format version, fingerprints, totals and checksum of each split
     vocabulary.json ...   the vocabulary
     train/tokens.bin      all documents' tokens, uint16 or uint32, little endian, each document ended by its end token
-    train/documents.npy   int64[documents, 3]: tokens, bytes, words
-    train/names.json      names of the documents
+    train/documents.json  names of the documents, and their numbers of tokens, bytes and words
     validation/, test/    the same
 
 The folder may lie in an object store (gs://...), which can't be memory mapped: a split is then copied to the local disk
-when it is opened for the first time (`store_copy`).
+when it is opened for the first time.
 """
 
 import hashlib
 import json
 import os
-import tokenize
-from dataclasses import asdict, dataclass, fields
+import sys
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from etils import epath
 
-from meliad_like.data.documents import SourceConfig
-from meliad_like.data.splits import SPLITS
-from meliad_like.data.store_copy import local_split
+from meliad_like.data.documents import SPLITS, Source, SourceConfig, open_source, source_fingerprint
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
-from meliad_like.errors import UserError
-from meliad_like.remote import any_path, size_of
-from meliad_like.saved_json import check_fields, read_json
+from meliad_like.errors import MissingStoreError, UserError, refusals
+from meliad_like.registry import fingerprint
+from meliad_like.remote import any_path, copy_folder, is_remote, one_line, size_of
+from meliad_like.resumable import locked, whole_folder
+from meliad_like.saved_json import read_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STORE_NAME = "store.json"
-DTYPES = ("<u2", "<u4")
+DOCUMENTS_NAME = "documents.json"
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,16 @@ class Totals:
 class StoreInfo:
     """The contents of `store.json`."""
 
-    version: int
-    """The version of the format."""
     fingerprint: str
     """SHA-256 of version, source and vocabulary, which together determine the tokens."""
     source: str
     """Fingerprint of the source: its settings, and the names and contents of its documents."""
     source_settings: str
     """Fingerprint of only the source's settings."""
+    folder: str
+    """The folder of the documents; "": they are of no folder."""
+    files: str
+    """Fingerprint of the names, sizes and times of the documents' files, which is quickly compared."""
     vocabulary: str
     """Fingerprint of the vocabulary."""
     vocabulary_settings: str
@@ -69,13 +71,26 @@ class StoreInfo:
     """Type of the tokens on disk."""
     splits: dict[str, Totals]
     """Totals of each split."""
+    checksums: dict[str, str]
+    """SHA-256 of each split's `DOCUMENTS_NAME`."""
     skipped: tuple[str, ...]
     """The reasons why documents, or files of documents, were left out."""
 
 
 def store_fingerprint(source: str, vocabulary: str) -> str:
     """The fingerprint of a store, computed from those of its source and its vocabulary."""
-    return hashlib.sha256(json.dumps([FORMAT_VERSION, source, vocabulary]).encode()).hexdigest()
+    return fingerprint([FORMAT_VERSION, source, vocabulary])
+
+
+def files_fingerprint(source: Source) -> str:
+    """Fingerprint of the names, sizes and times of the files of a source."""
+    status = [(name, path.stat()) for name, path in source.files]
+    return fingerprint([(name, found.st_size, found.st_mtime_ns) for name, found in status])
+
+
+def absolute_folder(source: SourceConfig) -> str:
+    """The absolute path of the source's folder; "": it has none."""
+    return str(Path(source.folder).expanduser().absolute()) if source.folder else ""
 
 
 def short(fingerprint: str) -> str:
@@ -97,14 +112,19 @@ def count_words(text: str) -> int:
 class Split:
     """The documents of one split."""
 
-    def __init__(self, folder: epath.Path, names: list[str], statistics: np.ndarray, tokens: np.ndarray):
-        self.names = names
+    def __init__(self, folder: epath.Path, columns: dict[str, Any], tokens: np.ndarray):
+        """
+        Args:
+          columns: contents of `DOCUMENTS_NAME`.
+          tokens: of all documents.
+        """
+        self.names: list[str] = columns["names"]
         """A name for each document."""
-        self.lengths = statistics[:, 0]
+        self.lengths = np.asarray(columns["tokens"], np.int64)
         """int64[documents]: the number of tokens of each document, its end included."""
-        self.num_bytes = statistics[:, 1]
+        self.num_bytes = np.asarray(columns["bytes"], np.int64)
         """int64[documents]: the number of bytes of each document's text in UTF-8."""
-        self.num_words = statistics[:, 2]
+        self.num_words = np.asarray(columns["words"], np.int64)
         """int64[documents]: the number of words of each document (`count_words`)."""
         self._folder = folder
         self._tokens = tokens
@@ -143,12 +163,7 @@ class TokenStore:
         self.info = read_info(self.folder)
         self._opened: dict[epath.Path, tuple[int, int]] = {}
         for split in self.info.splits:
-            path = self.folder / split / "tokens.bin"
-            expected, found = self._token_bytes(split), size_of(path)
-            if found != expected:
-                raise UserError(
-                    f"{path} has {found} bytes and should have {expected}: delete {self.folder} and prepare it again"
-                )
+            self._check_size(self.folder / split, split, f"delete {self.folder} and prepare it again")
 
     @property
     def fingerprint(self) -> str:
@@ -157,11 +172,7 @@ class TokenStore:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary of the tokens.
-
-        Raises:
-          UserError: the saved vocabulary is damaged.
-        """
+        """The vocabulary of the tokens. Raises a UserError if the saved vocabulary is damaged."""
         vocabulary = load_vocabulary(self.folder)
         if vocabulary.fingerprint != self.info.vocabulary:
             raise UserError(
@@ -175,34 +186,54 @@ class TokenStore:
         return self.info.splits[split]
 
     def split(self, name: str) -> Split:
-        """The documents of a split.
-
-        Raises:
-          UserError: the split does not exist, is empty or is damaged.
-        """
+        """The documents of a split. Raises a UserError if the split does not exist, is empty or is damaged."""
         if name not in self.info.splits or not self.info.splits[name].documents:
             present = ", ".join(split for split, totals in self.info.splits.items() if totals.documents)
             why = "has no documents" if name in self.info.splits else "is unknown"
             raise UserError(f"split {name!r} {why} in the token store {self.folder}, which has {present}")
-        folder = local_split(self.folder, self.fingerprint, name, self._token_bytes(name))
+        folder = self._local_copy(name) if is_remote(self.folder) else self.folder / name
         self._opened.setdefault(folder / "tokens.bin", _size_and_time(folder / "tokens.bin"))
-        names, statistics = _read_documents(folder, self.info.splits[name])
-        return Split(folder, names, statistics, np.memmap(folder / "tokens.bin", self.info.dtype, "r"))
+        path = folder / DOCUMENTS_NAME
+        columns = path.read_bytes() if path.exists() else b""
+        if hashlib.sha256(columns).hexdigest() != self.info.checksums[name]:
+            raise UserError(f"{path} is damaged or missing: prepare the token store again")
+        return Split(folder, json.loads(columns), np.memmap(folder / "tokens.bin", self.info.dtype, "r"))
 
-    def _token_bytes(self, split: str) -> int:
-        return self.info.splits[split].tokens * np.dtype(self.info.dtype).itemsize
+    def _local_copy(self, split: str) -> epath.Path:
+        """The folder of a copy of a split in an object store, made once for all processes of this machine.
+
+        Raises:
+          UserError: there is no room for the copy, it does not have this size, or the object store refuses.
+        """
+        # A store that was prepared again gets its own copy.
+        copy = cache_folder() / self.fingerprint / split
+        with locked(copy.parent / f".{split}.lock"):
+            if not copy.exists():
+                print(f"copying {self.folder / split} to {copy}", file=sys.stderr)
+                try:
+                    with whole_folder(copy) as incomplete:
+                        copy_folder(self.folder / split, epath.Path(incomplete))
+                except refusals() as error:
+                    raise UserError(
+                        f"{self.folder / split} can't be copied to {copy.parent}: {one_line(error)}; the same command "
+                        "tries it again"
+                    ) from error
+            self._check_size(epath.Path(copy), split, f"delete {copy}, a copy")
+        return epath.Path(copy)
+
+    def _check_size(self, folder: epath.Path, split: str, way_out: str) -> None:
+        expected = self.info.splits[split].tokens * np.dtype(self.info.dtype).itemsize
+        if (found := size_of(folder / "tokens.bin")) != expected:
+            raise UserError(f"{folder / 'tokens.bin'} has {found} bytes and should have {expected}: {way_out}")
 
     def check_unchanged(self) -> None:
-        """
-        Raises:
-          UserError: a file of tokens was changed after it was opened.
-        """
+        """Raises a UserError if a file of tokens was changed after it was opened."""
         for path, before in self._opened.items():
             if _size_and_time(path) != before:
                 raise UserError(f"{path} was changed while it was read: prepare {self.folder} again, or bring it back")
 
     def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:
-        """Raises a UserError unless the store was made with these settings. The documents are not read."""
+        """Raises a UserError if the store was made with other settings, or from other documents."""
         pairs = (
             ("source", self.info.source_settings, source.settings_fingerprint),
             ("vocabulary", self.info.vocabulary_settings, vocabulary.settings_fingerprint),
@@ -213,6 +244,25 @@ class TokenStore:
                     f"the token store {self.folder} was made by other {name} settings ({short(stored)}) than this "
                     f"run's ({short(wanted)}): prepare another store, or correct the settings"
                 )
+        if (change := self._change_of_documents(source)) is not None:
+            raise UserError(
+                f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}: prepare "
+                "another store, or name that folder; FolderSourceConfig.folder = '' reads the store without its "
+                "documents"
+            )
+
+    def _change_of_documents(self, source: SourceConfig) -> str | None:
+        """How the source's documents differ from those of the store, if they do. A folder that was moved is the same
+        one, and it may be missing on machines that only have the store."""
+        folder = absolute_folder(source)
+        if not folder:
+            return None
+        if not Path(folder).exists():
+            return None if folder == self.info.folder else f"and FolderSourceConfig.folder = {folder!r} does not exist"
+        opened = open_source(source)
+        if files_fingerprint(opened) == self.info.files or source_fingerprint(source, opened) == self.info.source:
+            return None
+        return "which have changed since" if folder == self.info.folder else f"and those in {folder} are others"
 
     def check_vocabulary(self, fingerprint: str, owner: str) -> None:
         """Raises a UserError unless `owner` (such as `the checkpoint DIR`) has this store's vocabulary."""
@@ -223,39 +273,28 @@ class TokenStore:
             )
 
 
-def read_info(folder: Path | epath.Path) -> StoreInfo:
-    """Reads `store.json`.
+def cache_folder() -> Path:
+    """The folder of copies of stores: `meliad_like/stores` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "meliad_like" / "stores"
 
-    Raises:
-      UserError: the store is missing or damaged, or has another version.
-    """
+
+def read_info(folder: Path | epath.Path) -> StoreInfo:
+    """Reads `store.json`. Raises a UserError if the store is missing or damaged, or has another version."""
     path = folder / STORE_NAME
     try:
         saved = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
+        raise MissingStoreError(str(folder)) from None
+    version = saved.pop("version", None) if isinstance(saved, dict) else None
+    if type(version) is int and version != FORMAT_VERSION:
         raise UserError(
-            f"there is no token store at {folder}: make it with python -m meliad_like.prepare --store={folder}"
-        ) from None
-    check_fields(saved, {"version": int}, str(path))
-    if saved["version"] != FORMAT_VERSION:
-        raise UserError(
-            f"the token store {folder} has format version {saved['version']}, this program reads {FORMAT_VERSION}: "
+            f"the token store {folder} has format version {version}, this program reads {FORMAT_VERSION}: "
             "delete it and prepare it again"
         )
-    types = {field.name: str for field in fields(StoreInfo)} | {"version": int, "splits": dict, "skipped": list}
-    check_fields(saved, types, str(path))
-    splits = {}
-    for split in SPLITS:
-        totals = saved["splits"].get(split)
-        check_fields(totals, {field.name: int for field in fields(Totals)}, f"{path}, {split}")
-        splits[split] = Totals(**{field.name: totals[field.name] for field in fields(Totals)})
-    info = StoreInfo(**{name: saved[name] for name in types} | {"splits": splits, "skipped": tuple(saved["skipped"])})
-    # The fingerprint is also used as the name of a folder for copies.
-    if info.dtype not in DTYPES or info.fingerprint != store_fingerprint(info.source, info.vocabulary):
-        raise UserError(
-            f"{path} is damaged: its fingerprint or dtype is not what it should be; prepare the store again"
-        )
-    return info
+    if version is None or saved.pop("checksum", None) != fingerprint(saved):
+        raise UserError(f"{path} is damaged: prepare the store again")
+    splits = {split: Totals(**totals) for split, totals in saved["splits"].items()}
+    return StoreInfo(**{**saved, "splits": splits, "skipped": tuple(saved["skipped"])})
 
 
 def _size_and_time(path: epath.Path) -> tuple[int, int]:
@@ -263,36 +302,6 @@ def _size_and_time(path: epath.Path) -> tuple[int, int]:
         return 0, 0
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
-
-
-def _read_documents(folder: epath.Path, totals: Totals) -> tuple[list[str], np.ndarray]:
-    """The names of a split's documents, and int64[documents, 3]: their numbers of tokens, bytes and words."""
-    try:
-        names = read_json(folder / "names.json")
-        # Not np.load, which also opens archives and can unpickle.
-        statistics = np.array(np.lib.format.open_memmap(folder / "documents.npy", "r"))
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename} is missing: prepare the token store again") from None
-    # The errors of numpy and its header parser for a truncated or overwritten file.
-    except (ValueError, OSError, EOFError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{folder / 'documents.npy'} is damaged ({error}): prepare the token store again") from None
-    intact = (
-        isinstance(names, list)
-        and len(names) == totals.documents
-        and all(isinstance(name, str) for name in names)
-        and statistics.dtype == np.int64
-        and statistics.shape == (totals.documents, 3)
-        and (statistics >= [1, 0, 0]).all()
-        and statistics.sum(axis=0).tolist() == [totals.tokens, totals.bytes, totals.words]
-    )
-    if not intact:
-        raise UserError(
-            f"{folder} is damaged: documents.npy and names.json don't add up to what {STORE_NAME} says, {totals}: "
-            "prepare the token store again"
-        )
-    return names, statistics
 
 
 class SplitWriter:
@@ -303,8 +312,7 @@ class SplitWriter:
         self._folder = folder
         self._vocabulary = vocabulary
         self._dtype = dtype
-        self._names: list[str] = []
-        self._statistics: list[tuple[int, int, int]] = []
+        self._columns: dict[str, list] = {"names": [], "tokens": [], "bytes": [], "words": []}
         self._file = (folder / "tokens.bin").open("wb")
 
     def write(self, name: str, tokens: np.ndarray, num_bytes: int, num_words: int) -> None:
@@ -319,16 +327,16 @@ class SplitWriter:
                 f"token {wrong} of document {name} is out of range for a vocabulary of {self._vocabulary.size}"
             )
         self._file.write(np.append(tokens, self._vocabulary.end_of_document).astype(self._dtype).tobytes())
-        self._names.append(name)
-        self._statistics.append((tokens.size + 1, num_bytes, num_words))
+        for column, value in zip(self._columns.values(), (name, tokens.size + 1, num_bytes, num_words), strict=True):
+            column.append(value)
 
-    def close(self) -> Totals:
-        """Writes the names and numbers of all documents, and returns the sums."""
+    def close(self) -> tuple[Totals, str]:
+        """Writes the names and numbers of all documents, and returns the sums and the checksum."""
         self._file.close()
-        statistics = np.asarray(self._statistics, np.int64).reshape(-1, 3)
-        np.save(self._folder / "documents.npy", statistics)
-        (self._folder / "names.json").write_text(json.dumps(self._names))
-        return Totals(len(self._names), *map(int, statistics.sum(axis=0)))
+        content = json.dumps(self._columns).encode()
+        (self._folder / DOCUMENTS_NAME).write_bytes(content)
+        names, *numbers = self._columns.values()
+        return Totals(len(names), *map(sum, numbers)), hashlib.sha256(content).hexdigest()
 
 
 def token_dtype(vocabulary_size: int) -> str:
@@ -339,4 +347,6 @@ def token_dtype(vocabulary_size: int) -> str:
 def write_info(folder: Path, info: StoreInfo) -> None:
     """Writes `store.json`, which makes the folder a store; must be called last."""
     assert set(info.splits) == set(SPLITS)
-    (folder / STORE_NAME).write_text(json.dumps(asdict(info), indent=2) + "\n")
+    saved = {**asdict(info), "skipped": list(info.skipped)}
+    saved |= {"version": FORMAT_VERSION, "checksum": fingerprint(saved)}
+    (folder / STORE_NAME).write_text(json.dumps(saved, indent=2) + "\n")

@@ -1,16 +1,16 @@
 """Byte-level BPE vocabularies of pretrained models, in `tokenizers`, read from the file formats of the models."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from meliad_like.data.table_vocabulary import TableVocabulary
+from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary, read_text
 from meliad_like.errors import UserError
-from meliad_like.remote import write_whole
+from meliad_like.saved_json import parse_json
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -20,8 +20,29 @@ GGUF_PRE_TOKENIZERS = {"gpt-2": (), "smollm": (pre_tokenizers.Digits(individual_
 CONTROL, USER_DEFINED = 3, 4  # Two of GGUF's types of tokens.
 
 
-class TokenizersVocabulary(TableVocabulary):
+@VOCABULARIES.register("tokenizers")
+@dataclass(frozen=True)
+class TokenizersVocabularyConfig(FileVocabularyConfig):
+    """The byte-level BPE of a pretrained model: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with
+    vocab.json and merges.txt."""
+
+    end_token: str = ""
+    """The token that ends a document; "": <|endoftext|> if there is one, otherwise the file's end-of-text token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model_file:
+            raise UserError("RunConfig.vocabulary = 'tokenizers' needs a TokenizersVocabularyConfig.model_file")
+
+    def make(self, texts: Iterable[str] = ()) -> Vocabulary:
+        tokenizer, end = read_tokenizer(self.model_file)
+        return TokenizersVocabulary(tokenizer, self.end_token or end, self.size_multiple)
+
+
+class TokenizersVocabulary(Vocabulary):
     """A byte-level BPE. Text that looks like a control token is encoded as ordinary text."""
+
+    kind, file_name = "tokenizers", TOKENIZER_NAME
 
     def __init__(self, tokenizer_json: str, end_token: str, size_multiple: int = 1):
         """
@@ -32,7 +53,6 @@ class TokenizersVocabulary(TableVocabulary):
         Raises:
           UserError: the tokenizer is no byte-level BPE, or has no such token.
         """
-        self._json = tokenizer_json
         self.end_token = end_token
         self._tokenizer = tokenizer = _parse(tokenizer_json)
         # Control tokens are not recognised in prompts and documents.
@@ -54,23 +74,11 @@ class TokenizersVocabulary(TableVocabulary):
             return bytes(map(to_byte.__getitem__, text)) if all(map(to_byte.__contains__, text)) else b""
 
         num_tokens = max(tokenizer.get_vocab().values()) + 1
-        super().__init__([piece(token) for token in range(num_tokens)], end, size_multiple)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._digest("tokenizers", self._json.encode())
-
-    @property
-    def lossless(self) -> bool:
-        probe = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n <|endoftext|> 123,456 "
-        return self.decode(self.encode(probe)) == probe
+        pieces = [piece(token) for token in range(num_tokens)]
+        super().__init__(pieces, end, size_multiple, tokenizer_json, end_token=end_token)
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-
-    def save(self, folder: str | Path) -> None:
-        self._save(folder, "tokenizers", end_token=self.end_token)
-        write_whole(Path(folder) / TOKENIZER_NAME, self._json)
 
 
 def read_tokenizer(path: str | Path) -> tuple[str, str]:
@@ -87,9 +95,9 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
     if path.suffix == ".gguf":
         tokenizer, end = _from_gguf(path)
     elif not path.is_dir():
-        tokenizer = _read(path)
+        tokenizer = read_text(path, "tokenizer")
     elif (path / TOKENIZER_NAME).exists():
-        tokenizer = _read(path / TOKENIZER_NAME)
+        tokenizer = read_text(path / TOKENIZER_NAME, "tokenizer")
         if (path / TOKENIZER_CONFIG_NAME).exists():
             token = _load(path / TOKENIZER_CONFIG_NAME).get("eos_token") or ""
             end = token["content"] if isinstance(token, dict) else token
@@ -103,7 +111,7 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
 
 
 def _from_merges(vocabulary: Path, merges: Path) -> str:
-    lines = _read(merges).splitlines()
+    lines = read_text(merges, "tokenizer").splitlines()
     pairs = [line for line in lines if line and not line.startswith("#version")]
     return _byte_level(_load(vocabulary), pairs, [DEFAULT_END], [], (), str(merges))
 
@@ -167,20 +175,8 @@ def _byte_characters() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is no tokenizer: it is not UTF-8") from None
-
-
 def _load(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(_read(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is no JSON: {error}") from None
+    loaded = parse_json(read_text(path, "tokenizer"), str(path))
     if not isinstance(loaded, dict):
         raise UserError(f"{path} is no JSON object")
     return loaded

@@ -1,52 +1,131 @@
-"""Vocabularies: text to tokens and back, by bytes, SentencePiece, whole words, or the BPE of a pretrained model.
+"""Vocabularies: text to tokens and back. The kinds besides bytes have a file each.
 
 The end of a document is a token of its own.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import codecs
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
+import numpy as np
 from etils import epath
 
-from meliad_like.data.dictionary_vocabulary import (
-    DICTIONARY_NAME,
-    DictionaryVocabulary,
-    count_words,
-    read_dictionary,
-)
-from meliad_like.data.sentencepiece_vocabulary import (
-    MODEL_NAME,
-    SentencePieceVocabulary,
-    read_model,
-    train_sentencepiece,
-)
-from meliad_like.data.table_vocabulary import SETTINGS_NAME, ByteVocabulary, StreamingDecoder, Vocabulary
-from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabulary, read_tokenizer
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, fingerprint, to_plain
-from meliad_like.remote import local_files
+from meliad_like.remote import local_files, write_whole
 from meliad_like.saved_json import check_fields, read_json
 from meliad_like.validation import check_choices, check_positive
 
-__all__ = [
-    "MODEL_NAME",
-    "TOKENIZER_NAME",
-    "VOCABULARIES",
-    "ByteVocabulary",
-    "DictionaryVocabulary",
-    "SentencePieceVocabulary",
-    "StreamingDecoder",
-    "TokenizersVocabulary",
-    "Vocabulary",
-    "VocabularyConfig",
-    "load_vocabulary",
-    "make_vocabulary",
-]
+VOCABULARIES = Registry(
+    "vocabulary",
+    "meliad_like.data.sentencepiece_vocabulary",
+    "meliad_like.data.tokenizers_vocabulary",
+    "meliad_like.data.dictionary_vocabulary",
+)
+SETTINGS_NAME = "vocabulary.json"
+# Whitespace, composed and rare characters, a placeholder of SentencePiece, a control token, digits.
+PROBE = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n <|endoftext|> 123,456 "
 
-ModelType = Literal["unigram", "bpe"]
-VOCABULARIES = Registry("vocabulary")
+
+class Vocabulary:
+    """Text to ids and back. Each id stands for fixed bytes (none for control tokens and padding)."""
+
+    kind: ClassVar[str]
+    """The name of the kind in `VOCABULARIES`."""
+    file_name: ClassVar[str] = ""
+    """The name of the file that `save` writes besides `SETTINGS_NAME`; "": none."""
+
+    def __init__(
+        self,
+        pieces: Sequence[bytes],
+        end_of_document: int,
+        size_multiple: int,
+        model: str | bytes = b"",
+        **settings: str,
+    ):
+        """
+        Args:
+          pieces: the bytes of each id.
+          end_of_document: the id that ends a document; may be the one after the last piece.
+          size_multiple: as of `VocabularyConfig`.
+          model: contents of the file that `save` writes.
+          settings: further fields of the config that loads the saved vocabulary.
+        """
+        self._pieces = pieces
+        self._model = model.encode() if isinstance(model, str) else model
+        self._settings = {"kind": self.kind, "size_multiple": size_multiple, **settings}
+        self.end_of_document = end_of_document
+        """The id that ends a document. No text is encoded to it, except ends of lines in vocabularies of words."""
+        self.size = round_up(max(len(pieces), end_of_document + 1), size_multiple)
+        """The number of ids, including unused ones."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether decoding restores every text. If not, bits per byte are too low, and depend on the vocabulary."""
+        return self.decode(self.encode(PROBE)) == PROBE
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that determines the ids of a text."""
+        model = hashlib.sha256(self._model).hexdigest()
+        return fingerprint([self.kind, self.size, self.end_of_document, model])
+
+    def encode(self, text: str) -> np.ndarray:
+        """Encodes a text as int32[tokens], without an end of document."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of these ids; bytes that are no UTF-8 become U+FFFD. Raises a UserError if an id is out of range."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The UTF-8 of these ids, which may begin and end within a character. The end of a document has no bytes, or
+        is a newline in a vocabulary of whole words.
+
+        Raises:
+          UserError: an id is out of range.
+        """
+        ids = np.asarray(list(ids), np.int64)
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.size):
+            wrong = ids[(ids < 0) | (ids >= self.size)][0]
+            raise UserError(f"token {wrong} is out of range for a vocabulary of {self.size}: it is of another one")
+        return b"".join(self._pieces[token] for token in ids if token < len(self._pieces))
+
+    def stream(self, unfinished: bytes = b"") -> "StreamingDecoder":
+        """A decoder that takes one id at a time; `unfinished` bytes of an earlier decoder come first."""
+        return StreamingDecoder(self, unfinished)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes what `load_vocabulary` reads into an existing local folder."""
+        write_whole(Path(folder) / SETTINGS_NAME, json.dumps(self._settings, indent=2) + "\n")
+        if self.file_name:
+            write_whole(Path(folder) / self.file_name, self._model)
+
+
+class StreamingDecoder:
+    """Decodes one token at a time and holds back the bytes of a character until it is complete."""
+
+    def __init__(self, vocabulary: Vocabulary, unfinished: bytes = b""):
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.setstate((unfinished, 0))
+
+    @property
+    def unfinished(self) -> bytes:
+        """The bytes that are held back."""
+        return self._decoder.getstate()[0]
+
+    def push(self, token: int) -> str:
+        """The characters that this token completes, often one or more, sometimes none."""
+        return self._decoder.decode(self._vocabulary.decode_bytes([token]))
+
+    def finish(self) -> str:
+        """The rest: U+FFFD if the text ended within a character, otherwise nothing."""
+        return self._decoder.decode(b"", final=True)
 
 
 @dataclass(frozen=True)
@@ -66,11 +145,6 @@ class VocabularyConfig:
         return False
 
     @property
-    def progress(self) -> str:
-        """The text that the terminal shows while the vocabulary is learned."""
-        return ""
-
-    @property
     def settings_fingerprint(self) -> str:
         """SHA-256 of the settings that are not defaults; a model file counts by the vocabulary in it.
 
@@ -79,39 +153,21 @@ class VocabularyConfig:
         """
         settings = to_plain(self, VOCABULARIES, changed_only=True)
         if "model_file" in settings:
-            settings = {"kind": settings["kind"], "model": self.make(()).fingerprint}
+            settings = {"kind": settings["kind"], "model": self.make().fingerprint}
         return fingerprint(settings)
 
-    def make(self, texts: Iterable[str]) -> Vocabulary:
-        """Makes the vocabulary; learns it from `texts` if needed."""
-        raise NotImplementedError
+    def make(self, texts: Iterable[str] = ()) -> Vocabulary:
+        """Makes the vocabulary; learns it from `texts` if needed.
 
-    @staticmethod
-    def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
-        """Loads what `Vocabulary.save` wrote into a folder; `settings` are the contents of its SETTINGS_NAME."""
+        Raises:
+          UserError: the model file cannot be read, or the texts do not hold the configured number of pieces.
+        """
         raise NotImplementedError
-
-    def of_folder(self, folder: str, vocabulary: Vocabulary) -> "VocabularyConfig":
-        """The config that loads a vocabulary saved in a folder, instead of learning it again."""
-        return self
 
     @property
     def expected_size(self) -> int:
-        """The number of tokens, if it is known before the vocabulary is learned."""
-        return make_vocabulary(self).size
-
-
-@VOCABULARIES.register("bytes")
-@dataclass(frozen=True)
-class BytesVocabularyConfig(VocabularyConfig):
-    """The 256 bytes of UTF-8 and the end of a document, 257 tokens in all."""
-
-    def make(self, texts: Iterable[str]) -> Vocabulary:
-        return ByteVocabulary(self.size_multiple)
-
-    @staticmethod
-    def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
-        return ByteVocabulary(settings["size_multiple"])
+        """The number of tokens, or an estimate if the vocabulary has to be learned first."""
+        return self.make().size
 
 
 @dataclass(frozen=True)
@@ -121,117 +177,77 @@ class FileVocabularyConfig(VocabularyConfig):
     model_file: str = ""
     """The file to load; "": none."""
 
-    # The name of the file that the vocabulary's `save` writes.
-    saved_name: ClassVar[str] = ""
-
-    def of_folder(self, folder: str, vocabulary: Vocabulary) -> "VocabularyConfig":
-        return replace(self, model_file=f"{folder}/{self.saved_name}")
-
-
-@VOCABULARIES.register("sentencepiece")
-@dataclass(frozen=True)
-class SentencePieceVocabularyConfig(FileVocabularyConfig):
-    """A SentencePiece model: a `.model` file, or one that is trained on the source's training documents, to which the
-    fields apply."""
-
-    model_type: ModelType = "unigram"
-    size: int = 32_000
-    """The number of tokens, including the end of a document, one unknown token and 256 bytes."""
-    keep_whitespace: bool = True
-    """Whether decoding restores text exactly (no normalisation, whitespace unchanged, rare characters as bytes). False:
-    SentencePiece's own defaults, which lose newlines and repeated spaces."""
-    training_bytes: int = 100_000_000
-    """The approximate size in bytes of the sample of text to learn from."""
-
-    saved_name = MODEL_NAME
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, ("size", "training_bytes"))
+    size: ClassVar[int] = 32_000
 
     @property
     def trained(self) -> bool:
         return not self.model_file
 
     @property
-    def progress(self) -> str:
-        return f"training a {self.model_type} vocabulary of {self.size}"
-
-    def make(self, texts: Iterable[str]) -> Vocabulary:
-        model = train_sentencepiece(self, texts) if self.trained else read_model(self.model_file)
-        return SentencePieceVocabulary(model, self.size_multiple)
-
-    @staticmethod
-    def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
-        return SentencePieceVocabulary(read_model(folder / MODEL_NAME), settings["size_multiple"])
-
-    @property
     def expected_size(self) -> int:
-        return -(-self.size // self.size_multiple) * self.size_multiple if self.trained else super().expected_size
+        return round_up(self.size, self.size_multiple) if self.trained else super().expected_size
 
 
-@VOCABULARIES.register("tokenizers")
+@VOCABULARIES.register("bytes")
 @dataclass(frozen=True)
-class TokenizersVocabularyConfig(FileVocabularyConfig):
-    """The byte-level BPE of a pretrained model: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with
-    vocab.json and merges.txt."""
+class BytesVocabularyConfig(VocabularyConfig):
+    """The 256 bytes of UTF-8 and the end of a document, 257 tokens in all."""
 
-    end_token: str = ""
-    """The token that ends a document; "": <|endoftext|> if there is one, otherwise the file's end-of-text token."""
-
-    saved_name = TOKENIZER_NAME
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.model_file:
-            raise UserError("RunConfig.vocabulary = 'tokenizers' needs a TokenizersVocabularyConfig.model_file")
-
-    def make(self, texts: Iterable[str]) -> Vocabulary:
-        tokenizer, end = read_tokenizer(self.model_file)
-        return TokenizersVocabulary(tokenizer, self.end_token or end, self.size_multiple)
-
-    @staticmethod
-    def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
-        check_fields(settings, {"end_token": str}, f"{folder}/{SETTINGS_NAME}")
-        tokenizer, _ = read_tokenizer(folder / TOKENIZER_NAME)
-        return TokenizersVocabulary(tokenizer, settings["end_token"], settings["size_multiple"])
-
-    def of_folder(self, folder: str, vocabulary: Vocabulary) -> "VocabularyConfig":
-        assert isinstance(vocabulary, TokenizersVocabulary)
-        return replace(self, model_file=f"{folder}/{self.saved_name}", end_token=vocabulary.end_token)
+    def make(self, texts: Iterable[str] = ()) -> Vocabulary:
+        return ByteVocabulary(self.size_multiple)
 
 
-@VOCABULARIES.register("dictionary")
-@dataclass(frozen=True)
-class DictionaryVocabularyConfig(FileVocabularyConfig):
-    """Whole words between spaces, by rank, from fairseq's dict.txt or counted in the training documents."""
+class ByteVocabulary(Vocabulary):
+    """The vocabulary of bytes: id i < 256 is the byte i of UTF-8, and 256 ends a document."""
 
-    saved_name = DICTIONARY_NAME
+    kind = "bytes"
 
-    @property
-    def trained(self) -> bool:
-        return not self.model_file
+    def __init__(self, size_multiple: int = 1):
+        super().__init__([bytes([byte]) for byte in range(256)], 256, size_multiple)
 
-    @property
-    def progress(self) -> str:
-        return "counting words"
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
-    def make(self, texts: Iterable[str]) -> Vocabulary:
-        counts = count_words(texts) if self.trained else read_dictionary(self.model_file)
-        return DictionaryVocabulary(counts, self.size_multiple)
 
-    @staticmethod
-    def load(folder: Path, settings: dict[str, Any]) -> Vocabulary:
-        return DictionaryVocabulary(read_dictionary(folder), settings["size_multiple"])
+def read_text(path: Path, what: str) -> str:
+    """The text of a file; `what` it is, for messages.
 
-    @property
-    def expected_size(self) -> int:
-        # The number of different words is not known before the documents are read.
-        return -(-32_000 // self.size_multiple) * self.size_multiple if self.trained else super().expected_size
+    Raises:
+      UserError: there is no such file, or it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no {what}: it is not UTF-8") from None
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def saved_vocabulary_config(folder: Path) -> VocabularyConfig:
+    """The config that loads the vocabulary that `Vocabulary.save` wrote into a folder.
+
+    Raises:
+      UserError: the vocabulary is missing or damaged.
+    """
+    path = folder / SETTINGS_NAME
+    try:
+        settings = read_json(path)
+    except FileNotFoundError:
+        raise UserError(f"there is no vocabulary in {folder}: {SETTINGS_NAME} is missing") from None
+    check_fields(settings, {"kind": str, "size_multiple": int}, str(path))
+    config_class: Any = VOCABULARIES[settings.pop("kind")]
+    if issubclass(config_class, FileVocabularyConfig):
+        settings["model_file"] = str(folder)
+    return config_class(**settings)
 
 
 def load_vocabulary(folder: epath.PathLike) -> Vocabulary:
-    """Loads the vocabulary that `save` wrote into a token store or a checkpoint.
+    """Loads the vocabulary of a token store or a checkpoint.
 
     Args:
       folder: a local folder, or one of an object store.
@@ -240,21 +256,4 @@ def load_vocabulary(folder: epath.PathLike) -> Vocabulary:
       UserError: the vocabulary is missing or damaged.
     """
     with local_files(folder) as path:
-        try:
-            settings = read_json(path / SETTINGS_NAME)
-        except FileNotFoundError:
-            raise UserError(f"there is no vocabulary in {folder}: {SETTINGS_NAME} is missing") from None
-        check_fields(settings, {"kind": str, "size_multiple": int}, f"{folder}/{SETTINGS_NAME}")
-        kind, size_multiple = settings["kind"], settings["size_multiple"]
-        if kind not in VOCABULARIES or size_multiple < 1:
-            raise UserError(f"{folder}/{SETTINGS_NAME} is damaged: kind is {kind!r}, size_multiple {size_multiple}")
-        return VOCABULARIES[kind].load(Path(path), settings)
-
-
-def make_vocabulary(config: VocabularyConfig, texts: Iterable[str] = ()) -> Vocabulary:
-    """Makes the vocabulary that the config describes; learns it from `texts` if needed.
-
-    Raises:
-      UserError: the model file cannot be read, or the texts do not hold the configured number of pieces.
-    """
-    return config.make(texts)
+        return saved_vocabulary_config(Path(path)).make()

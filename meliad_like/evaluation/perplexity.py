@@ -22,9 +22,9 @@ import pandas as pd
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from meliad_like.data.batch import AnyArray, Batch
+from meliad_like.data.batch import AnyArray, Batch, Reader
+from meliad_like.data.lanes import LanesReader
 from meliad_like.data.loading import load_batches
-from meliad_like.data.readers import LanesReader, Reader, WindowsReader, leaks_the_future
 from meliad_like.data.subset import Documents, Subset, random_subset
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.mesh import carry_shardings, lane_sharding, lane_shards, replicated
@@ -100,15 +100,13 @@ class Evaluator:
         # More lanes would only wait for the longest document.
         useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
         num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
-        arguments = (self._split, num_lanes, segment_length, window)
-        settings: dict[str, Any] = {"vocabulary_size": model.vocabulary_size, "shuffle": False, "epochs": 1}
-        settings["whole_segments"] = whole_segments
-        if read is not None:
-            self._reader = read(self._split, num_lanes)
-        elif model.config.overlap and not decoding:
-            self._reader = WindowsReader(*arguments, **settings, overlap=model.config.overlap)
+        if read is None:
+            lengths, overlap = (segment_length, window), 0 if decoding else model.config.overlap
+            order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": whole_segments}
+            size = model.vocabulary_size
+            self._reader = LanesReader(self._split, num_lanes, *lengths, vocabulary_size=size, overlap=overlap, **order)
         else:
-            self._reader = LanesReader(*arguments, **settings)
+            self._reader = read(self._split, num_lanes)
         self.num_lanes = self._reader.num_lanes
         self._mesh = mesh
         self._lanes = lane_sharding(mesh, self.num_lanes)
@@ -157,7 +155,7 @@ class Evaluator:
             ),
             documents_in_split=self._documents_in_split,
             seconds=seconds,
-            leaks_the_future=leaks_the_future(self._reader),
+            leaks_the_future=self._reader.leaks_the_future,
         )
 
     def token_losses(

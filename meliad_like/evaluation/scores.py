@@ -88,7 +88,7 @@ class Evaluation(TextScore):
     seconds: float
     """The wall time in seconds, without compilation."""
     leaks_the_future: bool = False
-    """Whether the reader's selections used the targets (`data.readers.leaks_the_future`)."""
+    """Whether the reader's selections used the targets (`data.batch.Reader`)."""
 
     @classmethod
     def of(cls, documents: Iterable[DocumentScore], **others: Any) -> Self:

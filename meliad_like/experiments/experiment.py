@@ -19,9 +19,9 @@ from meliad_like.config.stages import stages_of
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import label
 from meliad_like.data.subset import beginnings
-from meliad_like.data.table_vocabulary import SETTINGS_NAME
 from meliad_like.data.token_store import STORE_NAME, TokenStore
-from meliad_like.data.vocabulary import TOKENIZER_NAME
+from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME
+from meliad_like.data.vocabulary import SETTINGS_NAME
 from meliad_like.errors import UserError
 from meliad_like.experiments.evaluations import by_document, by_protocol, facts
 from meliad_like.experiments.pictures import draw

@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from meliad_like.config import RunConfig
-from meliad_like.data.readers import READERS, Reader, ReaderConfig, ReaderInputs
+from meliad_like.data.batch import Reader
+from meliad_like.data.readers import READERS, ReaderConfig, ReaderInputs
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.config import SELECTORS, JointSelectorConfig, SelectorTrainingConfig
 from meliad_like.history.spans import HistoryConfig, separator_token
@@ -72,7 +73,7 @@ class AncientHistoryReaderConfig(ReaderConfig):
                 f"this one reads windows of window_length={block}"
             )
 
-    def _make(self, inputs: ReaderInputs) -> Reader:
+    def make(self, inputs: ReaderInputs) -> Reader:
         from meliad_like.history.reader import HistoryReader, make_selection
 
         separator = separator_token(self.history, inputs.store.vocabulary)

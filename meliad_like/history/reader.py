@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from meliad_like.data.batch import Batch, empty_batch
-from meliad_like.data.readers import ReaderInputs, check_tokens
+from meliad_like.data.batch import Batch, Reader, check_tokens, empty_batch
+from meliad_like.data.readers import ReaderInputs
 from meliad_like.data.schedule import Schedule
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
@@ -37,7 +37,7 @@ Selection = Callable[[str, Int[np.ndarray, " tokens"], Stride], Int[np.ndarray, 
 order. If it reads the targets, it has an attribute `leaks_the_future`, which is true."""
 
 
-class HistoryReader:
+class HistoryReader(Reader):
     """Each lane reads documents one after the other, window by window, with no context before a window."""
 
     def __init__(

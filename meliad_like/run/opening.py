@@ -14,12 +14,12 @@ from meliad_like.config import RunConfig, differences
 from meliad_like.config.saved import from_plain
 from meliad_like.data.documents import SOURCES
 from meliad_like.data.token_store import STORE_NAME, TokenStore
-from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
+from meliad_like.data.vocabulary import Vocabulary, load_vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
 from meliad_like.registry import to_plain
-from meliad_like.remote import any_path, written_locally
+from meliad_like.remote import any_path, local_files, written_locally
 from meliad_like.training.checkpoints import Checkpoints
 
 VOCABULARY_FOLDER = "vocabulary"
@@ -175,7 +175,6 @@ def _prepare(opened: OpenedCheckpoint, folder: epath.Path, place: epath.Path) ->
     # Importing what sources need takes a while.
     from meliad_like.data.preparation import prepare
 
-    vocabulary = opened.run.vocabulary
-    saved = _checkpoints_folder(folder) / VOCABULARY_FOLDER
-    # Training it again, on the documents that are here, could give another vocabulary.
-    prepare(opened.run.source, vocabulary.of_folder(str(saved), opened.vocabulary), place)
+    # Training the vocabulary again, on the documents that are here, could give another one.
+    with local_files(_checkpoints_folder(folder) / VOCABULARY_FOLDER) as saved:
+        prepare(opened.run.source, saved_vocabulary_config(saved), place)

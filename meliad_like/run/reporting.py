@@ -10,7 +10,7 @@ import numpy as np
 
 from meliad_like.config.stages import stages_of
 from meliad_like.data.loading import BatchIterator
-from meliad_like.data.readers import ReaderConfig, label, leaks_the_future
+from meliad_like.data.readers import ReaderConfig, label
 from meliad_like.data.token_store import Totals
 from meliad_like.errors import UserError
 from meliad_like.optimization.optimizers import applied_rate
@@ -40,7 +40,7 @@ class Reporter:
         """
         run = setup.run
         self._setup, self._writer, self._batches, self._save, self._workdir = setup, writer, batches, save, workdir
-        self._leaks = leaks_the_future(setup.reader)
+        self._leaks = setup.reader.leaks_the_future
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
         self._bytes_per_token = bytes_per_target(run.data, setup.store.totals("train"))
         self._peak = peak_flops(run.model.activation_dtype)

@@ -8,7 +8,8 @@ from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.config.stages import Stage, stages_of
-from meliad_like.data.readers import Reader, ReaderInputs
+from meliad_like.data.batch import Reader
+from meliad_like.data.readers import ReaderInputs
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.errors import UserError
 from meliad_like.mesh import make_mesh, replicated

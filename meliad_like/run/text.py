@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from meliad_like.data.splits import SPLITS
+from meliad_like.data.documents import SPLITS
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError

@@ -12,7 +12,6 @@ from meliad_like import config as configuration
 from meliad_like.config import RunConfig
 from meliad_like.config.stages import stages_of
 from meliad_like.data.loading import load_batches
-from meliad_like.data.readers import leaks_the_future
 from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding
 from meliad_like.remote import any_path
@@ -107,7 +106,7 @@ def _train(
             writer.say(
                 f"{setups[-1].model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
                 f"{setups[first].reader.padding_share:.2%} of the positions are padding"
-                f"{'; selections leak the future' if leaks_the_future(setups[first].reader) else ''}"
+                f"{'; selections leak the future' if setups[first].reader.leaks_the_future else ''}"
             )
             outputs = Outputs(folder, ownership, checkpoints, writer, profiler)
             for setup in setups[first:]:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Int
 
-from meliad_like.data.readers import Split
+from meliad_like.data.subset import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.documents import whole_documents
@@ -96,7 +96,7 @@ def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vo
 class DocumentTexts:
     """Texts at any places of some documents, for training; called from several threads at once."""
 
-    def __init__(self, inputs: SelectorInputs, documents: Split):
+    def __init__(self, inputs: SelectorInputs, documents: Documents):
         self._inputs = inputs
         # Each row of a batch may be of another document.
         self._document = whole_documents(documents, most=64)

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float
 
 from meliad_like.config.training import TrainingConfig
 from meliad_like.data.loading import load_batches
-from meliad_like.data.readers import Split, label
+from meliad_like.data.readers import label
+from meliad_like.data.subset import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
@@ -111,7 +112,7 @@ def train_selector(
     inputs: SelectorInputs,
     config: SelectorTrainingConfig,
     pairs: pd.DataFrame,
-    documents: Split,
+    documents: Documents,
     vocabulary: Vocabulary,
     workdir: Path,
     trained_on: Mapping[str, Any],

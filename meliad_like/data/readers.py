@@ -1,62 +1,17 @@
-"""The interface of readers, and the fields that the configs of all readers have."""
+"""The kinds of readers, which turn the documents of a split into batches; what differs between the papers is the
+reader."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from meliad_like.data.batch import Batch
+from meliad_like.data.batch import Documents, Reader
+from meliad_like.data.lanes import LanesReader
+from meliad_like.data.stream import StreamReader
+from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, resumable
 from meliad_like.validation import check_positive
-
-if TYPE_CHECKING:
-    from meliad_like.data.token_store import TokenStore
-
-
-class Split(Protocol):
-    """The documents of one split of a token store."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64[documents]: the number of tokens of each document, its end included."""
-        ...
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: the tokens of a document in this range."""
-        ...
-
-
-class Reader(Protocol):
-    """Batches by step. The batch of a step is a pure function of the reader's arguments and the step."""
-
-    @property
-    def num_lanes(self) -> int:
-        """The number of lanes over all hosts."""
-        ...
-
-    @property
-    def num_steps(self) -> int | None:
-        """The number of steps until every document is read; None if reading is endless."""
-        ...
-
-    @property
-    def padding_share(self) -> float:
-        """The share of the positions without a target."""
-        ...
-
-    def batch(self, step: int, lanes: Sequence[int]) -> Batch:
-        """Rows `lanes` of the batch of a step (numpy), in this order. Called from several threads at once."""
-        ...
-
-
-def leaks_the_future(reader: Reader) -> bool:
-    """Whether the choices of a reader depend on the targets; most readers choose nothing."""
-    return getattr(reader, "leaks_the_future", False)
 
 
 def label(name: str, leaks_the_future: bool) -> str:
@@ -64,25 +19,12 @@ def label(name: str, leaks_the_future: bool) -> str:
     return f"{name} (leaks the future)" if leaks_the_future else name
 
 
-def check_tokens(tokens: np.ndarray, vocabulary_size: int, first: int, document: str) -> None:
-    """
-    Raises:
-      UserError: one of these tokens, the first of which is at position `first` of its document, is out of range.
-    """
-    if tokens.max() >= vocabulary_size or tokens.min() < 0:
-        place = int(np.flatnonzero((tokens >= vocabulary_size) | (tokens < 0))[0])
-        raise UserError(
-            f"token {tokens[place]} at position {first + place} of document {document} "
-            f"is not in the vocabulary of {vocabulary_size}: prepare the token store again"
-        )
-
-
 class ReaderInputs(NamedTuple):
     """The arguments of a reader besides its config."""
 
-    documents: Split
+    documents: Documents
     """All documents of a split of the store, or some of them."""
-    store: "TokenStore"
+    store: TokenStore
     split: str
     """The name of the split."""
     num_lanes: int
@@ -139,10 +81,7 @@ class ReaderConfig:
         return self.tokens_per_step // self.segment_length
 
     def check_model(self, model: Any) -> None:
-        """
-        Raises:
-          UserError: it can't read for a model of this config.
-        """
+        """Raises a UserError if it can't read for a model of this config."""
         if self.segment_length % model.window_length:
             raise UserError(
                 f"segment_length={self.segment_length} must be a multiple of window_length={model.window_length}"
@@ -153,26 +92,88 @@ class ReaderConfig:
         return overlap
 
     def make(self, inputs: ReaderInputs) -> Reader:
-        """The reader.
+        """The reader. Raises a UserError if the documents can't be read in this way."""
+        raise NotImplementedError
 
-        Raises:
-          UserError: the documents can't be read in this way.
-        """
+    def _fields(self, inputs: ReaderInputs) -> dict[str, Any]:
+        """The fields that all readers have."""
         if inputs.overlap and not self.repeats_windows:
             raise UserError(
                 f"windows with overlap={inputs.overlap} need RunConfig.data='windows', not {READERS.name_of(self)!r}"
             )
-        return self._make(inputs)
-
-    def _make(self, inputs: ReaderInputs) -> Reader:
-        raise NotImplementedError
+        return {
+            "documents": inputs.documents,
+            "num_lanes": inputs.num_lanes,
+            "segment_length": self.segment_length,
+            "window_length": inputs.window_length,
+            "seed": inputs.seed,
+            "vocabulary_size": inputs.store.vocabulary.size,
+            "epochs": inputs.epochs,
+        }
 
     def evaluation_reader(
-        self, store: "TokenStore", split: str, window_length: int
-    ) -> Callable[[Split, int], Reader] | None:
+        self, store: TokenStore, split: str, window_length: int
+    ) -> Callable[[Documents, int], Reader] | None:
         """(documents of a split, number of lanes) -> how an evaluation reads them; None: in order."""
         if not self.used_by_evaluations:
             return None
         return lambda documents, num_lanes: self.make(
             ReaderInputs(documents, store, split, num_lanes, window_length, shuffle=False, epochs=1)
         )
+
+
+@READERS.register("lanes")
+@dataclasses.dataclass(frozen=True)
+class LanesReaderConfig(ReaderConfig):
+    """Each lane reads whole documents, and is reset when a document begins."""
+
+    def make(self, inputs: ReaderInputs) -> Reader:
+        return LanesReader(**self._fields(inputs), shuffle=inputs.shuffle)
+
+
+@READERS.register("windows")
+@dataclasses.dataclass(frozen=True)
+class WindowsReaderConfig(ReaderConfig):
+    """Like lanes, but each segment is a separate sequence, whose windows repeat the last tokens of the window before
+    (the model's `overlap`)."""
+
+    segments_follow: bool = False
+    """Whether a lane remembers the segment before, where its next segment continues the same document."""
+    train_disjoint: bool = False
+    """Training windows repeat nothing, whatever overlap the model is evaluated with."""
+
+    repeats_windows = True
+
+    def training_overlap(self, overlap: int) -> int:
+        return 0 if self.train_disjoint else overlap
+
+    def make(self, inputs: ReaderInputs) -> Reader:
+        return LanesReader(
+            **self._fields(inputs),
+            overlap=self.training_overlap(inputs.overlap),
+            shuffle=inputs.shuffle,
+            separate=not self.segments_follow,
+        )
+
+
+@READERS.register("stream")
+@dataclasses.dataclass(frozen=True)
+class StreamReaderConfig(ReaderConfig):
+    """Each lane reads its own contiguous shard of all documents, and is reset only at the end of an epoch."""
+
+    first_tokens_are_targets = True
+
+    def make(self, inputs: ReaderInputs) -> Reader:
+        return StreamReader(**self._fields(inputs), end_of_document=inputs.store.vocabulary.end_of_document)
+
+
+@READERS.register("shuffled")
+@dataclasses.dataclass(frozen=True)
+class ShuffledReaderConfig(ReaderConfig):
+    """Segments of the stream in a random order, with a reset before each segment."""
+
+    first_tokens_are_targets = True
+
+    def make(self, inputs: ReaderInputs) -> Reader:
+        end = inputs.store.vocabulary.end_of_document
+        return StreamReader(**self._fields(inputs), end_of_document=end, shuffle=True)

@@ -1,19 +1,77 @@
-"""The mapping between parameter names of pretrained models in safetensors and GGUF files and ours."""
+"""Fills our parameters with the arrays of other programs' files; the places of the parameters of pretrained models."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import gguf
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from meliad_like.conversion.matching import fill_parameters, path_name
 from meliad_like.errors import UserError
+from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 
 
+def fill_parameters(
+    template: Any,
+    names: Iterable[str],
+    name_of: Callable[[str], str],
+    read: Callable[[str, str, Any], np.ndarray],
+    owner: str,
+) -> Any:
+    """Fills our parameters, float32, one after the other, so that only one additional array is in memory.
+
+    Args:
+      template: tree of the shapes of our parameters.
+      names: names of the arrays in the checkpoint; each must be used.
+      name_of: path of a parameter of ours, such as `layers/0/key/kernel` -> the name of its array.
+      read: (our path, name of the array, our shape) -> the array, laid out as ours.
+      owner: the file or folder, for messages.
+
+    Raises:
+      UserError: an array is missing, has another shape, or has no place in the model.
+    """
+    names = frozenset(names)
+    left_over = set(names)
+
+    def fill(path: str, leaf: Any) -> jax.Array:
+        name = name_of(path)
+        if name not in names:
+            raise UserError(f"{owner} has no tensor {name}: it is not the model that its config describes")
+        left_over.discard(name)
+        array = read(path, name, leaf)
+        if array.shape != leaf.shape:
+            raise UserError(f"{owner}: {name} has shape {array.shape}, its config asks for {leaf.shape}")
+        # Copies are made in the background; wait, so that this array is freed before the next is read.
+        return jax.block_until_ready(jnp.asarray(np.ascontiguousarray(array, np.float32)))
+
+    leaves, structure = jax.tree.flatten_with_path(template)
+    filled: list[Any] = [None] * len(leaves)
+    # The largest array comes first, while most memory is free.
+    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i][1].size):
+        filled[i] = fill(path_name(leaves[i][0]), leaves[i][1])
+    if left_over:
+        raise UserError(
+            f"{owner} has a tensor {min(left_over)} that the model of its config has no place for "
+            f"({len(left_over)} such tensors)"
+        )
+    return jax.tree.unflatten(structure, filled)
+
+
+def path_name(path: Any) -> str:
+    """The name of a parameter of ours: the keys of its path, joined by "/"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def by_name(params: Any) -> dict[str, np.ndarray]:
+    """Our parameters by their names."""
+    return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+
+
 class Place(NamedTuple):
-    """The place of one of our parameters in a file."""
+    """The place of one of our parameters in a file of a pretrained model."""
 
     name: str
     """Name of the tensor; `{}` stands for the layer's number."""
@@ -21,8 +79,6 @@ class Place(NamedTuple):
     """Whether the tensor is [out, in]. Our kernels are [in, out]."""
     part: int | None = None
     """The third of the tensor's last axis that it is: GPT-2 has queries, keys and values in one tensor."""
-    interleaved: bool = False
-    """Whether rotary pairs are adjacent, as in GGUF. In our parameters their distance is half a head."""
 
 
 def _linear(ours: str, theirs: str, **how: Any) -> dict[str, Place]:
@@ -64,20 +120,16 @@ LLAMA = {
     **_linear("feedforward_hidden", "model.layers.{}.mlp.up_proj", transposed=True),
     **_linear("feedforward_output", "model.layers.{}.mlp.down_proj", transposed=True),
 }
-GGUF_LLAMA = {
-    "embedding": Place("token_embd.weight"),
-    "output_embedding": Place("output.weight"),
-    **_norm("final_norm", "output_norm"),
-    **_norm("attention_norm", "blk.{}.attn_norm"),
-    **_linear("query", "blk.{}.attn_q", transposed=True, interleaved=True),
-    **_linear("key", "blk.{}.attn_k", transposed=True, interleaved=True),
-    **_linear("value", "blk.{}.attn_v", transposed=True),
-    **_linear("output", "blk.{}.attn_output", transposed=True),
-    **_norm("feedforward_norm", "blk.{}.ffn_norm"),
-    **_linear("feedforward_gate", "blk.{}.ffn_gate", transposed=True),
-    **_linear("feedforward_hidden", "blk.{}.ffn_up", transposed=True),
-    **_linear("feedforward_output", "blk.{}.ffn_down", transposed=True),
-}
+_IN_GGUF = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+
+
+def _gguf_name(name: str) -> str:
+    found = _IN_GGUF.get_name(name.format(0), (".weight", ".bias"))
+    assert found is not None
+    return found.replace("blk.0.", "blk.{}.")
+
+
+GGUF_LLAMA = {ours: where._replace(name=_gguf_name(where.name)) for ours, where in LLAMA.items()}
 
 
 def place(table: Mapping[str, Place], path: str) -> Place:
@@ -88,31 +140,18 @@ def place(table: Mapping[str, Place], path: str) -> Place:
     return table[path]
 
 
-def check_num_layers(table: Mapping[str, Place], config: PretrainedConfig, names: Iterable[str], owner: str) -> None:
-    """Refuses a file that lacks the last layer of its config, before arrays of the config's sizes are allocated.
-
-    Raises:
-      UserError: a tensor of that layer is missing.
-    """
-    last = place(table, f"blocks/{config.num_layers - 1}/query/kernel").name
-    if last not in names:
-        raise UserError(f"{owner} has no tensor {last}: it is not the model that its config describes")
-
-
 def read_parameters(
     table: Mapping[str, Place],
-    template: dict[str, Any],
     config: PretrainedConfig,
-    names: Iterable[str],
+    vocabulary_size: int,
+    names: Collection[str],
     read: Callable[[str], np.ndarray],
     owner: str,
 ) -> dict[str, Any]:
-    """Reads our parameters from the tensors of a file.
+    """Reads the parameters of a decoder from the tensors of a file.
 
     Args:
       table: the places of the kind of file.
-      template: shapes of our parameters, only those of the decoder.
-      config: config of the decoder.
       names: names of the file's tensors.
       read: function that reads a tensor by its name.
       owner: the file or folder, for messages.
@@ -120,6 +159,10 @@ def read_parameters(
     Raises:
       UserError: a tensor is missing, of another shape, or has no place in the model.
     """
+    # Before arrays of the config's sizes are allocated.
+    if (last := place(table, f"blocks/{config.num_layers - 1}/query/kernel").name) not in names:
+        raise UserError(f"{owner} has no tensor {last}: it is not the model that its config describes")
+    template = Model(config, vocabulary_size).abstract_params
 
     def read_as_ours(path: str, name: str, leaf: Any) -> np.ndarray:
         where, found = place(table, path), read(name)
@@ -128,9 +171,6 @@ def read_parameters(
             if found.shape[-1] != 3 * size:
                 raise UserError(f"{owner}: {name} has shape {found.shape}, its last axis should be {3 * size}")
             found = found[..., where.part * size : (where.part + 1) * size]
-        if where.interleaved and found.ndim == 2:
-            by_pair = found.reshape(-1, config.head_size // 2, 2, found.shape[-1])
-            found = np.swapaxes(by_pair, 1, 2).reshape(found.shape)
         return found.T if where.transposed else found
 
     return fill_parameters(template, names, lambda path: place(table, path).name, read_as_ours, owner)
@@ -139,9 +179,9 @@ def read_parameters(
 def to_tensors(table: Mapping[str, Place], params: dict[str, Any]) -> dict[str, np.ndarray]:
     """The tensors of a file, made from our parameters; the inverse of `read_parameters` (GGUF is only read)."""
     tensors: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path(params):
-        where = place(table, path_name(path))
-        value = np.asarray(leaf).T if where.transposed else np.asarray(leaf)
+    for path, leaf in by_name(params).items():
+        where = place(table, path)
+        value = leaf.T if where.transposed else leaf
         if where.part is None:
             tensors[where.name] = np.ascontiguousarray(value)
         else:

@@ -1,19 +1,26 @@
-"""Folders of Hugging Face's transformers: config.json and safetensors, read without PyTorch and written back."""
+"""Files of pretrained models, read without PyTorch: folders of Hugging Face's transformers, and GGUF files of Llama."""
 
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from meliad_like.config.fields import field_types, fit
-from meliad_like.conversion.huggingface_config import from_huggingface, to_huggingface
-from meliad_like.conversion.matching import fill_parameters, path_name
-from meliad_like.conversion.pretrained_names import GPT2, LLAMA, check_num_layers, read_parameters, to_tensors
+from meliad_like.conversion.parameters import (
+    GGUF_LLAMA,
+    GPT2,
+    LLAMA,
+    by_name,
+    fill_parameters,
+    read_parameters,
+    to_tensors,
+)
+from meliad_like.conversion.pretrained_config import from_gguf, from_huggingface, to_huggingface
+from meliad_like.data.gguf_file import open_gguf
 from meliad_like.errors import UserError
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
@@ -65,12 +72,33 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     def read(name: str) -> np.ndarray:
         return _read_tensor(files[names[name]], names[name])
 
-    table = TABLES[config.architecture]
-    check_num_layers(table, config, names, str(folder))
-    params = read_parameters(table, Model(config, size).abstract_params, config, names, read, str(folder))
+    params = read_parameters(TABLES[config.architecture], config, size, names, read, str(folder))
     if (folder / RECURRENCE_NAME).exists():
         config, recurrence = _read_recurrence(folder / RECURRENCE_NAME, config, size)
         params |= {"recurrence": recurrence}
+    return Pretrained(config, size, params)
+
+
+def read_gguf(path: str | Path) -> Pretrained:
+    """Reads a Llama model from a GGUF file and dequantises it.
+
+    Raises:
+      UserError: the file is damaged, or its model is not supported.
+    """
+    file = open_gguf(path)
+    config = from_gguf(file)
+    size = len(file.value("tokenizer.ggml.tokens"))
+    file.forget()
+
+    def read(name: str) -> np.ndarray:
+        tensor = file.tensor(name)
+        if not name.endswith((".attn_q.weight", ".attn_k.weight")):
+            return tensor
+        # Rotary pairs are adjacent there. In our parameters their distance is half a head.
+        by_pair = tensor.reshape(-1, config.head_size // 2, 2, tensor.shape[-1])
+        return np.swapaxes(by_pair, 1, 2).reshape(tensor.shape)
+
+    params = read_parameters(GGUF_LLAMA, config, size, file.tensors, read, str(path))
     return Pretrained(config, size, params)
 
 
@@ -90,13 +118,10 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
     written[0].write_text(json.dumps(config, indent=2) + "\n")
     safetensors.numpy.save_file(tensors, written[1], metadata={"format": "pt"})
     if "recurrence" in pretrained.params:
-        recurrence = {
-            path_name(path): np.asarray(leaf)
-            for path, leaf in jax.tree.leaves_with_path(pretrained.params["recurrence"])
-        }
         windows = {name: getattr(pretrained.config, name) for name in WINDOW_FIELDS}
         fields = windows | dataclasses.asdict(pretrained.config.summary)
         metadata = {RECURRENCE_KEY: json.dumps(fields)}
+        recurrence = by_name(pretrained.params["recurrence"])
         safetensors.numpy.save_file(recurrence, folder / RECURRENCE_NAME, metadata=metadata)
         written.append(folder / RECURRENCE_NAME)
     return written

@@ -1,0 +1,194 @@
+"""The configs of pretrained models in config.json and in GGUF files. Unsupported fields are refused, never ignored."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from meliad_like.config.fields import field_types
+from meliad_like.data.gguf_file import GGUFFile
+from meliad_like.errors import UserError
+from meliad_like.models.pretrained.config import PretrainedConfig
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+# Fields that have no effect on the trained model (the run's config sets dropout).
+HARMLESS = {
+    "_name_or_path", "_attn_implementation_autoset", "_num_labels", "architectures", "attention_dropout", "attn_pdrop",
+    "bos_token_id", "do_sample", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "gradient_checkpointing",
+    "id2label", "initializer_range", "is_llama_config", "keys_to_ignore_at_inference", "label2id", "max_length",
+    "model_type", "n_ctx", "name_or_path", "output_past", "pad_token_id", "predict_special_tokens", "problem_type",
+    "resid_pdrop", "rope_interleaved", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers.js_config",
+    "transformers_version", "unk_token_id", "use_cache", "vocab_size",
+    # Fields for the precision of the softmax, which is always float32 here.
+    "reorder_and_upcast_attn",
+    # Of GGUF files, which are compared with the size of the heads.
+    "llama.vocab_size", "llama.rope.dimension_count", "llama.attention.value_length",
+}  # fmt: skip
+# The only supported value; a missing field means this value.
+FIXED = {
+    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    "llama": {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rope_scaling": None,
+        "rope_interleaved": False,
+        "sliding_window": None,
+    },
+}
+
+
+def _width_by_heads(fields: Mapping[str, Any]) -> int:
+    return fields["model_width"] // fields["num_heads"]
+
+
+def _heads(fields: Mapping[str, Any]) -> int:
+    return fields["num_heads"]
+
+
+REQUIRED = object()
+# Our field: its name in the file ("": it has none), and its default, which may follow from the fields before it.
+Table = Mapping[str, tuple[str, Any]]
+FIELDS: dict[str, Table] = {
+    "gpt2": {
+        "num_layers": ("n_layer", REQUIRED),
+        "model_width": ("n_embd", REQUIRED),
+        "num_heads": ("n_head", REQUIRED),
+        "num_key_value_heads": ("", _heads),
+        "head_size": ("", _width_by_heads),
+        "feedforward_width": ("n_inner", lambda fields: 4 * fields["model_width"]),
+        "activation": ("activation_function", REQUIRED),
+        "max_positions": ("n_positions", REQUIRED),
+        "norm_epsilon": ("layer_norm_epsilon", 1e-5),
+        "tied_embedding": ("tie_word_embeddings", True),
+    },
+    "llama": {
+        "num_layers": ("num_hidden_layers", REQUIRED),
+        "model_width": ("hidden_size", REQUIRED),
+        "num_heads": ("num_attention_heads", REQUIRED),
+        "num_key_value_heads": ("num_key_value_heads", _heads),
+        "head_size": ("head_dim", _width_by_heads),
+        "feedforward_width": ("intermediate_size", REQUIRED),
+        "activation": ("hidden_act", REQUIRED),
+        "max_positions": ("max_position_embeddings", REQUIRED),
+        "norm_epsilon": ("rms_norm_eps", 1e-6),
+        "rotary_base": ("rope_theta", 10_000.0),
+        "tied_embedding": ("tie_word_embeddings", False),
+    },
+}
+GGUF_FIELDS: Table = {
+    "num_layers": ("llama.block_count", REQUIRED),
+    "model_width": ("llama.embedding_length", REQUIRED),
+    "num_heads": ("llama.attention.head_count", REQUIRED),
+    "num_key_value_heads": ("llama.attention.head_count_kv", _heads),
+    "head_size": ("llama.attention.key_length", _width_by_heads),
+    "feedforward_width": ("llama.feed_forward_length", REQUIRED),
+    "max_positions": ("llama.context_length", REQUIRED),
+    "norm_epsilon": ("llama.attention.layer_norm_rms_epsilon", REQUIRED),
+    "rotary_base": ("llama.rope.freq_base", 10_000.0),
+}
+
+
+def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
+    """The config of the decoder that a config.json describes; its window is all positions.
+
+    Raises:
+      UserError: a field is missing, unknown, or has an unsupported value; `owner` is the file's name.
+    """
+    saved = dict(saved)
+    architecture = saved.get("model_type")
+    if not isinstance(architecture, str) or architecture not in FIXED:
+        raise UserError(f"{owner}: model_type {architecture!r} is not one of {', '.join(FIXED)}")
+    for key, value in FIXED[architecture].items():
+        if saved.pop(key, value) not in (value, None):
+            raise UserError(f"{owner}: we can't honour {key}, which must be {value!r} for a {architecture} model")
+    # Newer versions have the base of the wavelengths beside their scaling.
+    for key, value in (saved.pop("rope_parameters", None) or {}).items():
+        if key == "rope_theta":
+            saved[key] = value
+        elif (key, value) != ("rope_type", "default"):
+            raise UserError(f"{owner}: we can't honour rope_parameters.{key} = {value!r}")
+    return _read(saved, FIELDS[architecture], owner, architecture=architecture)
+
+
+def from_gguf(file: GGUFFile) -> PretrainedConfig:
+    """The config of the decoder in a GGUF file; its window is all positions.
+
+    Raises:
+      UserError: a field is missing, unknown, or has an unsupported value.
+    """
+    architecture = file.value("general.architecture")
+    if architecture != "llama":
+        raise UserError(f"{file.path} is a {architecture} model: of GGUF files we read llama")
+    saved = file.values("llama.")
+    # The file has single precision: 9.999999747378752e-06 is the 1e-05 in other files of the model.
+    saved = {key: float(str(np.float32(x))) if type(x) is float else x for key, x in saved.items()}
+    tied = "output.weight" not in file.tensors
+    fixed = {"architecture": architecture, "activation": "silu", "tied_embedding": tied}
+    config = _read(saved, GGUF_FIELDS, str(file.path), **fixed)
+    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
+        if (value := saved.get(key, config.head_size)) != config.head_size:
+            raise UserError(f"{file.path}: we can't honour {key} = {value} with heads of {config.head_size}")
+    return config
+
+
+def _read(saved: Mapping[str, Any], table: Table, owner: str, **fields: Any) -> PretrainedConfig:
+    types = field_types(PretrainedConfig)
+    for name, (key, default) in table.items():
+        if (value := saved.get(key)) is not None:
+            fields[name] = _converted(value, types[name], f"{owner}: {key}")
+        elif default is REQUIRED:
+            raise UserError(f"{owner} has no {key}")
+        else:
+            fields[name] = default(fields) if isinstance(default, Callable) else default
+    known = HARMLESS | {key for key, _ in table.values()}
+    for key, value in saved.items():
+        # An unknown switch that is off has no effect.
+        if key not in known and value not in (None, False, {}, [], "none"):
+            raise UserError(f"{owner}: we can't honour {key} = {value!r}, which we don't know and may change the model")
+    try:
+        return PretrainedConfig(**fields, window_length=fields["max_positions"])
+    except UserError as error:
+        raise UserError(f"{owner}: {error}") from None
+
+
+def _converted(value: Any, kind: Any, name: str) -> Any:
+    if kind in (int, float, bool):
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise UserError(f"{name} = {value!r} is no {kind.__name__}")
+        if kind is not bool and not 0 < value < math.inf:
+            raise UserError(f"{name} = {value!r} must be positive")
+        return kind(value)
+    if value not in ACTIVATIONS:
+        raise UserError(f"{name} {value!r} is not one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[value]
+
+
+def to_huggingface(config: PretrainedConfig, vocabulary_size: int, end_of_document: int) -> dict[str, Any]:
+    """The config.json of the decoder, whose recurrence it can't express."""
+    heads = (config.num_key_value_heads, config.num_heads * config.head_size)
+    if config.architecture == "gpt2" and heads != (config.num_heads, config.model_width):
+        raise UserError("a gpt2 config.json can't express num_key_value_heads, or heads that don't add up to the width")
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    fields = {key: getattr(config, name) for name, (key, _) in FIELDS[config.architecture].items() if key}
+    activation, _ = FIELDS[config.architecture]["activation"]
+    return fields | {
+        activation: names[config.activation],
+        "model_type": config.architecture,
+        "architectures": ["GPT2LMHeadModel" if config.architecture == "gpt2" else "LlamaForCausalLM"],
+        "vocab_size": vocabulary_size,
+        "bos_token_id": end_of_document,
+        "eos_token_id": end_of_document,
+        "dtype": "float32",
+    }

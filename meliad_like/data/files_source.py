@@ -1,0 +1,207 @@
+"""Documents made of files: folders of text files, and source trees with one document per repository."""
+
+import collections
+import fnmatch
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from meliad_like.data.documents import (
+    SOURCES,
+    SPLITS,
+    Document,
+    FolderSourceConfig,
+    NotUTF8Error,
+    Source,
+    SourceConfig,
+    decode,
+)
+from meliad_like.errors import UserError
+
+SOURCE_SUFFIXES = (
+    ".py", ".c", ".cc", ".cpp", ".h", ".hpp", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".scala", ".kt", ".swift",
+)  # fmt: skip
+
+# Not part of every installation (site-packages, tests), or generated tables.
+STANDARD_LIBRARY_EXCLUDE = (
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "_sysconfigdata*",
+)  # fmt: skip
+# Packages that every installation of Python 3.11 or newer has, with documents of more than 150,000 characters.
+STANDARD_LIBRARY_VALIDATION = ("http", "json")
+STANDARD_LIBRARY_TEST = ("logging", "urllib")
+
+
+@dataclass(frozen=True)
+class FilesSourceConfig(FolderSourceConfig):
+    """The fields of sources whose documents are made of a folder's files."""
+
+    suffixes: tuple[str, ...] = ()
+    """Suffixes of the files to read; (): those of the kind of source."""
+    exclude: tuple[str, ...] = ()
+    """Patterns (`*.min.js`, `vendor`) of names of files and folders to leave out."""
+
+
+@SOURCES.register("text")
+@dataclass(frozen=True)
+class TextSource(FilesSourceConfig):
+    """A folder of text files (`.txt`), one document per file; its name is its path without the suffix, below the folder
+    (or the split's folder)."""
+
+    def open(self) -> Source:
+        return _open(self, self.existing_folder(), (".txt",), _each_file, headers=False)
+
+
+@SOURCES.register("repositories")
+@dataclass(frozen=True)
+class RepositoriesSource(FilesSourceConfig):
+    """Source trees, one document per sub-folder, all its files by path, each under a line `# file: path`."""
+
+    def open(self) -> Source:
+        return _open(self, self.existing_folder(), SOURCE_SUFFIXES, _by_folder)
+
+
+@SOURCES.register("standard_library")
+@dataclass(frozen=True)
+class StandardLibrarySource(SourceConfig):
+    """Python's own source (`.py`), one document per package or module; files that are not UTF-8 are left out.
+
+    Without lists of names, `STANDARD_LIBRARY_VALIDATION` and `STANDARD_LIBRARY_TEST` are held out.
+    """
+
+    suffixes: tuple[str, ...] = ()
+    """Suffixes of the files to read; (): `.py`."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of names of files and folders to leave out."""
+
+    def open(self) -> Source:
+        root, config = Path(sysconfig.get_paths()["stdlib"]).absolute(), self
+        if not self.listed:
+            validation, test = STANDARD_LIBRARY_VALIDATION, STANDARD_LIBRARY_TEST
+            config = replace(self, validation_documents=validation, test_documents=test)
+        group = partial(_by_folder, single_files=True)
+        opened = _open(config, root, (".py",), group, exclude=STANDARD_LIBRARY_EXCLUDE, skip_undecodable=True)
+        return replace(opened, passed_over="")
+
+
+Groups = Iterable[tuple[str, list[str]]]
+"""Pairs (name of a document, its files)."""
+
+
+def _each_file(files: Sequence[str]) -> Groups:
+    return [(os.path.splitext(file)[0], [file]) for file in files]
+
+
+def _by_folder(files: Sequence[str], single_files: bool = False) -> Groups:
+    """By first folder; with `single_files`, a file outside of folders is a document too."""
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        first, slash, _ = file.partition("/")
+        if slash or single_files:
+            groups.setdefault(first if slash else os.path.splitext(first)[0], []).append(file)
+    return sorted(groups.items())
+
+
+def _open(
+    config: FilesSourceConfig | StandardLibrarySource,
+    root: Path,
+    suffixes: Sequence[str],
+    group: Callable[[Sequence[str]], Groups],
+    *,
+    exclude: Sequence[str] = (),
+    headers: bool = True,
+    skip_undecodable: bool = False,
+) -> Source:
+    files, passed_over = list_files(root, config.suffixes or suffixes, (*exclude, *config.exclude))
+    found_in = named_splits(config, root, files, _split_of_folder)
+    references, contents = [], []
+    skip_undecodable = skip_undecodable or config.undecodable == "skip"
+    for folder in (None, *SPLITS):
+        base = root / (folder or "")
+        for name, members in group([file.removeprefix(f"{folder}/") for file in files if found_in[file] == folder]):
+            split = config.split_of(name, folder)
+            references.append(partial(read_files, name, split, base, tuple(members), headers, skip_undecodable))
+            contents += [(f"{split}/{name}/{file}", base / file) for file in members]
+    return Source(references.copy, len(references), tuple(contents), passed_over)
+
+
+def read_files(
+    name: str, split: str, root: Path, files: Sequence[str], headers: bool, skip_undecodable: bool
+) -> Document:
+    """A document of one or several files, one after the other.
+
+    Args:
+      files: paths below `root`, with `/`.
+      headers: whether each file is announced by a line `# file: path`; files without text are then left out.
+      skip_undecodable: whether a file of several that is not UTF-8 is left out instead of being an error.
+
+    Raises:
+      UserError: the document is empty or not UTF-8.
+    """
+    parts, skipped = [], []
+    for file in files:
+        try:
+            text = decode((root / file).read_bytes(), str(root / file))
+        except NotUTF8Error as error:
+            if headers and skip_undecodable:
+                skipped.append(str(error))
+                continue
+            raise
+        if not headers:
+            parts.append(text)
+        elif text.strip():
+            parts.append(f"# file: {file}\n{text}" + ("" if text.endswith("\n") else "\n"))
+    return Document(name, split, "".join(parts), tuple(skipped))
+
+
+def list_files(root: Path, suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], str]:
+    """Sorted paths (with `/`) below `root` of the files with one of the suffixes; and which others were passed over.
+
+    Hidden files and folders are left out, and those whose own name matches one of the patterns in `exclude`.
+    """
+
+    def wanted(name: str) -> bool:
+        return not name.startswith(".") and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+
+    found, others = [], collections.Counter()
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if wanted(name)]
+        below = Path(folder).relative_to(root)
+        for name in filter(wanted, files):
+            if name.endswith(tuple(suffixes)):
+                found.append((below / name).as_posix())
+            else:
+                others[os.path.splitext(name)[1] or "no suffix"] += 1
+    passed_over = ", ".join(f"{number} with {suffix}" for suffix, number in others.most_common(3))
+    return sorted(found), passed_over and (
+        f"{others.total()} files were passed over ({passed_over}{', ...' if len(others) > 3 else ''}): "
+        f"suffixes = ({', '.join(map(repr, suffixes))},) are read"
+    )
+
+
+def _split_of_folder(file: str) -> str | None:
+    first, slash, _ = file.partition("/")
+    return first if slash and first in SPLITS else None
+
+
+def named_splits(
+    config: SourceConfig, root: Path, files: Sequence[str], split_of: Callable[[str], str | None]
+) -> dict[str, str | None]:
+    """The split that each file is named after; None if its documents are assigned in another way.
+
+    Raises:
+      UserError: only some files are named after splits, and documents of the others would be assigned to all splits.
+    """
+    if config.listed:
+        return dict.fromkeys(files)
+    found = {file: split_of(file) for file in files}
+    others = [file for file, split in found.items() if split is None]
+    if others and len(others) < len(files):
+        raise UserError(
+            f"{root} has files or folders named after splits ({', '.join(SPLITS)}), but {others[0]} is not: move or "
+            f"rename it, leave it out with {type(config).__name__}.exclude, or name documents in "
+            "SourceConfig.test_documents instead"
+        )
+    return found

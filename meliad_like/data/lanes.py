@@ -1,0 +1,121 @@
+"""The reader of documents in lanes: each lane reads documents of its own in order, window by window."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from absl import logging
+
+from meliad_like.data.batch import Batch, Reader, check_tokens, empty_batch
+from meliad_like.data.schedule import Run, Schedule
+from meliad_like.errors import UserError
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LanesReader(Reader):
+    """Each lane reads documents one after the other, one segment a step.
+
+    A document of L tokens gives L - 1 inputs and, one further, L - 1 targets. It begins on the next block boundary
+    after the document before it, so that at most one block's rest is padding. Documents of fewer than two tokens have
+    no target and are left out, with a warning.
+
+    With an overlap, each window (block) repeats the last tokens of the window before it, and only new tokens are
+    targets: Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 4.2. Window i of a document has
+    the inputs from token i (w - overlap) on. So every token after a document's first is still predicted exactly once,
+    and all but those of the first window see at least overlap + 1 tokens.
+    """
+
+    overlap: int = 0
+    """The number of tokens that a window repeats."""
+    shuffle: bool = True
+    """As in `Schedule`; for evaluation `shuffle=False, epochs=1`."""
+    whole_segments: bool = False
+    """Whether a document begins with a segment, not only with a block; the rest of its last one is padding."""
+    separate: bool = False
+    """Whether each segment is a separate sequence, whose first window repeats nothing: the document is cut into
+    sequences without overlap."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+          UserError: segment_length is no multiple of window_length, the overlap does not fit, or no document has a
+            target.
+        """
+        if self.segment_length % self.window_length:
+            raise UserError(
+                f"segment_length={self.segment_length} must be a multiple of window_length={self.window_length}"
+            )
+        if not 0 <= self.overlap < self.window_length:
+            raise UserError(f"overlap={self.overlap} must be at least 0 and below window_length={self.window_length}")
+        self._windows_in_segment = self.segment_length // self.window_length
+        self._targets = np.maximum(np.asarray(self.documents.lengths, np.int64) - 1, 0)
+        if (empty := np.flatnonzero(self._targets == 0)).size:
+            logging.warning(
+                "left out %d documents of fewer than two tokens, the first is %s",
+                empty.size,
+                self.documents.names[empty[0]],
+            )
+        # The first window has w targets, and each later one as many as it has new tokens.
+        later = np.maximum(self._targets - self.window_length, 0)
+        self._windows = np.where(self._targets > 0, 1 + -(-later // (self.window_length - self.overlap)), 0)
+        if self.separate:
+            self._windows = -(-self._targets // self._targets_in_sequence) * self._windows_in_segment
+        elif self.whole_segments:
+            self._windows = -(-self._windows // self._windows_in_segment) * self._windows_in_segment
+        self._schedule = Schedule(self._windows, self.num_lanes, self.seed, shuffle=self.shuffle, epochs=self.epochs)
+
+    @property
+    def _targets_in_sequence(self) -> int:
+        """The number of targets of a separate sequence."""
+        return self.overlap + self._windows_in_segment * (self.window_length - self.overlap)
+
+    @property
+    def num_steps(self) -> int | None:
+        return self._schedule.num_steps(self._windows_in_segment)
+
+    @property
+    def padding_share(self) -> float:
+        num_steps = self.num_steps
+        if num_steps is None or self.epochs is None:
+            return 1 - float(self._targets.sum() / (self._windows.sum() * self.window_length))
+        return 1 - float(self.epochs * self._targets.sum() / (num_steps * self.num_lanes * self.segment_length))
+
+    def batch(self, step: int, lanes: Sequence[int]) -> Batch:
+        c, w = self._windows_in_segment, self.window_length
+        batch = empty_batch(len(lanes), self.segment_length, w)
+        for row, lane in enumerate(lanes):
+            for run in self._schedule.runs(lane, step * c, c):
+                first_block = run.block - step * c
+                blocks = np.s_[row, first_block : first_block + run.num_blocks]
+                places = np.s_[row, first_block * w : (first_block + run.num_blocks) * w]
+                firsts, follows = self._places(run)
+                tokens, positions = self._tokens(run, firsts), firsts[:, None] + np.arange(w)
+                scored = positions < self._targets[run.document]
+                scored[follows, : self.overlap] = False
+                # The rest of a sequence, or of a segment, that is longer than its document, is padding.
+                used = scored.any(axis=1)
+                inputs = used[:, None] & (positions < self._targets[run.document])
+                batch.inputs[places] = np.where(inputs, tokens[:, :-1], 0).ravel()
+                batch.targets[places] = np.where(inputs, tokens[:, 1:], 0).ravel()
+                batch.loss_mask[places] = scored.ravel()
+                batch.start[blocks] = used & ~follows
+                batch.document[blocks] = np.where(used, run.document, -1)
+                batch.position[blocks] = np.where(used, firsts, 0)
+        return batch
+
+    def _places(self, run: Run) -> tuple[np.ndarray, np.ndarray]:
+        """For each window of a run: the position in the document of its first input, and whether it follows another."""
+        index, first = run.offset + np.arange(run.num_blocks), 0
+        if self.separate:
+            sequence, index = np.divmod(index, self._windows_in_segment)
+            first = sequence * self._targets_in_sequence
+        return first + index * (self.window_length - self.overlap), index > 0
+
+    def _tokens(self, run: Run, firsts: np.ndarray) -> np.ndarray:
+        """int32[windows, w + 1]: each window's inputs and its last target; 0 after the end of the document."""
+        first, stop = int(firsts[0]), int(firsts[-1]) + self.window_length + 1
+        last = min(stop, int(self._targets[run.document]) + 1)
+        tokens = self.documents.tokens(run.document, first, last)
+        check_tokens(tokens, self.vocabulary_size, first, self.documents.names[run.document])
+        padded = np.pad(tokens, (0, stop - last))
+        return np.lib.stride_tricks.sliding_window_view(padded, self.window_length + 1)[firsts - first]

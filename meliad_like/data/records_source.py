@@ -1,0 +1,192 @@
+"""Documents in records with a field for the text: lines of JSON files, and examples of TensorFlow Datasets."""
+
+import functools
+import gzip
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import zstandard
+
+from meliad_like.data.documents import SOURCES, SPLITS, Document, FolderSourceConfig, Reference, Source, decode
+from meliad_like.data.files_source import list_files, named_splits
+from meliad_like.errors import UserError
+from meliad_like.saved_json import parse_json
+
+# tensorflow_datasets is imported in functions: it takes a second, and worker processes import this module.
+INFO_NAME = "dataset_info.json"
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+
+@dataclass(frozen=True)
+class RecordsSourceConfig(FolderSourceConfig):
+    """The fields of sources of records."""
+
+    text_field: str = "text"
+    """The field that holds a document's text (`book_text` in PG-19)."""
+    name_field: str = ""
+    """The field that holds a document's name; "": documents are numbered."""
+
+    def document(self, record: Mapping[str, Any], place: str, found_in: str | None) -> Document:
+        """The document of a record; its place is its name where no field gives one."""
+        for field in filter(None, (self.text_field, self.name_field)):
+            if field not in record:
+                raise UserError(f"{place} has no field {field!r}; it has {', '.join(map(repr, record))}")
+        name, text = record[self.name_field] if self.name_field else place, record[self.text_field]
+        name, text = (
+            decode(value, f"{place}: the field {field!r}") if isinstance(value, bytes) else value
+            for value, field in ((name, self.name_field), (text, self.text_field))
+        )
+        if not isinstance(text, str):
+            raise UserError(f"{place}: the field {self.text_field!r} is no text but {type(text).__name__}")
+        return Document(str(name), self.split_of(str(name), found_in), text)
+
+
+@SOURCES.register("jsonl")
+@dataclass(frozen=True)
+class JsonLinesSource(RecordsSourceConfig):
+    """Files with one JSON object per line (`.jsonl`, also `.gz` and `.zst`); the folder may also be one such file."""
+
+    exclude: tuple[str, ...] = ()
+    """Patterns of names of files and folders to leave out."""
+
+    def open(self) -> Source:
+        """
+        Raises:
+          UserError: there is neither such a folder nor such a file, or some files are named after splits, others not.
+        """
+        path, passed_over = Path(self.folder).expanduser().absolute(), ""
+        if self.folder.endswith(SUFFIXES) and path.is_file():
+            root, files = path.parent, [path.name]
+        else:
+            root = self.existing_folder()
+            files, passed_over = list_files(root, SUFFIXES, self.exclude)
+        found_in = named_splits(self, root, files, _split_of_file)
+        contents = tuple((file, root / file) for file in files)
+        return Source(partial(self._references, contents, found_in), None if files else 0, contents, passed_over)
+
+    def _references(
+        self, files: tuple[tuple[str, Path], ...], found_in: Mapping[str, str | None]
+    ) -> Iterator[Reference]:
+        for file, path in files:
+            for number, line in enumerate(read_lines(path), 1):
+                if not line.isspace():
+                    # The line itself: a compressed file cannot be read from the middle.
+                    yield partial(self.read, line, f"{file}:{number}", found_in[file])
+
+    def read(self, line: bytes, place: str, found_in: str | None) -> Document:
+        """The document of a line."""
+        record = parse_json(decode(line, place), place)
+        if not isinstance(record, dict):
+            raise UserError(f"{place} is not a JSON object but {type(record).__name__}")
+        return self.document(record, place, found_in)
+
+
+def _split_of_file(file: str) -> str | None:
+    """train.jsonl, train-00001.jsonl.gz and train/1.jsonl.zst are of train."""
+    first = file.split("/")[0].split(".")[0].split("-")[0]
+    return first if first in SPLITS else None
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The file's lines, decompressed, each with its line end.
+
+    Raises:
+      UserError: the compressed data is damaged or cut short.
+    """
+    try:
+        with path.open("rb") as file:
+            if path.suffix == ".gz":
+                yield from gzip.GzipFile(fileobj=file)
+            elif path.suffix == ".zst":
+                rest = b""
+                for text in _decompress(file):
+                    *lines, rest = (rest + text).split(b"\n")
+                    yield from (line + b"\n" for line in lines)
+                if rest:
+                    yield rest
+            else:
+                yield from file
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        raise UserError(f"{path} cannot be decompressed: {error}") from None
+
+
+def _decompress(file: BinaryIO) -> Iterator[bytes]:
+    """Decompresses frame after frame. zstandard's own stream reader takes a file that is cut short for its end."""
+    frame = None
+    while compressed := file.read(1 << 16):
+        while compressed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(compressed)
+            compressed = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise EOFError("the file is cut short")
+
+
+@SOURCES.register("tfds")
+@dataclass(frozen=True)
+class TfdsSource(RecordsSourceConfig):
+    """A TensorFlow Datasets dataset in array_record files; the folder is the `data_dir`, or that of one version."""
+
+    dataset: str = "pg19"
+    """Name of the dataset, if `folder` holds several."""
+
+    def open(self) -> Source:
+        """Raises a UserError if there is no dataset, or there are several, or its format needs TensorFlow."""
+        import tensorflow_datasets as tfds
+
+        root = self._version_folder()
+        info = tfds.builder_from_directory(root).info
+        if info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
+            written_as = "an unknown" if info.file_format is None else info.file_format.value
+            raise UserError(
+                f"{root} is in {written_as} format, which needs TensorFlow to be read: write it again with "
+                f"tfds build {info.name} --file_format=array_record"
+            )
+        if unknown := [split for split in info.splits if split not in SPLITS]:
+            raise UserError(f"{root} has a split {unknown[0]!r}; the splits that can be read are {', '.join(SPLITS)}")
+        sizes = {split: info.splits[split].num_examples for split in SPLITS if split in info.splits}
+        # The info names the version, the splits, and every file's number of examples; a version's files never change.
+        contents = ((info.full_name, root / INFO_NAME),)
+        return Source(partial(self._references, str(root), sizes), sum(sizes.values()), contents)
+
+    def _version_folder(self) -> Path:
+        root = self.existing_folder()
+        if (root / INFO_NAME).exists():
+            return root
+        found = sorted(path.parent for path in (root / self.dataset).rglob(INFO_NAME))
+        if not found:
+            raise UserError(
+                f"{root} has no dataset {self.dataset!r} (no {INFO_NAME} in it or in {self.dataset}/); write it with: "
+                f"tfds build {self.dataset} --file_format=array_record --data_dir={root}"
+            )
+        if len(found) > 1:
+            names = ", ".join(path.relative_to(root).as_posix() for path in found)
+            raise UserError(
+                f"{root} has several versions of {self.dataset!r} ({names}): set FolderSourceConfig.folder to one"
+            )
+        return found[0]
+
+    def _references(self, root: str, sizes: dict[str, int]) -> Iterator[Reference]:
+        held_out = any(split in sizes for split in ("validation", "test"))
+        for split, size in sizes.items():
+            for index in range(size):
+                yield partial(self.read, root, split, index, split if held_out else None)
+
+    def read(self, root: str, dataset_split: str, index: int, found_in: str | None) -> Document:
+        """One example of the dataset in `root`."""
+        return self.document(_data_source(root, dataset_split)[index], f"{dataset_split}/{index}", found_in)
+
+
+@functools.cache
+def _data_source(folder: str, split: str) -> Any:
+    """The opened split, once in each process."""
+    import tensorflow_datasets as tfds
+
+    # Its decorator hides the parameters from type checkers.
+    return tfds.builder_from_directory(folder).as_data_source(split=split)  # type: ignore[call-arg]
