@@ -19,7 +19,11 @@ setup(
     # installed, it is the folder meliad_like/gin_files, where --gin_file also looks.
     packages=[*find_packages(include=["meliad_like", "meliad_like.*"]), "meliad_like.gin_files"],
     package_dir={"meliad_like.gin_files": "gin"},
-    package_data={"meliad_like.gin_files": ["**/*.gin"], "meliad_like.studies": ["*.css", "*.js"]},
+    package_data={
+        "meliad_like.gin_files": ["**/*.gin"],
+        "meliad_like.studies": ["*.css", "*.js", "templates/*.html"],
+        "meliad_like.history": ["templates/*.html"],
+    },
     install_requires=REQUIREMENTS,
     # Modules that register kinds when they are imported (meliad_like/registry.py).
     entry_points={"meliad_like.kinds": ["ancient_history = meliad_like.history.config"]},

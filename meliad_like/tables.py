@@ -1,9 +1,8 @@
-"""Tables for the terminal, Markdown and HTML, made of text or of a pandas DataFrame."""
+"""Tables for the terminal and Markdown, made of text or of a pandas DataFrame."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from xml.etree.ElementTree import Element, SubElement
 
 import pandas as pd
 from rich.markup import escape
@@ -46,19 +45,6 @@ class Table(NamedTuple):
         alignment = ("---", *["---:"] * (len(self.header) - 1))
         lines = [f"| {' | '.join(row)} |" for row in (self.header, alignment, *self.rows)]
         return "\n".join([*([self.title, ""] if self.title else []), *lines, ""])
-
-    def to_html(self) -> Element:
-        """The table as an HTML `table` element, without the title."""
-        table = Element("table")
-        head = SubElement(SubElement(table, "thead"), "tr")
-        for name in self.header:
-            SubElement(head, "th", scope="col").text = name
-        body = SubElement(table, "tbody")
-        for row in self.rows:
-            line = SubElement(body, "tr")
-            for cell in row:
-                SubElement(line, "td").text = cell
-        return table
 
 
 def number(value: Any, form: str = "") -> str:

@@ -185,6 +185,11 @@ def test_a_vocabulary_of_the_row_wins_over_the_tasks_and_has_a_store_of_its_own(
     run = configure(row, SCALES["tiny"], ["task/standard_library.gin"])
     assert isinstance(run.vocabulary, SentencePieceVocabularyConfig) and run.vocabulary.size == 1000
     assert run.data.store == "stores/standard_library_bytes_sentencepiece_1k"
+    # The task's vocabulary has settings that this row's has not.
+    run = configure(TABLES["table5"].row("bytes"), SCALES["tiny"], ["task/pg19_tokens.gin"])
+    assert isinstance(run.vocabulary, BytesVocabularyConfig)
+    run = configure(TABLES["table1"].row("fixed_skip"), SCALES["tiny"], gin_params=["NUM_STATES = 256"])
+    assert states(run.model).num_states == 16
 
 
 def test_an_unknown_row_is_named():

@@ -1,8 +1,7 @@
-"""Tables of text and numbers, for the terminal, for Markdown and for HTML."""
+"""Tables of text and numbers, for the terminal and for Markdown."""
 
 import io
 import math
-from xml.etree.ElementTree import tostring
 
 import pandas as pd
 from rich.console import Console
@@ -26,11 +25,6 @@ def test_a_console_shows_text_as_it_is():
     console.print(Table.of(FRAME, "[i]title").to_rich())
     shown = console.file.getvalue()
     assert "[i]title" in shown and "[b]XL & co" in shown and "1.25" in shown
-
-
-def test_html_is_escaped():
-    html = tostring(Table.of(FRAME).to_html(), encoding="unicode", method="html")
-    assert html.startswith('<table><thead><tr><th scope="col">model</th>') and "<td>[b]XL &amp; co</td>" in html
 
 
 def test_numbers_that_are_missing():

@@ -168,11 +168,15 @@ def _merge(tables: Sequence[Bindings], settled: Set[str]) -> Bindings:
     for table in tables:
         for key, binding in table.items():
             other = merged.setdefault(key, binding)
-            if other.value != binding.value and key not in settled:
+            if other.value == binding.value:
+                continue
+            if key not in settled:
                 raise UserError(
                     f"{key} is {other.value!r} in {other.origin} and {binding.value!r} in {binding.origin}: "
                     "leave one of them out, or settle it with --gin_param"
                 )
+            # What belongs to a kind that is settled otherwise need not be read.
+            merged[key] = replace(other, replaced=binding)
     return merged
 
 

@@ -133,5 +133,6 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def bound_by(gin_params: Sequence[str]) -> dict[str, Any]:
-    """The values that parameters bind, by `Class.field`."""
-    return {key: binding.value for key, binding in collect((), gin_params).items() if binding.rank == 0}
+    """The values that parameters bind, by `Class.field`; macros, which only files read, are left out."""
+    fields = [text for text in gin_params if "." in text.partition("=")[0]]
+    return {key: binding.value for key, binding in collect((), fields).items() if binding.rank == 0}

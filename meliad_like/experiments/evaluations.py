@@ -1,5 +1,6 @@
 """The figures of a row: facts of its config, and evaluations by document or by the Shortformer paper's protocols."""
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,8 @@ def by_document(
 ) -> dict[str, float]:
     """Evaluates every token of the documents, each read from its beginning with all that the model remembers.
 
-    Args:
-      trained: the row, its parameters on the mesh.
-      mesh: the devices.
-      store, split, documents: the whole split of the store, or a subset of it.
-      path: of the JSON file for all figures, with those of each document.
+    The documents are the whole split of the store, or a subset of it; `path` is that of the JSON file for all figures,
+    with those of each document.
     """
     evaluator = make_evaluator(trained.run, trained.model, store, split, mesh, documents=documents)
     evaluation = evaluator(trained.params)
@@ -73,22 +71,18 @@ def by_protocol(trained: OpenedCheckpoint, mesh: Mesh, documents: Documents, few
       window for each token if the model remembers nothing.
     """
     model, window = trained.model, trained.run.data.segment_length
-
-    def evaluate(
-        documents: Documents, protocol: protocols.ProtocolName, stride: int | None = None
-    ) -> protocols.ProtocolScore:
-        return protocols.evaluate(
-            model,
-            trained.params,
-            Concatenated(documents, model.vocabulary_size, trained.vocabulary.end_of_document),
-            protocol,
-            segment_length=window,
-            mesh=mesh,
-            stride=stride,
-            loss_slice=trained.run.training.loss_slice,
-        )
-
-    score, num_bytes = evaluate(documents, "segments"), int(np.sum(documents.num_bytes))
+    evaluate = functools.partial(
+        protocols.evaluate,
+        model,
+        trained.params,
+        segment_length=window,
+        mesh=mesh,
+        loss_slice=trained.run.training.loss_slice,
+    )
+    all_tokens, few_tokens = (
+        Concatenated(part, model.vocabulary_size, trained.vocabulary.end_of_document) for part in (documents, few)
+    )
+    score, num_bytes = evaluate(all_tokens, "segments"), int(np.sum(documents.num_bytes))
     figures = {
         "bits_per_token": score.bits_per_token,
         "perplexity": score.perplexity,
@@ -100,9 +94,9 @@ def by_protocol(trained: OpenedCheckpoint, mesh: Mesh, documents: Documents, few
     }
     # A block's first token attends to itself at least.
     if model.config.num_visible(np.array([model.config.window_length])).item() > 1:
-        return figures | {"single_tokens_per_second": evaluate(few, "token_by_token").tokens_per_second}
-    sliding = evaluate(documents, "sliding", max(window // STRIDES_IN_WINDOW, 1))
-    single = evaluate(few, "sliding", 1)
+        return figures | {"single_tokens_per_second": evaluate(few_tokens, "token_by_token").tokens_per_second}
+    sliding = evaluate(all_tokens, "sliding", stride=max(window // STRIDES_IN_WINDOW, 1))
+    single = evaluate(few_tokens, "sliding", stride=1)
     # The first window predicts all its tokens at once.
     num_windows = 1 + max(single.num_tokens - window, 0)
     return figures | {

@@ -91,11 +91,7 @@ class Experiment:
         return [row for row in rows if largest is None or row.vocabulary_size <= largest]
 
     def run(self, row: Row, seed: int) -> RunConfig:
-        """The config of a row.
-
-        Raises:
-          UserError: the row, the files and the parameters make no run.
-        """
+        """The config of a row."""
         pretrained = fields_of(Path(self.load_dir)) if self.load_dir else {}
         run = configure(row, self.scale, self.gin_files, self.gin_params, pretrained)
         changes: dict[str, Any] = {"training.seed": seed}
@@ -135,18 +131,17 @@ class Experiment:
     def train(self) -> int:
         """Trains and evaluates the unfinished runs, each in a process; makes token stores that don't exist."""
         # Seed by seed, so that there is a table of all rows early.
-        jobs: dict[str, list[Job]] = {}  # of rows that share a run, by its folder
-        for seed in self.seeds:
-            for row in self.rows:
-                job = Job(self, row, seed)
-                jobs.setdefault(job.workdir.name, []).append(job)
-        unfinished = {name: [job for job in group if not job.finished] for name, group in jobs.items()}
-        pending = {name: group[0] for name, group in unfinished.items() if group}
+        jobs = [Job(self, row, seed) for seed in self.seeds for row in self.rows]
+        runs = {job.workdir.name for job in jobs}
+        pending: dict[str, Job] = {}  # one of the rows that share a run does the work of all
+        for job in jobs:
+            if not job.finished:
+                pending.setdefault(job.workdir.name, job)
         for store, job in {job.trained.data.store: job for job in pending.values()}.items():
             if not (Path(store).expanduser() / STORE_NAME).exists():
                 prepare(job.trained.source, job.trained.vocabulary, store)
-        done = len(jobs) - len(pending)
-        print(f"{done} of {len(jobs)} runs are finished; {self._side_by_side} side by side", flush=True)
+        done = len(runs) - len(pending)
+        print(f"{done} of {len(runs)} runs are finished; {self._side_by_side} side by side", flush=True)
         return self._start(
             {name: (f"{job.row.name},{job.seed}", job.workdir / LOG_NAME) for name, job in pending.items()}
         )
@@ -271,7 +266,7 @@ class Job:
           The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM with everything saved.
 
         Raises:
-          UserError: as `train`; or the split has no documents, or another process is working in this folder.
+          UserError: as `run.training.train`; the split has no documents, or another process works in this folder.
         """
         workdir, split, began = self.workdir, self.experiment.split, time.perf_counter()
         workdir.mkdir(parents=True, exist_ok=True)

@@ -12,11 +12,9 @@ from meliad_like.training import preemption
 
 
 def environment(folder: Path, side_by_side: bool) -> dict[str, str]:
-    """The environment variables of a process that trains or measures times.
+    """The environment variables of a process that trains or measures times, perhaps with others at the same time.
 
-    Args:
-      folder: of the table, with the cache of compiled programs that all processes share.
-      side_by_side: whether other such processes run on this machine at the same time.
+    The processes share a cache of compiled programs in the table's folder.
     """
     # As in launch/environment.sh.
     variables = {
@@ -38,7 +36,7 @@ def run_processes(
     variables: Mapping[str, str],
     on_end: Callable[[str, int], Any],
 ) -> int:
-    """Runs commands in parallel, and waits for all of them.
+    """Runs commands in parallel, waits for all of them, and returns 0, or `preemption.EXIT_STATUS` after a signal.
 
     SIGTERM and Ctrl-C are passed on, so that every process saves and ends, and no further one is started.
 
@@ -47,9 +45,6 @@ def run_processes(
       max_processes: the most that run at the same time.
       variables: the environment.
       on_end: called with the name and exit status of each command that ended.
-
-    Returns:
-      0, or `preemption.EXIT_STATUS` after a signal.
     """
     running: set[subprocess.Popen] = set()
     stopping = False

@@ -175,7 +175,7 @@ class Report:
         """The rows that have figures, and of these the losses and times: few enough columns for a terminal."""
         frame = self.frame[self.frame["runs"] > 0]
         measures = [name for name in (*WITH_ERROR, "step_time") if name in frame and frame[name].notna().any()]
-        return self._text(frame, measures, [])
+        return self._text(frame, measures, [])._replace(title=self._table.title)
 
     def to_markdown(self) -> str:
         """All figures, with what the runs have in common above them."""

@@ -116,9 +116,7 @@ def relative_time(rows: Mapping[str, Any], name: str, baseline: str) -> float:
 def in_shares(parts: Mapping[str, Any], shares: Mapping[str, float]) -> dict[str, Any]:
     """The average step of a training with several kinds of steps, one after the other.
 
-    Args:
-      parts: `rows` of `time_in_turn`.
-      shares: of all steps, by the names of the kinds; they add up to 1.
+    `parts` are `rows` of `time_in_turn`; `shares` of all steps, by the names of the kinds, add up to 1.
     """
     if len(shares) == 1:
         return dict(parts[next(iter(shares))])

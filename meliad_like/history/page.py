@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree.ElementTree import Element
 
 import numpy as np
 import pandas as pd
@@ -14,22 +13,8 @@ from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.history.page_readings import BITS, ReadHistory, Selection, find_spans, find_terms
 from meliad_like.history.selection import SpanScorer
 from meliad_like.history.spans import HistoryConfig
-from meliad_like.studies.page import (
-    Chart,
-    Series,
-    document_choice,
-    document_part,
-    facts_table,
-    figure,
-    pack,
-    paragraph,
-    section,
-    table,
-    tag,
-    text_view,
-    write_page,
-)
-from meliad_like.tables import signed
+from meliad_like.studies.page import Chart, Series, TextView, pack, write_page
+from meliad_like.tables import Table, signed
 
 SHOWN_SPANS = 10  # number of those that were selected most often
 WIDTH = 1000  # of a picture, in its own coordinates
@@ -64,215 +49,118 @@ def write_history_page(
         "documents": [_summary(history, found[:num_terms]) for history, found in zip(histories, terms, strict=True)],
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    parts = [document_choice([history.name for history in histories], [len(history.tokens) for history in histories])]
-    for history, found in zip(histories, terms, strict=True):
-        shown = [paragraph("This document is too short: nothing was selected.")]
-        if history.selections:
-            part = _DocumentPart(history, config, vocabulary)
-            shown = [*part.overview(), *term_tables(found, num_terms), part.frequent_spans(), part.strides()]
-        parts.append(document_part(history.index, *shown))
-    texts = [pack(history.units, *history.bits_by_unit) for history in histories]
     gains = np.concatenate([history.gain_by_unit for history in histories])
+    texts = [pack(history.units, *history.bits_by_unit) for history in histories]
     write_page(
         folder / "index.html",
-        f"Ancient history selected by {label(scorer.name, scorer.leaks_the_future)}",
-        _lead(histories, scorer, config),
-        [
-            section("What was selected", *parts),
-            text_view(WITH, WITHOUT, gains, texts),
-            section("Model, selection and windows", facts_table([details], ("", "value"))),
+        "history.html",
+        __package__,
+        title=f"Ancient history selected by {label(scorer.name, scorer.leaks_the_future)}",
+        leaks=scorer.leaks_the_future,
+        totals=_totals([selection for history in histories for selection in history.selections]),
+        config=config,
+        width=WIDTH,
+        names=[history.name for history in histories],
+        lengths=[len(history.tokens) for history in histories],
+        parts=[
+            _part(history, config, vocabulary, found, num_terms) if history.selections else None
+            for history, found in zip(histories, terms, strict=True)
         ],
+        view=TextView(WITH, WITHOUT, gains, texts),
+        details=details,
     )
 
 
-def _lead(histories: Sequence[ReadHistory], scorer: SpanScorer, config: HistoryConfig) -> list[Element]:
-    lead = []
-    if scorer.leaks_the_future:
-        warning = "This selection leaks the future: it reads the very tokens that the spans help to predict."
-        lead.append(tag("p", warning, class_="warning"))
-    selections = [selection for history in histories for selection in history.selections]
+def _totals(selections: Sequence[Selection]) -> dict[str, Any]:
+    """The figures of the lead; empty if nothing was selected."""
     if not selections:
-        return [*lead, paragraph("No document is long enough for spans of its past: nothing was selected.")]
+        return {}
     selected, plain, gains, predicted = (
         np.concatenate([getattr(selection, name) for selection in selections]).astype(np.float64)
         for name in ("selected", "plain", "gains", "predicted")
     )
-    with_spans, without = selected.mean() * BITS, plain.mean() * BITS
-    better = np.mean([selection.gain > 0 for selection in selections])
-    correlation = ""
-    if gains.std() and predicted.std():
-        correlation = f"; their correlation with the scores is {signed(np.corrcoef(gains, predicted)[0, 1], 2)}"
-    return [
-        *lead,
-        paragraph(
-            f"In {len(selections):,} windows of {config.window_length:,} tokens, the first {config.history_length:,} "
-            f"were given to spans of {config.span_length} tokens from anywhere before. The {len(plain):,} tokens that "
-            "these windows predict cost ",
-            tag("span", f"{with_spans:.4f} bits", class_="first"),
-            f" each {WITH}, and ",
-            tag("span", f"{without:.4f} bits", class_="other"),
-            f" {WITHOUT}: a gain of {signed(without - with_spans, 4)}. {better:.0%} of the windows were better.",
-        ),
-        paragraph(
-            f"Alone before the recent text, {(gains > 0).mean():.0%} of the {len(gains):,} selected spans help; they "
-            f"are worth {signed(gains.mean(), 2)} nats on average (equation 2){correlation}."
-        ),
-    ]
+    varying = gains.std() and predicted.std()
+    return {
+        "windows": len(selections),
+        "targets": len(plain),
+        "with_spans": selected.mean() * BITS,
+        "without": plain.mean() * BITS,
+        "better": np.mean([selection.gain > 0 for selection in selections]),
+        "spans": len(gains),
+        "helping": (gains > 0).mean(),
+        "mean_gain": gains.mean(),
+        "correlation": np.corrcoef(gains, predicted)[0, 1] if varying else None,
+    }
 
 
-class _DocumentPart:
-    """What the page shows of one document for which spans were selected."""
+def _part(
+    history: ReadHistory, config: HistoryConfig, vocabulary: Vocabulary, terms: pd.DataFrame, num_terms: int
+) -> dict[str, Any]:
+    """What the page shows of a document for which spans were selected."""
+    selections, tokens = history.selections, history.tokens
+    # Before the first selection there is nothing to gain.
+    places = [0, *(selection.stride.first for selection in selections), selections[-1].stride.end]
+    gains = [0, *(selection.gain_per_token for selection in selections)]
 
-    def __init__(self, history: ReadHistory, config: HistoryConfig, vocabulary: Vocabulary):
-        self._history, self._config, self._vocabulary = history, config, vocabulary
+    def span(end: int, **facts: Any) -> dict[str, Any]:
+        start = end - config.span_length
+        return {
+            "start": start,
+            "end": end,
+            "text": vocabulary.decode(tokens[start : end - bool(config.separator)]),
+            **facts,
+        }
 
-    def overview(self) -> list[Element]:
-        """The gain by stride, and where the spans come from."""
-        selections = self._history.selections
-        # Before the first selection there is nothing to gain.
-        places = [0, *(selection.stride.first for selection in selections), selections[-1].stride.end]
-        gains = [0, *(selection.gain_per_token for selection in selections)]
-        chart = Chart(
+    def stride(selection: Selection) -> dict[str, Any]:
+        first, end = selection.stride.first, selection.stride.end
+        spans = zip(selection.ends.tolist(), selection.gains.tolist(), selection.predicted.tolist(), strict=True)
+        return {
+            "first": first,
+            "end": end,
+            "gain": selection.gain_per_token,
+            "best": selection.gain_per_token == max(gains[1:]),
+            "marks": _marks(selection, len(tokens), config),
+            # In the order of the window: the last one is next to the recent text.
+            "spans": [span(end, gain=gain, predicted=predicted) for end, gain, predicted in spans],
+            "text": vocabulary.decode(tokens[first:end]),
+        }
+
+    frequent: Any = find_spans(selections)[:SHOWN_SPANS]
+    return {
+        "gains": Chart(
             title="Gain by stride",
             x_label="token",
             y_label="gain, bits per token",
             series=[Series(f"better {WITH}|worse", places, gains, "bars", "sign")],
             caption="Gain of all spans of a stride together. Click or tap to read the text there.",
-            document=self._history.index,
-        )
-        note = (
-            "The document from left to right, a line for each stride. The window without spans is grey, the tokens "
-            "that are predicted violet. A span is blue where it helps alone, and orange where it does not."
-        )
-        lines = [self._line(selection, y) for y, selection in enumerate(selections)]
-        picture = _picture(lines, f"where the spans of {len(lines)} strides come from")
-        caption = tag("figcaption", "Where the spans come from")
-        return [figure(chart), tag("figure", caption, picture, tag("p", note, class_="note"))]
-
-    def _line(self, selection: Selection, y: int = 0) -> list[Element]:
-        """A line of `_picture`: the document with a stride's window, its targets and its spans."""
-        stride, length = selection.stride, len(self._history.tokens)
-
-        def mark(start: int, end: int, kind: str) -> Element:
-            # At least as wide as can be seen, however long the document is.
-            width = max(WIDTH * (end - start) / length, 3.0)
-            place = {"x": f"{WIDTH * start / length:.1f}", "y": str(y), "width": f"{width:.1f}", "height": "1"}
-            return tag("rect", class_=kind, **place)
-
-        marks = [mark(stride.begin, stride.first, "window"), mark(stride.first, stride.end, "targets")]
-        return marks + [
-            mark(end - self._config.span_length, end, "helps" if gain > 0 else "harms")
-            for end, gain in zip(selection.ends.tolist(), selection.gains.tolist(), strict=True)
-        ]
-
-    def frequent_spans(self) -> Element:
-        """The spans that were selected most often."""
-        spans: Any = find_spans(self._history.selections)[:SHOWN_SPANS]
-        items = [
-            self._span(
-                span.end,
-                f"in {span.num_windows:,} window{'s' if span.num_windows > 1 else ''} · worth "
-                f"{signed(span.mean_gain, 2)} nats on average · tokens {span.end - self._config.span_length:,} to "
-                f"{span.end - 1:,}",
-            )
-            for span in spans.itertuples()
-        ]
-        return section("The spans that were selected most often", tag("ol", *items, class_="places"), level=3)
-
-    def strides(self) -> Element:
-        """Every stride with its spans and its targets; the one with the largest gain is open."""
-        selections = self._history.selections
-        best = max(selections, key=lambda selection: selection.gain_per_token)
-        blocks = []
-        for selection in selections:
-            stride = selection.stride
-            heading = tag(
-                "summary",
-                f"tokens {stride.first:,} to {stride.end - 1:,}: ",
-                tag("span", f"{signed(selection.gain_per_token, 3)} bits per token", class_=_side(selection.gain)),
-                f", {len(selection.ends)} spans" + (" (the largest gain)" if selection is best else ""),
-            )
-            blocks.append(
-                tag(
-                    "details",
-                    heading,
-                    _picture([self._line(selection)], "where these spans come from"),
-                    tag("ol", *self._spans(selection), class_="places"),
-                    tag("h4", "what is predicted"),
-                    tag(
-                        "p", self._vocabulary.decode(self._history.tokens[stride.first : stride.end]), class_="passage"
-                    ),
-                    **({"open": ""} if selection is best else {}),
-                )
-            )
-        return section("Stride by stride", *blocks, level=3, class_="strides")
-
-    def _spans(self, selection: Selection) -> list[Element]:
-        """Spans in the order of the window: the last one is next to the recent text."""
-        return [
-            self._span(
-                end,
-                "worth ",
-                tag("span", f"{signed(float(gain), 2)} nats", class_=_side(gain)),
-                f" · its score is {signed(float(predicted), 2)} · tokens {end - self._config.span_length:,} to "
-                f"{end - 1:,}, {selection.stride.first - end:,} before the first that is predicted",
-            )
-            for end, predicted, gain in zip(selection.ends.tolist(), selection.predicted, selection.gains, strict=True)
-        ]
-
-    def _span(self, end: int, *facts: Element | str) -> Element:
-        start = end - self._config.span_length
-        text = self._vocabulary.decode(self._history.tokens[start : end - bool(self._config.separator)])
-        link = f"#{self._history.index}:{start}"
-        return tag("li", tag("a", tag("div", *facts, class_="facts"), tag("p", text, class_="excerpt"), href=link))
+            document=history.index,
+        ),
+        "by_impact": term_table(terms, "gain", num_terms),
+        "by_own_gain": term_table(terms, "own_gain", num_terms),
+        "frequent": [span(s.end, num_windows=s.num_windows, mean_gain=s.mean_gain) for s in frequent.itertuples()],
+        "strides": [stride(selection) for selection in selections],
+    }
 
 
-def _picture(lines: Sequence[list[Element]], description: str) -> Element:
-    return tag(
-        "svg",
-        *(mark for line in lines for mark in line),
-        viewBox=f"0 0 {WIDTH} {len(lines)}",
-        preserveAspectRatio="none",
-        # Lines must not become too thick, nor the picture higher than the screen.
-        height=str(min(max(6 * len(lines), 14), 480)),
-        width="100%",
-        class_="past",
-        role="img",
-        aria_label=description,
-    )
+def _marks(selection: Selection, length: int, config: HistoryConfig) -> list[tuple[str, float, float]]:
+    """A line of a picture: (kind, place, width) of a stride's window, its targets and its spans in the document."""
+    stride = selection.stride
+    marks = [("window", stride.begin, stride.first), ("targets", stride.first, stride.end)]
+    for end, gain in zip(selection.ends.tolist(), selection.gains.tolist(), strict=True):
+        marks.append(("helps" if gain > 0 else "harms", end - config.span_length, end))
+    # At least as wide as can be seen, however long the document is.
+    return [(kind, WIDTH * start / length, max(WIDTH * (end - start) / length, 3.0)) for kind, start, end in marks]
 
 
-def term_tables(terms: pd.DataFrame, most: int) -> list[Element]:
-    """The words with the highest impact, and those that gained most themselves; at most `most` of each."""
+def term_table(terms: pd.DataFrame, measure: str, most: int) -> Table:
+    """The words with the largest positive values of a measure; at most `most`."""
+    chosen: Any = terms[terms[measure] > 0].nlargest(most, measure)
+    rows = [
+        (t.text, f"{t.num_windows:,}", signed(t.gain / t.num_targets, 4), f"{t.num_predicted:,}", signed(t.own_gain, 2))
+        for t in chosen.itertuples()
+    ]
     header = ("word", "windows", "their gain, bits per token", "predicted there", "gain on the word itself, bits")
-    note = (
-        "Words of three letters or more that selected spans brought into windows that did not have them, ordered by "
-        "the gain of these windows in all. The last two columns tell how often the word itself was predicted there, "
-        "and the gain on these occurrences."
-    )
-    parts = []
-    for title, measure, below in (
-        ("The words with the highest impact", "gain", note),
-        ("The words that gained most themselves", "own_gain", ""),
-    ):
-        chosen: Any = terms[terms[measure] > 0].nlargest(most, measure)
-        rows = [
-            (
-                t.text,
-                f"{t.num_windows:,}",
-                signed(t.gain / t.num_targets, 4),
-                f"{t.num_predicted:,}",
-                signed(t.own_gain, 2),
-            )
-            for t in chosen.itertuples()
-        ]
-        if rows:
-            parts.append(section(title, table(header, rows, below), level=3))
-    return parts
-
-
-def _side(gain: float) -> str:
-    return "first" if gain > 0 else "other"
+    return Table("", header, rows)
 
 
 def _summary(history: ReadHistory, terms: pd.DataFrame) -> dict[str, Any]:

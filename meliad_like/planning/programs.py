@@ -54,15 +54,10 @@ class Need(NamedTuple):
 def needs(
     run: RunConfig, vocabulary_size: int, topology: Topology, programs: Sequence[str] = PROGRAMS, quick: bool = False
 ) -> Iterator[Need]:
-    """Compiles the programs of a run, in turn.
+    """Compiles the programs of a run of one stage, in turn.
 
-    Args:
-      run: of one stage.
-      vocabulary_size: in tokens.
-      topology: the devices.
-      programs: some of PROGRAMS.
-      quick: compile with the least effort, in half the time or less; activations are then up to 20 percent larger
-        (docs/planning.md).
+    With `quick` the compiler makes the least effort, and needs half the time or less; activations are then up to 20
+    percent larger (docs/planning.md).
 
     Raises:
       UserError: the mesh does not fit the devices, the lanes or the model.
@@ -99,7 +94,8 @@ def needs(
     for name in programs:
         compile_program, resident, flops = known[name]
         with jax.set_mesh(mesh):
-            yield _need(name, compile_program, resident, flops / mesh.size, topology)
+            need = _need(name, compile_program, resident, flops / mesh.size, topology)
+        yield need
 
 
 def _need(
@@ -151,11 +147,7 @@ def state_parts(program: Program) -> dict[str, int]:
 
 
 def least_bytes(run: RunConfig, vocabulary_size: int, topology: Topology) -> int:
-    """The least memory of a training step on each device: arguments and gradients. Nothing is compiled.
-
-    Raises:
-      UserError: as `needs`.
-    """
+    """The least memory of a training step on each device: arguments and gradients. Nothing is compiled."""
     parts = state_parts(make_program(run, vocabulary_size, make_mesh(run.mesh, topology.devices)))
     return sum(parts.values()) + parts["parameters"]
 

@@ -1,7 +1,6 @@
 """A model whose states are cleared every k tokens, against the same model (appendix G.1, Figure 5)."""
 
 from collections.abc import Sequence
-from xml.etree.ElementTree import Element
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from meliad_like.errors import UserError
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.studies.compare import ComparisonPage
-from meliad_like.studies.page import Chart, Series, figure, paragraph, section
+from meliad_like.studies.page import Chart, Series
 from meliad_like.studies.readings import Reading, StudyRequest, choose, open_subject, read
 
 MAX_BINS = 64
@@ -45,14 +44,30 @@ def run(request: StudyRequest) -> None:
     gains = [theirs - ours for ours, theirs in zip(kept.losses, cleared.losses, strict=True)]
     largest = max(float(np.abs(gain[:every]).max()) for gain in gains)
     edges, means = _by_position(gains, every)
+    by_position = Chart(
+        title="Gain of keeping the states, by position since they were cleared",
+        x_label="tokens since the states were cleared",
+        y_label="gain, bits per token",
+        series=[Series("better with states|worse with states", edges, means, "bars", "sign")],
+        caption=f"Mean over all segments of {every:,} tokens, without the first of each document, before which nothing "
+        "is cleared.",
+    )
+    early, late = None, None
+    if means.sum() > 0:
+        early, late = (part.sum() / means.sum() for part in (means[: len(means) // 8], means[len(means) // 2 :]))
     ComparisonPage(request, chosen, kept, cleared, clear_every=every).write(
         f"{subject.label}: states kept against cleared every {every:,} tokens",
-        [_section(every, largest, edges, means)],
         {
             "clear_every": every,
             "largest_difference_in_the_first_segment_nats": largest,
             "gain_by_position_in_segment_bits": [edges.tolist(), means.tolist()],
         },
+        "clear_state.html",
+        every=every,
+        largest=largest,
+        by_position=by_position,
+        early=early,
+        late=late,
     )
 
 
@@ -63,28 +78,3 @@ def _by_position(gains: Sequence[np.ndarray], every: int) -> tuple[np.ndarray, n
     later = np.concatenate([gain[every:].astype(np.float64) for gain in gains]) / np.log(2)
     sums, counts = np.histogram(position, edges, weights=later)[0], np.histogram(position, edges)[0]
     return edges, sums / np.maximum(counts, 1)
-
-
-def _section(every: int, largest: float, edges: np.ndarray, means: np.ndarray) -> Element:
-    chart = Chart(
-        title="Gain of keeping the states, by position since they were cleared",
-        x_label="tokens since the states were cleared",
-        y_label="gain, bits per token",
-        series=[Series("better with states|worse with states", edges, means, "bars", "sign")],
-        caption=f"Mean over all segments of {every:,} tokens, without the first of each document, before which nothing "
-        "is cleared.",
-    )
-    share = "Later tokens are on average not predicted better with the states kept."
-    if means.sum() > 0:
-        early, late = (part.sum() / means.sum() for part in (means[: len(means) // 8], means[len(means) // 2 :]))
-        share = (
-            f"Of the gain after that, {early:.0%} is in the first eighth of a segment, {late:.0%} in its second half."
-        )
-    return section(
-        "Where it matters",
-        paragraph(
-            f"In the first {every:,} tokens of every document both readings must be the same: the largest difference "
-            f"there is {largest:g} nats. {share}"
-        ),
-        figure(chart),
-    )

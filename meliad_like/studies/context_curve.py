@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
 
-from meliad_like.studies.page import Chart, Series, figure, note, paragraph, section, write_page
+from meliad_like.studies.page import Chart, Series, write_page
 from meliad_like.studies.readings import Chosen, Reading, StudyRequest, choose, open_compared, read
 
 FIRST_BIN = 32  # tokens, of which there are too few for smaller bins
@@ -81,22 +81,15 @@ def run(request: StudyRequest) -> None:
     result, details = curves([reading.losses for reading in readings]), [reading.details() for reading in readings]
     _write_numbers(request.output, readings, chosen, result)
     chosen.write_summary(request.output, {"models": details})
-    totals = "; ".join(f"{reading.label} {reading.bits_per_token:.4f}" for reading in readings)
-    facts = chosen.facts(
-        "What was read",
-        details,
-        [f"model {i + 1}" for i in range(len(readings))],
-        "Position 0 is a document's first token, which is read and not predicted; a loss counts where the token stands "
-        "that predicts.",
-    )
     write_page(
         request.output / "index.html",
-        f"Loss by position: {', '.join(reading.label for reading in readings)}",
-        [
-            paragraph(f"Bits per token over all tokens: {totals}."),
-            note(f"{chosen.title}; {readings[0].num_targets:,} predicted tokens.", "about"),
-        ],
-        [section("Bits per token by position in the document", *map(figure, _charts(readings, result))), facts],
+        "context_curve.html",
+        title=f"Loss by position: {', '.join(reading.label for reading in readings)}",
+        readings=readings,
+        chosen=chosen,
+        charts=_charts(readings, result),
+        details=details,
+        models=[f"model {i + 1}" for i in range(len(readings))],
     )
 
 

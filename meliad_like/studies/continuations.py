@@ -7,7 +7,6 @@ same first token (which the context's window predicts), as if a document began t
 
 import re
 from typing import NamedTuple
-from xml.etree.ElementTree import Element
 
 import numpy as np
 import pandas as pd
@@ -16,8 +15,9 @@ from jaxtyping import Int
 from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
-from meliad_like.studies.page import document_choice, document_part, note, paragraph, section, table, tag, write_page
+from meliad_like.studies.page import write_page
 from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject, with_distinct_labels
+from meliad_like.tables import Table
 
 TOPICAL = re.compile(r"[^\W\d_]{5,}")
 REMEMBERED, FORGOTTEN = "with the memory of the context", "without it"
@@ -145,42 +145,19 @@ def _write(
     }
     chosen.write_summary(request.output, saved, "continuations.json")
     seen = {s.label: s.run.model.num_visible(np.array([context_tokens])).item() - 1 for s in subjects}
-    visible = "; ".join(f"{label}: {number:,} tokens" if number else f"{label}: none" for label, number in seen.items())
-    lead = paragraph(
-        f"Contexts of {context_tokens:,} tokens are read as documents of their own; the models then write the "
-        f"{request.num_tokens:,} most likely tokens, one after the other (greedily, which soon repeats itself). What "
-        f"the first of them sees of the context directly, besides the memory: {visible}. Without the memory, the same "
-        "first token begins a document."
-    )
-    explanation = "Of the different words of five letters or more in a continuation; mean over all contexts."
-    rows = [(name, f"{share:.1%}") for name, share in means.items()]
     used = sorted({passage.document for passage in passages})
-    choice = document_choice([names[document] for document in used], lengths[used].tolist())
-    parts = [
-        document_part(i, *(_passage(passage) for passage in passages if passage.document == document))
-        for i, document in enumerate(used)
-    ]
+    rows = [(name, f"{share:.1%}") for name, share in means.items()]
     write_page(
         request.output / "index.html",
-        "What passes from window to window",
-        [lead, note(chosen.description, "about")],
-        [
-            section("Words that the context has too", table(("continuation", "share"), rows, explanation)),
-            section("Continuations", choice, *parts),
-            chosen.facts("Models", details, list(seen), "A context is read as a document."),
-        ],
-    )
-
-
-def _passage(passage: Passage) -> Element:
-    def text(content: str) -> Element:
-        return tag("p", content, class_="passage")
-
-    columns = passage.continuations("the document's own continuation").items()
-    return section(
-        f"from token {passage.start:,} on",
-        text(f"… {passage.context[-300:]}"),
-        tag("details", tag("summary", "the whole context"), text(passage.context)),
-        tag("div", *(tag("div", tag("h4", title), text(content)) for title, content in columns), class_="columns"),
-        level=3,
+        "continuations.html",
+        title="What passes from window to window",
+        context_tokens=context_tokens,
+        num_tokens=request.num_tokens,
+        seen=seen,
+        chosen=chosen,
+        shares=Table("", ("continuation", "share"), rows),
+        names=[names[document] for document in used],
+        lengths=lengths[used].tolist(),
+        parts=[[passage for passage in passages if passage.document == document] for document in used],
+        details=details,
     )

@@ -8,7 +8,6 @@ an lstm gate depends on what is read, and its g is averaged over the documents.
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from xml.etree.ElementTree import Element
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +19,9 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.mechanisms.base import Watched
 from meliad_like.models.model import Model
-from meliad_like.studies.page import (
-    Chart,
-    Series,
-    document_choice,
-    document_part,
-    figure,
-    note,
-    paragraph,
-    section,
-    table,
-    write_page,
-)
+from meliad_like.studies.page import Chart, Series, write_page
 from meliad_like.studies.readings import Chosen, StudyRequest, choose, open_subject
+from meliad_like.tables import Table
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 """Blocks between the states that are compared."""
@@ -162,56 +151,33 @@ def run(request: StudyRequest) -> None:
     kept = {name: forget for name, (forget, _) in means.items()}
     measured = {name: values for name, values in means.items() if name in tracer.gates.varying}
     _write_numbers(request, chosen, subject.details(), kept, measured, traces)
-    states = ", ".join(
-        f"{_title(name)} ({number} states of {channels} channels)" for name, (number, channels) in tracer.shapes.items()
-    )
-    facts = chosen.facts(
-        "What was read",
-        [subject.details()],
-        ["model"],
-        "Whole blocks only; each document begins with the initial states.",
-    )
+    constants = {name: time_constants(share) for name, share in kept.items()}
+    by_channel = {
+        f"{name}, {kind}": values
+        for name, both in measured.items()
+        for kind, values in zip(("forget", "input"), both, strict=True)
+    }
     write_page(
         request.output / "index.html",
-        f"Gates and states of {subject.label}",
-        [
-            paragraph(f"States that are updated every {window} tokens: {states}. Layers count from 0."),
-            note(chosen.title, "about"),
-        ],
-        [
-            *([_gate_section(kept, measured, window)] if kept else []),
-            section("How states change along a document", *_state_parts(list(tracer.shapes), traces, chosen, window)),
-            facts,
-        ],
+        "gates.html",
+        title=f"Gates and states of {subject.label}",
+        window=window,
+        shapes=tracer.shapes,
+        chosen=chosen,
+        constants=_quantiles("time constants, blocks", constants, ",.3g", "mean g", kept),
+        measured=_quantiles("measured gates, by channel", by_channel, ".3f", "mean", by_channel),
+        histograms=[_histogram(name, blocks, window) for name, blocks in constants.items()],
+        lags=_lags(list(tracer.shapes), traces),
+        parts=[[chart for name in trace for chart in _state_charts(name, trace[name], window)] for trace in traces],
+        details=subject.details(),
     )
 
 
-def _gate_section(kept: Shares, measured: Shares, window: int) -> Element:
-    explanation = (
-        f"A block is {window} tokens. g is the share of a state that a block leaves; the time constant is −1/log(g), "
-        "and after 0.69 of it half is left."
-    )
-    if measured:
-        explanation += " These gates depend on what is read: g is the forget gate, averaged over states and blocks."
-    constants = {name: time_constants(share) for name, share in kept.items()}
-    mean_kept = ("mean g", *(f"{share.mean():.3f}" for share in kept.values()))
-    parts = [_quantiles("time constants, blocks", constants, ",.3g", mean_kept, explanation)]
-    parts += [figure(_histogram(name, blocks, window)) for name, blocks in constants.items()]
-    if measured:
-        gates = {
-            f"{name}, {kind}": values
-            for name, both in measured.items()
-            for kind, values in zip(("forget", "input"), both, strict=True)
-        }
-        means = ("mean", *(f"{values.mean():.3f}" for values in gates.values()))
-        parts.append(_quantiles("measured gates, by channel", gates, ".3f", means))
-    return section("What the gates have learned", *parts)
-
-
-def _quantiles(title: str, gates: Shares, form: str, means: Sequence[str], explanation: str = "") -> Element:
+def _quantiles(title: str, gates: Shares, form: str, mean: str, averaged: Shares) -> Table:
     """A table with a column for each gate, which is narrow enough for a phone: its mean and its quantiles."""
-    rows = [(name, *(f"{np.quantile(v, share):{form}}" for v in gates.values())) for name, share in QUANTILES.items()]
-    return table((title, *map(_title, gates)), [means, *rows], explanation)
+    rows = [(mean, *(f"{values.mean():.3f}" for values in averaged.values()))] if gates else []
+    rows += [(name, *(f"{np.quantile(v, share):{form}}" for v in gates.values())) for name, share in QUANTILES.items()]
+    return Table("", (title, *map(_title, gates)), rows if gates else [])
 
 
 def _histogram(name: str, blocks: np.ndarray, window: int) -> Chart:
@@ -228,12 +194,12 @@ def _histogram(name: str, blocks: np.ndarray, window: int) -> Chart:
     )
 
 
-def _state_parts(layers: list[str], traces: list[Trace], chosen: Chosen, window: int) -> list[Element]:
+def _lags(layers: list[str], traces: list[Trace]) -> Chart:
     by_lag = []
     for i, layer in enumerate(layers):
         means = pd.concat([trace[layer] for trace in traces if layer in trace])[list(LAGS)].mean().dropna()
         by_lag.append(Series(_title(layer), means.index, means, colour=str(i % 5 + 1)))
-    lags = Chart(
+    return Chart(
         title="Similarity of the states over time",
         x_label="blocks between",
         y_label="mean cosine",
@@ -241,13 +207,6 @@ def _state_parts(layers: list[str], traces: list[Trace], chosen: Chosen, window:
         caption="Of a state vector with itself, this number of blocks before; over all documents, blocks and states.",
         log_x=True,
     )
-    parts = [
-        document_part(
-            index, *(figure(chart) for layer in trace for chart in _state_charts(layer, trace[layer], window))
-        )
-        for index, trace in enumerate(traces)
-    ]
-    return [figure(lags), document_choice(chosen.documents.names, chosen.documents.lengths), *parts]
 
 
 def _state_charts(layer: str, trace: pd.DataFrame, window: int) -> list[Chart]:

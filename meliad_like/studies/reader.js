@@ -5,7 +5,7 @@
 const PAGE_BYTES = 6000;
 const decoder = new TextDecoder();
 
-/** A document as `text_view.py` packs it: units of one or more tokens, and what each model paid for them. */
+/** A document as `page.py` packs it: units of one or more tokens, and what each model paid for them. */
 class TextDocument {
   constructor(buffer) {
     const [units, length] = new Uint32Array(buffer, 0, 2);

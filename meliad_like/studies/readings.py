@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree.ElementTree import Element
 
 import numpy as np
 from jax.sharding import Mesh
@@ -20,7 +19,6 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
-from meliad_like.studies.page import facts_table, note, section
 
 
 class StudyRequest(NamedTuple):
@@ -132,11 +130,6 @@ class Chosen(NamedTuple):
     def whole(self, index: int) -> np.ndarray:
         """The tokens of a document."""
         return self.documents.tokens(index, 0, int(self.documents.lengths[index]))
-
-    def facts(self, title: str, details: Sequence[dict[str, Any]], header: Sequence[str], explanation: str) -> Element:
-        """The section about models and documents at the end of a page."""
-        about = note(f"Documents: {self.description}. {explanation}", "about")
-        return section(title, facts_table(details, ("", *header)), about)
 
     def write_summary(self, folder: Path, details: dict[str, Any], name: str = "summary.json") -> None:
         """Writes the figures of a study, and which documents they are of."""
