@@ -6,11 +6,11 @@ from absl import flags
 
 from meliad_like import command_line
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+WORKDIR = flags.DEFINE_multi_string("workdir", None, "Folder of a run. Repeatable, for one picture.", required=True)
 METRIC = flags.DEFINE_string("metric", "bits_per_byte", "Which of the figures in metrics.jsonl.")
 EVALUATION = flags.DEFINE_string("evaluation", None, "What evaluate --compare --output wrote: adds the compressors.")
 OUTPUT = flags.DEFINE_string(
-    "output", None, "The picture. Default: METRIC.png in the run's folder (here, where that is on gs://)."
+    "output", None, "The picture. Default: METRIC.png in the first run's folder (here, where that is on gs://)."
 )
 
 
@@ -18,11 +18,11 @@ def main() -> None:
     from meliad_like.evaluation import pictures
     from meliad_like.remote import is_remote
 
-    curves = pictures.read_metrics(WORKDIR.value, METRIC.value)
+    curves, first = pictures.read_runs(WORKDIR.value, METRIC.value), WORKDIR.value[0]
     levels = pictures.read_levels(EVALUATION.value) if EVALUATION.value else {}
     name = f"{METRIC.value}.png"
     # The picture of a run in a bucket is written to the current folder.
-    output = Path(OUTPUT.value or (name if is_remote(WORKDIR.value) else Path(WORKDIR.value) / name))
+    output = Path(OUTPUT.value or (name if is_remote(first) else Path(first) / name))
     pictures.draw(curves, levels, METRIC.value.replace("_", " "), output)
     print(f"drew {output}")
 

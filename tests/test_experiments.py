@@ -319,12 +319,16 @@ def test_columns_of_table_5(tmp_path):
     [
         (["experiments", "table1", "--jobs=-3"], "flag --jobs=-3: -3 is not a non-negative integer"),
         (
+            ["experiments", "table1", "--report", "--folder=none"],
+            "nothing was evaluated yet in none: the same command without --report does that",
+        ),
+        (
             ["plan", "--topology=cpu:1", "--vocabulary_size=-5"],
             "flag --vocabulary_size=-5: -5 is not a positive integer",
         ),
     ],
 )
-def test_a_number_out_of_range_is_one_line(arguments, message):
+def test_a_mistake_is_one_line(arguments, message):
     command = [sys.executable, "-m", f"meliad_like.{arguments[0]}", *arguments[1:]]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")

@@ -41,6 +41,13 @@ def test_curves_are_apart_by_kind(workdir):
     np.testing.assert_allclose(curves["validation"], [2.3, 2.1])
 
 
+def test_several_runs_are_apart_by_their_folders(workdir, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (other / "metrics.jsonl").write_text((workdir / "metrics.jsonl").read_text())
+    assert list(pictures.read_runs([str(workdir)], "accuracy")) == ["train"]
+    assert list(pictures.read_runs([str(workdir), str(other)], "accuracy")) == [f"{workdir}: train", f"{other}: train"]
+
+
 def test_a_picture_of_a_single_point(tmp_path):
     pictures.draw({"train": pd.Series([9.0], [10])}, {}, "loss", tmp_path / "new" / "loss.png")
     assert (tmp_path / "new" / "loss.png").exists()

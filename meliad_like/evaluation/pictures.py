@@ -1,7 +1,8 @@
 """A plot of a run's metrics."""
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -26,10 +27,18 @@ def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, pd.Series]:
     if not path.exists():
         raise UserError(f"there is no {path}: --workdir is the folder of a training")
     rows = pd.DataFrame(read_rows(path))
-    known = sorted(set(rows) - {"step", "kind"})
-    if metric not in known or rows[metric].isna().all():
-        raise UserError(f"{path} has no {metric}; it has {', '.join(known) or 'no figures yet'}")
-    return {str(kind): part.set_index("step")[metric].dropna() for kind, part in rows.groupby("kind", sort=False)}
+    names = sorted(set(rows) - {"step", "kind"})
+    if metric not in names or rows[metric].isna().all():
+        raise UserError(f"{path} has no {metric}; it has {', '.join(names) or 'no figures yet'}")
+    known = rows.dropna(subset=[metric]).groupby("kind", sort=False)
+    return {str(kind): part.set_index("step")[metric] for kind, part in known}
+
+
+def read_runs(workdirs: Sequence[str], metric: str) -> dict[str, pd.Series]:
+    """The curves of `read_metrics` for one run or several; the names of several begin with their folders."""
+    curves = {workdir: read_metrics(workdir, metric) for workdir in workdirs}
+    several = len(curves) > 1
+    return {f"{run}: {kind}" if several else kind: c for run, found in curves.items() for kind, c in found.items()}
 
 
 def read_levels(path: epath.PathLike) -> dict[str, float]:
@@ -66,7 +75,7 @@ def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: st
     if output.suffix.lower().removeprefix(".") not in formats:
         raise UserError(f"--output={output} must end with one of .{', .'.join(sorted(formats))}")
     axes = figure.subplots()
-    for colour, (kind, values) in zip(COLOURS, curves.items()):
+    for colour, (kind, values) in zip(itertools.cycle(COLOURS), curves.items()):
         width = len(values) // SMOOTHED_PARTS
         if width > 1:
             axes.plot(values, color=colour, alpha=0.25, linewidth=1)

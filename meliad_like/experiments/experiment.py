@@ -90,10 +90,13 @@ class Experiment:
         rows = [row for row in self.table.rows if self.scale_name == "paper" or not row.extra]
         return [row for row in rows if largest is None or row.vocabulary_size <= largest]
 
+    @cached_property
+    def _pretrained(self) -> dict[str, Any]:
+        return fields_of(Path(self.load_dir)) if self.load_dir else {}
+
     def run(self, row: Row, seed: int) -> RunConfig:
         """The config of a row."""
-        pretrained = fields_of(Path(self.load_dir)) if self.load_dir else {}
-        run = configure(row, self.scale, self.gin_files, self.gin_params, pretrained)
+        run = configure(row, self.scale, self.gin_files, self.gin_params, self._pretrained)
         changes: dict[str, Any] = {"training.seed": seed}
         if self.load_dir and "ReaderConfig.store" not in config.bound_by(self.gin_params):
             # The task's documents in another vocabulary than the task's.
@@ -189,7 +192,13 @@ class Experiment:
         write_json(self.folder / STEP_TIME_NAME, timing)
 
     def report(self) -> str:
-        """Writes Markdown, CSV and picture of the results that exist; returns the Markdown."""
+        """Writes Markdown, CSV and picture of the results that exist; returns the Markdown.
+
+        Raises:
+          UserError: there is no folder.
+        """
+        if not self.folder.is_dir():
+            raise UserError(f"nothing was evaluated yet in {self.folder}: the same command without --report does that")
         report, path = self._report(), self.folder / self.table.name
         markdown = report.to_markdown()
         path.with_suffix(".md").write_text(markdown)
