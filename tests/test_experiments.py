@@ -111,8 +111,9 @@ def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys)
             job(5).train_and_evaluate()
 
 
-def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path):
-    params = [f"--gin_param={b}" for b in (*bindings, "TrainingConfig.num_steps = 2")]
+def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path, capsys):
+    bindings = (*bindings, "TrainingConfig.num_steps = 2")
+    params = [f"--gin_param={b}" for b in bindings]
     command = [sys.executable, "-m", "meliad_like.experiments", "table1", f"--folder={tmp_path}", "--split=validation"]
     command += ["--row=slide_12l", "--seeds=3", "--jobs=2", *params]
     first = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
@@ -120,8 +121,12 @@ def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path):
     assert "0 of 1 runs are finished; 2 side by side\nfinished slide_12l-3, 1 of 1 after " in first.stdout
     assert f"wrote {tmp_path}/table1.md, .csv and .png" in first.stdout
     assert (tmp_path / "table1.png").exists()
-    again = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
-    assert again.stdout.startswith("1 of 1 runs are finished"), again.stdout + again.stderr
+    task = ("task/standard_library.gin",)
+    again = experiment(
+        tmp_path, gin_files=task, gin_params=bindings, seeds=(3,), chosen=("slide_12l",), split="validation"
+    )
+    assert again.make() == 0
+    assert capsys.readouterr().out.startswith("1 of 1 runs are finished")
 
 
 def test_a_run_that_failed_is_named_with_its_log(tmp_path, capsys):
