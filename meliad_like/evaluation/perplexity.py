@@ -40,10 +40,6 @@ class _Losses(NamedTuple):
     document: Int[AnyArray, "b c"]
     position: Int[AnyArray, "b c"]
 
-    def by_token(self, of_block: Int[AnyArray, "b c"]) -> Int[np.ndarray, " counted"]:
-        """For every token that counts, the value of its block."""
-        return np.repeat(of_block, self.counted.shape[1] // of_block.shape[1], axis=1)[np.asarray(self.counted)]
-
 
 class Evaluator:
     """Evaluates a model on a split. It is compiled once for any number of evaluations.
@@ -95,6 +91,7 @@ class Evaluator:
         self._window = window = model.config.window_length
         model.config.check_sequence(segment_length, mesh.shape["sequence"])
         self._targets = np.maximum(self._split.lengths - 1, 0)
+        self._starts = np.cumsum(self._targets) - self._targets
         blocks = -(-self._targets // window)
         shards = lane_shards(mesh)
         # More lanes would only wait for the longest document.
@@ -131,27 +128,30 @@ class Evaluator:
         With several processes, all must call it, and all get the same result. `on_progress` is called with the number
         of tokens predicted so far, and of all tokens to predict.
         """
-        by_document = _Sums(len(self._targets))
-        last_block = (int(self._targets.max()) - 1) // self._window
-        by_position = _Sums(_position_bin(np.asarray(last_block)) + 1)
+        nats, correct, seconds = self._read(params, on_progress)
 
-        def add(losses: _Losses) -> None:
-            by_document.add(losses.by_token(losses.document), losses)
-            by_position.add(_position_bin(self._positions(losses) // self._window), losses)
+        def sums(group: Int[np.ndarray, " targets"], size: int) -> list[dict[Any, Any]]:
+            columns = {
+                "num_tokens": np.bincount(group, minlength=size),
+                "nats": np.bincount(group, nats, size),
+                "num_correct": np.bincount(group[correct], minlength=size),
+            }
+            return pd.DataFrame(columns).to_dict("records")
 
-        seconds = self._read(params, add, on_progress)
-        if not np.array_equal(by_document.num_tokens, self._targets):
-            raise AssertionError("the reader did not deliver every token of every document exactly once")
+        document = np.repeat(np.arange(len(self._targets)), self._targets)
+        # Bin 0 is a document's first block, 1 the next, 2 the next two, and so on.
+        bins = np.frexp((np.arange(len(nats)) - self._starts[document]) // self._window)[1]
         texts = zip(self._split.names, self._split.num_bytes.tolist(), self._split.num_words.tolist(), strict=True)
+        by_document = zip(sums(document, len(self._targets)), texts, strict=True)
         return Evaluation.of(
             (
-                DocumentScore(**sums, name=name, num_bytes=num_bytes, num_words=num_words)
-                for sums, (name, num_bytes, num_words) in zip(by_document.rows(), texts, strict=True)
+                DocumentScore(**row, name=name, num_bytes=size, num_words=words)
+                for row, (name, size, words) in by_document
             ),
             split=self.name,
             positions=tuple(
-                PositionScore(**sums, start=self._bin_start(i), stop=self._bin_start(i + 1))
-                for i, sums in enumerate(by_position.rows())
+                PositionScore(**row, start=self._bin_start(i), stop=self._bin_start(i + 1))
+                for i, row in enumerate(sums(bins, bins.max() + 1))
             ),
             documents_in_split=self._documents_in_split,
             seconds=seconds,
@@ -165,30 +165,25 @@ class Evaluator:
 
         Number `i` of a document is the loss of its token `i + 1`.
         """
-        ends = np.cumsum(self._targets)
-        starts = ends - self._targets
-        nats, seen = np.zeros(ends[-1], np.float32), np.zeros(ends[-1], bool)
-
-        def add(losses: _Losses) -> None:
-            index = starts[losses.by_token(losses.document)] + self._positions(losses)
-            nats[index], seen[index] = losses.nats[losses.counted], True
-
-        self._read(params, add, on_progress)
-        if not seen.all():
-            raise AssertionError("the reader did not deliver every token of every document")
-        return np.split(nats, ends[:-1])
+        return np.split(self._read(params, on_progress)[0], self._starts[1:])
 
     def _read(
-        self, params: Any, add: Callable[[_Losses], None], on_progress: Callable[[int, int], None] | None
-    ) -> float:
-        """Reads all documents and calls `add` with the losses of each step, as numpy arrays. Returns the seconds."""
-        done, total = 0, int(self._targets.sum())
+        self, params: Any, on_progress: Callable[[int, int], None] | None
+    ) -> tuple[Float[np.ndarray, " targets"], Bool[np.ndarray, " targets"], float]:
+        """Reads all documents: the losses of their targets, which were the most likely tokens, and the seconds."""
+        total, done = int(self._targets.sum()), 0
+        nats, (correct, seen) = np.zeros(total, np.float32), np.zeros((2, total), bool)
 
         def fetch(losses: _Losses) -> None:
             nonlocal done
             losses = jax.device_get(losses)
-            add(losses)
-            done += int(losses.counted.sum())
+            # Overlapping windows begin at any position.
+            first = self._starts[losses.document] + losses.position
+            index = (np.asarray(first)[..., None] + np.arange(self._window)).reshape(losses.counted.shape)[
+                losses.counted
+            ]
+            nats[index], correct[index], seen[index] = losses.nats[losses.counted], losses.correct[losses.counted], True
+            done += len(index)
             if on_progress is not None:
                 on_progress(done, total)
 
@@ -207,12 +202,9 @@ class Evaluator:
                 previous = losses
         assert previous is not None
         fetch(previous)
-        return time.perf_counter() - began
-
-    def _positions(self, losses: _Losses) -> Int[np.ndarray, " counted"]:
-        """The position in its document of every token that counts; overlapping windows begin at any position."""
-        positions = np.asarray(losses.position)[..., None] + np.arange(self._window)
-        return positions.reshape(losses.counted.shape)[losses.counted]
+        if done != total or not seen.all():
+            raise AssertionError("the reader did not deliver every token of every document exactly once")
+        return nats, correct, time.perf_counter() - began
 
     def _bin_start(self, index: int) -> int:
         return self._window * (2**index // 2)
@@ -238,25 +230,3 @@ def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -
 
     carry, (nats, correct) = jax.lax.scan(one_token, carry, (batch.inputs.T, batch.targets.T))
     return carry, _Losses(nats.T, correct.T, batch.loss_mask, batch.document, batch.position)
-
-
-class _Sums:
-    """Running sums in float64 and int64, by document or by bin of positions."""
-
-    def __init__(self, size: int):
-        self.nats = np.zeros(size)
-        self.num_correct, self.num_tokens = np.zeros((2, size), np.int64)
-
-    def add(self, index: Int[np.ndarray, " counted"], losses: _Losses) -> None:
-        """Adds each token that counts to the sum that `index` names."""
-        self.nats += np.bincount(index, losses.nats[losses.counted], len(self.nats))
-        self.num_correct += np.bincount(index[losses.correct[losses.counted]], minlength=len(self.nats))
-        self.num_tokens += np.bincount(index, minlength=len(self.nats))
-
-    def rows(self) -> list[dict[Any, Any]]:
-        return pd.DataFrame(vars(self)).to_dict("records")
-
-
-def _position_bin(block: np.ndarray) -> Any:
-    """The bin of a block: 0 for a document's first block, 1 for the next, 2 for the next two, and so on."""
-    return np.frexp(block)[1]
