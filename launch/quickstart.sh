@@ -7,17 +7,18 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 set_up_environment
 
 workdir=runs/quickstart
-if [[ -e "$workdir/finished" ]]; then
-    say "Removing $workdir, the finished run of an earlier quick start"
-    rm -r "$workdir"
-elif [[ -e "$workdir" ]]; then
-    say "Going on with $workdir, which was cut off"
-fi
-
 say "Reading the documents: the Python standard library's own source, one document per package"
+# This also checks the arguments, before anything is moved.
 python -m meliad_like.prepare --gin_file=quickstart.gin "$@"
-say "Training in $workdir. Press Ctrl-C to stop; the same command resumes from the last checkpoint"
+if [[ -e "$workdir/finished" ]]; then
+    say "Keeping the finished run of an earlier quick start as $workdir.before until this one is trained"
+    mv "$workdir" "$workdir.before"
+elif [[ -e "$workdir" ]]; then
+    say "Resuming $workdir, which was interrupted"
+fi
+say "Training in $workdir. Press Ctrl-C to save and stop; the same command resumes"
 python -m meliad_like.train --gin_file=quickstart.gin --workdir="$workdir" "$@"
+rm -rf "$workdir.before"
 
 say "Evaluating on held-out documents, before and after the training"
 python -m meliad_like.evaluate --checkpoint="$workdir" --compare --nodetails --output="$workdir/evaluation.json"

@@ -77,7 +77,8 @@ def test_a_finished_run_is_made_again_and_an_interrupted_one_resumes(tmp_path, f
     (checkout / "log").unlink()
     second = quick_start(checkout)
     assert second.returncode == 0, second.stderr
-    assert ("Going on" if failing else "Removing") in second.stdout
+    assert ("Resuming" if failing else "Keeping") in second.stdout
+    assert not (checkout / "runs" / "quickstart.before").exists()
     steps = [line.split() for line in (checkout / "log").read_text().splitlines()]
     assert [step[0].removeprefix("meliad_like.") for step in steps] == [
         "prepare",
@@ -87,3 +88,13 @@ def test_a_finished_run_is_made_again_and_an_interrupted_one_resumes(tmp_path, f
         "generate",
     ]
     assert (steps[1][1:] == ["checkpoints"]) == bool(failing)
+
+
+@pytest.mark.parametrize("failing", ["prepare", "train"])
+def test_a_finished_run_is_kept_until_the_next_one_is_trained(tmp_path, failing):
+    checkout = make_checkout(tmp_path, FAKE_PYTHON)
+    assert quick_start(checkout).returncode == 0
+    # A misspelt parameter fails where the documents are prepared, an impossible one where the training starts.
+    assert quick_start(checkout, "--gin_param=mistake", FAILING=f"meliad_like.{failing}").returncode == 1
+    kept = checkout / "runs" / ("quickstart" if failing == "prepare" else "quickstart.before")
+    assert (kept / "finished").exists()
