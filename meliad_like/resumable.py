@@ -72,7 +72,6 @@ def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 def write_json(path: epath.PathLike, content: Any) -> None:
     """Writes a JSON file atomically; its folder is created if needed."""
-    epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
@@ -88,7 +87,8 @@ def locked(path: Path, busy: str | None = None) -> Iterator[None]:
       UserError: another process has the lock; the message is `busy`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
+    # Not "w": a refused process must not erase what the owner has written.
+    with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except BlockingIOError:

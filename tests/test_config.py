@@ -215,8 +215,21 @@ def test_a_cut_short_config_is_an_error():
         config.from_json(config.to_json(config.parse())[:100])
 
 
-def test_a_working_folder_refuses_another_config(tmp_path):
+def with_step(workdir):
+    """The folder, with what looks like a checkpoint."""
+    (workdir / "checkpoints" / "3").mkdir(parents=True, exist_ok=True)
+    return workdir
+
+
+def test_a_folder_without_a_step_belongs_to_nobody(tmp_path):
     config.save(config.parse(["size/tiny.gin"]), tmp_path)
+    other = config.parse(["size/tiny.gin", "option/no_dropout.gin"])
+    config.save(other, tmp_path)
+    assert config.from_json((tmp_path / "config.json").read_text()) == other
+
+
+def test_a_working_folder_refuses_another_config(tmp_path):
+    config.save(config.parse(["size/tiny.gin"]), with_step(tmp_path))
     with pytest.raises(UserError) as caught:
         config.save(config.parse(["size/tiny.gin", "option/no_dropout.gin"]), tmp_path)
     assert "DecoderConfig.dropout_rate is 0.05 there, 0.0 here; choose another --workdir" in str(caught.value)
@@ -241,7 +254,7 @@ def test_a_working_folder_refuses_another_config(tmp_path):
     ],
 )
 def test_fields_that_may_change_when_a_run_resumes(tmp_path, binding):
-    config.save(config.parse(), tmp_path)
+    config.save(config.parse(), with_step(tmp_path))
     other = config.parse(gin_params=[binding])
     assert other != config.parse()
     config.save(other, tmp_path)
@@ -262,7 +275,7 @@ def test_fields_that_may_change_when_a_run_resumes(tmp_path, binding):
     ],
 )
 def test_fields_that_may_not_change_when_a_run_resumes(tmp_path, binding, message):
-    config.save(config.parse(), tmp_path)
+    config.save(config.parse(), with_step(tmp_path))
     with pytest.raises(UserError, match=re.escape(message)):
         config.save(config.parse(gin_params=[binding]), tmp_path)
 
@@ -291,14 +304,14 @@ def test_fields_that_may_not_change_when_a_run_resumes(tmp_path, binding, messag
     ],
 )
 def test_what_a_run_can_not_resume_with_depends_on_the_rest(tmp_path, before, after, message):
-    config.save(config.parse(gin_params=before), tmp_path)
+    config.save(config.parse(gin_params=before), with_step(tmp_path))
     with pytest.raises(UserError, match=re.escape(message)):
         config.save(config.parse(gin_params=after), tmp_path)
 
 
 def test_the_number_of_steps_may_change_where_the_schedule_has_a_length_of_its_own(tmp_path):
     params = ["RunConfig.schedule = 'cosine'", "CosineSchedule.max_scheduled_steps = 1000"]
-    config.save(config.parse(gin_params=params), tmp_path)
+    config.save(config.parse(gin_params=params), with_step(tmp_path))
     config.save(config.parse(gin_params=[*params, "TrainingConfig.num_steps = 2000"]), tmp_path)
 
 
@@ -312,9 +325,23 @@ command_line.run(main)
 """
 
 
-def run_program(*arguments):
+FULL_MEMORY = """
+import jax.numpy as jnp
+from meliad_like import command_line
+
+command_line.run(lambda: jnp.zeros(1 << 50).block_until_ready())
+"""
+
+
+def test_a_full_memory_is_one_line_with_the_size_and_the_way_out():
+    result = run_program(program=FULL_MEMORY)
+    line = r"error: the device's memory is full \(Out of memory allocating \d+ bytes.*\): raise TrainingConfig\..*\n"
+    assert (result.returncode, bool(re.fullmatch(line, result.stderr))) == (2, True), result.stderr
+
+
+def run_program(*arguments, program=PROGRAM):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, env=environment)
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment)
 
 
 def test_flags_reach_the_config():

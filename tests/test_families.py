@@ -66,6 +66,7 @@ def test_a_run_of_another_family_is_saved_and_read_back(tmp_path):
     assert config.from_json(config.to_json(run)) == run
     config.save(run, tmp_path)
     assert config.parse([str(tmp_path / "config.gin")]) == run
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     with pytest.raises(UserError, match="RunConfig.model is 'toy' there, 'decoder' here; choose another --workdir"):
         config.save(config.parse(), tmp_path)
 

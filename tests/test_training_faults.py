@@ -181,6 +181,28 @@ def test_a_working_folder_of_another_run(bindings, tmp_path):
     added.unlink()
 
 
+def test_what_has_no_effect_is_said(bindings, tmp_path, capsys):
+    def output(num_steps, **arguments):
+        assert train(parse(bindings, f"TrainingConfig.num_steps = {num_steps}"), tmp_path, **arguments) == 0
+        return capsys.readouterr().out
+
+    first = output(1)
+    # 512 tokens with padding, of 11,721 targets.
+    assert re.search(r"step 1/1  .* bits/byte  .* tokens/s  0.0 epochs  0:00 left", first)
+    assert re.search(r"warning: the learning rate grows for \d+ steps \(warmup_steps\), and the run has 1\n", first)
+    assert first.endswith(f"done: 1 steps; checkpoints and metrics are in {tmp_path}\n")
+    assert "warning: --load_dir=none is not read, because" in output(2, load_dir="none")
+    before = (tmp_path / "config.json").read_bytes()
+    assert "is at step 2 of 1: nothing left to do" in output(1)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_start_that_failed_leaves_the_folder_to_the_next(bindings, tmp_path):
+    with pytest.raises(UserError, match="there is no checkpoint folder"):
+        train(parse(bindings), tmp_path / "run", load_dir=str(tmp_path / "none"))
+    assert train(parse(bindings, "NUM_STATES = 8", "TrainingConfig.num_steps = 1"), tmp_path / "run") == 0
+
+
 def test_tokens_that_change_under_a_run(bindings, tmp_path, monkeypatch):
     store = tmp_path / "store"
     run = parse(bindings, f"ReaderConfig.store = '{store}'")

@@ -61,6 +61,7 @@ def test_what_is_there_already_is_not_written_again(tmp_path):
 def test_a_damaged_config_is_named_with_the_way_out(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     with pytest.raises(
         UserError, match=rf"^{re.escape(str(path))}: the saved config .*; if it is damaged, delete it: "
     ):

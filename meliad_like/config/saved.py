@@ -124,14 +124,15 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
-    """Nothing is written.
+    """Checks that a folder is free for a run: one that has no checkpoint belongs to nobody.
 
     Raises:
       UserError: the folder holds another run, which differs in a field that is not `resumable`, or its `config.json` is
         damaged.
     """
     path = epath.Path(workdir) / JSON_NAME
-    if not path.exists():
+    steps = path.parent / "checkpoints"
+    if not path.exists() or not steps.is_dir() or not any(each.name.isdecimal() for each in steps.iterdir()):
         return
     try:
         saved = from_json(path.read_bytes())

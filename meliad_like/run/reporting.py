@@ -42,7 +42,10 @@ class Reporter:
         self._setup, self._writer, self._batches, self._save, self._workdir = setup, writer, batches, save, workdir
         self._leaks = setup.reader.leaks_the_future
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
-        self._bytes_per_token = bytes_per_target(run.data, setup.store.totals("train"))
+        totals = setup.store.totals("train")
+        self._bytes_per_token = bytes_per_target(run.data, totals)
+        targets_per_step = run.data.tokens_per_step * (1 - setup.reader.padding_share)
+        self._epochs_per_step = targets_per_step * self._bytes_per_token / totals.bytes
         self._peak = peak_flops(run.model.activation_dtype)
         self._gathered: list[StepMetrics] = []
         self._seconds_out = self._waited = 0.0
@@ -95,9 +98,10 @@ class Reporter:
             kind=label("train", self._leaks),
         )
         skipped = f"  {last.num_skipped} skipped" if last.num_skipped else ""
+        epochs = f"{step * self._epochs_per_step:.1f} epochs"
         self._writer.show(
             step,
-            f"{bits / self._bytes_per_token:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s",
+            f"{bits / self._bytes_per_token:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s  {epochs}",
             skipped + ("  leaks the future" if self._leaks else ""),
         )
         self._gathered, self._seconds_out, self._waited = [], 0.0, self._batches.seconds_waited

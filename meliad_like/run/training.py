@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 from etils import epath
@@ -20,22 +19,10 @@ from meliad_like.run.opening import save_vocabulary
 from meliad_like.run.reporting import Reporter
 from meliad_like.run.setup import Setup, metadata, set_up, starting_state
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.loop import Hook, Loop
-from meliad_like.training.metrics import MetricsWriter
+from meliad_like.training.loop import Hook, Loop, Session, open_session
 from meliad_like.training.ownership import Ownership
-from meliad_like.training.preemption import EXIT_STATUS, Preemption
-from meliad_like.training.profiling import Profiler
+from meliad_like.training.preemption import EXIT_STATUS
 from meliad_like.training.step import TrainState
-
-
-class Outputs(NamedTuple):
-    """Where a run writes."""
-
-    folder: epath.Path
-    ownership: Ownership
-    checkpoints: Checkpoints
-    writer: MetricsWriter
-    profiler: Profiler
 
 
 def train(
@@ -68,58 +55,52 @@ def train(
     # Checked by every process before the first one writes: if one process alone failed, the others would wait for it.
     configuration.check_workdir(run, folder)
     multihost_utils.sync_global_devices("the working folder is this run's")
-    with Ownership(folder) as ownership:
-        if jax.process_index() == 0:
-            configuration.save(run, folder)
-            save_vocabulary(setups[0].store.vocabulary, folder / "checkpoints")
-        return _train(run, folder, setups, ownership, load_dir, profile_steps)
-
-
-def _train(
-    run: RunConfig,
-    folder: epath.Path,
-    setups: Sequence[Setup],
-    ownership: Ownership,
-    load_dir: str | None,
-    profile_steps: tuple[int, int] | None,
-) -> int:
-    num_steps = run.training.num_steps
-    checkpoints = Checkpoints(
-        folder / "checkpoints",
-        keep_last=run.training.checkpoints_kept,
-        keep_every=run.training.checkpoint_keep_every or None,
-    )
-    with checkpoints:
+    kept = {"keep_last": run.training.checkpoints_kept, "keep_every": run.training.checkpoint_keep_every or None}
+    with Ownership(folder) as ownership, Checkpoints(folder / "checkpoints", **kept) as checkpoints:
+        num_steps = run.training.num_steps
         start_step = checkpoints.read_metadata()["step"] if checkpoints.steps() else 0
         if start_step >= num_steps:
             if jax.process_index() == 0:
                 print(f"{folder} is at step {start_step} of {num_steps}: nothing left to do; raise num_steps")
             return 0
+        if jax.process_index() == 0:
+            configuration.save(run, folder)
+            save_vocabulary(setups[0].store.vocabulary, folder / "checkpoints")
         # A stage's last checkpoint holds what that stage remembered.
         first = next(i for i, setup in enumerate(setups) if start_step <= setup.stage.last_step)
         state = starting_state(setups[first], checkpoints, load_dir)
-        with (
-            MetricsWriter(folder, start_step, num_steps) as writer,
-            Preemption() as preempted,
-            Profiler(folder, profile_steps) as profiler,
-        ):
-            writer.say(
-                f"{setups[-1].model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
-                f"{setups[first].reader.padding_share:.2%} of the positions are padding"
-                f"{'; selections leak the future' if setups[first].reader.leaks_the_future else ''}"
+        with open_session(folder, checkpoints, start_step, num_steps, profile_steps) as session:
+            return _train_stages(setups[first:], state, session, ownership, load_dir)
+
+
+def _train_stages(
+    setups: Sequence[Setup], state: TrainState, session: Session, ownership: Ownership, load_dir: str | None
+) -> int:
+    """Trains from the first of these stages to the last; returns the exit status."""
+    run, start_step, say = setups[0].whole_run, int(state.step), session.writer.say
+    num_steps, warmup = run.training.num_steps, run.schedule.warmup_steps
+    say(
+        f"{setups[-1].model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
+        f"{setups[0].reader.padding_share:.2%} of the positions are padding"
+        f"{'; selections leak the future' if setups[0].reader.leaks_the_future else ''}"
+    )
+    if load_dir is not None and start_step:
+        say(f"warning: --load_dir={load_dir} is not read, because {session.folder} has a checkpoint to resume from")
+    if warmup >= num_steps:
+        say(f"warning: the learning rate grows for {warmup:,} steps (warmup_steps), and the run has {num_steps:,}")
+    for setup in setups:
+        if setup is not setups[0]:
+            state = setup.begin_stage(state)
+            say(
+                f"step {setup.stage.first_step:,}: {setup.reader.num_lanes} lanes of {setup.run.data.segment_length} "
+                "tokens from here on"
             )
-            outputs = Outputs(folder, ownership, checkpoints, writer, profiler)
-            for setup in setups[first:]:
-                if setup is not setups[first]:
-                    state = setup.begin_stage(state)
-                    writer.say(
-                        f"step {setup.stage.first_step:,}: {setup.reader.num_lanes} lanes of "
-                        f"{setup.run.data.segment_length} tokens from here on"
-                    )
-                if int(state.step) < setup.stage.last_step:
-                    state, stopped = _train_stage(setup, state, outputs, preempted)
-                    if stopped:
-                        return EXIT_STATUS
+        if int(state.step) < setup.stage.last_step:
+            state, stopped = _train_stage(setup, state, session, ownership)
+            if stopped:
+                return EXIT_STATUS
+    session.checkpoints.wait()
+    say(f"done: {num_steps:,} steps; checkpoints and metrics are in {session.folder}")
     return 0
 
 
@@ -129,10 +110,10 @@ def _check_parameters(setups: Sequence[Setup]) -> None:
             raise UserError(f"stage {setup.stage.index + 1} would need other parameters than the last stage")
 
 
-def _train_stage(setup: Setup, state: TrainState, outputs: Outputs, preempted: Preemption) -> tuple[TrainState, bool]:
+def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: Ownership) -> tuple[TrainState, bool]:
     """Trains until the stage's last step; returns the state, and whether SIGTERM or Ctrl-C came before."""
     run, stage, step = setup.run, setup.stage, int(state.step)
-    folder, ownership, checkpoints, writer, profiler = outputs
+    folder, checkpoints, writer = epath.Path(session.folder), session.checkpoints, session.writer
 
     def save(step: int, state: TrainState) -> None:
         # A run is often stopped at a step that was saved anyway.
@@ -163,9 +144,6 @@ def _train_stage(setup: Setup, state: TrainState, outputs: Outputs, preempted: P
             ],
             outside_of_training=reporter.outside_of_training,
             save=save,
-            checkpoints=checkpoints,
-            writer=writer,
-            profiler=profiler,
-            preempted=preempted,
+            session=session,
         )
         return loop.run(train_step, state, batches, step, stage.last_step)

@@ -1,11 +1,12 @@
 """The training loop: one step after the other, with reports, evaluations and checkpoints between them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from etils import epath
 
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
@@ -26,6 +27,33 @@ class Hook(NamedTuple):
         return self.every > 0 and (step % self.every == 0 or step == num_steps)
 
 
+class Session(NamedTuple):
+    """What every training has open while it runs."""
+
+    folder: epath.PathLike
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    preempted: Preemption
+    profiler: Profiler
+
+
+@contextmanager
+def open_session(
+    folder: epath.PathLike,
+    checkpoints: Checkpoints,
+    start_step: int,
+    num_steps: int,
+    profile_steps: tuple[int, int] | None = None,
+) -> Iterator[Session]:
+    """Opens the metrics of a working folder, handles SIGTERM and Ctrl-C, and ends both in an orderly way."""
+    with (
+        MetricsWriter(folder, start_step, num_steps) as writer,
+        Preemption() as preempted,
+        Profiler(folder, profile_steps) as profiler,
+    ):
+        yield Session(folder, checkpoints, writer, preempted, profiler)
+
+
 @dataclass(frozen=True)
 class Loop:
     """The parts of a training that act between its steps."""
@@ -40,10 +68,7 @@ class Loop:
     outside_of_training: Callable[[], AbstractContextManager]
     """A context for the hooks; time spent in it does not count as training."""
     save: Callable[[int, Any], None]
-    checkpoints: Checkpoints
-    writer: MetricsWriter
-    profiler: Profiler
-    preempted: Preemption
+    session: Session
 
     def run(
         self,
@@ -62,22 +87,24 @@ class Loop:
         Returns:
           The state, and whether SIGTERM or Ctrl-C ended the training, with the state saved, before the last step.
         """
+        _, checkpoints, writer, preempted, profiler = self.session
         pending: tuple[int, Any] | None = None
+        writer.start_clock(step)
         while step < last_step:
-            self.profiler.before(step + 1, state)
+            profiler.before(step + 1, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                 state, metrics = train_step(state, next(batches))
             step += 1
-            if self.profiler.after(step, metrics):
-                self.writer.say(f"step {step}: wrote a trace into {self.profiler.folder}")
+            if profiler.after(step, metrics):
+                writer.say(f"step {step}: wrote a trace into {profiler.folder}")
             # The metrics of the previous step are ready; the host would have to wait for those of this step.
             if pending is not None:
                 self.report(*pending, state)
             pending = (step, metrics)
             if step % self.log_every == 0:
                 # Raises errors of the background save of the last checkpoint; the next save may be hours away.
-                self.checkpoints.check()
-            stop = self.preempted.reached(step)
+                checkpoints.check()
+            stop = preempted.reached(step)
             due = [hook for hook in self.hooks if hook.due(step, self.num_steps)]
             if due or stop:
                 self.report(*pending, state)
@@ -85,14 +112,13 @@ class Loop:
                 if stop:
                     # The sender of the signal may not wait for an evaluation.
                     self.save(step, state)
-                    self.checkpoints.wait()
+                    checkpoints.wait()
                 with self.outside_of_training():
                     for hook in due:
                         hook.call(step, state)
             if stop:
-                self.writer.say(
-                    f"{self.preempted.signal_name}: saved step {step} in {self.checkpoints.folder}; the same command "
-                    "resumes it"
+                writer.say(
+                    f"{preempted.signal_name}: saved step {step} in {checkpoints.folder}; the same command resumes it"
                 )
                 return state, True
         if pending is not None:

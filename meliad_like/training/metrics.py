@@ -34,7 +34,7 @@ class MetricsWriter:
         self._active = jax.process_index() == 0
         if not self._active:
             return
-        self._start_step, self._num_steps, self._began = start_step, num_steps, time.perf_counter()
+        self._start_step, self._num_steps, self._began, self._line = start_step, num_steps, time.perf_counter(), ""
         self._workdir, self._closing, self._uploaded = epath.Path(workdir), ExitStack(), time.monotonic()
         # Object stores can't append to a file: for them, files are written locally and copied from time to time.
         self._remote = is_remote(workdir)
@@ -74,51 +74,47 @@ class MetricsWriter:
         self._write_event(step, summary=Summary(value=values))
         if time.monotonic() - self._uploaded > UPLOAD_SECONDS:
             self._events.flush()
-            self._try_to_upload("this is tried again")
+            self.upload("this is tried again")
 
     def _write_event(self, step: int, **content: Any) -> None:
         self._events.write(Event(step=step, wall_time=time.time(), **content).SerializeToString())
 
-    def upload(self) -> None:
+    def upload(self, otherwise: str | None = None) -> None:
         """Copies the files to an object store. It is called before a save, so that no earlier metrics are lost.
+
+        Args:
+          otherwise: what follows if the object store refuses the copy, for a warning; None: it is an error.
 
         Raises:
           UserError: the object store refuses the copy.
         """
         try:
-            self._copy()
-        except refusals() as error:
-            raise UserError(f"{self._refused(error)}; the same command resumes from the last checkpoint") from error
-
-    def _try_to_upload(self, otherwise: str) -> None:
-        try:
-            self._copy()
-        except refusals() as error:
-            # A failure here must not end the training or hide another error.
-            self.say(f"warning: {self._refused(error)}; {otherwise}")
-
-    def _copy(self) -> None:
-        try:
             if self._active and self._remote:
                 self._events.flush()
                 copy_folder(self._local, self._workdir)
+        except refusals() as error:
+            refused = f"the metrics can't be copied to {self._workdir}: {one_line(error)}"
+            if otherwise is None:
+                raise UserError(f"{refused}; the same command resumes from the last checkpoint") from error
+            self.say(f"warning: {refused}; {otherwise}")
         finally:
             # These are raised after a minute of retries.
             self._uploaded = time.monotonic()
 
-    def _refused(self, error: Exception) -> str:
-        return f"the metrics can't be copied to {self._workdir}: {one_line(error)}"
+    def start_clock(self, step: int) -> None:
+        """Estimates of the remaining time are from here on, after compilation."""
+        self._start_step, self._began = step, time.perf_counter()
 
     def show(self, step: int, figures: str, warnings: str = "") -> None:
         """Shows progress: an updated line on a terminal, otherwise one line per call."""
         if not self._active:
             return
         seconds = (time.perf_counter() - self._began) * (self._num_steps - step) / max(step - self._start_step, 1)
-        line = f"step {step}/{self._num_steps}  {figures}  {_duration(seconds)} left{warnings}"
+        self._line = f"step {step}/{self._num_steps}  {figures}  {_duration(seconds)} left{warnings}"
         if self.console.is_terminal:
-            self._progress.update(self._task, completed=step, description=line)
+            self._progress.update(self._task, completed=step, description=self._line)
         else:
-            print(line, flush=True)
+            print(self._line, flush=True)
 
     def say(self, text: str) -> None:
         """Prints a message above the progress line."""
@@ -135,10 +131,10 @@ class MetricsWriter:
             return
         with self._closing, closing(self._events), self._file:
             self._progress.stop()
-            if kind is None:
-                self.upload()
-            else:
-                self._try_to_upload("what was logged since the last copy is lost")
+            if self.console.is_terminal and self._line:
+                self.say(self._line)
+            # After another error, a failure here must not hide it.
+            self.upload(None if kind is None else "what was logged since the last copy is lost")
 
 
 def read_rows(path: epath.Path) -> list[dict[str, Any]]:

@@ -1,11 +1,11 @@
 """Ensures one training per working folder: a second one is refused, or takes over where files can't be locked."""
 
 import errno
-import fcntl
 import os
 import socket
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Self
 
 import jax
@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 
 from meliad_like.errors import UserError, refusals
 from meliad_like.remote import is_remote, one_line
+from meliad_like.resumable import locked
 
 LOCK_NAME = ".lock"
 # Errors of file systems without locks.
@@ -76,13 +77,10 @@ class Ownership:
         """Takes the folder; returns the reason if that fails."""
         self._workdir.mkdir(parents=True, exist_ok=True)
         if not is_remote(self._workdir):
-            file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-            self._locked.callback(os.close, file)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._locked.enter_context(locked(Path(self._path), busy="another training has it"))
                 self._is_locked = True
-            except BlockingIOError:
-                self._locked.close()
+            except UserError:
                 return (
                     f"another training is writing to {self._workdir}: {self._path.read_text()}; "
                     "end that one, or choose another --workdir"

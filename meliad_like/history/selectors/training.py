@@ -34,10 +34,9 @@ from meliad_like.registry import to_plain
 from meliad_like.resumable import check_same, write_json
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.training.checkpoints import Checkpoints, keep_best
-from meliad_like.training.loop import Hook, Loop
+from meliad_like.training.loop import Hook, Loop, open_session
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.preemption import EXIT_STATUS, Preemption
-from meliad_like.training.profiling import Profiler
+from meliad_like.training.preemption import EXIT_STATUS
 from meliad_like.training.program import Program, lay_out
 from meliad_like.training.step import Objective, StepMetrics, Sums, TrainState, make_step
 
@@ -148,11 +147,10 @@ def train_selector(
             print(f"{workdir} is at step {start} of {config.num_steps}: nothing left to do; raise num_steps to resume")
             return 0
         with (
-            MetricsWriter(workdir, start, config.num_steps) as writer,
-            Preemption() as preempted,
-            Profiler(workdir, None) as profiler,
+            open_session(workdir, checkpoints, start, config.num_steps) as session,
             load_batches(reader, lane_sharding(mesh, config.batch_size), start) as batches,
         ):
+            writer = session.writer
             writer.say(
                 f"{label(selector.config.name, inputs.leaks_the_future)}: {len(train_pairs):,} pairs to train on, "
                 f"{len(validation_pairs):,} held out, from step {start:,} to {config.num_steps:,}"
@@ -176,10 +174,7 @@ def train_selector(
                 ],
                 outside_of_training=nullcontext,
                 save=save,
-                checkpoints=checkpoints,
-                writer=writer,
-                profiler=profiler,
-                preempted=preempted,
+                session=session,
             )
             _, stopped = loop.run(program.compile_step(), state, batches, start, config.num_steps)
     return EXIT_STATUS if stopped else 0
