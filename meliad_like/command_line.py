@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
-from meliad_like.errors import MissingStoreError, UserError, bucket_errors, is_full_disk
+from meliad_like.errors import MissingStoreError, UserError, bucket_errors, is_full_disk, out_of_memory
 
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig
@@ -24,6 +24,9 @@ GIN_PARAM = flags.DEFINE_multi_string(
 
 REFUSED = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 """Errors of the operating system about a path from the user. Commands check for missing files themselves."""
+
+PATHS = ("workdir", "checkpoint", "folder", "input", "load_dir", "output", "store")
+"""Flags of any command that name a file or folder. An empty path would be the current folder."""
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status in a shell of a program that SIGINT (Ctrl-C) has ended."""
@@ -55,6 +58,8 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
         try:
             if others:
                 raise UserError(f"unexpected argument {others[0]!r}; flags are written --name=value")
+            if empty := [name for name in PATHS if name in flags.FLAGS and flags.FLAGS[name].value in ("", [""])]:
+                raise UserError(f"--{empty[0]}= is empty: is the variable set that it should hold?")
             if subjects and (not words or words[0] not in subjects):
                 given = f"not {words[0]!r}" if words else "which is missing"
                 raise UserError(f"the first argument must be {' or '.join(subjects)}, {given}")
@@ -76,6 +81,10 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
+        except RuntimeError as error:
+            if (message := out_of_memory(error)) is None:
+                raise
+            return _fail(message)
 
     app.run(report, flags_parser=_parse_flags)
 

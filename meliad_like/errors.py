@@ -1,6 +1,7 @@
 """The exception whose message is for the user, and groups of exceptions of disks, buckets and npz files."""
 
 import errno
+import re
 import shlex
 import sys
 import zipfile
@@ -32,6 +33,16 @@ DAMAGED_NPZ = (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zl
 def is_full_disk(error: BaseException) -> bool:
     """Whether the cause of an error is a full disk or quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def out_of_memory(error: RuntimeError) -> str | None:
+    """A message if the cause of a jax error is that a device's memory is full, otherwise None."""
+    found = re.search(r"RESOURCE_EXHAUSTED: (.{,150})", str(error))
+    return found and (
+        f"the device's memory is full ({found[1]}): raise TrainingConfig.gradient_accumulation, lower "
+        "ReaderConfig.tokens_per_step or ReaderConfig.segment_length, or bind DecoderConfig.remat = 'layers'; "
+        "python -m meliad_like.plan finds settings that fit"
+    )
 
 
 def bucket_errors() -> tuple[type[Exception], ...]:

@@ -8,6 +8,7 @@ from absl import flags
 
 from meliad_like import command_line
 from meliad_like.errors import UserError
+from meliad_like.remote import check_output
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -49,6 +50,8 @@ def main() -> None:
     for flag in (STRIDE, WINDOWS):
         if flag.present and "sliding" not in PROTOCOL.value:
             raise UserError(f"--{flag.name} has no effect without --protocol=sliding: leave it out")
+    if OUTPUT.value is not None:
+        check_output(OUTPUT.value, OUTPUT.name)
     # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
     import jax
     from rich.console import Console
@@ -74,6 +77,8 @@ def main() -> None:
     if DETAILS.value:
         console.print(report.table(evaluation).to_rich())
         console.print(report.positions(evaluation).to_rich())
+    elif not COMPARE.value:
+        console.print(report.comparison({trained: evaluation}).to_rich())
     if COMPARE.value:
         shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
         params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(run.training.seed))

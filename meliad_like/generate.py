@@ -1,5 +1,6 @@
 """Continues a prompt: `python -m meliad_like.generate --checkpoint=DIR --prompt_file=BOOK.txt --tokens=500`."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -8,10 +9,12 @@ from absl import flags
 
 from meliad_like import command_line
 from meliad_like.errors import UserError
+from meliad_like.remote import check_output
 
 CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True
 )
+STEP = flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
 PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.")
 PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "UTF-8 file with the text to continue, of any length.")
 DOCUMENT = flags.DEFINE_string("document", None, "Name of a document of the token store whose beginning is continued.")
@@ -43,31 +46,33 @@ def main() -> None:
     if command_line.GIN_FILE.value or command_line.GIN_PARAM.value:
         raise UserError("--gin_file and --gin_param have no effect here: the config comes from the checkpoint")
     prompt = _given_text()
-    _check_place()
+    if SAVE_CARRY.value is not None:
+        check_output(SAVE_CARRY.value, SAVE_CARRY.name)
     # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
     from meliad_like.generation.sampling import SamplingConfig
     from meliad_like.run.opening import open_checkpoint
-    from meliad_like.run.text import TextRequest, read_document, write_text
+    from meliad_like.run.text import read_document, write_text
 
     sampling = SamplingConfig(TEMPERATURE.value, TOP_K.value, TOP_P.value)
-    opened = open_checkpoint(CHECKPOINT.value)
+    opened = open_checkpoint(CHECKPOINT.value, step=STEP.value)
     if prompt is None:
         prompt = read_document(opened, STORE.value, DOCUMENT.value, DOCUMENT_TOKENS.value)
-    request = TextRequest(
-        prompt=prompt,
-        num_tokens=TOKENS.value,
-        sampling=sampling,
-        seed=SEED.value,
-        stop_at_end=STOP_AT_END.value,
-        load_carry=LOAD_CARRY.value,
-        save_carry=SAVE_CARRY.value,
-        chunk=CHUNK.value,
-    )
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # independent of the locale
     if ECHO.value:
         print(f"--- read, up to here:\n{prompt[-ECHO.value :]}\n--- written:")
     try:
-        speed = write_text(opened, request, lambda text: print(text, end="", flush=True))
+        speed = write_text(
+            opened,
+            prompt,
+            TOKENS.value,
+            sampling,
+            functools.partial(print, end="", flush=True),
+            seed=SEED.value,
+            stop_at_end=STOP_AT_END.value,
+            load_carry=LOAD_CARRY.value,
+            save_carry=SAVE_CARRY.value,
+            chunk=CHUNK.value,
+        )
     except BrokenPipeError:
         # The reader of the output, such as `head`, has closed the pipe, to which the exit would write buffered text.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,17 +113,6 @@ def _given_text() -> str | None:
     if not prompt and LOAD_CARRY.value is None:
         raise UserError("the prompt is empty: give --prompt, --prompt_file, --document or --load_carry")
     return prompt
-
-
-def _check_place() -> None:
-    """Checks that --save_carry can be written before a book is read."""
-    if SAVE_CARRY.value is None:
-        return
-    path = Path(SAVE_CARRY.value)
-    if path.is_dir():
-        raise UserError(f"--save_carry={path} is a folder: name a file in it")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"cannot write --save_carry={path}: {path.parent} is no folder that can be written to")
 
 
 if __name__ == "__main__":

@@ -61,14 +61,12 @@ def size_of(path: epath.Path) -> int:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A temporary file for writing, which replaces `path` at the end of the `with` statement.
+    """A temporary file for writing, which replaces `path` (on a disk) at the end of the `with` statement.
 
-    If anything fails or the process ends before, `path` is unchanged.
-
-    Args:
-      path: on a disk.
+    If anything fails or the process ends before, `path` is unchanged. Its folder is created if needed.
     """
     part = Path(f"{os.fspath(path)}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
     try:
         with part.open("wb") as file:
             yield file
@@ -78,6 +76,21 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def check_output(path: epath.PathLike, flag: str) -> None:
+    """Checks before the work that its results can be written.
+
+    Raises:
+      UserError: the path, given as `flag`, is a folder, or lies where nothing can be written.
+    """
+    if is_remote(path):
+        return
+    if Path(path).is_dir():
+        raise UserError(f"--{flag}={path} is a folder: name a file in it")
+    parent = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"cannot write --{flag}={path}: {parent} is no folder that can be written to")
 
 
 def write_whole(path: epath.PathLike, content: str | bytes) -> None:
@@ -115,9 +128,8 @@ def local_files(folder: epath.PathLike) -> Iterator[Path]:
         yield Path(path)
         return
     with TemporaryDirectory() as copy:
-        for file in path.iterdir() if path.is_dir() else ():
-            if not file.is_dir():
-                copy_file(file, epath.Path(copy) / file.name)
+        if path.is_dir():
+            copy_folder(path, epath.Path(copy))
         yield Path(copy)
 
 

@@ -69,6 +69,8 @@ def test_a_checkpoint_folder_and_the_documents_are_enough(workdir, tmp_path):
     }
     assert saved["figures"]["num_words"] == 80 + 2 + 1
     assert saved["figures"]["bits_per_byte"] == pytest.approx(saved["nats"] / math.log(2) / 611)
+    brief = evaluate(f"--checkpoint={workdir}", "--nodetails")
+    assert "step 3" in brief.stdout and "bits per byte" in brief.stdout and "by position" not in brief.stdout
     assert saved["other_bits_per_byte"]["gzip -9"] == 8 * sum(len(gzip.compress(text)) for text in texts.values()) / 611
 
 
@@ -98,6 +100,8 @@ def test_protocols_side_by_side(workdir, tmp_path):
         (["--stride=4"], "--stride has no effect without --protocol=sliding"),
         (["--protocol=segments", "--windows=4"], "--windows has no effect without --protocol=sliding"),
         (["--noconcatenated"], "--concatenated has no effect without a --protocol"),
+        (["--output=/dev/null/a.json"], "cannot write --output=/dev/null/a.json: /dev/null is no folder"),
+        (["--store="], "--store= is empty: is the variable set that it should hold?"),
     ],
 )
 def test_flags_of_another_protocol_are_refused(arguments, message):
@@ -137,7 +141,7 @@ def test_parameters_change_the_config_but_not_the_shapes(workdir):
     assert (opened.run.data.segment_length, mesh.shape["fsdp"], opened.step) == (32, 2, 3)
     changed, _ = open_with(workdir, read_changes((), ["DecoderConfig.mask_empty_cache = False"]))
     assert not changed.model.config.mask_empty_cache
-    with pytest.raises(UserError, match=r"model.num_layers would need other parameters than those of the check"):
+    with pytest.raises(UserError, match=r"DecoderConfig.num_layers would need other parameters than those of"):
         open_with(workdir, read_changes((), ["DecoderConfig.num_layers = 4"]))
     with pytest.raises(UserError, match="the checkpoint has no macros; bind Class.parameter = value"):
         open_with(workdir, read_changes((), ["RECURRENT_LAYERS = (1,)"]))

@@ -25,7 +25,7 @@ from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
-from meliad_like.run.text import TextRequest, carry_identity, encode_prompt, read_document, write_text
+from meliad_like.run.text import carry_identity, encode_prompt, read_document, write_text
 from meliad_like.training.checkpoints import Checkpoints
 
 W, N, V = 4, 16, 257
@@ -50,7 +50,7 @@ def opened() -> OpenedCheckpoint:
     likely = np.zeros((V, 1), np.float32)
     likely[[*b"abcdefgh \xe2\x82\xac"]] = 1.0
     params["embedding"] = params["embedding"] + likely * 0.5
-    return OpenedCheckpoint(RUN, model, params, BYTES, 7, {})
+    return OpenedCheckpoint(RUN, model, params, BYTES, 7)
 
 
 @pytest.fixture(scope="module")
@@ -221,14 +221,13 @@ def test_files_that_are_no_carry(tmp_path):
     with pytest.raises(UserError, match="cannot read the saved carry .*: Is a directory"):
         load_reading(tmp_path, {}, {})
     with pytest.raises(UserError, match="cannot write the carry"):
-        save_reading(tmp_path / "none" / "carry", Reading({}, None, jnp.zeros(2), 0), b"", {})
+        save_reading(tmp_path / "text" / "carry", Reading({}, None, jnp.zeros(2), 0), b"", {})
 
 
 def test_stopping_and_going_on_writes_the_same_text(opened, tmp_path):
     def text(num_tokens, prompt="", **arguments):
         out = io.StringIO()
-        request = TextRequest(prompt, num_tokens, SamplingConfig(), stop_at_end=False, **arguments)
-        speed = write_text(opened, request, out.write)
+        speed = write_text(opened, prompt, num_tokens, SamplingConfig(), out.write, stop_at_end=False, **arguments)
         assert speed.tokens_written == num_tokens
         return out.getvalue()
 
@@ -254,7 +253,7 @@ def test_of_whole_words_the_end_of_a_document_may_end_lines_alone(opened):
 
     def write_lines(stop_at_end):
         out = io.StringIO()
-        speed = write_text(words, TextRequest("Call me", 100, SamplingConfig(), stop_at_end=stop_at_end), out.write)
+        speed = write_text(words, "Call me", 100, SamplingConfig(), out.write, stop_at_end=stop_at_end)
         return speed.tokens_written, out.getvalue().count("\n"), out.getvalue().endswith("\n")
 
     num_tokens, *lines = write_lines(stop_at_end=True)
@@ -351,7 +350,7 @@ def test_who_reads_may_have_enough(folder, tmp_path, place, status):
         (["--prompt_file=none.txt"], "cannot read --prompt_file=none.txt: No such file"),
         (["--prompt=\udcff"], "--prompt is not UTF-8"),
         (["--prompt=a", "--seed=4294967296"], "--seed=4294967296: 4294967296 is not an integer in the range [0, "),
-        (["--prompt=a", "--save_carry=none/place"], "cannot write --save_carry=none/place: none is no folder"),
+        (["--prompt=a", "--save_carry=/dev/null/a"], "cannot write --save_carry=/dev/null/a: /dev/null is no folder"),
         (["--prompt=a", "--save_carry=/tmp"], "--save_carry=/tmp is a folder"),
         (["--prompt=a", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--prompt=a", "--document_tokens=5"], "--document_tokens has no effect without --document"),

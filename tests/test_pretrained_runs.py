@@ -270,5 +270,5 @@ def test_what_contradicts_is_named(place, tmp_path):
     refused("PretrainedConfig.window_length='long' must be int", "PretrainedConfig.window_length = 'long'")
     with pytest.raises(UserError, match="windows with overlap=2 need RunConfig.data='windows', not 'lanes'"):
         train(run_of(place, "RunConfig.data = 'lanes'", "MeshConfig.data = 1"), tmp_path / "run")
-    with pytest.raises(UserError, match="holds another model"):
+    with pytest.raises(UserError, match="belongs to another config: PretrainedConfig.num_layers is"):
         train(run_of(place, "PretrainedConfig.num_layers = 1", "MeshConfig.data = 1"), tmp_path / "b", place / "ours")

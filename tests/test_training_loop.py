@@ -282,7 +282,10 @@ def test_fine_tuning_starts_with_the_parameters_alone(bindings, setup, straight,
         assert_same_bits(starting_state(sparing, checkpoints, str(straight)).params, state.params)
 
         other = set_up(parse(bindings, "RecurrentStates.gate = 'lstm'"))
-        with pytest.raises(UserError, match=rf"--load_dir={straight} holds another model: .*gate='fixed'"):
+        with pytest.raises(
+            UserError,
+            match="load_dir=.* belongs to another config: .*RecurrentStates.gate is 'fixed' there",
+        ):
             starting_state(other, checkpoints, str(straight))
 
 

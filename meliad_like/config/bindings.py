@@ -44,28 +44,23 @@ Bindings = dict[str, Binding]
 
 
 @dataclass(frozen=True)
-class _Macro:
+class _Placeholder:
+    """A macro (%NAME) or a reference (@NAME) in a value."""
+
+    sign: str
     name: str
 
     def __repr__(self) -> str:
-        return f"%{self.name}"
-
-
-@dataclass(frozen=True)
-class _Reference:
-    name: str
-
-    def __repr__(self) -> str:
-        return f"@{self.name}"
+        return self.sign + self.name
 
 
 class _Delegate(config_parser.ParserDelegate):
     # Both return placeholders: gin rewrites exceptions raised here into messages of several lines.
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> _Reference:
-        return _Reference(scoped_configurable_name)
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> _Placeholder:
+        return _Placeholder("@", scoped_configurable_name)
 
-    def macro(self, macro_name: str) -> _Macro:
-        return _Macro(macro_name)
+    def macro(self, macro_name: str) -> _Placeholder:
+        return _Placeholder("%", macro_name)
 
 
 def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping[str, Any] | None = None) -> Bindings:
@@ -185,10 +180,10 @@ def _resolve(value: Any, bindings: Bindings, read: set[str], origin: str, inside
         return type(value)(_resolve(item, bindings, read, origin, inside) for item in value)
     if isinstance(value, dict):
         return {key: _resolve(item, bindings, read, origin, inside) for key, item in value.items()}
-    if isinstance(value, _Reference):
-        raise UserError(f"{origin}: references are not supported: {value!r}; write the value")
-    if not isinstance(value, _Macro):
+    if not isinstance(value, _Placeholder):
         return value
+    if value.sign == "@":
+        raise UserError(f"{origin}: references are not supported: {value!r}; write the value")
     if value.name not in bindings or value.name in inside:
         raise UserError(f"{origin}: {value!r} has no value; bind {value.name} = ...")
     read.add(value.name)

@@ -1,6 +1,5 @@
 """A file with a carry, so that reading a book can be interrupted and resumed."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,35 +7,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from meliad_like.config import bound_values
 from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.generation.streaming import Reading
-from meliad_like.models.base import ModelConfig
 from meliad_like.remote import replacing
 from meliad_like.resumable import check_same
 
-SAMPLED = 1000
-
-
-def identity(config: ModelConfig, params: Any, step: int, vocabulary_fingerprint: str) -> dict[str, Any]:
-    """The properties, for JSON, that a saved carry and its checkpoint must have in common."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
-        # A sample of the parameters distinguishes two trainings, and is fast for large models.
-        digest.update(np.asarray(leaf.reshape(-1)[:SAMPLED]).tobytes())
-    others = {"step": step, "vocabulary": vocabulary_fingerprint, "parameters": digest.hexdigest()}
-    return json.loads(json.dumps(bound_values(config) | others))
-
 
 def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity: dict[str, Any]) -> None:
-    """Writes the file atomically: if it fails, an earlier file is unchanged.
+    """Writes the file atomically: if it fails (a UserError), an earlier file is unchanged.
 
     Args:
       unfinished: bytes of an incomplete character at the end.
-      identity: identity of the checkpoint that computed the carry.
-
-    Raises:
-      UserError: the file can't be written.
+      identity: properties of the checkpoint that computed the carry, for JSON, which `load_reading` compares.
     """
     arrays = {name: np.asarray(leaf) for name, leaf in _named(reading.carry).items()}
     facts = {
@@ -58,7 +40,7 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
 
     Args:
       abstract_carry: shapes and dtypes of the carry.
-      identity: identity of the checkpoint that resumes.
+      identity: properties of the checkpoint that resumes.
 
     Raises:
       UserError: the file is missing, unreadable or damaged, or it belongs to another checkpoint.
@@ -66,7 +48,9 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
     try:
         with np.load(path) as file:
             facts = json.loads(str(file["facts"]))
-            check_same(path, facts["identity"], identity, way_out="name the checkpoint that wrote it")
+            check_same(
+                path, facts["identity"], identity, way_out="choose the checkpoint that wrote it (--checkpoint, --step)"
+            )
             # numpy loads bfloat16 as raw bytes.
             leaves = [file[name].view(leaf.dtype) for name, leaf in _named(abstract_carry).items()]
             key = file["key"]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from meliad_like.config import RunConfig, differences
-from meliad_like.config.saved import from_plain
+from meliad_like.config import RunConfig
+from meliad_like.config.saved import compare, from_plain
 from meliad_like.data.documents import SOURCES
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary, saved_vocabulary_config
@@ -33,7 +33,6 @@ class OpenedCheckpoint(NamedTuple):
     params: Any
     vocabulary: Vocabulary
     step: int
-    metadata: dict[str, Any]
 
 
 def checkpoint_metadata(
@@ -42,7 +41,6 @@ def checkpoint_metadata(
     """The metadata of a checkpoint; `store_fingerprint` is None where the documents are not known."""
     return {
         "config": to_plain(run),
-        "vocabulary_size": vocabulary.size,
         "vocabulary_fingerprint": vocabulary.fingerprint,
         "store_fingerprint": store_fingerprint,
         "step": step,
@@ -93,7 +91,7 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
             )
         model = Model(run.model, vocabulary.size)
         params, _ = checkpoints.restore_params(_placed(model, mesh), metadata["step"])
-    return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"], metadata)
+    return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"])
 
 
 def _checkpoints_folder(folder: epath.PathLike) -> epath.Path:
@@ -103,12 +101,11 @@ def _checkpoints_folder(folder: epath.PathLike) -> epath.Path:
 
 def _placed(model: Model, mesh: Mesh | None) -> Any:
     """Shapes of the parameters with their shardings."""
-    device = SingleDeviceSharding(jax.devices()[0])
-    abstract = model.abstract_params
-    shardings = jax.tree.map(lambda _: device, abstract)
     if mesh is not None:
-        shardings = parameter_shardings(mesh, model.axes, abstract)
-    return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), abstract, shardings)
+        shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
+        return jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
+    device = SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: x.update(sharding=device), model.abstract_params)
 
 
 def saved_config(folder: str | Path, step: int | None = None) -> RunConfig:
@@ -134,7 +131,7 @@ def open_as(folder: str | Path, run: RunConfig, step: int | None = None) -> tupl
     opened = open_checkpoint(folder, step=step, mesh=mesh)
     model = Model(run.model, opened.vocabulary.size)
     if model.axes != opened.model.axes or model.abstract_params != opened.model.abstract_params:
-        changed = " ".join(key for key in differences(opened.run, run) if key.startswith("model."))
+        changed = " ".join(found.key for found in compare(opened.run, run) if found.path.startswith("model."))
         raise UserError(f"{changed} would need other parameters than those of the checkpoint {folder}")
     return opened._replace(run=run, model=model), mesh
 

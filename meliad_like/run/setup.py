@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from meliad_like.config import RunConfig
+from meliad_like.config import RunConfig, bound_values
 from meliad_like.config.stages import Stage, stages_of
 from meliad_like.data.batch import Reader
 from meliad_like.data.readers import ReaderInputs
 from meliad_like.data.token_store import STORE_NAME, TokenStore
-from meliad_like.errors import UserError
 from meliad_like.mesh import make_mesh, replicated
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
@@ -118,7 +117,8 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
     setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {load_dir}")
     wanted = setup.whole_run.model
     if not wanted.extends(opened.run.model):
-        raise UserError(f"--load_dir={load_dir} holds another model: {opened.run.model}, not {wanted}")
+        way_out = "train the model of the checkpoint, or choose another one"
+        check_same(f"--load_dir={load_dir}", bound_values(opened.run.model), bound_values(wanted), way_out=way_out)
     # Parameters that a pretrained model does not have, such as those of a recurrence, are fresh.
     return state._replace(params={**state.params, **opened.params})
 

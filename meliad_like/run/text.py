@@ -1,6 +1,7 @@
 """Writing of text: a prompt and a saved carry in, a stream of complete characters out."""
 
-import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,38 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from meliad_like.config import bound_values
 from meliad_like.data.documents import SPLITS
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.sampling import SamplingConfig
-from meliad_like.generation.saved_reading import identity, load_reading, save_reading
+from meliad_like.generation.saved_reading import load_reading, save_reading
 from meliad_like.generation.streaming import Generator
 from meliad_like.run.opening import OpenedCheckpoint
 
 UNKNOWN = "\u2047"
-
-
-@dataclasses.dataclass(frozen=True)
-class TextRequest:
-    """The text to read, how to continue it, and files for the carry."""
-
-    prompt: str
-    """Read first; may be empty where `load_carry` is given."""
-    num_tokens: int
-    """To write, at most."""
-    sampling: SamplingConfig
-    seed: int | None = None
-    """The random seed; None: 0, or the random state in `load_carry`."""
-    stop_at_end: bool = True
-    """Whether the end of the document ends the text. If not, this token is never sampled, but in vocabularies of whole
-    words, where it ends lines, too."""
-    load_carry: str | None = None
-    """File of a saved carry to resume from; the prompt is read after its text."""
-    save_carry: str | None = None
-    """File to save the carry in."""
-    chunk: int = 8
-    """Tokens that are made before they are shown."""
+SAMPLED = 1000  # Number of values of each parameter that identify a checkpoint.
 
 
 class TextSpeed(NamedTuple):
@@ -53,54 +34,77 @@ class TextSpeed(NamedTuple):
     """Written, after the first chunk, which waits for the compiler; 0 where that was the only one."""
 
 
-def write_text(opened: OpenedCheckpoint, request: TextRequest, show: Callable[[str], object]) -> TextSpeed:
+def write_text(
+    opened: OpenedCheckpoint,
+    prompt: str,
+    num_tokens: int,
+    sampling: SamplingConfig,
+    show: Callable[[str], object],
+    *,
+    seed: int | None = None,
+    stop_at_end: bool = True,
+    load_carry: str | None = None,
+    save_carry: str | None = None,
+    chunk: int = 8,
+) -> TextSpeed:
     """Reads the prompt and hands the text that follows to `show`, piece by piece as it is made.
+
+    Args:
+      prompt: may be empty where `load_carry` is given, after whose text it is read.
+      num_tokens: the largest number of tokens to write.
+      seed: random seed; None: 0, or the random state in `load_carry`.
+      stop_at_end: whether the end of the document ends the text. If not, this token is never sampled, but in
+        vocabularies of whole words, where it ends lines, too.
+      load_carry, save_carry: files of a saved carry: to resume from, and to write.
+      chunk: tokens that are made before they are shown.
 
     Raises:
       UserError: there is neither a prompt nor a carry, or one of them does not fit the checkpoint.
     """
     vocabulary = opened.vocabulary
-    tokens = encode_prompt(vocabulary, request.prompt)
+    tokens = encode_prompt(vocabulary, prompt)
     ends_lines = bool(vocabulary.decode_bytes([vocabulary.end_of_document]))
     generator = Generator(
         opened.model,
         opened.params,
         segment_length=opened.run.data.segment_length,
-        end_of_document=None if ends_lines and not request.stop_at_end else vocabulary.end_of_document,
-        sampling=request.sampling,
-        stop_at_end=request.stop_at_end,
-        chunk=request.chunk,
+        end_of_document=None if ends_lines and not stop_at_end else vocabulary.end_of_document,
+        sampling=sampling,
+        stop_at_end=stop_at_end,
+        chunk=chunk,
     )
-    reading, unfinished = generator.begin(request.seed or 0), b""
-    if request.load_carry is not None:
+    reading, unfinished = generator.begin(seed or 0), b""
+    if load_carry is not None:
         fresh = reading
-        reading, unfinished = load_reading(
-            request.load_carry, jax.eval_shape(lambda: fresh.carry), carry_identity(opened)
-        )
-        if request.seed is not None:
+        reading, unfinished = load_reading(load_carry, jax.eval_shape(lambda: fresh.carry), carry_identity(opened))
+        if seed is not None:
             reading = reading._replace(key=fresh.key)
     began = time.perf_counter()
     reading = jax.block_until_ready(generator.read(reading, tokens))
     read_seconds = time.perf_counter() - began
 
-    text = vocabulary.stream(b"" if request.prompt else unfinished)
-    place = reading
-    moments, counts = [], []
-    for written, place in generator.write(reading, request.num_tokens):  # noqa: B007  # the last one is saved
+    text = vocabulary.stream(b"" if prompt else unfinished)
+    moments, counts, place = [], [], reading
+    for written, place in generator.write(reading, num_tokens):  # noqa: B007  # the last one is saved
         show("".join(map(text.push, written)))
         moments.append(time.perf_counter())
         counts.append(len(written))
-    if request.save_carry is None:
+    if save_carry is None:
         show(text.finish())
     else:
-        save_reading(request.save_carry, place, text.unfinished, carry_identity(opened))
+        save_reading(save_carry, place, text.unfinished, carry_identity(opened))
     rate = sum(counts[1:]) / (moments[-1] - moments[0]) if len(moments) > 1 else 0.0
     return TextSpeed(len(tokens), read_seconds, sum(counts), rate)
 
 
 def carry_identity(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """The identity that a saved carry shares with its checkpoint."""
-    return identity(opened.run.model, opened.params, opened.step, opened.vocabulary.fingerprint)
+    """The properties, for JSON, that a saved carry and its checkpoint must have in common."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(opened.params):
+        # A sample of the parameters distinguishes two trainings, and is fast for large models.
+        digest.update(np.asarray(leaf.reshape(-1)[:SAMPLED]).tobytes())
+    others = {"step": opened.step, "vocabulary": opened.vocabulary.fingerprint, "parameters": digest.hexdigest()}
+    return json.loads(json.dumps(bound_values(opened.run.model) | others))
 
 
 def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
