@@ -82,6 +82,7 @@ def test_constant():
         ({"min_rate": 0.1}, "min_rate=0.1 must be positive and at most max_rate=0.01"),
         ({"first_rate": 0.02}, "first_rate=0.02 must be from 0 to max_rate=0.01"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"multiplier": -1.0}, "CosineSchedule.multiplier=-1.0 must be above 0"),
         ({"max_scheduled_steps": 0}, "max_scheduled_steps=0"),
     ],
 )

@@ -190,7 +190,7 @@ def test_what_has_no_effect_is_said(bindings, tmp_path, capsys):
     # 512 tokens with padding, of 11,721 targets.
     assert re.search(r"step 1/1  .* bits/byte  .* tokens/s  0.0 epochs  0:00 left", first)
     assert re.search(r"warning: the learning rate grows for \d+ steps \(warmup_steps\), and the run has 1\n", first)
-    assert first.endswith(f"done: 1 steps; checkpoints and metrics are in {tmp_path}\n")
+    assert f"\ndone: 1 steps; checkpoints and metrics are in {tmp_path}\n" in first, repr(first)
     assert "warning: --load_dir=none is not read, because" in output(2, load_dir="none")
     before = (tmp_path / "config.json").read_bytes()
     assert "is at step 2 of 1: nothing left to do" in output(1)
