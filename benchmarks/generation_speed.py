@@ -10,8 +10,7 @@ import numpy as np
 from absl import app, flags
 from rich.console import Console
 
-from meliad_like.generation.sampling import SamplingConfig
-from meliad_like.generation.streaming import Generator, Reading
+from meliad_like.generation.streaming import Generator, Reading, SamplingConfig
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model

@@ -49,7 +49,7 @@ def main() -> None:
     if SAVE_CARRY.value is not None:
         check_output(SAVE_CARRY.value, SAVE_CARRY.name)
     # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
-    from meliad_like.generation.sampling import SamplingConfig
+    from meliad_like.generation.streaming import SamplingConfig
     from meliad_like.run.opening import open_checkpoint
     from meliad_like.run.text import read_document, write_text
 

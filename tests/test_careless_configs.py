@@ -14,7 +14,7 @@ from fuzzing import FEW
 from hypothesis import example, given, settings
 
 from meliad_like import config
-from meliad_like.config.fields import field_types
+from meliad_like.config.construction import field_types
 from meliad_like.data.documents import open_source
 from meliad_like.data.files_source import TextSource
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig

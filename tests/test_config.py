@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from meliad_like import config
-from meliad_like.config import search
+from meliad_like.config import bindings
 from meliad_like.errors import UserError
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 
@@ -159,7 +159,7 @@ def test_an_installed_package_has_its_own_copy_of_the_files(tmp_path, monkeypatc
     write(tmp_path / "package" / "gin_files", "base.gin", "DecoderConfig.num_layers = 5\n")
     # Beside an installed package lies the gin library, without base.gin.
     (tmp_path / "gin").mkdir()
-    monkeypatch.setattr(search, "_PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(bindings, "_PACKAGE", tmp_path / "package")
     assert config.parse().model.num_layers == 5
 
 

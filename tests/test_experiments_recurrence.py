@@ -12,7 +12,7 @@ import tiny_run
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
-from meliad_like.config.search import shipped_files
+from meliad_like.config.bindings import shipped_files
 from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained
 from meliad_like.conversion.pretrained_files import Pretrained, write_huggingface
 from meliad_like.data.preparation import prepare

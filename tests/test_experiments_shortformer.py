@@ -10,8 +10,8 @@ from fake_split import FakeSplit
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
-from meliad_like.config.search import shipped_files
-from meliad_like.config.stages import stages_of
+from meliad_like.config.bindings import shipped_files
+from meliad_like.config.run import stages_of
 from meliad_like.data.subset import beginnings
 from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw

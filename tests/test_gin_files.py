@@ -10,8 +10,7 @@ from decoders import recurrent_layers
 
 from meliad_like import config
 from meliad_like.config import construction
-from meliad_like.config.bindings import collect
-from meliad_like.config.search import shipped_files
+from meliad_like.config.bindings import collect, shipped_files
 from meliad_like.history.config import HistorySettings
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.recurrent_states import RecurrentStates

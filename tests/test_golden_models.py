@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meliad_like.config.training import TrainingConfig
+from meliad_like.config.run import TrainingConfig
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
 from meliad_like.layers.attention import attend, ring_distance, unit

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from meliad_like import config
-from meliad_like.config import construction, saved, search
-from meliad_like.config.bindings import Binding
+from meliad_like.config import construction, saved
+from meliad_like.config.bindings import BASE, Binding
 from meliad_like.errors import UserError
 from meliad_like.optimization.schedules import ConstantSchedule
 from meliad_like.registry import Registry, fingerprint, kind_field, resumable, to_plain
@@ -68,7 +68,7 @@ class Root:
 def build(base=(), file=(), start=Root):
     """Bindings as text, those of base.gin and those of another file, to a config."""
     bindings = {}
-    for name, lines in ((search.BASE, base), ("mine.gin", file)):
+    for name, lines in ((BASE, base), ("mine.gin", file)):
         for number, line in enumerate(lines, 1):
             key, _, value = line.partition(" = ")
             bindings[key] = Binding(eval(value), f"{name}:{number}")

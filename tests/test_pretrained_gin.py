@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meliad_like import config
-from meliad_like.config.search import shipped_files
+from meliad_like.config.bindings import shipped_files
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig

@@ -19,8 +19,7 @@ from meliad_like.data.readers import READERS
 from meliad_like.data.tokenizers_vocabulary import _byte_characters, read_tokenizer
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.generation.sampling import SamplingConfig
-from meliad_like.generation.streaming import Generator
+from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.run import setup as training_setup

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meliad_like import config
-from meliad_like.config import search
+from meliad_like.config import bindings
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND_PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "extending.md"]
@@ -95,7 +95,7 @@ def test_links_and_named_files_exist(page):
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
     for name in re.findall(r"`(\w+(?:/\w+)+\.gin)`", text):
-        search.find(name.removeprefix("gin/"))
+        bindings.find_file(name.removeprefix("gin/"))
     for name in re.findall(r"`((?:meliad_like|docs|tests|benchmarks|launch)/[\w./]*)`", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text):

@@ -3,8 +3,8 @@
 import pytest
 
 from meliad_like import config
-from meliad_like.config.search import shipped_files
-from meliad_like.config.stages import stages_of
+from meliad_like.config.bindings import shipped_files
+from meliad_like.config.run import stages_of
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabularyConfig
 from meliad_like.data.readers import READERS
 from meliad_like.errors import UserError

@@ -11,7 +11,7 @@ import tiny_run
 from tiny_run import assert_same_bits, mesh_of_the_first_devices, parse, read_metrics, run_and_act
 
 from meliad_like import config
-from meliad_like.config.stages import stages_of
+from meliad_like.config.run import stages_of
 from meliad_like.errors import UserError
 from meliad_like.run.setup import set_up
 from meliad_like.run.training import train

@@ -9,7 +9,7 @@ import pytest
 from decoders import recurrent_layers
 
 from meliad_like import config
-from meliad_like.config.search import shipped_files
+from meliad_like.config.bindings import shipped_files
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError

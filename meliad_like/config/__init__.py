@@ -4,10 +4,10 @@ gin files are read here and nowhere else: everything below the entry points take
 read while jax traces is frozen into the compiled program, and a worker process has no gin state at all.
 """
 
+from meliad_like.config.bindings import shipped_files
 from meliad_like.config.construction import bound_values
 from meliad_like.config.run import Changes, RunConfig, bound_by, parse, parse_with, read_changes, with_changes
 from meliad_like.config.saved import check_workdir, differences, from_json, save, to_gin, to_json
-from meliad_like.config.search import shipped_files
 
 __all__ = [
     "Changes",

@@ -4,17 +4,56 @@ Only gin's parser is used, not its global registry. There, a later binding silen
 binding nobody consumes is silently dropped; both have trained the wrong model before anybody noticed.
 """
 
+import difflib
 import io
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from etils import epath
 from gin import config_parser
 
-from meliad_like.config import search
 from meliad_like.errors import UserError
+
+BASE = "base.gin"
+_PACKAGE = Path(__file__).parent.parent
+
+
+def gin_root() -> epath.Path:
+    """The folder of the shipped gin files: `gin/` of the checkout, or its copy inside an installed package."""
+    for folder in (_PACKAGE.parent / "gin", _PACKAGE / "gin_files"):
+        if (folder / BASE).is_file():
+            return epath.Path(folder)
+    raise UserError(f"no {BASE} beside {_PACKAGE}: the installation of meliad_like lacks its gin files")
+
+
+def shipped_files() -> list[str]:
+    """Names of all shipped gin files, as `--gin_file` takes them."""
+    root = Path(gin_root())
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*.gin"))
+
+
+def find_file(name: str) -> epath.Path:
+    """The gin file called `name`: as given (absolute, or from the current folder), else among the shipped ones.
+
+    Raises:
+      UserError: there is none; names the nearest one.
+    """
+    for path in (epath.Path(name), gin_root() / name):
+        if path.is_file():
+            return path
+    here = [path.as_posix() for path in Path().glob("*.gin")]
+    raise UserError(f"no gin file {name!r}{nearest(name, shipped_files() + here)}")
+
+
+def nearest(name: str, candidates: list[str]) -> str:
+    """` (nearest: ...)` to close a message about an unknown name."""
+    # Folder and suffix are alike for all gin files, so they would drown the difference between the names themselves.
+    match = difflib.get_close_matches(name, candidates, n=1, cutoff=0)
+    by_stem = [candidate for candidate in candidates if Path(candidate).stem == Path(name).stem]
+    return f" (nearest: {(by_stem or match)[0]})" if by_stem or match else ""
 
 
 @dataclass(frozen=True)
@@ -31,7 +70,7 @@ class Binding:
     @property
     def of_base(self) -> bool:
         """Whether it is a default, from the file that is always read."""
-        return self.origin.startswith(f"{search.BASE}:")
+        return self.origin.startswith(f"{BASE}:")
 
     @property
     def rank(self) -> int:
@@ -78,9 +117,9 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
         parameters |= _read_text(text, f"--gin_param={text}", set())[0]
     computed = {key: Binding(value, "the scale", optional=True) for key, value in (values or {}).items()}
     settled = {*parameters, *computed}
-    base_path = search.gin_root() / search.BASE
-    base = _read_file(base_path, search.BASE, settled)
-    paths = {name: search.find(name) for name in gin_files}
+    base_path = gin_root() / BASE
+    base = _read_file(base_path, BASE, settled)
+    paths = {name: find_file(name) for name in gin_files}
     others = {name: path for name, path in paths.items() if path.resolve() != base_path.resolve()}
     files = _merge([_read_file(path, name, settled) for name, path in others.items()], settled)
     bindings = override(override(base, files), parameters)
@@ -96,7 +135,7 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
         optional = name in base and name not in parameters
         if "." not in name and name not in read and not optional:
             known = [key for key in base if "." not in key]
-            hint = "" if name in base else search.nearest(name, known)
+            hint = "" if name in base else nearest(name, known)
             raise UserError(f"{binding.origin}: nothing reads {name}{hint}")
     return override(resolved, {key: binding for key, binding in computed.items() if key not in parameters})
 
@@ -110,7 +149,7 @@ def override(lower: Bindings, upper: Bindings) -> Bindings:
 
 def _read_file(path: epath.Path, name: str, settled: Set[str], including: tuple[str, ...] = ()) -> Bindings:
     """Bindings of a file over those of the files it includes; the names in `settled` need not agree."""
-    if name == search.BASE and path.resolve() != (search.gin_root() / search.BASE).resolve():
+    if name == BASE and path.resolve() != (gin_root() / BASE).resolve():
         # Somebody's own file of this name: what it binds is no default.
         name = str(path.resolve())
     if name in including:
@@ -120,7 +159,7 @@ def _read_file(path: epath.Path, name: str, settled: Set[str], including: tuple[
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8: {error}") from None
     own, includes = _read_text(text, name, settled)
-    inner = [_read_file(search.find(include), include, settled, (*including, name)) for include in includes]
+    inner = [_read_file(find_file(include), include, settled, (*including, name)) for include in includes]
     return override(_merge(inner, settled), own)
 
 

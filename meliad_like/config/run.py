@@ -4,12 +4,10 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from meliad_like.config import construction
 from meliad_like.config.bindings import Bindings, collect
-from meliad_like.config.stages import StagesConfig, stages_of
-from meliad_like.config.training import TrainingConfig
 from meliad_like.data.documents import SOURCES, SourceConfig
 from meliad_like.data.files_source import StandardLibrarySource
 from meliad_like.data.readers import READERS, LanesReaderConfig, ReaderConfig
@@ -20,7 +18,139 @@ from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, OptimizerConfig
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
-from meliad_like.registry import kind_field
+from meliad_like.registry import kind_field, resumable
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_steps
+
+Nonfinite = Literal["stop", "skip"]
+
+
+def _compares_no_evaluations(old: Any, new: Any) -> bool:
+    """Whether no evaluation of earlier steps is compared with later ones, which would be of other tokens."""
+    return not old.training.keep_best
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The number of steps, and what happens how often. Every `..._every` is a number of steps; 0 is never."""
+
+    num_steps: int = resumable(500_000, lambda old, new: not new.schedule.reads_num_steps)
+    """A run may resume with another number, unless the learning rates of earlier steps depend on it."""
+    seed: int = 0
+    """Decides the initial parameters, the order of the documents and the dropout; below 2**32."""
+    gradient_accumulation: int = 1
+    """Parts that the lanes of a step are worked through in, one after the other, to save memory. The gradient is that
+    of all of them together, whatever their numbers of tokens. Dropout that is drawn lane by lane, as all but the
+    decoder's is, has the same masks in each part."""
+    loss_slice: int = resumable(1024)
+    """Tokens of a lane whose logits exist at once."""
+    nonfinite: Nonfinite = resumable("stop", lambda old, new: old.training.nonfinite == "stop")
+    """After a loss or gradient that is not finite: stop with a saved state, or skip the step and count it. A run that
+    has stopped may resume with `skip`; one that may have skipped steps can't resume with `stop`."""
+    log_every: int = resumable(10)
+    evaluate_every: int = resumable(0)
+    evaluate_split: str = resumable("validation", _compares_no_evaluations)
+    evaluate_max_tokens: int | None = resumable(None, _compares_no_evaluations)
+    """These evaluations read a random subset of the split, of this number of tokens at most; None: all of it."""
+    keep_best: bool = resumable(False)
+    """Whether the parameters with the fewest bits per token in these evaluations are kept, in the run's folder `best`,
+    which is a checkpoint folder of its own."""
+    checkpoint_every: int = resumable(1000)
+    checkpoints_kept: int = resumable(3)
+    """Number of newest checkpoints that are kept."""
+    checkpoint_keep_every: int = resumable(0)
+    """Checkpoints of steps that are a multiple of this stay for good."""
+    sample_every: int = resumable(0)
+    sample_tokens: int = resumable(200)
+
+    def __post_init__(self):
+        check_choices(self)
+        if self.keep_best and not self.evaluate_every:
+            raise UserError("keep_best=True needs an evaluate_every")
+        if self.sample_every and not self.sample_tokens:
+            raise UserError(f"sample_every={self.sample_every} needs sample_tokens of at least 1")
+        check_seeds(self, ("seed",))
+        check_positive(self, ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"))
+        check_steps(self, ("num_steps",))
+        periods = ("evaluate_every", "checkpoint_every", "checkpoint_keep_every", "sample_every")
+        check_not_negative(self, (*periods, "sample_tokens"))
+
+
+@dataclass(frozen=True)
+class StagesConfig:
+    """The stages before the last, one number for each of them in every field; (): no such stages.
+
+    The last stage is what the rest of the config describes. Parameters, optimizer state and the learning rate's
+    schedule continue from stage to stage; the carry of the lanes does not. All stages have the same tokens per step, so
+    the number of lanes follows from the segment length.
+    """
+
+    num_steps: tuple[int, ...] = ()
+    """Steps of each stage; the last one has what is left of TrainingConfig.num_steps."""
+    segment_length: tuple[int, ...] = ()
+    """In the place of ReaderConfig.segment_length. (): as in the last stage; so in the fields below."""
+    window_length: tuple[int, ...] = ()
+    """In the place of the model's."""
+    cache_length: tuple[int, ...] = ()
+    """In the place of the model's, where it has one (`ShortformerConfig`)."""
+
+    def __post_init__(self):
+        for name in ("segment_length", "window_length", "cache_length"):
+            if getattr(self, name) and len(getattr(self, name)) != len(self.num_steps):
+                raise UserError(
+                    f"StagesConfig.{name}={getattr(self, name)} and StagesConfig.num_steps={self.num_steps} must have "
+                    "a number for each stage before the last"
+                )
+        if any(steps < 1 for steps in self.num_steps):
+            raise UserError(f"StagesConfig.num_steps={self.num_steps} must all be at least 1")
+
+
+class Stage(NamedTuple):
+    """Steps that are trained alike."""
+
+    index: int
+    first_step: int
+    """Steps done before it."""
+    last_step: int
+    """Steps done after it."""
+    run: "RunConfig"
+    """The config of these steps, as if there were no others."""
+
+
+def stages_of(run: "RunConfig") -> list[Stage]:
+    """All stages of a run, in order; one, where it is not staged.
+
+    Raises:
+      UserError: the earlier stages leave no step to the last one, or one of them is not possible.
+    """
+    config, first, stages = run.stages, 0, []
+    for index, steps in enumerate(config.num_steps):
+        stages.append(Stage(index, first, first + steps, _changed(run, config, index)))
+        first += steps
+    if first >= run.training.num_steps:
+        raise UserError(
+            f"StagesConfig.num_steps={config.num_steps} leaves none of TrainingConfig.num_steps="
+            f"{run.training.num_steps} to the last stage"
+        )
+    last = dataclasses.replace(run, stages=StagesConfig())
+    return [*stages, Stage(len(stages), first, run.training.num_steps, last)]
+
+
+def _changed(run: "RunConfig", config: StagesConfig, index: int) -> "RunConfig":
+    changes = {
+        name: getattr(config, name)[index] for name in ("window_length", "cache_length") if getattr(config, name)
+    }
+    if missing := sorted(changes.keys() - {field.name for field in dataclasses.fields(run.model)}):
+        raise UserError(f"StagesConfig.{missing[0]} has no effect: {type(run.model).__name__} has no such field")
+    try:
+        data = run.data
+        if config.segment_length:
+            data = dataclasses.replace(data, segment_length=config.segment_length[index])
+        return dataclasses.replace(
+            run, stages=StagesConfig(), data=data, model=dataclasses.replace(run.model, **changes)
+        )
+    except UserError as error:
+        raise UserError(f"stage {index + 1} of {len(config.num_steps) + 1}: {error}") from None
+
 
 Config = TypeVar("Config")
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from meliad_like.config.construction import bound_values
-from meliad_like.config.fields import field_types, fit
+from meliad_like.config.bindings import nearest
+from meliad_like.config.construction import bound_values, field_types, fit
 from meliad_like.config.run import RunConfig
-from meliad_like.config.search import nearest
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, default_of, to_plain
 from meliad_like.remote import write_whole

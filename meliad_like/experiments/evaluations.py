@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
-from meliad_like.config.stages import stages_of
+from meliad_like.config.run import stages_of
 from meliad_like.data.subset import Concatenated, Documents
 from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation import protocols, report

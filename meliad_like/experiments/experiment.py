@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
-from meliad_like.config.stages import stages_of
+from meliad_like.config.run import stages_of
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import label
 from meliad_like.data.subset import beginnings

@@ -11,8 +11,7 @@ from etils import epath
 from meliad_like.data.readers import label
 from meliad_like.evaluation import report
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.generation.sampling import SamplingConfig
-from meliad_like.generation.streaming import Generator
+from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.mesh import replicated
 from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import save_vocabulary

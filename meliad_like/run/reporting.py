@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import jax
 import numpy as np
 
-from meliad_like.config.stages import stages_of
+from meliad_like.config.run import stages_of
 from meliad_like.data.loading import BatchIterator
 from meliad_like.data.readers import ReaderConfig, label
 from meliad_like.data.token_store import Totals

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig, bound_values
-from meliad_like.config.stages import Stage, stages_of
+from meliad_like.config.run import Stage, stages_of
 from meliad_like.data.batch import Reader
 from meliad_like.data.readers import ReaderInputs
 from meliad_like.data.token_store import STORE_NAME, TokenStore

@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 
 from meliad_like import config as configuration
 from meliad_like.config import RunConfig
-from meliad_like.config.stages import stages_of
+from meliad_like.config.run import stages_of
 from meliad_like.data.loading import load_batches
 from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding

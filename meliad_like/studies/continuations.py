@@ -13,8 +13,7 @@ import pandas as pd
 from jaxtyping import Int
 
 from meliad_like.errors import UserError
-from meliad_like.generation.sampling import SamplingConfig
-from meliad_like.generation.streaming import Generator
+from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.studies.page import write_page
 from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject, with_distinct_labels
 from meliad_like.tables import Table

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.config.training import TrainingConfig
+from meliad_like.config.run import TrainingConfig
 from meliad_like.data.batch import Batch
 from meliad_like.models.model import Model
 

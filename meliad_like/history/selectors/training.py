@@ -15,7 +15,7 @@ import pandas as pd
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from meliad_like.config.training import TrainingConfig
+from meliad_like.config.run import TrainingConfig
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import label
 from meliad_like.data.subset import Documents
