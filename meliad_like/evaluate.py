@@ -43,15 +43,7 @@ DETAILS = flags.DEFINE_bool("details", True, "Whether to show all figures, and t
 
 
 def main() -> None:
-    if command_line.GIN_FILE.value:
-        raise UserError("--gin_file has no effect here: the config comes from the checkpoint; --gin_param changes it")
-    if CONCATENATED.present and not PROTOCOL.value:
-        raise UserError("--concatenated has no effect without a --protocol: leave it out")
-    for flag in (STRIDE, WINDOWS):
-        if flag.present and "sliding" not in PROTOCOL.value:
-            raise UserError(f"--{flag.name} has no effect without --protocol=sliding: leave it out")
-    if OUTPUT.value is not None:
-        check_output(OUTPUT.value, OUTPUT.name)
+    _check_flags()
     # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
     import jax
     from rich.console import Console
@@ -106,6 +98,20 @@ def main() -> None:
         report.write(evaluation, OUTPUT.value, **details)
 
 
+def _check_flags() -> None:
+    if command_line.GIN_FILE.value:
+        raise UserError("--gin_file has no effect here: the config comes from the checkpoint; --gin_param changes it")
+    if CONCATENATED.present and not PROTOCOL.value:
+        raise UserError("--concatenated has no effect without a --protocol: leave it out")
+    for flag in (STRIDE, WINDOWS):
+        if flag.present and "sliding" not in PROTOCOL.value:
+            raise UserError(f"--{flag.name} has no effect without --protocol=sliding: leave it out")
+    if PROTOCOL.value and (COMPARE.value or MAX_TOKENS.value is not None):
+        raise UserError("--compare and --max_tokens have no effect with --protocol: leave them out")
+    if OUTPUT.value is not None:
+        check_output(OUTPUT.value, OUTPUT.name)
+
+
 def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Documents") -> None:
     """Prints the results and the cost of each --protocol, and writes them to --output."""
     import dataclasses
@@ -116,8 +122,6 @@ def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Document
     from meliad_like.evaluation import protocols, report
     from meliad_like.resumable import write_json
 
-    if COMPARE.value or MAX_TOKENS.value is not None:
-        raise UserError("--compare and --max_tokens have no effect with --protocol: leave them out")
     run, model = opened.run, opened.model
     if CONCATENATED.value:
         split = Concatenated(split, model.vocabulary_size, opened.vocabulary.end_of_document)

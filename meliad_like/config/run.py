@@ -104,54 +104,6 @@ class StagesConfig:
             raise UserError(f"StagesConfig.num_steps={self.num_steps} must all be at least 1")
 
 
-class Stage(NamedTuple):
-    """Steps that are trained alike."""
-
-    index: int
-    first_step: int
-    """Steps done before it."""
-    last_step: int
-    """Steps done after it."""
-    run: "RunConfig"
-    """The config of these steps, as if there were no others."""
-
-
-def stages_of(run: "RunConfig") -> list[Stage]:
-    """All stages of a run, in order; one, where it is not staged.
-
-    Raises:
-      UserError: the earlier stages leave no step to the last one, or one of them is not possible.
-    """
-    config, first, stages = run.stages, 0, []
-    for index, steps in enumerate(config.num_steps):
-        stages.append(Stage(index, first, first + steps, _changed(run, config, index)))
-        first += steps
-    if first >= run.training.num_steps:
-        raise UserError(
-            f"StagesConfig.num_steps={config.num_steps} leaves none of TrainingConfig.num_steps="
-            f"{run.training.num_steps} to the last stage"
-        )
-    last = dataclasses.replace(run, stages=StagesConfig())
-    return [*stages, Stage(len(stages), first, run.training.num_steps, last)]
-
-
-def _changed(run: "RunConfig", config: StagesConfig, index: int) -> "RunConfig":
-    changes = {
-        name: getattr(config, name)[index] for name in ("window_length", "cache_length") if getattr(config, name)
-    }
-    if missing := sorted(changes.keys() - {field.name for field in dataclasses.fields(run.model)}):
-        raise UserError(f"StagesConfig.{missing[0]} has no effect: {type(run.model).__name__} has no such field")
-    try:
-        data = run.data
-        if config.segment_length:
-            data = dataclasses.replace(data, segment_length=config.segment_length[index])
-        return dataclasses.replace(
-            run, stages=StagesConfig(), data=data, model=dataclasses.replace(run.model, **changes)
-        )
-    except UserError as error:
-        raise UserError(f"stage {index + 1} of {len(config.num_steps) + 1}: {error}") from None
-
-
 Config = TypeVar("Config")
 
 
@@ -266,3 +218,49 @@ def bound_by(gin_params: Sequence[str]) -> dict[str, Any]:
     """The values that parameters bind, by `Class.field`; macros, which only files read, are left out."""
     fields = [text for text in gin_params if "." in text.partition("=")[0]]
     return {key: binding.value for key, binding in collect((), fields).items() if binding.rank == 0}
+
+
+class Stage(NamedTuple):
+    """Steps that are trained alike."""
+
+    index: int
+    first_step: int
+    """Steps done before it."""
+    last_step: int
+    """Steps done after it."""
+    run: RunConfig
+    """The config of these steps, as if there were no others."""
+
+
+def stages_of(run: RunConfig) -> list[Stage]:
+    """All stages of a run, in order; one, where it is not staged.
+
+    Raises:
+      UserError: the earlier stages leave no step to the last one, or one of them is not possible.
+    """
+    first, stages = 0, []
+    for index, steps in enumerate(run.stages.num_steps):
+        stages.append(Stage(index, first, first + steps, _run_of_stage(run, index)))
+        first += steps
+    if first >= run.training.num_steps:
+        raise UserError(
+            f"StagesConfig.num_steps={run.stages.num_steps} leaves none of TrainingConfig.num_steps="
+            f"{run.training.num_steps} to the last stage"
+        )
+    last = dataclasses.replace(run, stages=StagesConfig())
+    return [*stages, Stage(len(stages), first, run.training.num_steps, last)]
+
+
+def _run_of_stage(run: RunConfig, index: int) -> RunConfig:
+    lengths = {
+        "data.segment_length": run.stages.segment_length,
+        "model.window_length": run.stages.window_length,
+        "model.cache_length": run.stages.cache_length,
+    }
+    if run.stages.cache_length and not hasattr(run.model, "cache_length"):
+        raise UserError(f"StagesConfig.cache_length has no effect: {type(run.model).__name__} has no such field")
+    try:
+        changes = {path: values[index] for path, values in lengths.items() if values}
+        return with_changes(run, {"stages": StagesConfig(), **changes})
+    except UserError as error:
+        raise UserError(f"stage {index + 1} of {len(run.stages.num_steps) + 1}: {error}") from None
