@@ -92,11 +92,8 @@ class Registry(Mapping[str, type]):
 def kind_field(registry: Registry, default: Callable[[], Any], *, many: bool = False) -> Any:
     """A dataclass field whose value is of a registered kind; with `many`, a tuple of configs of different kinds.
 
-    Args:
-      registry: registry of the role.
-      default: function that makes the field's default value.
-      many: the field holds a tuple. In gin its members are those of the default, and every kind that a gin file or
-        parameter binds a field of.
+    In gin the members of such a tuple are those of the default, and every kind that a file or parameter binds a field
+    of.
     """
     return dataclasses.field(default_factory=default, metadata={"registry": registry, "many": many})
 
@@ -104,9 +101,7 @@ def kind_field(registry: Registry, default: Callable[[], Any], *, many: bool = F
 def resumable(default: Any, when: Callable[[Any, Any], bool] = lambda old, new: True) -> Any:
     """A dataclass field that may change when a run resumes, because earlier steps did not depend on it.
 
-    Args:
-      default: the field's default.
-      when: (the run's config so far, the new one) -> whether the field may differ between the two.
+    `when` of the run's config so far and the new one is whether the field may differ between the two.
     """
     return dataclasses.field(default=default, metadata={"resumable": when})
 
@@ -120,7 +115,6 @@ def to_plain(config: Any, registry: Registry | None = None, *, changed_only: boo
     """A config as nested dictionaries of plain values, in which a kind has its name as `kind`.
 
     Args:
-      config: a dataclass, whose fields may be dataclasses and kinds again.
       registry: registry of the config, if it is itself a kind.
       changed_only: leave out the fields that have their defaults.
     """

@@ -21,13 +21,9 @@ MAX_NAMED = 3
 
 def refuse_differences(place: epath.PathLike, differences: Iterable[tuple[str, Any, Any]], way_out: str) -> None:
     """
-    Args:
-      place: file or folder that holds earlier work.
-      differences: the settings that differ: (name, old value, new value).
-      way_out: the advice at the end of the message.
-
     Raises:
-      UserError: there are differences; the message names the first ones with both values.
+      UserError: there are differences (name, old value, new value) to the settings of the work in `place`; the message
+        names the first ones, and ends with the `way_out`.
     """
     if not (differences := list(differences)):
         return
@@ -43,17 +39,12 @@ def check_same(
     may_differ: Collection[str] = (),
     way_out: str = "choose another folder, or the same values",
 ) -> None:
-    """Refuses to resume work that was done with other settings.
+    """Refuses to resume work in `place` that was done with other settings, as `refuse_differences` does.
 
     Args:
-      place: file or folder that holds the work.
       saved, wanted: the saved and the current settings, nested dictionaries of values that JSON can represent.
       may_differ: dotted names of fields, or of whole groups (`config.training.num_steps`, `config.mesh`), that don't
         change the results.
-      way_out: the advice at the end of the message.
-
-    Raises:
-      UserError: the settings differ, as in `refuse_differences`.
     """
     # Converted to JSON and back, so that a tuple equals the list as which it was saved.
     old, new = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, wanted))
@@ -77,14 +68,10 @@ def write_json(path: epath.PathLike, content: Any) -> None:
 
 @contextmanager
 def locked(path: Path, busy: str | None = None) -> Iterator[None]:
-    """A lock: only one process of this machine at a time runs the body of the `with` statement.
+    """A lock file: only one process of this machine at a time runs the body of the `with` statement.
 
-    Args:
-      path: the lock file; its folder is created if needed. The system releases the lock when the process ends.
-      busy: the message with which other processes are refused; None: they wait.
-
-    Raises:
-      UserError: another process has the lock; the message is `busy`.
+    Other processes wait, or are refused with the message `busy` (a UserError). The system releases the lock when the
+    process ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not "w": a refused process must not erase what the owner has written.
@@ -98,11 +85,7 @@ def locked(path: Path, busy: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder, which is renamed to `folder` at the end, and deleted if anything fails.
-
-    Raises:
-      UserError: the disk is full.
-    """
+    """A temporary folder, which is renamed to `folder` at the end, and deleted if anything fails."""
     incomplete = folder.with_name(f"{folder.name}.incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)  # It may be left over from a killed process.
     incomplete.mkdir()
@@ -120,12 +103,7 @@ class Journal:
     """A file of finished parts of some work, one line of JSON each, after a line that identifies the work."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any], *, replace: bool = False):
-        """Opens the file or creates it.
-
-        Args:
-          path: the file; its folder is created if needed.
-          identity: everything that determines the results, for JSON.
-          replace: whether the results of other settings are replaced.
+        """Opens the file or creates it. `identity` is everything that determines the results, for JSON.
 
         Raises:
           UserError: the file has results of other settings and `replace` is false, or a line is not JSON.
@@ -137,7 +115,6 @@ class Journal:
             check_same(path, rows[0], identity)
         if not rows or rows[0] != json.loads(first):
             lines, rows = [first], [identity]
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(lines))
         self.rows: list[Any] = rows[1:]
         """The parts that were finished before."""

@@ -11,24 +11,12 @@ from meliad_like.errors import UserError
 
 
 def read_json(path: Path | epath.Path) -> Any:
-    """Parses a JSON file.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      UserError: the text is not JSON.
-    """
+    """Parses a JSON file; text that is not JSON is a UserError."""
     return parse_json(path.read_bytes(), str(path))
 
 
 def parse_json(text: str | bytes, place: str) -> Any:
-    """Parses JSON text.
-
-    Args:
-      place: the origin of the text, for the message.
-
-    Raises:
-      UserError: the text is not JSON.
-    """
+    """Parses JSON text from `place`; text that is not JSON is a UserError."""
     try:
         return json.loads(text)
     # ValueError: not UTF-8, or not JSON. RecursionError: a million brackets.

@@ -22,9 +22,7 @@ def build(bindings: Bindings, *roots: Any) -> tuple[Any, ...]:
     """Configs from bindings, each of which must be read by one of them.
 
     Bindings of base.gin are defaults: they may belong to a kind that is not chosen, or to a root that is not asked for.
-
-    Args:
-      roots: dataclasses, whose defaults hold where nothing is bound; or configs, whose values do.
+    Where nothing is bound, the defaults of a root that is a class hold, or the values of one that is a config.
 
     Raises:
       UserError: a binding is wrong or nothing reads it, or the values don't go together.

@@ -36,11 +36,7 @@ def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity
 
 
 def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[Reading, bytes]:
-    """Reads a file of `save_reading`: the state, and the bytes of an incomplete character.
-
-    Args:
-      abstract_carry: shapes and dtypes of the carry.
-      identity: properties of the checkpoint that resumes.
+    """Reads a file of `save_reading` for the checkpoint with this identity: the state, and an incomplete character.
 
     Raises:
       UserError: the file is missing, unreadable or damaged, or it belongs to another checkpoint.

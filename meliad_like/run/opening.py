@@ -144,10 +144,9 @@ def open_with(
 
 
 def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, prepare: bool) -> TokenStore:
-    """Opens the token store of a checkpoint.
+    """Opens the token store of a checkpoint in `folder`, or in its folder `checkpoints`.
 
     Args:
-      opened: the checkpoint in `folder`, or in its folder `checkpoints`.
       store: folder of the token store; None: the one in the config.
       prepare: whether to make a missing store, from the documents in the config and the vocabulary of the checkpoint.
 

@@ -281,15 +281,8 @@ def keep_best(
 ) -> None:
     """Keeps the parameters of a step in a folder of their own, unless the parameters already there are as good.
 
-    Args:
-      folder: where to keep them; a damaged checkpoint in it is renamed and ignored.
-      step: number of steps done. A run that repeats steps after a kill may find it saved, and keeps it.
-      state: its fields `step` and `params` are kept.
-      metadata: as in `Checkpoints.save`.
-      measure: metadata -> the number to minimise; a step with NaN is not kept.
-
-    Raises:
-      UserError: the disk is full.
+    A damaged checkpoint in the folder is renamed and ignored. A run that repeats steps after a kill may find the step
+    saved, and keeps it. `measure` of the metadata is the number to minimise; a step with NaN is not kept.
     """
     if math.isnan(measure(metadata)):
         return

@@ -41,11 +41,7 @@ class Program(NamedTuple):
     """The shapes of the batch of a step, over all hosts."""
 
     def compile_step(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-        """The step compiled for these shapes and shardings. It rejects all others, so a run compiles only once.
-
-        Args:
-          options: compiler options of XLA.
-        """
+        """The step compiled (with options of XLA) for these shapes and shardings; it rejects all others."""
         with jax.set_mesh(self.mesh):
             return self.train_step.lower(self.abstract_state, self.abstract_batch).compile(options)
 
