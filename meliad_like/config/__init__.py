@@ -5,7 +5,7 @@ read while jax traces is frozen into the compiled program, and a worker process 
 """
 
 from meliad_like.config.bindings import shipped_files
-from meliad_like.config.construction import bound_values
+from meliad_like.config.construction import bound_values, field_types, fit
 from meliad_like.config.run import Changes, RunConfig, bound_by, parse, parse_with, read_changes, with_changes
 from meliad_like.config.saved import check_workdir, differences, from_json, save, to_gin, to_json
 
@@ -16,6 +16,8 @@ __all__ = [
     "bound_values",
     "check_workdir",
     "differences",
+    "field_types",
+    "fit",
     "from_json",
     "parse",
     "parse_with",

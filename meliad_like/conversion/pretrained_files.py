@@ -9,7 +9,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from meliad_like.config.construction import field_types, fit
+from meliad_like.config import field_types, fit
 from meliad_like.conversion.parameters import (
     GGUF_LLAMA,
     GPT2,
