@@ -65,8 +65,8 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
                 raise UserError(f"the first argument must be {' or '.join(subjects)}, {given}")
             return main(*words)
         except MissingStoreError as error:
-            flags = [f"--gin_file={name}" for name in GIN_FILE.value] + [f"--gin_param={x}" for x in GIN_PARAM.value]
-            return _fail(MissingStoreError(error.folder, "".join(f" {shlex.quote(flag)}" for flag in flags)))
+            used = [f"--gin_file={name}" for name in GIN_FILE.value] + [f"--gin_param={x}" for x in GIN_PARAM.value]
+            return _fail(MissingStoreError(error.folder, "".join(f" {shlex.quote(flag)}" for flag in used)))
         except UserError as error:
             return _fail(error)
         except OSError as error:
