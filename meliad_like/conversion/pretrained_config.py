@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from meliad_like.config.construction import field_types
+from meliad_like.config import field_types
 from meliad_like.data.gguf_file import GGUFFile
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import PretrainedConfig
