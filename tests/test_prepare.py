@@ -42,12 +42,15 @@ def test_processes_change_nothing(texts, tmp_path):
     assert files(tmp_path / "store1") == files(tmp_path / "store2")
 
 
-def test_trained_vocabulary_sees_training_documents_only(texts, tmp_path):
+def test_trained_vocabulary_sees_training_documents_only(texts, tmp_path, capsys):
     (texts / "7.txt").write_text("\u6f22" * 5000)
     prepare(config(texts), SentencePieceVocabularyConfig(size=290), tmp_path / "store", 1)
     vocabulary = TokenStore(tmp_path / "store").vocabulary
     assert len(vocabulary.encode("\u6f22")) == 3
     assert len(vocabulary.encode("few")) < 4
+    # Both are shown before the slow steps that they announce.
+    shown = capsys.readouterr().err
+    assert 0 < shown.index("reading documents for the vocabulary") < shown.index("learning the vocabulary from 0.0 MB")
 
 
 def test_second_run_reuses(texts, tmp_path, capsys, monkeypatch):

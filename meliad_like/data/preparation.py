@@ -120,13 +120,22 @@ def _make_vocabulary(
         return vocabulary.make()
 
     def texts() -> Iterator[str]:
-        for reference in source.references():
-            document = _read(reference, config)
-            if not isinstance(document, str) and document.split == "train":
-                yield document.text
+        with _progress(console, "reading documents for the vocabulary") as progress:
+            num_bytes, task = 0, progress.add_task("", total=source.num_documents, size="")
+            for reference in source.references():
+                document = _read(reference, config)
+                if not isinstance(document, str) and document.split == "train":
+                    yield document.text
+                    num_bytes += len(document.text.encode())
+                progress.update(task, advance=1, size=f"{num_bytes / 1e6:,.1f} MB")
+        console.print(f"learning the vocabulary from {num_bytes / 1e6:,.1f} MB")
 
-    with console.status("learning the vocabulary"):
-        return vocabulary.make(texts())
+    return vocabulary.make(texts())
+
+
+def _progress(console: Console, what: str) -> Progress:
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[size]}"))
+    return Progress(*columns, TimeRemainingColumn(), console=console)
 
 
 def _write(
@@ -139,8 +148,7 @@ def _write(
     """
     writers = {split: SplitWriter(folder / split, vocabulary, token_dtype(vocabulary.size)) for split in SPLITS}
     skipped, names, num_bytes = [], set(), 0
-    columns = (TextColumn("tokenising"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[size]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with _progress(console, "tokenising") as progress:
         task = progress.add_task("", total=source.num_documents, size="")
         for result in encode_all(config, source, folder, num_workers):
             if isinstance(result, str):
