@@ -220,9 +220,9 @@ def written(folder):
 
 
 def test_back_to_transformers(place, trained, tmp_path):
-    written = convert_to_huggingface(trained, tmp_path / "back")
-    assert [path.name for path in written] == ["config.json", "model.safetensors", "recurrence.safetensors"]
-    assert (tmp_path / "back" / "tokenizer.json").exists()
+    convert_to_huggingface(trained, tmp_path / "back")
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert names >= {"config.json", "model.safetensors", "recurrence.safetensors", "tokenizer.json"}
     ours = open_checkpoint(trained)
     convert_from_pretrained("huggingface", tmp_path / "back", [], [], tmp_path / "again")
     again = open_checkpoint(tmp_path / "again")

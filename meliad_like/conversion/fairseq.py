@@ -51,15 +51,7 @@ def fairseq_name(path: str) -> str:
 
 
 def from_fairseq(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> dict[str, Any]:
-    """Our parameter tree, filled from fairseq's flat parameters.
-
-    Args:
-        theirs: fairseq's arrays by their names.
-        template: our parameters or their shapes (`Model.abstract_params`).
-
-    Raises:
-        UserError: a parameter is missing, unknown, of another shape, or not tied.
-    """
+    """Our parameter tree, in the shapes of `template`, filled from fairseq's arrays by their names."""
     theirs = {name.removeprefix("decoder."): array for name, array in theirs.items()}
     learned = {name for name in theirs if not _BUFFER.fullmatch(name)}
     for name in sorted(learned):
@@ -87,11 +79,7 @@ def _shared_with(name: str) -> str | None:
 
 
 def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:
-    """Reads the parameters of a fairseq checkpoint (`.pt`), float32, by their names. No code in the file is executed.
-
-    Raises:
-      UserError: PyTorch is not installed, or the file can't be read or contains pickled objects.
-    """
+    """Reads the parameters of a fairseq checkpoint (`.pt`), float32, by name. No code in the file is executed."""
     try:
         import torch  # type: ignore[import-not-found]  # an extra
     except ImportError:
@@ -110,11 +98,7 @@ def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def convert_from_fairseq(path: str | Path, run: RunConfig, folder: str | Path) -> None:
-    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning.
-
-    Raises:
-      UserError: the checkpoint does not match the config or the vocabulary, or `folder` already has checkpoints.
-    """
+    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning."""
     if not isinstance(run.model, ShortformerConfig):
         raise UserError("a checkpoint of fairseq is a Shortformer: add --gin_file=shortformer/shortformer.gin")
     if run.vocabulary.trained:

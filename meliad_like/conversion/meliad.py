@@ -79,11 +79,7 @@ _TOP = {"embedding": "embed/embedding", "final_norm/scale": "final_layernorm/sca
 
 
 def meliad_name(path: str) -> str:
-    """The reference's name of our parameter, for example of `layers/0/heads/key/kernel`.
-
-    Raises:
-        UserError: the reference has no such parameter, because it lacks the mechanism.
-    """
+    """The reference's name of our parameter, for example of `layers/0/heads/key/kernel`."""
     if not (match := re.fullmatch(r"layers/(\d+)/(.+)", path)):
         return _TOP[path]
     if match[2] not in _LAYER:
@@ -92,15 +88,7 @@ def meliad_name(path: str) -> str:
 
 
 def from_meliad(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> dict[str, Any]:
-    """Our parameter tree, filled from the reference's flat parameters.
-
-    Args:
-        theirs: the reference's arrays by their names, whose parts are joined by "/".
-        template: our parameters or their shapes (`Model.abstract_params`).
-
-    Raises:
-        UserError: a parameter is missing, unknown, or of another shape.
-    """
+    """Our parameter tree, in the shapes of `template`, filled from the reference's parameters by their names."""
     return fill_parameters(template, theirs, meliad_name, lambda path, name, leaf: theirs[name], "the checkpoint")
 
 
@@ -115,9 +103,6 @@ def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
     Args:
       path: an npz file with such names, or an orbax folder of nested dictionaries. The parameters may be under
         `params`, `target` or `optimizer/target`; other entries are ignored.
-
-    Raises:
-      UserError: the path is neither of these, or has no such parameters.
     """
     path = Path(path)
     if path.is_dir():
@@ -165,9 +150,6 @@ def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) ->
     """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning.
 
     Tokens keep their ids, so the vocabulary must be the one that the reference was trained with.
-
-    Raises:
-      UserError: the checkpoint does not match the config or the vocabulary, or `folder` already has checkpoints.
     """
     _check_family(run, "--gin_file")
     theirs = read_meliad(path)
@@ -183,11 +165,7 @@ def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) ->
 
 
 def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
-    """Writes the parameters of our newest checkpoint as an npz file under the reference's names.
-
-    Raises:
-      UserError: there is no usable checkpoint, or the file can't be written.
-    """
+    """Writes the parameters of our newest checkpoint as an npz file under the reference's names."""
     path = Path(path)
     if path.suffix != ".npz":
         raise UserError(f"{path} must end in .npz")

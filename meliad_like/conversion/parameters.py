@@ -155,9 +155,6 @@ def read_parameters(
       names: names of the file's tensors.
       read: function that reads a tensor by its name.
       owner: the file or folder, for messages.
-
-    Raises:
-      UserError: a tensor is missing, of another shape, or has no place in the model.
     """
     # Before arrays of the config's sizes are allocated.
     if (last := place(table, f"blocks/{config.num_layers - 1}/query/kernel").name) not in names:

@@ -30,9 +30,6 @@ def convert_from_pretrained(
 
     Args:
       kind: `huggingface`: a folder of config.json and safetensors; `gguf`: a file.
-
-    Raises:
-      UserError: the model can't be read, a binding contradicts it, or `folder` has checkpoints already.
     """
     changes = read_changes(gin_files, gin_params)
     pretrained = read_gguf(path) if kind == "gguf" else read_huggingface(path)
@@ -48,11 +45,7 @@ def convert_from_pretrained(
 
 
 def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunConfig:
-    """The run config of a pretrained model with the changes of a user.
-
-    Raises:
-      UserError: the changes contradict the file of the model.
-    """
+    """The run config of a pretrained model with the changes of a user, which must not contradict its file."""
     model = pretrained.config
     # The segment length of base.gin is for another window.
     window = changes.value("PretrainedConfig.window_length", model.window_length)
@@ -73,15 +66,8 @@ def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunCon
     return run
 
 
-def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[Path]:
-    """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer.
-
-    Returns:
-      The written files. A recurrence has a separate file, which only this package reads.
-
-    Raises:
-      UserError: there is no usable checkpoint, it is of another family, or the folder is not empty.
-    """
+def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
+    """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer."""
     opened = open_checkpoint(checkpoint)
     folder = Path(folder)
     if not isinstance(opened.run.model, PretrainedConfig):
@@ -90,10 +76,9 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> list[P
         raise UserError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}: choose another --output")
     folder.mkdir(parents=True, exist_ok=True)
     pretrained = Pretrained(opened.run.model, opened.vocabulary.size, opened.params)
-    written = write_huggingface(pretrained, opened.vocabulary.end_of_document, folder)
+    write_huggingface(pretrained, opened.vocabulary.end_of_document, folder)
     if isinstance(opened.vocabulary, TokenizersVocabulary):
         opened.vocabulary.save(folder)
         # A tokenizer.json doesn't name the end-of-text token, which is needed when the folder is read again.
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": opened.vocabulary.end_token}
         write_json(folder / TOKENIZER_CONFIG_NAME, settings)
-    return written

@@ -1,6 +1,7 @@
 """The configs of pretrained models in config.json and in GGUF files. Unsupported fields are refused, never ignored."""
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,10 +54,7 @@ def _width_by_heads(fields: Mapping[str, Any]) -> int:
     return fields["model_width"] // fields["num_heads"]
 
 
-def _heads(fields: Mapping[str, Any]) -> int:
-    return fields["num_heads"]
-
-
+_heads = operator.itemgetter("num_heads")
 REQUIRED = object()
 # Our field: its name in the file ("": it has none), and its default, which may follow from the fields before it.
 Table = Mapping[str, tuple[str, Any]]
@@ -101,11 +99,7 @@ GGUF_FIELDS: Table = {
 
 
 def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
-    """The config of the decoder that a config.json describes; its window is all positions.
-
-    Raises:
-      UserError: a field is missing, unknown, or has an unsupported value; `owner` is the file's name.
-    """
+    """The config of the decoder in a config.json, whose name is `owner`; its window is all positions."""
     saved = dict(saved)
     architecture = saved.get("model_type")
     if not isinstance(architecture, str) or architecture not in FIXED:
@@ -123,11 +117,7 @@ def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
 
 
 def from_gguf(file: GGUFFile) -> PretrainedConfig:
-    """The config of the decoder in a GGUF file; its window is all positions.
-
-    Raises:
-      UserError: a field is missing, unknown, or has an unsupported value.
-    """
+    """The config of the decoder in a GGUF file; its window is all positions."""
     architecture = file.value("general.architecture")
     if architecture != "llama":
         raise UserError(f"{file.path} is a {architecture} model: of GGUF files we read llama")

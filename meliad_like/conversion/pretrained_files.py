@@ -53,9 +53,6 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     """Reads a model from config.json and `model.safetensors`, or from several files and their index.
 
     The model includes a recurrence that `write_huggingface` has saved in the folder, and its windows.
-
-    Raises:
-      UserError: a file is missing, damaged, or of another kind of model, or the config needs an unsupported feature.
     """
     folder = Path(folder)
     saved = _read_json(folder / CONFIG_NAME)
@@ -80,15 +77,10 @@ def read_huggingface(folder: str | Path) -> Pretrained:
 
 
 def read_gguf(path: str | Path) -> Pretrained:
-    """Reads a Llama model from a GGUF file and dequantises it.
-
-    Raises:
-      UserError: the file is damaged, or its model is not supported.
-    """
+    """Reads a Llama model from a GGUF file and dequantises it."""
     file = open_gguf(path)
     config = from_gguf(file)
     size = len(file.value("tokenizer.ggml.tokens"))
-    file.forget()
 
     def read(name: str) -> np.ndarray:
         tensor = file.tensor(name)
@@ -102,29 +94,23 @@ def read_gguf(path: str | Path) -> Pretrained:
     return Pretrained(config, size, params)
 
 
-def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str | Path) -> list[Path]:
+def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str | Path) -> None:
     """Writes a model for `transformers` into an existing folder, without the tokenizer.
 
     A recurrence, which config.json can't express, is saved in a separate file with its fields of the config.
-
-    Returns:
-      The files.
     """
     folder = Path(folder)
     decoder = {name: value for name, value in pretrained.params.items() if name != "recurrence"}
     config = to_huggingface(pretrained.config, pretrained.vocabulary_size, end_of_document)
     tensors = to_tensors(TABLES[pretrained.config.architecture], decoder)
-    written = [folder / CONFIG_NAME, folder / TENSORS_NAME]
-    written[0].write_text(json.dumps(config, indent=2) + "\n")
-    safetensors.numpy.save_file(tensors, written[1], metadata={"format": "pt"})
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+    safetensors.numpy.save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
     if "recurrence" in pretrained.params:
         windows = {name: getattr(pretrained.config, name) for name in WINDOW_FIELDS}
         fields = windows | dataclasses.asdict(pretrained.config.summary)
         metadata = {RECURRENCE_KEY: json.dumps(fields)}
         recurrence = by_name(pretrained.params["recurrence"])
         safetensors.numpy.save_file(recurrence, folder / RECURRENCE_NAME, metadata=metadata)
-        written.append(folder / RECURRENCE_NAME)
-    return written
 
 
 def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[PretrainedConfig, dict[str, Any]]:
@@ -145,11 +131,10 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     template = Model(config, size).abstract_params["recurrence"]
-
-    def read(path_of_ours: str, name: str, leaf: Any) -> np.ndarray:
-        return _read_tensor(path, name)
-
-    return config, fill_parameters(template, names, lambda name: name, read, str(path))
+    params = fill_parameters(
+        template, names, lambda name: name, lambda _, name, leaf: _read_tensor(path, name), str(path)
+    )
+    return config, params
 
 
 def _files(folder: Path) -> dict[str, Path]:

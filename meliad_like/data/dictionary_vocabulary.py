@@ -56,14 +56,7 @@ class DictionaryVocabulary(Vocabulary):
 
 
 def read_dictionary(path: str | Path) -> Counts:
-    """Reads the words and counts of a fairseq dictionary, in its order.
-
-    Args:
-      path: the file, or a folder with dict.txt.
-
-    Raises:
-      UserError: the file can't be read, or a line is not a word and its count.
-    """
+    """The words and counts of a fairseq dictionary, in its order; `path` is the file, or a folder with dict.txt."""
     path = Path(path).expanduser()
     path = path / DICTIONARY_NAME if path.is_dir() else path
     lines = read_text(path, "dictionary").split("\n")

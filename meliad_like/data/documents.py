@@ -29,11 +29,6 @@ class Document:
     """The reasons why files of the document were left out, one line each."""
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-          EmptyDocumentError: the text has nothing but whitespace.
-          NotUTF8Error: JSON may escape half a surrogate pair.
-        """
         if not self.text.strip():
             raise EmptyDocumentError(
                 f"document {self.name} is empty: remove it, "
@@ -75,11 +70,7 @@ class EmptyDocumentError(UserError):
 
 
 def decode(raw: bytes, name: str) -> str:
-    """`raw` as text, byte for byte: line ends and a byte order mark are kept.
-
-    Raises:
-      NotUTF8Error: naming the document and the offset of the first bad byte.
-    """
+    """`raw` as text, byte for byte: line ends and a byte order mark are kept. An error names the first bad byte."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -173,11 +164,7 @@ class FolderSourceConfig(SourceConfig):
 
 
 def open_source(config: SourceConfig) -> Source:
-    """Opens the source that the config describes.
-
-    Raises:
-      UserError: the folder is missing, or contains no document.
-    """
+    """Opens the source. Raises a UserError if the folder is missing, or contains no document."""
     source = config.open()
     if source.num_documents == 0:
         raise UserError(

@@ -136,9 +136,6 @@ def read_files(
       files: paths below `root`, with `/`.
       headers: whether each file is announced by a line `# file: path`; files without text are then left out.
       skip_undecodable: whether a file of several that is not UTF-8 is left out instead of being an error.
-
-    Raises:
-      UserError: the document is empty or not UTF-8.
     """
     parts, skipped = [], []
     for file in files:

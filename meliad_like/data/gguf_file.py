@@ -20,11 +20,7 @@ class GGUFFile:
         self._fields = reader.fields
 
     def value(self, key: str, *default: Any) -> Any:
-        """The value of a metadata key.
-
-        Raises:
-          UserError: the key is missing and there is no default, or its text is damaged.
-        """
+        """The value of a metadata key. A missing key without a default, and damaged text, are UserErrors."""
         if (field := self._fields.get(key)) is not None:
             try:
                 return field.contents()
@@ -37,10 +33,6 @@ class GGUFFile:
     def values(self, prefix: str) -> dict[str, Any]:
         """The values of the metadata keys that begin with `prefix`."""
         return {key: self.value(key) for key in self._fields if key.startswith(prefix)}
-
-    def forget(self) -> None:
-        """Frees the metadata; a vocabulary in them takes 100 MB in the reader."""
-        self._fields.clear()
 
     def tensor(self, name: str) -> np.ndarray:
         """A tensor in float32, dequantised if needed. Raises a UserError if `gguf` can't dequantise it."""
@@ -59,11 +51,7 @@ class GGUFFile:
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Maps a file and reads its metadata.
-
-    Raises:
-      UserError: the file is missing or truncated, or it is not a GGUF file.
-    """
+    """Maps a file and reads its metadata. Raises a UserError if it is missing, truncated, or not a GGUF file."""
     path = Path(path)
     try:
         return GGUFFile(path, gguf.GGUFReader(path))

@@ -36,11 +36,6 @@ class LanesReader(Reader):
     sequences without overlap."""
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-          UserError: segment_length is no multiple of window_length, the overlap does not fit, or no document has a
-            target.
-        """
         if self.segment_length % self.window_length:
             raise UserError(
                 f"segment_length={self.segment_length} must be a multiple of window_length={self.window_length}"

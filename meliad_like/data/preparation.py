@@ -27,6 +27,7 @@ from meliad_like.data.documents import (
     source_fingerprint,
 )
 from meliad_like.data.token_store import (
+    FORMAT_VERSION,
     STORE_NAME,
     SplitWriter,
     StoreInfo,
@@ -36,12 +37,12 @@ from meliad_like.data.token_store import (
     count_words,
     files_fingerprint,
     read_info,
-    store_fingerprint,
     token_dtype,
     write_info,
 )
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import UserError
+from meliad_like.registry import fingerprint
 from meliad_like.remote import is_remote
 from meliad_like.resumable import check_same, locked, whole_folder
 from meliad_like.tables import Table
@@ -93,7 +94,7 @@ def prepare(
                 splits, checksums, skipped = _write(incomplete, source, opened, made, num_workers, console)
                 _check_splits(source, opened, splits, len(skipped), for_training)
                 info = StoreInfo(
-                    fingerprint=store_fingerprint(prints["source"], made.fingerprint),
+                    fingerprint=fingerprint([FORMAT_VERSION, prints["source"], made.fingerprint]),
                     source=prints["source"],
                     source_settings=source.settings_fingerprint,
                     folder=absolute_folder(source),
@@ -141,11 +142,7 @@ def _progress(console: Console, what: str) -> Progress:
 def _write(
     folder: Path, config: SourceConfig, source: Source, vocabulary: Vocabulary, num_workers: int, console: Console
 ) -> tuple[dict[str, Totals], dict[str, str], list[str]]:
-    """Writes the tokens of all documents, in the source's order.
-
-    Returns:
-      The totals and the checksum of each split, and the reasons why documents or files were left out.
-    """
+    """Writes all documents in order. Returns each split's totals and checksum, and the reasons of what was left out."""
     writers = {split: SplitWriter(folder / split, vocabulary, token_dtype(vocabulary.size)) for split in SPLITS}
     skipped, names, num_bytes = [], set(), 0
     with _progress(console, "tokenising") as progress:
@@ -235,7 +232,8 @@ def encode_all(
       vocabulary_folder: where each worker loads the vocabulary from.
       num_workers: number of processes; 0: one per core; 1: this process does the work.
     """
-    num_workers = num_workers or num_cores()
+    if not num_workers:
+        num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if num_workers == 1:
         yield from map(partial(_encode, config, load_vocabulary(vocabulary_folder)), source.references())
         return
@@ -279,7 +277,3 @@ def _read(reference: Reference, config: SourceConfig) -> Document | str:
         if (config.undecodable if isinstance(error, NotUTF8Error) else config.empty) == "stop":
             raise
         return str(error)
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -54,10 +54,6 @@ class JsonLinesSource(RecordsSourceConfig):
     """Patterns of names of files and folders to leave out."""
 
     def open(self) -> Source:
-        """
-        Raises:
-          UserError: there is neither such a folder nor such a file, or some files are named after splits, others not.
-        """
         path, passed_over = Path(self.folder).expanduser().absolute(), ""
         if self.folder.endswith(SUFFIXES) and path.is_file():
             root, files = path.parent, [path.name]
@@ -92,11 +88,7 @@ def _split_of_file(file: str) -> str | None:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The file's lines, decompressed, each with its line end.
-
-    Raises:
-      UserError: the compressed data is damaged or cut short.
-    """
+    """The file's lines, decompressed, each with its line end."""
     try:
         with path.open("rb") as file:
             if path.suffix == ".gz":

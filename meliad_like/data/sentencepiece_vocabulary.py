@@ -81,11 +81,7 @@ class SentencePieceVocabulary(Vocabulary):
 
 
 def read_model(path: str | Path) -> bytes:
-    """The contents of a SentencePiece model file, or of that in the folder of a saved vocabulary.
-
-    Raises:
-      UserError: there is no such file, or it is no SentencePiece model.
-    """
+    """The contents of a SentencePiece model file, or of that in the folder of a saved vocabulary."""
     path = Path(path).expanduser()
     path = path / MODEL_NAME if path.is_dir() else path
     try:

@@ -49,11 +49,7 @@ class Concatenated:
         self.names = ["all documents, one after the other"]
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: tokens from `start` on; there is one document, 0.
-
-        Raises:
-          UserError: a token id is not below vocabulary_size.
-        """
+        """int32[stop - start]: tokens from `start` on; there is one document, 0."""
         parts = [np.full(1, self._end_of_document, np.int32)] if start == 0 else []
         place, last = max(start - 1, 0), stop - 1
         while place < last:
@@ -96,15 +92,8 @@ def random_order(num_documents: int) -> Int[np.ndarray, " documents"]:
 
 
 def random_subset(lengths: np.ndarray, max_tokens: int) -> Int[np.ndarray, " documents"]:
-    """Indices of random whole documents, the same ones each time; documents that no longer fit are skipped.
-
-    Args:
-      lengths: number of tokens of each document.
-      max_tokens: number of tokens of the chosen documents together.
-
-    Raises:
-      UserError: not even the shortest document fits.
-    """
+    """Indices of random whole documents, the same ones each time, with at most `max_tokens` tokens together; documents
+    that no longer fit are skipped."""
     chosen, total = [], 0
     for document in random_order(len(lengths)).tolist():
         if total + lengths[document] <= max_tokens:

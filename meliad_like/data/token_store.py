@@ -77,11 +77,6 @@ class StoreInfo:
     """The reasons why documents, or files of documents, were left out."""
 
 
-def store_fingerprint(source: str, vocabulary: str) -> str:
-    """The fingerprint of a store, computed from those of its source and its vocabulary."""
-    return fingerprint([FORMAT_VERSION, source, vocabulary])
-
-
 def files_fingerprint(source: Source) -> str:
     """Fingerprint of the names, sizes and times of the files of a source."""
     status = [(name, path.stat()) for name, path in source.files]
@@ -113,11 +108,7 @@ class Split:
     """The documents of one split."""
 
     def __init__(self, folder: epath.Path, columns: dict[str, Any], tokens: np.ndarray):
-        """
-        Args:
-          columns: contents of `DOCUMENTS_NAME`.
-          tokens: of all documents.
-        """
+        """`columns`: contents of `DOCUMENTS_NAME`; `tokens`: of all documents."""
         self.names: list[str] = columns["names"]
         """A name for each document."""
         self.lengths = np.asarray(columns["tokens"], np.int64)
@@ -134,11 +125,7 @@ class Split:
         return len(self.names)
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: the tokens of a document in this range, copied out of the memory map.
-
-        Raises:
-          IndexError: the document does not exist, or has no such tokens.
-        """
+        """int32[stop - start]: the tokens of a document in this range, copied out of the memory map."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)} in {self._folder}")
         if not 0 <= start <= stop <= self.lengths[document]:
@@ -151,10 +138,7 @@ class TokenStore:
     """A token store, as `prepare` writes it."""
 
     def __init__(self, folder: epath.PathLike):
-        """Opens a store and checks that it is complete.
-
-        Args:
-          folder: a local folder, or one of an object store.
+        """Opens a store, in a local folder or in an object store.
 
         Raises:
           UserError: there is no store, it was written by another version, or a file is damaged.
@@ -200,11 +184,7 @@ class TokenStore:
         return Split(folder, json.loads(columns), np.memmap(folder / "tokens.bin", self.info.dtype, "r"))
 
     def _local_copy(self, split: str) -> epath.Path:
-        """The folder of a copy of a split in an object store, made once for all processes of this machine.
-
-        Raises:
-          UserError: there is no room for the copy, it does not have this size, or the object store refuses.
-        """
+        """The folder of a copy of a split in an object store, made once for all processes of this machine."""
         # A store that was prepared again gets its own copy.
         copy = cache_folder() / self.fingerprint / split
         with locked(copy.parent / f".{split}.lock"):
@@ -316,11 +296,7 @@ class SplitWriter:
         self._file = (folder / "tokens.bin").open("wb")
 
     def write(self, name: str, tokens: np.ndarray, num_bytes: int, num_words: int) -> None:
-        """Appends a document; `tokens` is int32[n] without the end of the document.
-
-        Raises:
-          UserError: a token is out of range.
-        """
+        """Appends a document; `tokens` is int32[n] without the end of the document."""
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < self._vocabulary.size):
             wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary.size)][0]
             raise UserError(
@@ -340,7 +316,7 @@ class SplitWriter:
 
 
 def token_dtype(vocabulary_size: int) -> str:
-    """The smaller of the two types, if it can represent every id; otherwise the larger one."""
+    """The smallest type on disk that can represent every id."""
     return "<u2" if vocabulary_size <= 2**16 else "<u4"
 
 

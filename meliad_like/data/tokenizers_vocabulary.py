@@ -86,9 +86,6 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
 
     Args:
       path: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with vocab.json and merges.txt.
-
-    Raises:
-      UserError: there is no such file, or it can't be read.
     """
     path = Path(path).expanduser()
     end = ""

@@ -50,8 +50,7 @@ class Vocabulary:
         """
         Args:
           pieces: the bytes of each id.
-          end_of_document: the id that ends a document; may be the one after the last piece.
-          size_multiple: as of `VocabularyConfig`.
+          end_of_document: may be the id after the last piece.
           model: contents of the file that `save` writes.
           settings: further fields of the config that loads the saved vocabulary.
         """
@@ -84,11 +83,7 @@ class Vocabulary:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The UTF-8 of these ids, which may begin and end within a character. The end of a document has no bytes, or
-        is a newline in a vocabulary of whole words.
-
-        Raises:
-          UserError: an id is out of range.
-        """
+        is a newline in a vocabulary of whole words. Raises a UserError if an id is out of range."""
         ids = np.asarray(list(ids), np.int64)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.size):
             wrong = ids[(ids < 0) | (ids >= self.size)][0]
@@ -146,11 +141,7 @@ class VocabularyConfig:
 
     @property
     def settings_fingerprint(self) -> str:
-        """SHA-256 of the settings that are not defaults; a model file counts by the vocabulary in it.
-
-        Raises:
-          UserError: the model file cannot be read.
-        """
+        """SHA-256 of the settings that are not defaults; a model file counts by the vocabulary in it."""
         settings = to_plain(self, VOCABULARIES, changed_only=True)
         if "model_file" in settings:
             settings = {"kind": settings["kind"], "model": self.make().fingerprint}
@@ -210,11 +201,7 @@ class ByteVocabulary(Vocabulary):
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file; `what` it is, for messages.
-
-    Raises:
-      UserError: there is no such file, or it is not UTF-8.
-    """
+    """The text of a file. `what` it is, is said where it can't be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -247,13 +234,6 @@ def saved_vocabulary_config(folder: Path) -> VocabularyConfig:
 
 
 def load_vocabulary(folder: epath.PathLike) -> Vocabulary:
-    """Loads the vocabulary of a token store or a checkpoint.
-
-    Args:
-      folder: a local folder, or one of an object store.
-
-    Raises:
-      UserError: the vocabulary is missing or damaged.
-    """
+    """Loads the vocabulary of a token store or a checkpoint, which may be in an object store."""
     with local_files(folder) as path:
         return saved_vocabulary_config(Path(path)).make()
