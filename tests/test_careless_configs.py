@@ -119,7 +119,7 @@ def test_settings_of_the_documents(tmp_path, changes):
     try:
         run = config.parse([], [f"FolderSourceConfig.folder = '{tmp_path}'", "RunConfig.source = 'text'", *changes])
         for reference in itertools.islice(open_source(run.source).references(), 3):
-            assert reference.read().text
+            assert reference().text
     except UserError as error:
         assert "\n" not in str(error), changes
 

@@ -192,10 +192,10 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
         yield f"... and {len(skipped) - SHOWN} more, in {store.folder / STORE_NAME}"
     if source.passed_over:
         yield source.passed_over
-    if config.validation_share and not store.totals("validation").documents:
+    if not store.totals("validation").documents:
         yield (
-            f"no document is for validation: of {store.totals('train').documents} documents a random share of "
-            f"{config.validation_share} had none; raise SourceConfig.validation_share, or name some in "
+            "no document is for validation: raise SourceConfig.validation_share "
+            f"({config.validation_share} of the documents, at random), or name some in "
             "SourceConfig.validation_documents"
         )
 

@@ -55,9 +55,6 @@ class Schedule:
           shuffle: a new random order each epoch; otherwise the longest documents come first, which lets the lanes of a
             finite schedule finish at nearly the same time.
           epochs: how often each document is read; None: endlessly.
-
-        Raises:
-          UserError: no document has a block.
         """
         self.num_lanes = num_lanes
         self._document_blocks = document_blocks

@@ -209,7 +209,7 @@ class TokenStore:
     def check_unchanged(self) -> None:
         """Raises a UserError if a file of tokens was changed after it was opened."""
         for path, before in self._opened.items():
-            if _size_and_time(path) != before:
+            if not path.exists() or _size_and_time(path) != before:
                 raise UserError(f"{path} was changed while it was read: prepare {self.folder} again, or bring it back")
 
     def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:
@@ -278,8 +278,6 @@ def read_info(folder: Path | epath.Path) -> StoreInfo:
 
 
 def _size_and_time(path: epath.Path) -> tuple[int, int]:
-    if not path.exists():
-        return 0, 0
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
