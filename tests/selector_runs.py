@@ -11,7 +11,7 @@ from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.history.selectors.config import SELECTORS, SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
-from meliad_like.history.selectors.training import train_selector
+from meliad_like.history.selectors.training import SelectorTraining
 from meliad_like.history.spans import HistoryConfig, candidates, is_scored, span_tokens, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
@@ -74,7 +74,7 @@ def devices(number=1):
 def train(folder, kind="joint", training=TRAINING, history=HISTORY, num_devices=1, **changes):
     """Trains in the folder; returns the exit status."""
     selector, encoder, inputs = selector_of(kind, history, **changes)
-    return train_selector(
+    return SelectorTraining(
         selector, encoder, inputs, training, pairs_of(history), MadeUp(), VOCABULARY, folder, {"scores": "made up"},
         devices(num_devices),
-    )  # fmt: skip
+    ).run()  # fmt: skip

@@ -13,6 +13,7 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import tiny_run
 from tiny_run import mesh_of_the_first_devices
@@ -21,7 +22,7 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import environment, run_processes
-from meliad_like.experiments.report import Report, gather
+from meliad_like.experiments.report import Report, Results, gather
 from meliad_like.experiments.scales import SCALES, Scale
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
 from meliad_like.experiments.tables import TABLES
@@ -337,3 +338,15 @@ def test_a_mistake_is_one_line(arguments, message):
     command = [sys.executable, "-m", f"meliad_like.{arguments[0]}", *arguments[1:]]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+def test_rows_that_were_not_trained_for_as_long_are_named():
+    facts = {"max_tokens": None, "num_documents": 2, "num_bytes": 9, "split": "test", "device": "cpu", "seconds": 1.0}
+    index = pd.MultiIndex.from_product([["slide_12l", "slide_13l"], [0, 1]], names=["row", "seed"])
+    runs = pd.DataFrame([{**facts, "tokens_per_step": 64, "num_steps": steps} for steps in (30, 30, 31, 31)], index)
+    lengths = "30 steps of 64 tokens: slide_12l; 31 steps of 64 tokens: slide_13l"
+    mixed, same = (
+        Report(TABLES["table1"], Results((), each, each, each, ()), "tiny")._notes()
+        for each in (runs, runs.assign(num_steps=30))
+    )
+    assert f"**Not all rows were trained for as long:** {lengths}." in mixed and len(same) == len(mixed) - 1

@@ -1,7 +1,6 @@
 """Windows with spans, as literal lists."""
 
 import numpy as np
-import pytest
 
 from meliad_like.history import spans
 from meliad_like.history.spans import HistoryConfig, strides
@@ -56,10 +55,3 @@ def test_a_document_that_is_no_longer_than_the_window_is_as_it_is():
     for stride in strides(12, CONFIG):
         assert not stride.selects
         assert window(12, stride.number, NONE)[0] == list(range(100, 100 + stride.end))
-
-
-def test_spans_that_have_no_place_are_an_error():
-    with pytest.raises(ValueError, match="1 spans for the window of Stride"):
-        window(30, 2, [2])
-    with pytest.raises(ValueError, match="3 spans for the window of Stride"):
-        window(30, 7, [2, 4, 6])

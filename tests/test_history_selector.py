@@ -33,7 +33,7 @@ def made(kind="joint", architecture="gpt2", **changes):
     encoder = encoder_config(config, DECODERS[architecture], 10)
     selector = Selector(config, encoder, VOCABULARY)
     pretrained = jax.jit(Model(DECODERS[architecture], VOCABULARY).init)(jax.random.key(1))
-    return selector, {"encoder": encoder_params(encoder, pretrained), **jax.jit(selector.init)(jax.random.key(2))}
+    return selector, {**jax.jit(selector.init)(jax.random.key(2)), "encoder": encoder_params(encoder, pretrained)}
 
 
 def encode(selector, params, tokens=TOKENS, length=LENGTH, key=None):

@@ -12,8 +12,7 @@ from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, train
 
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.checkpoint import open_selector
-from meliad_like.history.selectors.scorer import LearnedSelector, open_selectors
+from meliad_like.history.selectors.scorer import LearnedSelector, open_selector, open_selectors
 from meliad_like.history.spans import candidates, select, strides
 
 LENGTH = 90
@@ -47,7 +46,7 @@ def test_scores_are_those_of_the_head_on_the_texts(folders, kind):
     stride = selecting()[2]
     ends = candidates(stride, HISTORY)
     vectors = {}
-    for part in selector.parts:
+    for part in selector.config.parts:
         texts = inputs.texts(part, DOCUMENT, stride, ends)
         vectors[part] = selector.encode(params["encoder"], jnp.asarray(texts.tokens), jnp.asarray(texts.length))
     expected = selector.score_vectors(params, vectors)
@@ -145,14 +144,11 @@ def test_what_does_not_fit_is_named(folders, tmp_path):
 
 
 def test_selectors_of_the_same_kind_have_different_names(folders, tmp_path):
-    for name in ("other", "light"):
-        shutil.copytree(folders / "light", tmp_path / name)
+    shutil.copytree(folders / "light", tmp_path / "light")
 
     def names(*places):
         return [selector.name for selector in open_selectors(places, HISTORY, Store(VOCABULARY))]
 
-    assert names(folders / "light", tmp_path / "other") == ["light_selector:light", "light_selector:other"]
-    # Also where the folders' own names are the same.
     assert names(folders / "light", tmp_path / "light") == [
         f"light_selector:{folders.resolve() / 'light'}", f"light_selector:{tmp_path.resolve() / 'light'}",
     ]  # fmt: skip
@@ -167,16 +163,13 @@ def test_a_home_folder_is_found(folders, monkeypatch):
     ("text", "message"),
     [
         ('{"selector": {', "selector.json is not JSON: "),
-        ("[]", "selector.json is damaged: it holds a list"),
-        ('{"selector": {}, "history": 3}', "selector.json is damaged: history is 3, not of the type dict"),
+        ('{"selector": {}, "history": 3}', "selector.json is of another version: .* 3 where history should be an obj"),
     ],
 )
 def test_a_damaged_selector_is_named(tmp_path, text, message):
     (tmp_path / "selector.json").write_text(text)
     with pytest.raises(UserError, match=message):
         open_selector(tmp_path)
-    with pytest.raises(UserError, match=message):
-        train(tmp_path, "light", train_encoder=False)
 
 
 def test_a_selector_of_another_version_is_named(folders):

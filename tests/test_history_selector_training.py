@@ -14,13 +14,18 @@ from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, devices, pairs_
 from tiny_run import assert_same_bits, read_metrics
 
 from meliad_like.errors import UserError
-from meliad_like.history.selectors import training
-from meliad_like.history.selectors.checkpoint import open_selector
 from meliad_like.history.selectors.config import JointSelectorConfig
-from meliad_like.history.selectors.inputs import DocumentTexts, make_inputs
-from meliad_like.history.selectors.pairs import PairsReader, agreement, held_out, some_strides
-from meliad_like.history.selectors.training import train_selector
-from meliad_like.history.selectors.vectors import encode_places
+from meliad_like.history.selectors.inputs import (
+    DocumentTexts,
+    PairsReader,
+    agreement,
+    encode_places,
+    held_out,
+    make_inputs,
+    some_strides,
+)
+from meliad_like.history.selectors.scorer import open_selector
+from meliad_like.history.selectors.training import SelectorTraining
 from meliad_like.optimization.optimizers import Adam
 from meliad_like.training.preemption import EXIT_STATUS
 
@@ -165,14 +170,15 @@ def undisturbed(request, tmp_path_factory):
 def test_a_resumed_run_equals_an_uninterrupted_one(undisturbed, tmp_path, monkeypatch):
     folder, kind, train_encoder = undisturbed
 
-    class StopAtFour(training.Report):
-        def __call__(self, step, metrics, state):
-            super().__call__(step, metrics, state)
-            if step == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
+    report = SelectorTraining.report
+
+    def stop_at_four(self, writer, step, metrics, state):
+        report(self, writer, step, metrics, state)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "Report", StopAtFour)
+        patch.setattr(SelectorTraining, "report", stop_at_four)
         assert train(tmp_path, kind, train_encoder=train_encoder) == EXIT_STATUS
     assert train(tmp_path, kind, train_encoder=train_encoder) == 0
     assert_same_bits(open_selector(tmp_path).params, open_selector(folder).params)
@@ -214,7 +220,7 @@ def test_a_light_selector_learns_which_spans_fit(tmp_path):
         scores.append(sum((span == letter).sum() * (context == letter).sum() for letter in (97, 98, 32)))
     pairs = pairs.assign(score=np.array(scores, np.float32))
     longer = changed(num_steps=300, batch_size=16, log_every=300, evaluate_every=300, checkpoint_every=0)
-    train_selector(selector, encoder, inputs, longer, pairs, MadeUp(), VOCABULARY, tmp_path, {}, devices())
+    SelectorTraining(selector, encoder, inputs, longer, pairs, MadeUp(), VOCABULARY, tmp_path, {}, devices()).run()
     (figures,) = read_metrics(tmp_path, "validation")
     assert figures["correlation"] > 0.8
     reached = (figures["chosen_gain"] - figures["random_gain"]) / (figures["oracle_gain"] - figures["random_gain"])

@@ -9,10 +9,9 @@ Each command resumes its own work, and finds at once that it is finished.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
-from meliad_like.config import RunConfig, bound_by, read_changes, with_changes
+from meliad_like.config import bound_by, read_changes, with_changes
 from meliad_like.experiments.history_report import write_report
 from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
 from meliad_like.history import commands
@@ -28,22 +27,19 @@ class HistoryExperiment:
 
     scale_name: str
     gin_files: tuple[str, ...]
-    """The task, and options for all rows."""
     gin_params: tuple[str, ...]
-    """For all rows, and never scaled."""
+    """The task, and options for all rows, which win over the scale."""
     folder: Path
     load_dir: str
     """The pretrained model, which predicts, scores, and initialises the selectors."""
     chosen: tuple[str, ...] = ()
     """Names of rows; none: all of the scale."""
     split: str = "test"
-    """The split that is evaluated."""
     max_tokens: int | None = None
-    """Largest number of tokens that are evaluated; None: all."""
+    """Largest number of tokens of the split that are evaluated; None: all."""
     scored_tokens: int | None = None
-    """Largest number of tokens of training documents that are scored; None: that of the scale."""
     document_tokens: int | None = None
-    """Tokens that are read of each document, from its beginning; None: that of the scale."""
+    """As in `HistoryScale`; None: that of the scale."""
 
     @property
     def scale(self) -> HistoryScale:
@@ -52,67 +48,42 @@ class HistoryExperiment:
             scale = replace(scale, scored_document_tokens=tokens, evaluated_document_tokens=tokens)
         return scale if self.scored_tokens is None else replace(scale, scored_tokens=self.scored_tokens)
 
-    @cached_property
-    def rows(self) -> list[HistoryRow]:
-        return rows_of(self.scale_name, self.chosen)
+    def make(self) -> int:
+        """Scores, trains and evaluates what is not finished yet; returns the exit status, as of `commands.train`."""
+        rows, scale, scores = rows_of(self.scale_name, self.chosen), self.scale, self.folder / "scores"
+        request = self._request()
+        opened, _ = open_as(self.load_dir, request.config()[0])
+        open_store(opened, self.load_dir, request.store, prepare=True)
+        trained = [row for row in rows if row.selector is not None]
+        if trained:
+            amount = {"document_tokens": scale.scored_document_tokens, "max_tokens": scale.scored_tokens}
+            commands.score(request._replace(split="train", **amount), scores)
+        for row in trained:
+            if status := commands.train(self._request(row), self.folder / row.name, str(scores)):
+                return status
+        # The plain window is always there.
+        names = [row.name for row in rows if row.selector is None and row.name != BASELINE]
+        folders = [str(self.folder / row.name) for row in trained]
+        amount = {"document_tokens": scale.evaluated_document_tokens, "max_tokens": self.max_tokens}
+        evaluated = request._replace(split=self.split, **amount)
+        commands.evaluate_selections(evaluated, self.folder / "evaluation", names, folders, replace=True)
+        return 0
 
-    def config(self, row: HistoryRow | None = None) -> tuple[RunConfig, HistorySettings]:
-        """The config of the pretrained model with the task's documents, and the settings of the commands for a row.
+    def report(self) -> str:
+        """Writes the table of the results so far; returns its Markdown."""
+        return write_report(self.folder, ROWS, self.scale_name)
 
-        Files and parameters win over the scale and the row; None: what all rows share.
+    def _request(self, row: HistoryRow | None = None) -> HistoryRequest:
+        """The pretrained model with the task's documents, and the settings of the commands for a row or for all rows.
 
-        Raises:
-          UserError: a binding is wrong, or there is no pretrained model.
+        Files and parameters win over the scale and the row.
         """
         saved = saved_config(self.load_dir)
         settings = with_changes(HistorySettings(), {**((row and row.selector) or {}), **self.scale.settings})
         run, settings = read_changes(self.gin_files, self.gin_params)(saved, settings)
-        changes = {"vocabulary": saved.vocabulary}
+        run, store = with_changes(run, {"vocabulary": saved.vocabulary}), run.data.store
         if "ReaderConfig.store" not in bound_by(self.gin_params):
             # The task's documents in another vocabulary than the task's.
-            changes["data.store"] = f"{run.data.store}_{Path(self.load_dir).name}"
-        return with_changes(run, changes), settings
-
-    def make(self) -> int:
-        """Scores, trains and evaluates what is not finished yet.
-
-        Returns:
-          The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM or Ctrl-C while a selector was trained.
-        """
-        run, _ = self.config()
-        opened, _ = open_as(self.load_dir, run)
-        open_store(opened, self.load_dir, run.data.store, prepare=True)
-        trained, scores = [row for row in self.rows if row.selector is not None], self.folder / "scores"
-        if trained:
-            amount = {"document_tokens": self.scale.scored_document_tokens, "max_tokens": self.scale.scored_tokens}
-            commands.score(self._request("train", **amount), scores)
-        for row in trained:
-            if status := commands.train(self._request("train", row), self.folder / row.name, str(scores)):
-                return status
-        # The plain window is always there.
-        names = [row.name for row in self.rows if row.selector is None and row.name != BASELINE]
-        folders = [str(self.folder / row.name) for row in trained]
-        amount = {"document_tokens": self.scale.evaluated_document_tokens, "max_tokens": self.max_tokens}
-        request = self._request(self.split, **amount)
-        commands.evaluate_selections(request, self.folder / "evaluation", names, folders, replace=True)
-        return 0
-
-    def report(self) -> str:
-        """Writes the table of the results so far; returns its Markdown.
-
-        Raises:
-          UserError: there are none.
-        """
-        return write_report(self.folder, ROWS, self.scale_name)
-
-    def _request(self, split: str, row: HistoryRow | None = None, **amount: int | None) -> HistoryRequest:
-        """The request of a command for a row; None: for all rows."""
-        run, settings = self.config(row)
-        return HistoryRequest(
-            checkpoint=self.load_dir,
-            changes=lambda *_: (run, settings),
-            store=run.data.store,
-            split=split,
-            batch_size=self.scale.batch_size,
-            **amount,
-        )
+            store = f"{store}_{Path(self.load_dir).name}"
+        batch_size = self.scale.batch_size
+        return HistoryRequest(self.load_dir, changes=lambda *_: (run, settings), store=store, batch_size=batch_size)

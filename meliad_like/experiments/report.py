@@ -215,6 +215,12 @@ class Report:
                 f"Trained on {', '.join(sorted(set(runs['device'])))}; a run took {runs['seconds'].min():,.0f} to "
                 f"{runs['seconds'].max():,.0f} s.",
             ]
+            lengths = [
+                f"{steps:,} steps of {tokens:,} tokens: {', '.join(group.index.unique('row'))}"
+                for (steps, tokens), group in runs.groupby(["num_steps", "tokens_per_step"])
+            ]
+            if len(lengths) > 1:
+                lines.append(f"**Not all rows were trained for as long:** {'; '.join(lengths)}.")
         if self.results.timed_on:
             lines.append(f"Steps were timed in turn on {', '.join(self.results.timed_on)}.")
         return lines

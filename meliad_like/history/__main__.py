@@ -70,7 +70,6 @@ def main(command: str) -> int | None:
     from meliad_like.config import read_changes
     from meliad_like.history import commands
     from meliad_like.history.opening import HistoryRequest
-    from meliad_like.history.search import search
 
     request = HistoryRequest(
         checkpoint=CHECKPOINT.value,
@@ -88,7 +87,7 @@ def main(command: str) -> int | None:
     run = {
         "score": lambda: commands.score(request, folder),
         "evaluate": lambda: commands.evaluate_selections(request, folder, *chosen),
-        "search": lambda: search(request, folder, **lengths),
+        "search": lambda: commands.search(request, folder, **lengths),
         "select": lambda: commands.select_spans(request, folder, *chosen),
         "page": lambda: commands.page(request, folder, *chosen, NUM_TERMS.value),
         "train_selector": lambda: commands.train(request, folder, SCORES.value),

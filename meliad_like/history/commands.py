@@ -1,6 +1,8 @@
 """The commands of ancient history: scores, selections, evaluations, selectors, pages."""
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,8 @@ from rich.console import Console
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
-from meliad_like.history import report
-from meliad_like.history.documents import whole_documents
-from meliad_like.history.evaluation import VERSION, Evaluation, evaluate
+from meliad_like.history import evaluation as report
+from meliad_like.history.evaluation import BASELINE, VERSION, Evaluation, evaluate
 from meliad_like.history.gains import Candidates, TargetLosses
 from meliad_like.history.opening import HistoryRequest, Opened
 from meliad_like.history.page import write_history_page
@@ -23,11 +24,11 @@ from meliad_like.history.selection import RANKINGS, Ranking, ScoreOracle, SpanSc
 from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.scorer import open_selectors
-from meliad_like.history.selectors.training import train_selector
-from meliad_like.history.spans import HistoryConfig, Stride, candidates, select
+from meliad_like.history.selectors.training import SelectorTraining
+from meliad_like.history.spans import HistoryConfig, Stride, candidates, select, whole_documents
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint, info_of
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.resumable import Journal
+from meliad_like.resumable import Journal, write_json
 from meliad_like.run.opening import open_as, open_store
 from meliad_like.tables import Table
 
@@ -48,11 +49,9 @@ def scorers(opened: Opened, names: Collection[str], selectors: Sequence[str] = (
 def score(request: HistoryRequest, folder: Path) -> None:
     """Makes a store of scores, or resumes it, and prints a summary."""
     opened = request.open()
-    info = info_of(
-        opened.documents, opened.store, request.split, opened.config, what="scores", maker=opened.fingerprint
-    )
+    info = info_of(opened.documents, opened.store, request.split, opened.config, "scores", opened.fingerprint)
     store = StrideStore(folder, info)
-    if len(store.missing()):
+    if store.num_missing:
         gains, tokens = opened.gains(), whole_documents(opened.documents)
 
         def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
@@ -65,30 +64,29 @@ def score(request: HistoryRequest, folder: Path) -> None:
 
 def summary(store: StrideStore) -> Table:
     """Statistics of the scores."""
-    scores = store.numbers.astype(np.float64)
-    best = np.maximum.reduceat(scores, store.offsets[:-1])
-    rows = {
+    rows = store.rows()
+    scores, best = rows["score"].astype(np.float64), rows.groupby(["document", "stride"])["score"].max()
+    figures = {
         "documents": f"{len(store.info.documents):,}",
-        "strides": f"{len(store):,}",
+        "strides": f"{len(best):,}",
         "scores": f"{len(scores):,}",
         "mean": f"{scores.mean():.3f}",
-        "standard deviation": f"{scores.std():.3f}",
+        "standard deviation": f"{scores.std(ddof=0):.3f}",
         "minimum": f"{scores.min():.2f}",
         "maximum": f"{scores.max():.2f}",
         "above 0": f"{(scores > 0).mean():.1%}",
         "strides with one above 0": f"{(best > 0).mean():.1%}",
         "mean of the strides' best": f"{best.mean():.2f}",
     }
-    return Table(f"gains in nats, against the {store.info.config.baseline} baseline", ("", ""), list(rows.items()))
+    return Table(f"gains in nats, against the {store.info.config.baseline} baseline", ("", ""), list(figures.items()))
 
 
 def select_spans(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
     """Makes a store of the spans that one selection chooses, for training with it (`FileSelection.folder`)."""
     opened = request.open()
     (scorer,) = scorers(opened, names, selectors)
-    what = {"what": "selections", "maker": f"{scorer.name} {scorer.fingerprint}"}
-    leaks = scorer.leaks_the_future
-    info = info_of(opened.documents, opened.store, request.split, opened.config, **what, leaks_the_future=leaks)
+    leaks, maker = scorer.leaks_the_future, f"{scorer.name} {scorer.fingerprint}"
+    info = info_of(opened.documents, opened.store, request.split, opened.config, "selections", maker, leaks)
     store, tokens = StrideStore(folder, info), whole_documents(opened.documents)
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
@@ -123,10 +121,9 @@ def evaluate_selections(
         "document_tokens": request.document_tokens,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
-    evaluation = dataclasses.replace(evaluation, extra=extra)
     for table in report.tables(evaluation):
         Console().print(table.to_rich())
-    report.write(evaluation, folder)
+    report.write(evaluation, folder, extra)
     print(f"wrote {folder / 'evaluation.md'} and evaluation.json")
 
 
@@ -165,23 +162,82 @@ def evaluate_resumably(
     )
 
 
+def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int], span_lengths: Sequence[int]) -> None:
+    """Evaluates the score oracle and the controls at all pairs of lengths that fit together (section 3).
+
+    The folder gets search.json, search.md, and what is finished of each pair. The paper searches on training documents.
+
+    Raises:
+        UserError: no pair fits.
+    """
+    opened = request.open()
+    windows, found = opened.windows(), []
+    for history, span in itertools.product(history_lengths, span_lengths):
+        row = {"history_length": history, "span_length": span}
+        try:
+            config = dataclasses.replace(opened.config, **row)
+        except UserError as error:
+            found.append({**row, "why_not": str(error)})
+            continue
+        chosen = [*(Ranking(name, config) for name in CONTROLS), ScoreOracle(opened.gains(config), opened.fingerprint)]
+        title = f"history_length={history}, span_length={span}"
+        done = evaluate_resumably(opened, windows, chosen, config, folder / f"history{history}_span{span}", title)
+        columns = ["perplexity", "perplexity_low", "perplexity_high", "leaks_the_future"]
+        figures: dict[Any, Any] = report.figures(done)[columns].to_dict("index")
+        found.append({**row, **figures})
+        values = (f"{label(name, each['leaks_the_future'])} {each['perplexity']:.4f}" for name, each in figures.items())
+        print(f"{title}: {', '.join(values)}")
+    tables = search_tables(found, opened.config)
+    for table in tables:
+        Console().print(table.to_rich())
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "search.json", found)
+    (folder / "search.md").write_text("\n".join(table.to_markdown() for table in tables))
+    print(f"wrote {folder / 'search.md'} and search.json")
+
+
+def search_tables(found: Sequence[dict], config: HistoryConfig) -> list[Table]:
+    """The perplexity by both lengths: of the score oracle, with its best pair marked, and of the controls.
+
+    Raises:
+        UserError: no pair of lengths fits.
+    """
+    fitting = [row for row in found if "why_not" not in row]
+    if not fitting:
+        raise UserError(f"none of these lengths fits: {found[0]['why_not']}")
+    best, tables = min(fitting, key=lambda row: row[report.ORACLE]["perplexity"]), []
+    for name in (report.ORACLE, *CONTROLS):
+        marked = best if name == report.ORACLE else None
+        cells: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        for row in found:
+            cell = f"{row[name]['perplexity']:.4f}{' *' if row is marked else ''}" if name in row else "-"
+            cells[f"history_length = {row['history_length']}"][f"span_length = {row['span_length']}"] = cell
+        title = (
+            f"perplexity per token, {label(name, fitting[0][name]['leaks_the_future'])}; baseline "
+            f"{fitting[0][BASELINE]['perplexity']:.4f}, window {config.window_length}, stride {config.stride}; "
+            f"{'*: the best, ' if marked else ''}-: does not fit{report.among(config.max_candidates)}"
+        )
+        rows = [(head, *columns.values()) for head, columns in cells.items()]
+        tables.append(Table(title, ("", *next(iter(cells.values()))), rows))
+    return tables
+
+
 def train(request: HistoryRequest, folder: Path, scores: str) -> int:
-    """Trains a selector, or resumes its training; returns the exit status, as of `train_selector`.
+    """Trains a selector, or resumes its training; returns the exit status, as of `SelectorTraining`.
 
     Args:
         request: its checkpoint is that of the decoder that the selector is initialised with, which need not be the
-            model that scored. The documents are those of the scores.
-        folder: working folder (`selectors.checkpoint`).
-        scores: folder of a store of scores. Its settings hold, except for what the selector reads.
+            model that scored.
+        scores: folder of a store of scores. Its documents and settings hold, except for what the selector reads.
 
     Raises:
         UserError: the scores are missing, incomplete, or made with other settings than are bound; the checkpoint is of
-            another family or vocabulary; or as `make_inputs`, `encoder_config` and `train_selector`.
+            another family or vocabulary; or as `make_inputs`, `encoder_config` and `SelectorTraining`.
     """
     scored = StrideStore(scores)
     if scored.info.what != "scores":
         raise UserError(f"{scores} is a store of {scored.info.what}, and a selector is trained on scores")
-    scored.check_complete()
+    pairs = scored.rows()
     # What a selector reads beside the span need not be as it was when spans were scored.
     history = dataclasses.replace(scored.info.config, selector_context=HistoryConfig().selector_context)
     run, settings = request.config(history)
@@ -201,12 +257,12 @@ def train(request: HistoryRequest, folder: Path, scores: str) -> int:
     history = dataclasses.replace(history, selector_context=settings.history.selector_context)
     inputs = make_inputs(history, settings.selector, opened.vocabulary)
     encoder = encoder_config(settings.selector, opened.run.model, inputs.num_tokens(settings.selector))
-    return train_selector(
+    return SelectorTraining(
         Selector(settings.selector, encoder, opened.vocabulary.size),
         encoder_params(encoder, opened.params),
         inputs,
         settings.selector_training,
-        scored.rows(),
+        pairs,
         scored.documents(store),
         opened.vocabulary,
         folder,
@@ -217,10 +273,10 @@ def train(request: HistoryRequest, folder: Path, scores: str) -> int:
             "split": scored.info.split,
             "documents": scored.info.documents_fingerprint,
             "num_documents": len(scored.info.documents),
-            "num_pairs": len(scored.numbers),
+            "num_pairs": len(pairs),
         },
         mesh,
-    )
+    ).run()
 
 
 def page(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str], num_terms: int) -> None:
@@ -228,16 +284,5 @@ def page(request: HistoryRequest, folder: Path, names: Sequence[str], selectors:
     opened = request.open()
     (scorer,) = scorers(opened, names, selectors)
     histories = with_progress(request.split, lambda progress: read_histories(opened, scorer, progress))
-    # What a learned selector reads is in its own config.
-    config = {name: value for name, value in dataclasses.asdict(opened.config).items() if name != "selector_context"}
-    details: dict[str, Any] = {
-        "checkpoint": request.checkpoint,
-        "step": opened.checkpoint.step,
-        "parameters": opened.checkpoint.model.num_parameters,
-        "split": request.split,
-        "token store": opened.store.fingerprint[:12],
-        "selection reads": "the targets (leaks the future)" if scorer.leaks_the_future else "only the past",
-        **{name.replace("_", " "): value for name, value in config.items()},
-    }
-    write_history_page(folder, histories, scorer, opened.config, opened.checkpoint.vocabulary, details, num_terms)
+    write_history_page(folder, opened, scorer, histories, num_terms)
     print(f"wrote {folder / 'index.html'}")

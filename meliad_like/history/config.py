@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from meliad_like.config import RunConfig
 from meliad_like.data.batch import Reader
 from meliad_like.data.readers import READERS, ReaderConfig, ReaderInputs
 from meliad_like.errors import UserError
@@ -89,9 +88,3 @@ class HistorySettings:
     selector: Any = kind_field(SELECTORS, JointSelectorConfig)
     """The model that learns which spans help."""
     selector_training: SelectorTrainingConfig = dataclasses.field(default_factory=SelectorTrainingConfig)
-
-    @classmethod
-    def of(cls, run: RunConfig) -> "HistorySettings":
-        """The defaults for a checkpoint: with the spans that it was trained with, if there were any."""
-        reader: Any = run.data
-        return cls(reader.history) if isinstance(reader, AncientHistoryReaderConfig) else cls()

@@ -1,24 +1,29 @@
-"""Documents predicted with and without selected spans, in the same pass.
+"""Documents predicted with and without selected spans, in the same pass; figures with intervals, tables and JSON.
 
 Ancient History Language Models, section 3: every window predicts `stride` targets, for which spans are selected once.
 The context is that of the document alone. Every selection, and the plain window beside it, predicts the same targets.
 """
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
 
+from meliad_like.data.readers import label
 from meliad_like.data.subset import Documents
 from meliad_like.errors import UserError
 from meliad_like.history.gains import TargetLosses
 from meliad_like.history.selection import SpanScorer, rank
 from meliad_like.history.spans import HistoryConfig, Stride, Window, index_in_split, select, strides, window
+from meliad_like.resumable import write_json
+from meliad_like.tables import Table, number
 
 BASELINE = "baseline"
 """Name of the window without spans."""
@@ -35,6 +40,7 @@ SUMS = (
     "selection_seconds",
 )
 """The sums over the strides of a document, for each selection."""
+COSTS = SUMS[4:]
 Sums = dict[str, dict[str, float]]
 """`SUMS` of one document by the name of the selection."""
 
@@ -66,18 +72,12 @@ def read_strides(
 
     Args:
         windows: the model, for windows of `config.window_length` with `config.stride` targets.
-        documents: a split, or a subset of it.
         selections: scorers with different names.
-        config, separator: as for `spans.window`.
-        index: index of the document that is read.
+        index: index of the document in `documents`.
 
     Raises:
         UserError: a score is not finite.
-        ValueError: two selections have the same name, or one did not score every span.
     """
-    names = [BASELINE, *(selection.name for selection in selections)]
-    if len(set(names)) < len(names):
-        raise ValueError(f"selections need different names: {', '.join(names)}")
     waiting: deque[StrideReading] = deque()
 
     def to_read() -> Iterator[Window]:
@@ -101,7 +101,7 @@ def read_strides(
     read = windows(to_read())
     for plain in read:
         reading = waiting.popleft()
-        for name in names:
+        for name in (BASELINE, *(selection.name for selection in selections)):
             # A window without spans is the same for all selections.
             reading.nats[name] = next(read) if name in reading.chosen else plain
         yield reading
@@ -122,8 +122,6 @@ class Evaluation:
     """`SUMS` by selection and document."""
     selections: dict[str, bool]
     """Names of the selections, the baseline first, and whether they leak the future."""
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further contents of the JSON file."""
 
     def of(self, name: str) -> Any:
         """The sums of a selection: a frame with a line for each document."""
@@ -132,7 +130,7 @@ class Evaluation:
     def costs(self, name: str) -> pd.Series:
         """Operations and seconds per predicted token: of the model that predicts, and of a selection."""
         totals = self.of(name).sum()
-        return totals[["model_flops", "selection_flops", "model_seconds", "selection_seconds"]] / totals["num_tokens"]
+        return totals[list(COSTS)] / totals["num_tokens"]
 
 
 def evaluate(
@@ -149,7 +147,6 @@ def evaluate(
     """Sums the losses of `read_strides`, document by document.
 
     Args:
-        windows, documents, selections, config, separator: as for `read_strides`.
         on_progress: callback with the numbers of tokens read so far and in all.
         done: sums of documents, by index, that are not read again.
         on_document: callback with the index and the sums of each document that was read.
@@ -193,3 +190,129 @@ def _of_stride(reading: StrideReading, name: str, config: HistoryConfig) -> tupl
     flops, seconds = reading.costs.get(name, (0.0, 0.0))
     own_mean = nats / max(len(targets), 1)
     return len(targets) + first, len(targets) * selects, nats + first * own_mean, nats * selects, 0, flops, 0, seconds
+
+
+NUM_RESAMPLES = 10_000
+LEVEL = 0.95
+ORACLE = "score_oracle"
+FORMATS = {"change": "+.2%", "change_where_selected": "+.2%", "share_of_oracle": ".0%"}
+"""Format specifications of the figures that are percentages."""
+PERPLEXITIES = {"perplexity": "per token", "word_perplexity": "per word", "byte_perplexity": "per byte"}
+COMPARISONS = {
+    "change": "change of the perplexity",
+    "perplexity_where_selected": "perplexity where selected",
+    "change_where_selected": "its change",
+    "share_of_oracle": "share of the score oracle's gain",
+}
+
+
+class Bootstrap:
+    """Confidence intervals of ratios of sums over documents, by bootstrap (Efron 1979), all on the same resamples."""
+
+    def __init__(self, num_documents: int, seed: int = 0):
+        raw = np.random.PCG64(seed).random_raw(NUM_RESAMPLES * num_documents)
+        self._drawn = (raw % np.uint64(num_documents)).astype(np.int64).reshape(NUM_RESAMPLES, num_documents)
+
+    def __call__(self, numerators: Any, denominators: Any) -> Float[np.ndarray, "3"]:
+        """sum(numerators) / sum(denominators), and the ends of its percentile interval.
+
+        NaN where only one document has a denominator, because all resamples would agree with it; or where none has.
+        """
+        above, below = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
+        value = above.sum() / below.sum() if below.sum() else math.nan
+        if np.count_nonzero(below) < 2:
+            return np.array([value, math.nan, math.nan])
+        sums = below[self._drawn].sum(axis=1)
+        ratios = above[self._drawn].sum(axis=1)[sums != 0] / sums[sums != 0]
+        return np.array([value, *np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])])
+
+
+def figures(evaluation: Evaluation) -> pd.DataFrame:
+    """The figures of each selection with their intervals (`..._low`, `..._high`), and its costs (`Evaluation.costs`).
+
+    Perplexities, and their relative change against the baseline on the same documents; `..._where_selected` are those
+    of the targets for which spans are selected. `share_of_oracle` is the gain in nats divided by the score oracle's,
+    where that is above zero.
+    """
+    bootstrap, baseline, found = Bootstrap(len(evaluation.documents)), evaluation.of(BASELINE), {}
+    for name, leaks in evaluation.selections.items():
+        sums = evaluation.of(name)
+        gains, tokens, there = baseline - sums, sums["num_tokens"], sums["num_tokens_where_selected"]
+        with np.errstate(over="ignore"):
+            row = {
+                "perplexity": np.exp(bootstrap(sums["nats"], tokens)),
+                "word_perplexity": np.exp(bootstrap(sums["nats"], evaluation.documents["num_words"])),
+                "byte_perplexity": np.exp(bootstrap(sums["nats"], evaluation.documents["num_bytes"])),
+                "perplexity_where_selected": np.exp(bootstrap(sums["nats_where_selected"], there)),
+                "change": np.exp(bootstrap(-gains["nats"], tokens)) - 1,
+                "change_where_selected": np.exp(bootstrap(-gains["nats_where_selected"], there)) - 1,
+            }
+        if ORACLE in evaluation.selections:
+            most = baseline["nats"] - evaluation.of(ORACLE)["nats"]
+            row["share_of_oracle"] = bootstrap(gains["nats"], most) if most.sum() > 0 else np.full(3, math.nan)
+        ends = {f"{figure}{end}": x for figure, xs in row.items() for end, x in zip(("", "_low", "_high"), xs)}
+        found[name] = {"leaks_the_future": leaks, **ends, **evaluation.costs(name)}
+    return pd.DataFrame.from_dict(found, orient="index")
+
+
+def with_intervals(found: pd.DataFrame, figure: str) -> list[str]:
+    """A column of `figures` as text, with its intervals where there are any."""
+    form, texts = FORMATS.get(figure, ".4g"), []
+    for value, low, high in found[[figure, f"{figure}_low", f"{figure}_high"]].to_numpy(float):
+        texts.append(number(value, form) + ("" if math.isnan(low) else f" ({low:{form}} to {high:{form}})"))
+    return texts
+
+
+def among(max_candidates: int | None) -> str:
+    """A remark on `HistoryConfig.max_candidates` for the title of a table, beginning with a semicolon."""
+    text = f"; the score oracle and selectors choose among {max_candidates} random candidates of a stride"
+    return "" if max_candidates is None else text
+
+
+def tables(evaluation: Evaluation) -> list[Table]:
+    """Perplexities of all selections, their comparison with the baseline, and their costs."""
+    found = figures(evaluation)
+    labels = [label(name, leaks) for name, leaks in evaluation.selections.items()]
+
+    def table(title: str, headers: dict[str, str]) -> Table:
+        present = [figure for figure in headers if figure in found]
+        columns = [with_intervals(found, figure) for figure in present]
+        return Table(title, ("", *(headers[figure] for figure in present)), list(zip(labels, *columns)))
+
+    tokens, where = evaluation.of(BASELINE)[["num_tokens", "num_tokens_where_selected"]].sum().astype(int)
+    interval = f"{LEVEL:.0%} intervals over {len(evaluation.documents)} documents"
+    costs = [[f"{cost:.3g}" for cost in found[name]] for name in COSTS]
+    return [
+        table(f"perplexity on {tokens:,} tokens, {interval}", PERPLEXITIES),
+        table(
+            f"against the baseline on the same documents; spans are selected for {where:,} of the tokens"
+            f"{among(evaluation.config.max_candidates)}",
+            COMPARISONS,
+        ),
+        Table(
+            "cost per token: of the model that predicts it, and of the selection",
+            ("", "model, FLOPs", "selection, FLOPs", "model, s", "selection, s"),
+            list(zip(labels, *costs)),
+        ),
+    ]
+
+
+def to_dict(evaluation: Evaluation) -> dict[str, Any]:
+    """All figures, for JSON, in which NaN is null."""
+    found = figures(evaluation)
+    nats = {name: evaluation.of(name)[["nats", "nats_where_selected"]].to_dict("list") for name in found.index}
+    rows: dict[Any, Any] = found.astype(object).where(found.notna(), None).to_dict("index")
+    counts = evaluation.of(BASELINE)[["num_tokens", "num_tokens_where_selected"]].astype(int)
+    return {
+        "config": dataclasses.asdict(evaluation.config),
+        "level": LEVEL,
+        "documents": evaluation.documents.join(counts).to_dict("records"),
+        "selections": [{"name": name} | row | nats[name] for name, row in rows.items()],
+    }
+
+
+def write(evaluation: Evaluation, folder: Path, extra: dict[str, Any]) -> None:
+    """Writes evaluation.json, with extra contents, and evaluation.md into a folder, which is made if needed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "evaluation.json", extra | to_dict(evaluation))
+    (folder / "evaluation.md").write_text("\n".join(table.to_markdown() for table in tables(evaluation)))

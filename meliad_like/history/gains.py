@@ -39,10 +39,8 @@ class TargetLosses:
     ):
         """
         Args:
-            model: of any family.
-            params: the model's parameters, on the mesh.
-            length: tokens of the longest window.
-            max_targets: largest number of targets of a window.
+            model, params: of any family; the parameters are on the mesh.
+            length, max_targets: tokens of the longest window, and the largest number of its targets.
             batch_size: windows that are read at once; rounded up to a multiple of the mesh's shards.
             loss_slice: tokens on a device whose logits exist at the same time.
 
@@ -83,10 +81,7 @@ class TargetLosses:
         return self.num_windows * self.flops_per_window
 
     def __call__(self, windows: Iterable[Window]) -> Iterator[Float[np.ndarray, " targets"]]:
-        """The losses of each window's targets in nats, float32, in the order of the windows.
-
-        The windows are taken from the iterable one batch ahead.
-        """
+        """The losses of each window's targets in nats, float32; the windows are taken one batch ahead."""
         remaining = iter(windows)
         while batch := list(itertools.islice(remaining, self._shape[0])):
             tokens, lengths = np.zeros(self._shape, np.int32), np.ones(self._shape[0], np.int32)
@@ -133,21 +128,13 @@ class SpanGains:
     """
 
     def __init__(self, read: Callable[..., TargetLosses], config: HistoryConfig, separator: int | None):
-        """
-        Args:
-            read: the model: (length, max_targets) -> `TargetLosses`.
-            config: which spans there are, and what is read with them.
-            separator: the token that ends each span; None: the span's own.
-        """
+        """`read`: the model, (length, max_targets) -> `TargetLosses`."""
         self._config, self._separator = config, separator
         self.losses = read(length=config.span_length + config.recent_length, max_targets=config.stride)
         """The model's readings so far, with their costs."""
 
     def __call__(self, requests: Iterable[Candidates]) -> Iterator[Float[np.ndarray, " m"]]:
-        """The gain of every span of every request, float32, in their order; above 0 where a span helps.
-
-        A batch may hold spans of several requests, which are therefore read one batch ahead.
-        """
+        """The gains of the spans of every request, float32, above 0 where a span helps; read one batch ahead."""
         requests, again = itertools.tee(requests)
         losses = self.losses(window for request in requests for window in self._windows(request))
         for request in again:

@@ -2,21 +2,52 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig, read_changes
 from meliad_like.data.readers import LanesReaderConfig, ReaderConfig
-from meliad_like.data.subset import Documents
+from meliad_like.data.subset import Documents, Subset, beginnings, random_subset
 from meliad_like.data.token_store import TokenStore
+from meliad_like.errors import UserError
 from meliad_like.history.config import HistorySettings
-from meliad_like.history.documents import choose
 from meliad_like.history.gains import SpanGains, TargetLosses
 from meliad_like.history.spans import HistoryConfig, separator_token
 from meliad_like.history.stride_store import fingerprint
 from meliad_like.run.opening import OpenedCheckpoint, open_as, open_store, saved_config
+
+
+def choose(
+    store: TokenStore,
+    split_name: str,
+    names: Sequence[str] = (),
+    document_tokens: int | None = None,
+    max_tokens: int | None = None,
+) -> Documents:
+    """Some documents of a split, or their beginnings.
+
+    Args:
+        names: names of the documents; none: all.
+        document_tokens: tokens that are read of each document, from its beginning; None: all.
+        max_tokens: largest number of tokens of a random subset of the documents, the same each time; None: all.
+
+    Raises:
+        UserError: there is no document of a name, or max_tokens is less than the shortest document.
+    """
+    split = store.split(split_name)
+    if unknown := set(names) - set(split.names):
+        raise UserError(f"there is no document {min(unknown)!r} in the split {split_name} of {store.folder}")
+    chosen = np.flatnonzero(np.isin(split.names, names)) if names else np.arange(len(split))
+    if max_tokens is not None:
+        lengths = split.lengths[chosen]
+        chosen = chosen[random_subset(np.minimum(lengths, document_tokens or lengths), max_tokens)]
+    documents = Subset(split, chosen)
+    if document_tokens is None:
+        return documents
+    return beginnings(documents, store.vocabulary, document_tokens * len(chosen), shortest=document_tokens)
 
 
 class HistoryRequest(NamedTuple):
@@ -38,11 +69,10 @@ class HistoryRequest(NamedTuple):
     def config(self, history: HistoryConfig | None = None) -> tuple[RunConfig, HistorySettings]:
         """The config of the checkpoint and the settings of the command, with the changes.
 
-        Args:
-            history: defaults of HistoryConfig; None: those that the checkpoint was trained with.
+        `history`: the defaults of HistoryConfig; None: those that the checkpoint was trained with, if it was.
         """
         saved = saved_config(self.checkpoint, self.step)
-        settings = HistorySettings.of(saved) if history is None else HistorySettings(history)
+        settings = HistorySettings(history or getattr(saved.data, "history", HistoryConfig()))
         # The checkpoint's reader is not used, and may have had other windows.
         common = {field.name: getattr(saved.data, field.name) for field in dataclasses.fields(ReaderConfig)}
         return self.changes(dataclasses.replace(saved, data=LanesReaderConfig(**common)), settings)

@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,31 +22,6 @@ TERM = re.compile(r"[^\W\d_]{3,}(?:['’][^\W\d_]+)?")
 BITS = 1 / math.log(2)
 
 
-class Selection(NamedTuple):
-    """A stride for which spans were selected."""
-
-    stride: Stride
-    ends: Int[np.ndarray, " spans"]
-    """Where the spans end, in the order of the window."""
-    predicted: Float[np.ndarray, " spans"]
-    """Their scores."""
-    gains: Float[np.ndarray, " spans"]
-    """The gain of each alone (equation 2), in nats."""
-    plain: Float[np.ndarray, " targets"]
-    """Losses of the targets with only the most recent text, in nats."""
-    selected: Float[np.ndarray, " targets"]
-    """Losses with the spans."""
-
-    @property
-    def gain(self) -> float:
-        """Gain of all spans together on all targets, in bits."""
-        return float(np.sum(self.plain - self.selected, dtype=np.float64)) * BITS
-
-    @property
-    def gain_per_token(self) -> float:
-        return self.gain / len(self.plain)
-
-
 @dataclass(frozen=True)
 class ReadHistory:
     """A document that was read with selected spans, and without."""
@@ -60,7 +35,12 @@ class ReadHistory:
     """Bits by token without spans, float64; 0 for the first token, which is not predicted."""
     selected: Float[np.ndarray, " tokens"]
     """Bits by token with spans."""
-    selections: list[Selection]
+    strides: pd.DataFrame
+    """The strides for which spans were selected: the fields of `Stride`, the bits of the targets without spans
+    (`plain`), and the `gain` of all spans together on them, in bits."""
+    spans: pd.DataFrame
+    """Their spans in the order of the window: `number` of the stride, `end`, `predicted` (the score), and the `gain` of
+    each alone (equation 2), both in nats."""
 
     @cached_property
     def bits_by_unit(self) -> tuple[Float[np.ndarray, " units"], Float[np.ndarray, " units"]]:
@@ -87,37 +67,44 @@ class ReadHistory:
 def read_histories(opened: Opened, scorer: SpanScorer, on_progress: Callable[[int, int], None]) -> list[ReadHistory]:
     """Reads documents with the spans that a scorer selects, with none, and with every selected span alone.
 
-    Args:
-        opened: the model and the documents.
-        on_progress: callback with the numbers of tokens read so far and in all.
+    `on_progress`: callback with the numbers of tokens read so far and in all.
     """
-    windows, gains, documents, config = opened.windows(), opened.gains(), opened.documents, opened.config
+    windows, span_gains, documents, name = opened.windows(), opened.gains(), opened.documents, scorer.name
     histories, ends = [], np.cumsum(documents.lengths)
     for index, length in enumerate(documents.lengths):
         tokens, readings = documents.tokens(index, 0, int(length)), []
-        for reading in read_strides(windows, documents, [scorer], config, opened.separator, index):
+        for reading in read_strides(windows, documents, [scorer], opened.config, opened.separator, index):
             readings.append(reading)
             on_progress(int(ends[index] - length) + reading.stride.end, int(ends[-1]))
-        selecting = [reading for reading in readings if reading.chosen]
-        gains_of_spans = gains(Candidates(tokens, reading.stride, reading.chosen[scorer.name]) for reading in selecting)
-        selections = [
-            Selection(
-                stride=reading.stride,
-                ends=reading.chosen[scorer.name],
-                predicted=reading.scores[scorer.name],
-                gains=of_spans,
-                plain=reading.nats[BASELINE],
-                selected=reading.nats[scorer.name],
-            )
-            for reading, of_spans in zip(selecting, gains_of_spans, strict=True)
-        ]
         # A document's first token is no target.
         plain, selected = (
-            np.concatenate([[0.0], *(reading.nats[name] for reading in readings)]) * BITS
-            for name in (BASELINE, scorer.name)
+            np.concatenate([[0.0], *(reading.nats[each] for reading in readings)]) * BITS for each in (BASELINE, name)
         )
-        units = make_units(tokens, opened.checkpoint.vocabulary, "word")
-        histories.append(ReadHistory(index, documents.names[index], tokens, units, plain, selected, selections))
+        selecting = [reading for reading in readings if reading.chosen]
+        strides = pd.DataFrame([reading.stride for reading in selecting], columns=Stride._fields)
+        for column, bits in {"plain": plain, "gain": plain - selected}.items():
+            sums = np.append(0.0, np.cumsum(bits))
+            strides[column] = sums[strides["end"]] - sums[strides["first"]] if len(strides) else 0.0
+        gains = span_gains(Candidates(tokens, reading.stride, reading.chosen[name]) for reading in selecting)
+        spans = [
+            {"number": reading.stride.number, "end": end, "predicted": predicted, "gain": gain}
+            for reading, of_spans in zip(selecting, gains, strict=True)
+            for end, predicted, gain in zip(
+                reading.chosen[name].tolist(), reading.scores[name].tolist(), of_spans.tolist(), strict=True
+            )
+        ]
+        histories.append(
+            ReadHistory(
+                index,
+                documents.names[index],
+                tokens,
+                make_units(tokens, opened.checkpoint.vocabulary, "word"),
+                plain,
+                selected,
+                strides,
+                pd.DataFrame(spans, columns=["number", "end", "predicted", "gain"]),
+            )
+        )
     return histories
 
 
@@ -127,30 +114,27 @@ def find_terms(history: ReadHistory, config: HistoryConfig) -> pd.DataFrame:
     Ancient History Language Models, section 3.2, Example: the impact of a word is the difference between the losses
     with the selected and with the original context.
 
-    Args:
-        config: length of the spans, and whether a separator replaces their last tokens.
-
     Returns:
         For each word: its `text`, `num_windows`, their `gain` in bits and `num_targets`, how often the word is among
         these targets (`num_predicted`), and the gain on these occurrences alone (`own_gain`).
     """
     kept = config.span_length - bool(config.separator)
     words, found = np.array(history.terms), []
-    for selection in history.selections:
-        stride, starts = selection.stride, (selection.ends - config.span_length).tolist()
+    ends = history.spans.groupby("number")["end"]
+    strides: Any = history.strides
+    for stride in strides.itertuples():
+        starts = (ends.get_group(stride.number) - config.span_length).tolist()
         brought = set().union(*(history.terms_between(start, start + kept) for start in starts))
         targets = slice(*np.searchsorted(history.units.first, (stride.first, stride.end)))
         for term in brought - history.terms_between(stride.begin, stride.first):
             own = history.gain_by_unit[targets][words[targets] == term]
-            found.append((term, 1, selection.gain, len(selection.plain), len(own), own.sum()))
+            found.append((term, 1, stride.gain, stride.end - stride.first, len(own), own.sum()))
     columns = ["text", "num_windows", "gain", "num_targets", "num_predicted", "own_gain"]
     terms = pd.DataFrame(found, columns=columns).groupby("text", as_index=False).sum()
     return terms.sort_values(["gain", "own_gain", "text"], ascending=[False, False, True], ignore_index=True)
 
 
-def find_spans(selections: Sequence[Selection]) -> pd.DataFrame:
+def find_spans(spans: pd.DataFrame) -> pd.DataFrame:
     """Selected spans, those that were selected most often first: `end`, `num_windows`, `mean_gain` in nats."""
-    ends, gains = (np.concatenate([getattr(each, name) for each in selections]) for name in ("ends", "gains"))
-    gains_of = pd.DataFrame({"end": ends, "gain": gains.astype(np.float64)}).groupby("end")["gain"]
-    spans = gains_of.agg(num_windows="size", mean_gain="mean").reset_index()
-    return spans.sort_values(["num_windows", "mean_gain", "end"], ascending=[False, False, True])
+    found = spans.groupby("end")["gain"].agg(num_windows="size", mean_gain="mean").reset_index()
+    return found.sort_values(["num_windows", "mean_gain", "end"], ascending=[False, False, True])

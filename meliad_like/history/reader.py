@@ -17,7 +17,6 @@ from meliad_like.data.schedule import Schedule
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.history.config import SELECTIONS, FileSelection
-from meliad_like.history.documents import whole_documents
 from meliad_like.history.selection import Ranking, rank
 from meliad_like.history.spans import (
     HistoryConfig,
@@ -27,6 +26,7 @@ from meliad_like.history.spans import (
     num_strides,
     select,
     stride_of,
+    whole_documents,
     window,
 )
 from meliad_like.history.stride_store import INFO_NAME, StrideStore, info_of
@@ -50,14 +50,8 @@ class HistoryReader(Reader):
     ):
         """
         Args:
-            inputs: documents, lanes and order.
-            segment_length: tokens that each lane reads in a step; a multiple of config.window_length, which is a
-                multiple of the model's blocks.
-            config, separator: as for `spans.window`.
+            segment_length: tokens that each lane reads in a step, a number of whole windows.
             selection: a pure function, called from several threads at once.
-
-        Raises:
-            UserError: no document has a target.
         """
         self.num_lanes, self.segment_length, self._block = inputs.num_lanes, segment_length, inputs.window_length
         self._split, self._vocabulary_size = inputs.documents, inputs.store.vocabulary.size
@@ -88,11 +82,7 @@ class HistoryReader(Reader):
         return 1 - float(self._targets.sum() / (self._windows.sum() * self._config.window_length))
 
     def batch(self, step: int, lanes: Sequence[int]) -> Batch:
-        """Rows `lanes` of the batch of a step, as numpy arrays; `position` is that of the window without spans.
-
-        Raises:
-            UserError: a token id is not below vocabulary_size.
-        """
+        """Rows `lanes` of the batch of a step, as numpy arrays; `position` is that of the window without spans."""
         length, block, count = self._config.window_length, self._block, self._windows_in_segment
         batch = empty_batch(len(lanes), self.segment_length, block)
         for row, lane in enumerate(lanes):
@@ -124,11 +114,7 @@ class HistoryReader(Reader):
 
 
 def make_selection(kind: Any, config: HistoryConfig, store: TokenStore, split: str) -> Selection:
-    """The selection of a registered kind (`SELECTIONS`), for the documents of a split.
-
-    Raises:
-        UserError: `file`, and there are no selections of this split's documents with this config.
-    """
+    """The selection of a registered kind (`SELECTIONS`), for the documents of a split."""
     if isinstance(kind, FileSelection):
         return _FromFile(Path(kind.folder).expanduser() / split, config, store, split)
     scorer = Ranking(SELECTIONS.name_of(kind), config)
@@ -152,12 +138,11 @@ class _FromFile:
         self._selections = StrideStore(folder)
         self._selections.check_complete()
         found = self._selections.info
-        wanted = info_of(store.split(split), store, split, config, what="selections", maker=found.maker)
+        wanted = info_of(store.split(split), store, split, config, "selections", found.maker)
         check_same(folder, found.identity, wanted.identity)
         self.leaks_the_future = found.leaks_the_future
 
     def __call__(self, name: str, document: np.ndarray, stride: Stride) -> np.ndarray:
         # The strides that select follow each other in a document.
-        first = np.searchsorted(self._selections.document, stride.document)
-        ends = self._selections[first + stride.number - int(self._selections.number[first])]
-        return ends[ends > 0].astype(np.int64)
+        first = np.searchsorted(self._selections.strides[:, 0], stride.document)
+        return np.array(self._selections.numbers[first + stride.number - self._selections.strides[first, 1]], np.int64)

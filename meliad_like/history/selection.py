@@ -18,8 +18,8 @@ from meliad_like.history.spans import HistoryConfig, Stride, candidates, necessa
 class SpanScorer(Protocol):
     """A ranking of the spans that may come into a window.
 
-    Tables of costs look for two optional attributes, which are sums over all calls so far: `flops`, the floating-point
-    operations of a scorer that runs a model, and `compile_seconds`, which do not count as time spent on ranking.
+    Two optional attributes are sums over all calls so far: `flops`, the operations of a model, and `compile_seconds`,
+    which do not count as time spent on ranking.
     """
 
     name: str
@@ -34,12 +34,9 @@ class SpanScorer(Protocol):
     def scores(
         self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
     ) -> Float[np.ndarray, " m"]:
-        """Scores, float32 and finite, of some candidates of a stride for which spans are selected; higher is better.
+        """Scores, float32 and finite, of the candidates of a stride that end at `ends` (ascending); higher is better.
 
-        Args:
-            document: int32, all its tokens; a scorer that does not leak the future reads those before stride.first.
-            stride: stride of the document.
-            ends: where the candidates end, ascending: candidate i is the tokens [ends[i] - span_length, ends[i]).
+        A scorer that does not leak the future reads only the document's tokens before stride.first.
         """
         ...
 
@@ -51,12 +48,9 @@ def rank(
 
     Raises:
         UserError: a score is not finite.
-        ValueError: not every span has a score.
     """
     ends = candidates(stride, config, all_of_them=not scorer.runs_a_model)
     scores = scorer.scores(document, stride, ends)
-    if scores.shape != ends.shape:
-        raise ValueError(f"{scorer.name} gave scores of shape {scores.shape} for {len(ends)} spans")
     check_finite(scores, scorer.name, stride, name)
     return ends, scores
 

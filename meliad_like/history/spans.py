@@ -12,7 +12,8 @@ Which spans there are is arithmetic on lengths, and does not depend on any token
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -51,8 +52,8 @@ class HistoryConfig:
     """Spans are selected for windows that begin at this position of the document or later, and never for the first
     window; None: at window_length, as in the released code."""
     max_candidates: int | None = None
-    """Largest number of candidates of a stride that a model reads, to score them or to select among them. Where there
-    are more, a random subset is used; None: all. Rankings that run no model choose among all candidates."""
+    """Largest number of candidates of a stride that a model reads, a random subset; None: all. Rankings that run no
+    model choose among all candidates."""
     baseline: Literal["bare", "contiguous"] = "bare"
     """What the gain of a span is measured against (equation 2): the recent text alone (`bare`), or the recent text and
     the span_length tokens before it (`contiguous`), as in the released scores."""
@@ -72,9 +73,8 @@ class HistoryConfig:
         check_choices(self)
         check_positive(self, ("window_length", "history_length", "span_length", "stride"))
         check_not_negative(self, ("seed",))
-        for name in ("span_stride", "first_selection", "max_candidates"):
-            if getattr(self, name) is not None:
-                check_positive(self, (name,))
+        optional = ("span_stride", "first_selection", "max_candidates")
+        check_positive(self, [name for name in optional if getattr(self, name) is not None])
         if self.history_length % self.span_length:
             raise UserError(
                 f"history_length={self.history_length} must be a multiple of span_length={self.span_length}"
@@ -146,6 +146,11 @@ def index_in_split(documents: Any, document: int) -> int:
     return int(documents.indices[document]) if hasattr(documents, "indices") else document
 
 
+def whole_documents(documents: Any, most: int = 2) -> Callable[[int], Int[np.ndarray, " tokens"]]:
+    """A function from a document's index to all its tokens, which keeps the `most` documents that were read last."""
+    return lru_cache(maxsize=most)(lambda document: documents.tokens(document, 0, int(documents.lengths[document])))
+
+
 def num_strides(length: int, config: HistoryConfig) -> int:
     """Number of strides of a document."""
     return -(-length // config.stride)
@@ -160,7 +165,6 @@ def stride_table(
 
     Args:
         length: number of tokens of the document.
-        config: lengths and rules.
         document: index of the document in its split.
         numbers: which strides; None: all.
     """
@@ -220,10 +224,7 @@ def num_candidates(stride: Stride, config: HistoryConfig) -> Any:
 
 
 def candidates(stride: Stride, config: HistoryConfig, *, all_of_them: bool = False) -> Int[np.ndarray, " m"]:
-    """Where the candidates of a stride end (exclusive), int64, ascending; a pure function.
-
-    At most `max_candidates` of them, as a model reads them, or all.
-    """
+    """Where at most `max_candidates` candidates of a stride end (exclusive), or all of them; int64, ascending."""
     ends = np.arange(*_candidate_range(stride, config))
     if all_of_them or config.max_candidates is None or len(ends) <= config.max_candidates:
         return ends
@@ -240,16 +241,9 @@ def random_numbers(stride: Stride, seed: int, count: int) -> UInt[np.ndarray, " 
 def select(
     scores: Float[np.ndarray, " m"], ends: Int[np.ndarray, " m"], config: HistoryConfig
 ) -> Int[np.ndarray, " spans"]:
-    """The best candidates, at most `num_spans`, in their order in the window.
+    """The ends of the best candidates, at most `num_spans`, in their order in the window.
 
     Of equal scores the later span is better, as in the released code (a stable sort, of which the last are taken).
-
-    Args:
-        scores: higher is better.
-        ends: where the candidates end, ascending.
-
-    Returns:
-        The ends of the spans.
     """
     best_first = ends[np.argsort(scores, kind="stable")[::-1]]
     if config.deduplicate:
@@ -283,21 +277,10 @@ def window(
     config: HistoryConfig,
     separator: int | None,
 ) -> Window:
-    """The window of a stride, with spans in place of its first tokens (section 2 and figure 1 of the paper).
+    """The window of a stride, with the spans of `select` in place of its first tokens (section 2, figure 1).
 
     Fewer spans than there is room for leave more of the recent text where it is, and no spans all of it.
-
-    Args:
-        document: all its tokens.
-        stride: stride of the document.
-        ends: where the spans end, in the order of the window (`select`); none unless the stride selects.
-        config, separator: as for `span_tokens`.
-
-    Raises:
-        ValueError: more spans than the window has room for.
     """
-    if len(ends) > (config.num_spans if stride.selects else 0):
-        raise ValueError(f"{len(ends)} spans for the window of {stride}")
     tokens = np.array(document[stride.begin : stride.end], np.int32)
     tokens[: len(ends) * config.span_length] = span_tokens(document, ends, config, separator).reshape(-1)
     # Nothing precedes a document's first token.

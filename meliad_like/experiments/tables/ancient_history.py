@@ -1,14 +1,5 @@
 """The rows of table 1 of Ancient History Language Models (Koncel-Kedziorski and Smith 2021), further controls, the
-paper's figures, and smaller scales.
-
-| scale | window, history, span, stride | candidates | scored | evaluated | selectors |
-|---|---|---|---|---|---|
-| tiny | 256, 128, 32, 64 | 16 random ones | 10 beginnings of 2,048 tokens | beginnings of 1,536 | heads only |
-| small | 1024, 512, 64, 256 | 64 random ones | 1,000,000 tokens | all documents | all parameters |
-| paper | 1024, 512, 64, 256 | all | all documents | all documents | all parameters |
-
-The candidates are those of the score oracle and of selectors: other rankings choose among all.
-"""
+paper's figures, and smaller scales (docs/experiments.md)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,20 +60,17 @@ class HistoryScale:
     scored_tokens: int | None = None
     """Largest number of tokens of training documents that are scored; None: all."""
     scored_document_tokens: int | None = None
-    """Tokens that are read of each of them, from its beginning; None: all."""
     evaluated_document_tokens: int | None = None
-    """The same for documents that are evaluated."""
+    """Tokens that are read of each document, from its beginning; None: all."""
     batch_size: int = 16
-    """Sequences that the model reads at once."""
 
 
+SHORT = HistoryConfig(window_length=256, history_length=128, span_length=32, stride=64, max_candidates=16)
 SCALES = {
     # For two cores and a model of 135M parameters: the decoder is not trained, and only its first layers are used.
     "tiny": HistoryScale(
         {
-            "history": HistoryConfig(
-                window_length=256, history_length=128, span_length=32, stride=64, max_candidates=16
-            ),
+            "history": SHORT,
             "selector.train_encoder": False,
             "selector.encoder_layers": 10,
             "selector_training.num_steps": 4000,

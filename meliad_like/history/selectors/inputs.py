@@ -1,19 +1,30 @@
-"""What a selector reads: spans, contexts, or both together, as token arrays of a fixed width."""
+"""What a selector reads and learns from: texts, the vectors of a fixed encoder, and scored places in documents.
+
+Places are lines of a frame (`StrideStore.rows`): `document`, number of the `stride` in it, `end` of the span, and
+`score`, the gain of equation 2, in nats.
+"""
 
 import dataclasses
-from functools import cached_property
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
+from meliad_like.data.schedule import permutation
 from meliad_like.data.subset import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.documents import whole_documents
 from meliad_like.history.selectors.config import Part, SelectorConfig
-from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, stride_of
+from meliad_like.history.selectors.model import Params, Selector
+from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, stride_of, whole_documents
+from meliad_like.remote import write_whole
 
 
 class Texts(NamedTuple):
@@ -109,3 +120,173 @@ class DocumentTexts:
             stride = stride_of(number, len(tokens), self._inputs.history, document)
             read.append(self._inputs.texts(part, tokens, stride, np.array([end])))
         return Texts(*(np.concatenate(column) for column in zip(*read, strict=True)))
+
+
+Inputs = dict[Part, Any]
+"""What a selector reads, by part: vectors, or `Texts` where the encoder is trained."""
+STRIDE = ["document", "stride"]
+
+
+class PairsBatch(NamedTuple):
+    """A batch of pairs; the first axis of all arrays is the pair."""
+
+    inputs: Inputs
+    scores: Float[np.ndarray, " b"]
+
+
+class PairsReader:
+    """Batches of pairs as `data.loading` reads them: each epoch has all pairs in another random order.
+
+    The batch of a step is a pure function of the seed and the step.
+    """
+
+    num_steps = None
+
+    def __init__(
+        self, scores: Float[np.ndarray, " n"], inputs: Callable[[np.ndarray], Inputs], batch_size: int, seed: int
+    ):
+        """`inputs`: from rows of the pairs to what the selector reads."""
+        self.num_lanes = batch_size
+        self._scores, self._inputs = scores, inputs
+        # A batch may have rows of two epochs, and of more if there are few pairs.
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: permutation(len(scores), seed, epoch))
+
+    def rows(self, step: int) -> Int[np.ndarray, " batch"]:
+        """Rows of the pairs in the batch after `step` steps."""
+        index = step * self.num_lanes + np.arange(self.num_lanes)
+        return np.array([self._epoch(i // len(self._scores))[i % len(self._scores)] for i in index.tolist()])
+
+    def batch(self, step: int, lanes: Sequence[int]) -> PairsBatch:
+        """Rows `lanes` of the batch of a step."""
+        rows = self.rows(step)[list(lanes)]
+        return PairsBatch(self._inputs(rows), self._scores[rows])
+
+
+def held_out(pairs: pd.DataFrame, every: int, most: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Pairs for training and for validation; the latter are those of the documents whose index `every` divides.
+
+    With `most`, only some of the latter (`some_strides`).
+
+    Raises:
+      UserError: one part is empty.
+    """
+    held = pairs["document"] % every == 0
+    parts = pairs[~held], pairs[held]
+    for name, part in zip(("train on", "hold out"), parts, strict=True):
+        if part.empty:
+            raise UserError(
+                f"of {pairs['document'].nunique():,} scored documents there is none to {name} with "
+                f"SelectorTrainingConfig.validation_every={every}: score more documents, or bind another number"
+            )
+    return parts[0], parts[1] if most is None else some_strides(parts[1], most)
+
+
+def some_strides(pairs: pd.DataFrame, most: int) -> pd.DataFrame:
+    """All pairs of some evenly spaced strides: about `most` pairs, of at least one stride."""
+    stride = pairs.groupby(STRIDE).ngroup()
+    total = int(stride.max()) + 1
+    count = min(max(round(total * most / len(pairs)), 1), total)
+    return pairs[stride.isin(np.arange(count) * total // count)]
+
+
+def agreement(predicted: Float[np.ndarray, " n"], pairs: pd.DataFrame, num_spans: int) -> dict[str, float]:
+    """How well predictions fit the scores of some places, and what choosing by them is worth.
+
+    Returns:
+      `loss`: the mean squared error. `correlation` with the scores. And the mean score, over strides, of the num_spans
+      spans that would be chosen (`chosen_gain`), of the best ones (`oracle_gain`) and of all (`random_gain`), in nats.
+    """
+    pairs = pairs.astype({"score": np.float64}).assign(predicted=predicted)
+
+    def mean_of_best(by: str, count: int) -> float:
+        best = pairs.sort_values(by, ascending=False, kind="stable").groupby(STRIDE).head(count)
+        return float(best.groupby(STRIDE)["score"].mean().mean())
+
+    correlation = pairs["score"].corr(pairs["predicted"])
+    return {
+        "loss": float(np.square(pairs["predicted"] - pairs["score"]).mean()),
+        # There is none with a constant.
+        "correlation": 0.0 if np.isnan(correlation) else float(correlation),
+        "chosen_gain": mean_of_best("predicted", num_spans),
+        "oracle_gain": mean_of_best("score", num_spans),
+        "random_gain": mean_of_best("score", len(pairs)),
+    }
+
+
+PLACE_OF: dict[Part, list[str]] = {
+    "pair": ["document", "stride", "end"],
+    "span": ["document", "end"],
+    "context": ["document", "stride"],
+}
+"""The columns of a place on which a text depends."""
+
+
+class Vectors(NamedTuple):
+    """The vectors for some places: of each different text once, and the index of each place's text."""
+
+    values: dict[Part, Float[np.ndarray, "texts e"]]
+    index: dict[Part, Int[np.ndarray, " n"]]
+
+    def take(self, rows: Int[np.ndarray, " n"]) -> dict[Part, Float[np.ndarray, "n e"]]:
+        """The vectors of some places."""
+        return {part: np.asarray(self.values[part][index[rows]]) for part, index in self.index.items()}
+
+
+def moments(values: Float[np.ndarray, "n *e"], rows_at_once: int = 10_000) -> dict[str, Array]:
+    """Mean and standard deviation over the rows, float32; the rows may be a memory map larger than the memory."""
+    mean = np.mean(values, axis=0, dtype=np.float64)
+    starts = range(0, len(values), rows_at_once)
+    squares = sum(np.square(values[start : start + rows_at_once] - mean).sum(axis=0) for start in starts)
+    deviation = np.sqrt(squares / len(values))
+    # A constant feature becomes 0, whatever its size.
+    deviation = np.where(deviation > 1e-6, deviation, 1.0)
+    return {"mean": jnp.asarray(mean, jnp.float32), "deviation": jnp.asarray(deviation, jnp.float32)}
+
+
+def encode_places(
+    selector: Selector,
+    params: Params,
+    places: pd.DataFrame,
+    texts: DocumentTexts,
+    folder: Path,
+    batch_size: int,
+    on_progress: Callable[[int, int], None],
+) -> Vectors:
+    """Encodes every text that the places need; those that an earlier call left in the folder are read from there.
+
+    Args:
+      params: parameters of the encoder.
+      folder: gets a file for each part, which is filled from beginning to end, and one that counts what is done.
+      batch_size: texts that are encoded at once.
+      on_progress: callback with the numbers of texts that are done, and of all.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    different = {part: places.drop_duplicates(PLACE_OF[part]) for part in selector.config.parts}
+    index = {part: places.groupby(PLACE_OF[part], sort=False).ngroup().to_numpy() for part in selector.config.parts}
+    total, done = sum(map(len, different.values())), 0
+    encode = jax.jit(selector.encode)
+    values = {}
+    for part, rows in different.items():
+        path, progress = folder / f"{part}.npy", folder / f"{part}.done"
+        shape = (len(rows), selector.vector_width)
+        begun = int(progress.read_text()) if progress.exists() else 0
+        file = np.lib.format.open_memmap(path, "r+" if begun else "w+", np.float32, None if begun else shape)
+        for start in range(begun, len(rows), batch_size):
+            on_progress(done + start, total)
+            batch = rows[start : start + batch_size]
+            file[start : start + len(batch)] = encode_batch(encode, params, texts(part, batch), batch_size)
+            file.flush()
+            write_whole(progress, str(start + len(batch)))
+        done += len(rows)
+        values[part] = np.load(path, mmap_mode="r")
+    on_progress(done, total)
+    return Vectors(values, index)
+
+
+def encode_batch(encode: Callable[..., jax.Array], params: Params, texts: Texts, most: int) -> Float[np.ndarray, "m e"]:
+    """At most `most` texts as vectors; sizes are powers of two, so that few programs are compiled."""
+    count = len(texts.length)
+    size = min(most, 2 ** math.ceil(math.log2(count)))
+    tokens = np.pad(texts.tokens, ((0, size - count), (0, 0)))
+    length = np.pad(texts.length, (0, size - count), constant_values=1)
+    return np.asarray(encode(params, tokens, length))[:count]

@@ -79,11 +79,6 @@ class Selector:
         return Model(self.encoder_config, self.vocabulary_size)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The texts that are encoded for a score."""
-        return self.config.parts
-
-    @property
     def vector_width(self) -> int:
         """Width of the result of `encode`."""
         return self.encoder_config.model_width * (1 + self.config.pools_mean)
@@ -97,19 +92,29 @@ class Selector:
         """The logical axes of the carry, which is empty: nothing is remembered between batches."""
         return carry
 
+    @property
+    def axes(self) -> Params:
+        """The logical axes of the parameters of `init`."""
+        axes = jax.tree.map(lambda x: (None,) * x.ndim, jax.eval_shape(self.init, jax.random.key(0)))
+        return axes | ({"encoder": self.encoder.axes} if self.config.train_encoder else {})
+
     def init(self, key: PRNGKeyArray) -> Params:
-        """Fresh parameters without those of the encoder, float32; `standard` changes nothing yet."""
+        """Fresh parameters, float32; `standard` changes nothing yet.
+
+        Those of the encoder are zeros, and only there if it is trained.
+        """
         width, hidden = self.vector_width, self.config.head_width
         keys = iter(jax.random.split(key, 4))
 
         def linear(size_in: int, size_out: int) -> Params:
             return {"kernel": fan_in(next(keys), (size_in, size_out), jnp.float32), "bias": jnp.zeros(size_out)}
 
-        head = {part: linear(width, hidden) for part in self.parts}
-        head |= {f"{part}_output": linear(hidden, 1) for part in self.parts}
-        widths = {**dict.fromkeys(self.parts, (width,)), "scores": ()}
+        head = {part: linear(width, hidden) for part in self.config.parts}
+        head |= {f"{part}_output": linear(hidden, 1) for part in self.config.parts}
+        widths = {**dict.fromkeys(self.config.parts, (width,)), "scores": ()}
         standard = {name: {"mean": jnp.zeros(shape), "deviation": jnp.ones(shape)} for name, shape in widths.items()}
-        return {"standard": standard, "head": head}
+        abstract = {"encoder": self.encoder.abstract_params} if self.config.train_encoder else {}
+        return {"standard": standard, "head": head} | jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
 
     def encode(
         self,
@@ -122,7 +127,6 @@ class Selector:
 
         Args:
             params: those of the encoder.
-            tokens: their positions begin at 0.
             length: number of tokens of each text, at least 1; attention is causal, so padding changes nothing.
             dropout_key: for training; None: no dropout.
         """
@@ -159,7 +163,7 @@ class Selector:
 
     def score_vectors(self, params: Params, vectors: dict[Part, Float[Array, "b e"]]) -> Float[Array, " b"]:
         """`project` and `score`."""
-        return self.score(params, {part: self.project(params, part, vectors[part]) for part in self.parts})
+        return self.score(params, {part: self.project(params, part, vectors[part]) for part in self.config.parts})
 
     def encoder_flops_per_token(self, num_tokens: int) -> float:
         """Operations of the encoder per token, when `num_tokens` are read together (`layers/flops.py`)."""

@@ -1,26 +1,117 @@
-"""A trained selector as a `SpanScorer`."""
+"""A trained selector as a `SpanScorer`, and its folder, which is all that using it needs.
+
+selector.json    the configs, and what the selector was trained on
+encoder/         the pretrained decoder, if it was not trained
+checkpoints/     the newest parameters, with the optimizer's state
+best/            the parameters with the least validation loss
+vectors/         vectors of a fixed encoder, used in training only
+metrics.jsonl
+"""
 
 import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Float, Int
 
+from meliad_like.config.saved import from_plain
 from meliad_like.data.token_store import TokenStore
+from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.checkpoint import OpenedSelector, open_selector
+from meliad_like.history.config import HistorySettings
 from meliad_like.history.selectors.config import Part
-from meliad_like.history.selectors.inputs import Texts
-from meliad_like.history.selectors.model import Params
-from meliad_like.history.selectors.vectors import encode_batch
+from meliad_like.history.selectors.inputs import SelectorInputs, Texts, encode_batch, make_inputs
+from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.spans import HistoryConfig, Stride
 from meliad_like.history.stride_store import fingerprint
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.registry import to_plain
+from meliad_like.run.opening import VOCABULARY_FOLDER
+from meliad_like.saved_json import read_json
+from meliad_like.training.checkpoints import Checkpoints
+
+FILE_NAME = "selector.json"
+
+
+class OpenedSelector(NamedTuple):
+    """All that scoring needs."""
+
+    selector: Selector
+    params: Params
+    inputs: SelectorInputs
+    vocabulary: Vocabulary
+    step: int
+
+
+def selector_metadata(selector: Selector, inputs: SelectorInputs, vocabulary: Vocabulary) -> dict[str, Any]:
+    """What decides a selector, for `selector.json` and every checkpoint."""
+    settings = to_plain(HistorySettings(inputs.history, selector.config))
+    return {name: settings[name] for name in ("history", "selector")} | {
+        "encoder": to_plain(selector.encoder_config),
+        "vocabulary_size": selector.vocabulary_size,
+        "vocabulary_fingerprint": vocabulary.fingerprint,
+        "leaks_the_future": inputs.leaks_the_future,
+    }
+
+
+def save_encoder(folder: Path, params: Params) -> None:
+    """Keeps a decoder that is not trained, once for all checkpoints."""
+    with Checkpoints(folder / "encoder") as checkpoints:
+        if not checkpoints.steps():
+            checkpoints.save(0, {"step": np.int32(0), "params": params}, {})
+
+
+def open_selector(folder: str | Path) -> OpenedSelector:
+    """Opens the working folder of a training: the best parameters, or the newest where none were evaluated.
+
+    Raises:
+      UserError: there is no selector, or it is of another version.
+    """
+    folder = Path(folder).expanduser()
+    saved = read_metadata(folder)
+    try:
+        settings = from_plain(HistorySettings, {name: saved[name] for name in ("history", "selector")})
+        encoder_config = from_plain(PretrainedConfig, saved["encoder"], "encoder")
+    except UserError as error:
+        raise UserError(f"{folder / FILE_NAME} is of another version: {error}; train the selector again") from None
+    vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
+    selector = Selector(settings.selector, encoder_config, saved["vocabulary_size"])
+    inputs = make_inputs(settings.history, settings.selector, vocabulary)
+    trained = jax.eval_shape(selector.init, jax.random.key(0))
+    params, step = _restore(folder / ("best" if (folder / "best").is_dir() else "checkpoints"), trained)
+    if not selector.config.train_encoder:
+        params["encoder"], _ = _restore(folder / "encoder", selector.encoder.abstract_params)
+    return OpenedSelector(selector, params, inputs, vocabulary, step)
+
+
+def _restore(folder: Path, abstract: Params) -> tuple[Params, int]:
+    """The newest parameters in a checkpoint folder, on the first device, and their step."""
+    device = SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        params, metadata = checkpoints.restore_params(placed)
+    return params, metadata.get("step", 0)
+
+
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """The contents of `selector.json`.
+
+    Raises:
+      UserError: there is none, or it is no JSON.
+    """
+    try:
+        return read_json(folder / FILE_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"there is no selector in {folder}: python -m meliad_like.history train_selector --output=DIR makes one"
+        ) from None
 
 
 class _Program:
@@ -50,11 +141,7 @@ class LearnedSelector:
     runs_a_model = True
 
     def __init__(self, opened: OpenedSelector, batch_size: int = 64):
-        """
-        Args:
-          opened: the selector.
-          batch_size: texts that are encoded at once.
-        """
+        """`batch_size`: texts that are encoded at once."""
         self.leaks_the_future = opened.inputs.leaks_the_future
         self.name = opened.selector.config.name + ("_released_code" if self.leaks_the_future else "")
         self.fingerprint = fingerprint((opened.selector, opened.inputs), opened.params)
@@ -66,12 +153,12 @@ class LearnedSelector:
         self._batch_size = batch_size
         self._document = -1
         self._spans: dict[bytes, np.ndarray] = {}
-        selector = self._selector
+        selector = opened.selector
 
         def project(part, params, tokens, length):
             return selector.project(params, part, selector.encode(params["encoder"], tokens, length))
 
-        self._project = {part: _Program(functools.partial(project, part)) for part in selector.parts}
+        self._project = {part: _Program(functools.partial(project, part)) for part in selector.config.parts}
         self._score = _Program(selector.score)
 
     @property
@@ -85,7 +172,7 @@ class LearnedSelector:
         """See `SpanScorer`."""
         if stride.document != self._document:
             self._spans, self._document = {}, stride.document
-        texts = {part: self._inputs.texts(part, document, stride, ends) for part in self._selector.parts}
+        texts = {part: self._inputs.texts(part, document, stride, ends) for part in self._selector.config.parts}
         projected = {
             part: self._known(text) if part == "span" else self._encoded(part, text) for part, text in texts.items()
         }
@@ -118,7 +205,7 @@ class LearnedSelector:
 def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store: TokenStore) -> list[LearnedSelector]:
     """Selectors from the folders of their trainings, for the documents of any store with the same vocabulary.
 
-    Selectors with the same name get their folder's name, or its path, added to it.
+    Selectors with the same name get their folder added to it.
 
     Raises:
       UserError: there is no selector, it is given twice, or it was trained with another vocabulary or other spans.
@@ -127,10 +214,9 @@ def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store:
     if twice := [place for place, count in Counter(places).items() if count > 1]:
         raise UserError(f"the selector {twice[0]} is given twice")
     selectors = [_open(folder, history, store) for folder in folders]
-    kinds, last_parts = Counter(selector.name for selector in selectors), Counter(place.name for place in places)
+    names = Counter(selector.name for selector in selectors)
     for selector, place in zip(selectors, places, strict=True):
-        if kinds[selector.name] > 1:
-            selector.name += f":{place.name if last_parts[place.name] == 1 else place}"
+        selector.name += f":{place}" if names[selector.name] > 1 else ""
     return selectors
 
 
