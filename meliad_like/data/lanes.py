@@ -80,37 +80,35 @@ class LanesReader(Reader):
         batch = empty_batch(len(lanes), self.segment_length, w)
         for row, lane in enumerate(lanes):
             for run in self._schedule.runs(lane, step * c, c):
-                first_block = run.block - step * c
-                blocks = np.s_[row, first_block : first_block + run.num_blocks]
-                places = np.s_[row, first_block * w : (first_block + run.num_blocks) * w]
-                firsts, follows = self._places(run)
-                tokens, positions = self._tokens(run, firsts), firsts[:, None] + np.arange(w)
-                scored = positions < self._targets[run.document]
-                scored[follows, : self.overlap] = False
-                # The rest of a sequence, or of a segment, that is longer than its document, is padding.
-                used = scored.any(axis=1)
-                inputs = used[:, None] & (positions < self._targets[run.document])
-                batch.inputs[places] = np.where(inputs, tokens[:, :-1], 0).ravel()
-                batch.targets[places] = np.where(inputs, tokens[:, 1:], 0).ravel()
-                batch.loss_mask[places] = scored.ravel()
-                batch.start[blocks] = used & ~follows
-                batch.document[blocks] = np.where(used, run.document, -1)
-                batch.position[blocks] = np.where(used, firsts, 0)
+                begin, tokens = self._tokens(run)
+                for i in range(run.num_blocks):
+                    first, follows = self._window(run.offset + i)
+                    length = min(w, int(self._targets[run.document]) - first)
+                    repeated = self.overlap if follows else 0
+                    if length <= repeated:
+                        continue  # the rest of a sequence, or of a segment, that is longer than its document
+                    block = run.block - step * c + i
+                    places = np.s_[row, block * w : block * w + length]
+                    window = tokens[first - begin : first - begin + length + 1]
+                    batch.inputs[places], batch.targets[places] = window[:-1], window[1:]
+                    batch.loss_mask[row, block * w + repeated : block * w + length] = True
+                    batch.start[row, block], batch.document[row, block] = not follows, run.document
+                    batch.position[row, block] = first
         return batch
 
-    def _places(self, run: Run) -> tuple[np.ndarray, np.ndarray]:
-        """For each window of a run: the position in the document of its first input, and whether it follows another."""
-        index, first = run.offset + np.arange(run.num_blocks), 0
+    def _window(self, index: int) -> tuple[int, bool]:
+        """(first input of a document's window, whether it follows another one)."""
+        first = 0
         if self.separate:
-            sequence, index = np.divmod(index, self._windows_in_segment)
+            sequence, index = divmod(index, self._windows_in_segment)
             first = sequence * self._targets_in_sequence
         return first + index * (self.window_length - self.overlap), index > 0
 
-    def _tokens(self, run: Run, firsts: np.ndarray) -> np.ndarray:
-        """int32[windows, w + 1]: each window's inputs and its last target; 0 after the end of the document."""
-        first, stop = int(firsts[0]), int(firsts[-1]) + self.window_length + 1
-        last = min(stop, int(self._targets[run.document]) + 1)
-        tokens = self.documents.tokens(run.document, first, last)
+    def _tokens(self, run: Run) -> tuple[int, np.ndarray]:
+        """The position in the document of the first input of a run, and the tokens from there to its last target."""
+        first, _ = self._window(run.offset)
+        last, _ = self._window(run.offset + run.num_blocks - 1)
+        stop = min(last + self.window_length, int(self._targets[run.document])) + 1
+        tokens = self.documents.tokens(run.document, first, stop)
         check_tokens(tokens, self.vocabulary_size, first, self.documents.names[run.document])
-        padded = np.pad(tokens, (0, stop - last))
-        return np.lib.stride_tricks.sliding_window_view(padded, self.window_length + 1)[firsts - first]
+        return first, tokens
