@@ -13,7 +13,6 @@ from meliad_like import config
 from meliad_like.config import bindings
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND_PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "extending.md"]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -36,13 +35,17 @@ for argv in json.loads(sys.argv[2]):
 def commands() -> dict[str, list[list[str]]]:
     """Arguments of the commands on these pages, by entry point."""
     found: dict[str, list[list[str]]] = {}
-    text = "\n".join(page.read_text() for page in COMMAND_PAGES)
+    text = "\n".join(page.read_text() for page in PAGES)
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        variables: dict[str, str] = {}
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(re.sub(r"^XLA_FLAGS=\S+ ", "", line), comments=True)
-            if words:
-                assert words[:2] == ["python", "-m"], line
-                found.setdefault(words[2], []).append(words[3:])
+            if assignment := re.fullmatch(r'([A-Z_]+)="(.*)"', line):
+                variables |= [assignment.groups()]
+            line = re.sub(r"\$([A-Z_]+)", lambda name: variables.get(name[1], name[0]), line)
+            words = shlex.split(line, comments=True)
+            if "meliad_like" in line and "-m" in words and "..." not in words:
+                module, *arguments = words[words.index("-m") + 1 :]
+                found.setdefault(module, []).append(arguments)
     return found
 
 
@@ -73,7 +76,8 @@ def test_flags_exist(name):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("words", [words for each in COMMANDS.values() for words in each], ids=" ".join)
+# Commands for a checkpoint change its config; the others describe a whole run.
+@pytest.mark.parametrize("words", [*COMMANDS["meliad_like.train"], *COMMANDS["meliad_like.prepare"]], ids=" ".join)
 def test_gin_files_and_parameters_make_a_run(words):
     def values(flag):
         return [word.partition("=")[2] for word in words if word.startswith(f"--{flag}=")]
