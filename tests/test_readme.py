@@ -39,9 +39,10 @@ def commands() -> dict[str, list[list[str]]]:
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         variables: dict[str, str] = {}
         for line in block.replace("\\\n", " ").splitlines():
+            for name, value in variables.items():
+                line = line.replace(f"${name}", value)
             if assignment := re.fullmatch(r'([A-Z_]+)="(.*)"', line):
-                variables |= [assignment.groups()]
-            line = re.sub(r"\$([A-Z_]+)", lambda name: variables.get(name[1], name[0]), line)
+                variables[assignment[1]] = assignment[2]
             words = shlex.split(line, comments=True)
             if "meliad_like" in line and "-m" in words and "..." not in words:
                 module, *arguments = words[words.index("-m") + 1 :]
