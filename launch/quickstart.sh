@@ -8,16 +8,23 @@ set_up_environment
 
 workdir=runs/quickstart
 say "Reading the documents: the Python standard library's own source, one document per package"
-# This also checks the arguments, before anything is moved.
 python -m meliad_like.prepare --gin_file=quickstart.gin "$@"
 if [[ -e "$workdir/finished" ]]; then
     say "Keeping the finished run of an earlier quick start as $workdir.before until this one is trained"
     mv "$workdir" "$workdir.before"
 elif [[ -e "$workdir" ]]; then
-    say "Resuming $workdir, which was interrupted"
+    say "Resuming $workdir, which was interrupted; remove that folder to begin anew, with other parameters for instance"
 fi
 say "Training in $workdir. Press Ctrl-C to save and stop; the same command resumes"
-python -m meliad_like.train --gin_file=quickstart.gin --workdir="$workdir" "$@"
+python -m meliad_like.train --gin_file=quickstart.gin --workdir="$workdir" "$@" || {
+    status=$?
+    if [[ -e "$workdir.before" ]] && ! compgen -G "$workdir/checkpoints/[0-9]*" >/dev/null; then
+        rm -rf "$workdir"
+        mv "$workdir.before" "$workdir"
+        say "Nothing was trained: the finished run is in $workdir again"
+    fi
+    exit "$status"
+}
 rm -rf "$workdir.before"
 
 say "Evaluating on held-out documents, before and after the training"

@@ -261,6 +261,11 @@ def test_fields_that_may_change_when_a_run_resumes(tmp_path, binding):
     assert config.from_json((tmp_path / "config.json").read_text()) == other
 
 
+def test_the_folder_of_the_documents_may_move_before_a_run_resumes(tmp_path):
+    config.save(config.parse(["task/books.gin"]), with_step(tmp_path))
+    config.check_workdir(config.parse(["task/books.gin"], ["FolderSourceConfig.folder = 'moved'"]), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("binding", "message"),
     [

@@ -53,7 +53,7 @@ def test_tokens_outside_a_document(store, document, start, stop):
 
 @pytest.mark.parametrize("name, why", [("valid", "is unknown"), ("validation", "has no documents")])
 def test_missing_split(store, name, why):
-    with pytest.raises(UserError, match=f"split '{name}' {why} in the token store .*, which has train, test"):
+    with pytest.raises(UserError, match=f"split '{name}' {why} in the token store .*: choose one of train, test"):
         store.split(name)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from meliad_like.errors import UserError
-from meliad_like.registry import Registry, fingerprint, to_plain
+from meliad_like.registry import Registry, fingerprint, resumable, to_plain
 from meliad_like.validation import check_choices
 
 SPLITS = ("train", "validation", "test")
@@ -150,8 +150,8 @@ class SourceConfig:
 class FolderSourceConfig(SourceConfig):
     """The fields of sources that read a folder."""
 
-    folder: str = ""  # type: ignore[misc]  # the class variable is for sources without one
-    """The folder to read."""
+    folder: str = resumable("")  # type: ignore[misc]  # the class variable is for sources without one
+    """The folder to read. It may change when a run resumes, because the token store says whether it is the same one."""
     undecodable: Policy = "stop"  # type: ignore[misc]
     """What to do with a document that is not UTF-8: `stop` or `skip`. In a repository only the file is left out."""
 

@@ -83,6 +83,7 @@ def prepare(
         if folder.exists() and any(folder.iterdir()):
             if not (folder / STORE_NAME).exists():
                 raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
+            TokenStore(folder).check_settings(source, vocabulary)
             info = read_info(folder)
             saved = {"source": info.source, "vocabulary": info.vocabulary_settings}
             check_same(folder, saved, prints, way_out="delete the token store, or choose another --store")
@@ -192,12 +193,13 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
         yield f"... and {len(skipped) - SHOWN} more, in {store.folder / STORE_NAME}"
     if source.passed_over:
         yield source.passed_over
-    if not store.totals("validation").documents:
-        yield (
-            "no document is for validation: raise SourceConfig.validation_share "
-            f"({config.validation_share} of the documents, at random), or name some in "
-            "SourceConfig.validation_documents"
-        )
+    for split in ("validation", "test"):
+        if not store.totals(split).documents:
+            share = getattr(config, f"{split}_share")
+            yield (
+                f"no document is for {split}: raise SourceConfig.{split}_share ({share} of the documents, at random), "
+                f"or name some in SourceConfig.{split}_documents"
+            )
 
 
 def _table(store: TokenStore) -> Table:

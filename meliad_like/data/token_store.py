@@ -174,7 +174,7 @@ class TokenStore:
         if name not in self.info.splits or not self.info.splits[name].documents:
             present = ", ".join(split for split, totals in self.info.splits.items() if totals.documents)
             why = "has no documents" if name in self.info.splits else "is unknown"
-            raise UserError(f"split {name!r} {why} in the token store {self.folder}, which has {present}")
+            raise UserError(f"split {name!r} {why} in the token store {self.folder}: choose one of {present}")
         folder = self._local_copy(name) if is_remote(self.folder) else self.folder / name
         self._opened.setdefault(folder / "tokens.bin", _size_and_time(folder / "tokens.bin"))
         path = folder / DOCUMENTS_NAME

@@ -61,7 +61,10 @@ def train(
         start_step = checkpoints.read_metadata()["step"] if checkpoints.steps() else 0
         if start_step >= num_steps:
             if jax.process_index() == 0:
-                print(f"{folder} is at step {start_step} of {num_steps}: nothing left to do; raise num_steps")
+                more = f"--load_dir={folder} starts another run with its parameters"
+                if not run.schedule.reads_num_steps:
+                    more = "raise num_steps"
+                print(f"{folder} is at step {start_step} of {num_steps}: nothing left to do; {more}")
             return 0
         if jax.process_index() == 0:
             configuration.save(run, folder)
