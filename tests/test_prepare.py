@@ -170,7 +170,7 @@ def test_command_line(tmp_path):
 
 
 def test_files_that_are_not_read_are_counted(tmp_path, capsys):
-    """Of a folder of Markdown and one text, the text may be for another split than training."""
+    """A folder of Markdown and one text may have its only text in another split than training."""
     folder = tmp_path / "notes"
     folder.mkdir()
     for i in range(5):

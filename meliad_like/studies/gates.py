@@ -68,7 +68,7 @@ class Tracer:
         self._init_carry = jax.jit(lambda params: model.bind(params).init_carry(1))
         self._step = jax.jit(lambda params, carry, tokens: _step(model, params, carry, tokens))
         self.gates = Gates()
-        """Of all documents that were read."""
+        """The summary of all documents that were read."""
         self.shapes: dict[str, tuple[int, int]] = {}
         """The number of states and of their channels, by layer and mechanism."""
 
