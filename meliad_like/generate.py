@@ -87,6 +87,8 @@ def main() -> None:
         f"\nread {speed.tokens_read} tokens in {speed.read_seconds:.1f} s, wrote {speed.tokens_written}{rate}",
         file=sys.stderr,
     )
+    if SAVE_CARRY.value is not None:
+        print(f"saved the carry in {SAVE_CARRY.value}; --load_carry={SAVE_CARRY.value} resumes here", file=sys.stderr)
 
 
 def _given_text() -> str | None:

@@ -322,8 +322,10 @@ def generate(*arguments):
 def test_command_line(folder, tmp_path):
     prompt = tmp_path / "book.txt"
     prompt.write_text("Grün, a book. " * 30, encoding="utf-8")
-    done = generate(f"--checkpoint={folder}", f"--prompt_file={prompt}", "--tokens=30", "--top_k=5", "--step=7")
+    save = f"--save_carry={tmp_path / 'place.npz'}"
+    done = generate(f"--checkpoint={folder}", f"--prompt_file={prompt}", "--tokens=30", "--top_k=5", "--step=7", save)
     assert done.returncode == 0, done.stderr
+    assert f"saved the carry in {tmp_path / 'place.npz'}; --load_carry=".encode() in done.stderr
     assert len(done.stdout.decode("utf-8")) > 5
     assert b"read 450 tokens in" in done.stderr
     assert b"tokens/s" in done.stderr

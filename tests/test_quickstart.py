@@ -98,3 +98,10 @@ def test_a_finished_run_is_kept_until_the_next_one_is_trained(tmp_path, failing)
     assert quick_start(checkout, "--gin_param=mistake", FAILING=f"meliad_like.{failing}").returncode == 1
     assert (checkout / "runs" / "quickstart" / "finished").exists()
     assert not (checkout / "runs" / "quickstart.before").exists()
+
+
+def test_help_runs_nothing(tmp_path):
+    checkout = make_checkout(tmp_path, FAKE_PYTHON)
+    result = quick_start(checkout, "--help")
+    assert result.returncode == 0 and result.stdout.startswith("Trains a model that writes Python")
+    assert "--gin_param" in result.stdout and not (checkout / "log").exists()
