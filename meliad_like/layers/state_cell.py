@@ -130,19 +130,31 @@ class StateCell(nnx.Module):
         return jnp.broadcast_to(self.initial[...].astype(dtype), (b, *self.initial.shape))
 
     def kernels(self, dtype) -> Float[Array, "d 4 i"]:
-        """The kernels of the four projections for `heads`, stacked once, outside of the scan.
+        """The kernels of the four projections for `heads`, stacked once, outside of a scan.
 
         One product instead of four, because inside the scan the matrices are small. Stacked rather than side by side,
         because each is sharded along its heads.
         """
-        projections = (self.key, self.value, self.query, self.cross_query)
-        return jnp.stack([projection.kernel[...] for projection in projections], axis=1).astype(dtype)
+        return jnp.stack([projection.kernel[...] for projection in self._projections], axis=1).astype(dtype)
 
-    def heads(self, states: Float[Array, "b r d"], kernels: Float[Array, "d 4 i"]) -> StateHeads:
-        """Projects the states. The state ids are added after the norm, so they reach the values as well."""
+    @property
+    def _projections(self) -> tuple[Linear, ...]:
+        return self.key, self.value, self.query, self.cross_query
+
+    def heads(self, states: Float[Array, "b r d"], kernels: Float[Array, "d 4 i"] | None = None) -> StateHeads:
+        """Projects the states. The state ids are added after the norm, so they reach the values as well.
+
+        Args:
+            states: the states before a block.
+            kernels: `self.kernels(...)`; None: four products, where stacking the kernels would take longer than that.
+        """
         x = self.norm(states) + self.identity[...].astype(states.dtype)
-        y = jnp.einsum("nd,djx->njx", rows(x), kernels).reshape(*x.shape[:-1], *kernels.shape[1:])
-        key, value, query, cross_query = (split_heads(y[..., j, :], self.num_heads) for j in range(4))
+        if kernels is None:
+            projected = [projection(x) for projection in self._projections]
+        else:
+            y = jnp.einsum("nd,djx->njx", rows(x), kernels).reshape(*x.shape[:-1], *kernels.shape[1:])
+            projected = [y[..., j, :] for j in range(4)]
+        key, value, query, cross_query = (split_heads(y, self.num_heads) for y in projected)
         return StateHeads(
             key=unit(key),
             value=value,

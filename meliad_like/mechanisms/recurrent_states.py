@@ -101,13 +101,13 @@ class StateRecurrence(StateReader):
             return carry
         return carry._replace(states=self.cell.initial_states(carry.states.shape[0], carry.states.dtype))
 
-    def _begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"], kernels: Float[Array, "d 4 i"]):
+    def _begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"], kernels: Array | None = None):
         """The states before a block, and their projections."""
         states = jnp.where(start[:, None, None], self.cell.initial_states(states.shape[0], states.dtype), states)
         return states, self.cell.heads(states, kernels)
 
     def begin_block(self, carry, start, cache):
-        states, heads = self._begin(carry.states, start, self.cell.kernels(carry.states.dtype))
+        states, heads = self._begin(carry.states, start)
         if carry.previous_key is None:
             return StatesCarry(states, heads)
         return StatesCarry(states, heads, cache.key, cache.value)
@@ -161,7 +161,7 @@ class StateRecurrence(StateReader):
         return carry._replace(states=states)
 
     def watch(self, before, after, tile, start):
-        states, heads = self._begin(before.states, start, self.cell.kernels(before.states.dtype))
+        states, heads = self._begin(before.states, start)
         _, read = self.cell.update(states, heads, *(y[:, 0] for y in tile.both_blocks()))
         return Watched(states, after.states, self.cell.gate_values(read))
 
