@@ -111,29 +111,35 @@ def default_of(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def to_plain(config: Any, registry: Registry | None = None, *, changed_only: bool = False) -> dict[str, Any]:
-    """A config as nested dictionaries of plain values, in which a kind has its name as `kind`.
+def bound_fields(config: Any) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """All fields of a config and of the configs in it: the name with which gin binds a field, the field, and its value.
 
-    Args:
-      registry: registry of the config, if it is itself a kind.
-      changed_only: leave out the fields that have their defaults.
+    The value of a field with a kind is the kind's name.
     """
+    for field in dataclasses.fields(config):
+        value, many = getattr(config, field.name), field.metadata.get("many")
+        inside = value if many else (value,) if dataclasses.is_dataclass(value) else ()
+        if (registry := field.metadata.get("registry")) is not None:
+            names = tuple(map(registry.name_of, inside))
+            value = names if many else names[0]
+        if registry is not None or not inside:
+            yield f"{type(config).__name__}.{field.name}", field, value
+        for member in inside:
+            yield from bound_fields(member)
 
-    def plain(value: Any, registry: Registry | None) -> Any:
-        if dataclasses.is_dataclass(value):
-            return to_plain(value, registry, changed_only=changed_only)
-        if registry is not None:
-            return [plain(member, registry) for member in value]
-        return value
 
-    kind = {} if registry is None else {"kind": registry.name_of(config)}
-    return kind | {
-        field.name: plain(getattr(config, field.name), field.metadata.get("registry"))
-        for field in dataclasses.fields(config)
-        if not changed_only or getattr(config, field.name) != default_of(field)
-    }
+def bound_values(config: Any) -> dict[str, Any]:
+    """The values of `bound_fields` by their names, from which `config.rebuild` makes the same config."""
+    return {name: value for name, _, value in bound_fields(config)}
+
+
+def changed_settings(config: Any, registry: Registry) -> dict[str, Any]:
+    """The kind of a config, and its fields that don't have their defaults: new fields with defaults don't change it."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    changed = {f.name: values[f.name] for f in dataclasses.fields(config) if values[f.name] != default_of(f)}
+    return {"kind": registry.name_of(config)} | changed
 
 
 def fingerprint(plain: Any) -> str:
-    """SHA-256 of plain values. New fields with defaults don't change it after `to_plain(..., changed_only=True)`."""
+    """SHA-256 of plain values."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

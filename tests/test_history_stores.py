@@ -85,15 +85,18 @@ def test_other_documents_are_named(store, tmp_path):
     [
         (lambda text: text[:50], "store.json is not JSON: "),
         (
-            lambda text: text.replace('"lengths"', '"length"'),
-            "store.json is damaged, or of .*: .* field length",
+            lambda text: text.replace('"StoreInfo.lengths"', '"StoreInfo.length"'),
+            "store.json is damaged, or of .*: .*StoreInfo has no parameter length",
         ),
-        (lambda text: text.replace('"stride": 4', '"stride": "4"'), "store.json is .*config.stride='4' must be int"),
         (
-            lambda text: text.replace('"stride"', '"step"'),
-            "store.json is damaged, or of .*: .* field config.step",
+            lambda text: text.replace('stride": 4', 'stride": "4"'),
+            "store.json is .*HistoryConfig.stride='4' must be int",
         ),
-        (lambda text: text.replace('"what": "scores"', '"what": "score"'), "what='score' must be 'scores' or"),
+        (
+            lambda text: text.replace("HistoryConfig.stride", "HistoryConfig.step"),
+            "store.json is damaged, or of .*: .*HistoryConfig has no parameter step",
+        ),
+        (lambda text: text.replace('what": "scores"', 'what": "score"'), "what='score' must be 'scores' or"),
     ],
 )
 def test_a_damaged_store_is_named(store, tmp_path, damage, message):

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from meliad_like import config
-from meliad_like.config import construction, saved
+from meliad_like.config import construction
 from meliad_like.config.bindings import BASE, Binding
 from meliad_like.errors import UserError
 from meliad_like.optimization.schedules import ConstantSchedule
-from meliad_like.registry import Registry, fingerprint, kind_field, resumable, to_plain
+from meliad_like.registry import Registry, changed_settings, fingerprint, kind_field, resumable
 
 MEMORIES, NETWORKS = Registry("memory"), Registry("network")
 
@@ -166,51 +166,50 @@ def test_a_config_is_changed_by_bindings():
 
 def test_what_is_saved_is_read_back():
     made = Root(Stack(5, (States((1,), gate=Gate(2.0)), Window(3))), 7)
-    plain = to_plain(made)
-    assert plain["network"]["memories"][0] == {"kind": "states", "layers": (1,), "number": 4, "gate": {"bias": 2.0}}
-    assert saved.from_plain(Root, plain) == made
-    bindings = {key: Binding(value, "") for key, value in config.bound_values(made).items()}
-    assert construction.build(bindings, Root) == (made,)
-    del plain["network"]["memories"][0]["gate"]
-    assert saved.from_plain(Root, plain).network.memories[0].gate == Gate()
+    values = config.bound_values(made)
+    assert list(values.items())[:5] == [
+        ("Root.network", "stack"),
+        ("Stack.width", 5),
+        ("Stack.memories", ("states", "window")),
+        ("States.layers", (1,)),
+        ("States.number", 4),
+    ]
+    assert config.rebuild(Root, values) == made
+    del values["Gate.bias"]
+    assert config.rebuild(Root, values).network.memories[0].gate == Gate()
 
 
 @pytest.mark.parametrize(
-    ("plain", "expected"),
+    ("values", "expected"),
     [
-        ({"network": {"kind": "tabel"}}, "has network.kind='tabel', which is not one of stack, table"),
-        ({"network": {"memories": [{"size": 3}]}}, "has network.memories.kind=None, which is not one of lookup, "),
-        ({"network": {"memories": 3}}, "has 3 where network.memories should be a list"),
-        ({"network": {"rows": 3}}, "has an unknown field network.rows"),
+        ({"Root.network": "tabel"}, "the saved config: Root.network = 'tabel' is not one of stack, table"),
+        ({"Stack.memories": [{"size": 3}]}, "Stack.memories = {'size': 3} is not one of lookup, "),
+        ({"Stack.memories": 3}, "Stack.memories = 3 is not one of lookup"),
+        ({"Stack.rows": 3}, "Stack has no parameter rows"),
+        ([], "the saved config is [], no object"),
     ],
 )
-def test_what_is_saved_of_another_version_is_an_error(plain, expected):
-    with pytest.raises(UserError, match=expected):
-        saved.from_plain(Root, plain)
+def test_what_is_saved_of_another_version_is_an_error(values, expected):
+    with pytest.raises(UserError) as caught:
+        config.rebuild(Root, values)
+    assert expected in str(caught.value)
 
 
-def test_differences_are_named_by_their_place():
+def test_differences_are_named_as_in_gin():
     old, new = Root(Stack(5, (Window(3), States()))), Root(Stack(6, (Window(3), States(gate=Gate(2.0)))), 2)
-    assert [(*each[:4], each.resumable(old, new)) for each in saved.compare(old, new)] == [
-        ("network.width", "Stack.width", 5, 6, False),
-        ("network.memories.states.gate.bias", "Gate.bias", 1.0, 2.0, False),
-        ("steps", "Root.steps", 1, 2, True),
-    ]
-    assert [each[:4] for each in saved.compare(old, Root(Table()))] == [
-        ("network.kind", "Root.network", "stack", "table")
-    ]
-    assert [each[:4] for each in saved.compare(old, Root(Stack(5)))] == [
-        ("network.memories", "Stack.memories", ("window", "states"), ("window",))
-    ]
+    assert config.differences(old, new) == {"Stack.width": (5, 6), "Gate.bias": (1.0, 2.0), "Root.steps": (1, 2)}
+    assert config.differences(old, Root(Table())) == {"Root.network": ("stack", "table")}
+    assert config.differences(old, Root(Stack(5))) == {
+        "Stack.memories": (("window", "states"), ("window",)),
+        "Window.length": (3, 8),
+    }
 
 
 def test_a_new_field_with_a_default_changes_no_fingerprint():
     later = dataclasses.make_dataclass("Table", [("width", int, 16), ("rows", int, 3), ("depth", int, 2)], frozen=True)
     networks = Registry("network")
     networks.register("table")(later)
-    before = fingerprint(to_plain(Table(rows=5), NETWORKS, changed_only=True))
-    assert fingerprint(to_plain(later(rows=5), networks, changed_only=True)) == before
-    assert fingerprint(to_plain(later(rows=5, depth=3), networks, changed_only=True)) != before
-    assert fingerprint(to_plain(Stack(), NETWORKS, changed_only=True)) != fingerprint(
-        to_plain(Table(), NETWORKS, changed_only=True)
-    )
+    before = fingerprint(changed_settings(Table(rows=5), NETWORKS))
+    assert fingerprint(changed_settings(later(rows=5), networks)) == before
+    assert fingerprint(changed_settings(later(rows=5, depth=3), networks)) != before
+    assert fingerprint(changed_settings(Stack(), NETWORKS)) != fingerprint(changed_settings(Table(), NETWORKS))

@@ -235,5 +235,5 @@ def test_stages_are_saved_and_may_not_change(bindings, tmp_path):
     with pytest.raises(UserError, match=r"StagesConfig.num_steps is \(4, 3\) there, \(4, 2\) here"):
         config.save(parse(bindings, *STAGES, "StagesConfig.num_steps = (4, 2)"), tmp_path)
     old = json.loads(config.to_json(parse(bindings)))
-    del old["stages"]
-    assert config.from_json(json.dumps(old)) == parse(bindings)
+    without = {name: value for name, value in old.items() if not name.startswith("StagesConfig.")}
+    assert config.from_json(json.dumps(without)) == parse(bindings)

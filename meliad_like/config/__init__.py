@@ -5,9 +5,10 @@ read while jax traces is frozen into the compiled program, and a worker process 
 """
 
 from meliad_like.config.bindings import shipped_files
-from meliad_like.config.construction import bound_values, field_types, fit
+from meliad_like.config.construction import field_types, fit
 from meliad_like.config.run import Changes, RunConfig, bound_by, parse, parse_with, read_changes, with_changes
-from meliad_like.config.saved import check_workdir, differences, from_json, save, to_gin, to_json
+from meliad_like.config.saved import check_workdir, differences, from_json, rebuild, save, to_gin, to_json
+from meliad_like.registry import bound_values
 
 __all__ = [
     "Changes",
@@ -22,6 +23,7 @@ __all__ = [
     "parse",
     "parse_with",
     "read_changes",
+    "rebuild",
     "save",
     "shipped_files",
     "to_gin",

@@ -80,7 +80,7 @@ class _Builder:
                 if binding is not None:
                     name = types[field.name].__name__
                     raise UserError(f"{binding.origin}: {key} has fields of its own: bind {name}.FIELD = ...")
-                arguments[field.name] = self.node(value)
+                arguments[field.name] = self.node(types[field.name] if value is dataclasses.MISSING else value)
             elif binding is not None:
                 try:
                     value = fit(binding.value, types[field.name], key)
@@ -186,22 +186,6 @@ class _Builder:
 def _classes(config_class: type) -> list[type]:
     """A dataclass and its bases that are dataclasses, the class itself first."""
     return [base for base in config_class.__mro__ if "__dataclass_fields__" in vars(base)]
-
-
-def bound_values(config: Any) -> dict[str, Any]:
-    """The values of all fields of a config by the names with which gin binds them: `build` makes the same of them."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        key, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
-        inside = value if field.metadata.get("many") else [value] if dataclasses.is_dataclass(value) else []
-        if (registry := field.metadata.get("registry")) is not None:
-            names = tuple(map(registry.name_of, inside))
-            value = names if field.metadata["many"] else names[0]
-        if registry is not None or not inside:
-            values[key] = value
-        for member in inside:
-            values |= bound_values(member)
-    return values
 
 
 def field_types(config_class: type) -> dict[str, Any]:

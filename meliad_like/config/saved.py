@@ -1,76 +1,50 @@
-"""What is saved with a run, and how it is read back without gin."""
+"""The files of a config in a working folder, and how they are read back without gin."""
 
 import collections
-import dataclasses
 import json
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from etils import epath
 
-from meliad_like.config.bindings import nearest
-from meliad_like.config.construction import bound_values, field_types, fit
+from meliad_like.config import construction
+from meliad_like.config.bindings import Binding
 from meliad_like.config.run import RunConfig
 from meliad_like.errors import UserError
-from meliad_like.registry import Registry, default_of, to_plain
+from meliad_like.registry import bound_fields, bound_values
 from meliad_like.remote import write_whole
 from meliad_like.resumable import refuse_differences
 from meliad_like.saved_json import parse_json
 
 JSON_NAME = "config.json"
 GIN_NAME = "config.gin"
+Config = TypeVar("Config")
 
 
 def to_json(run: RunConfig) -> str:
-    """The config as indented JSON: nested dictionaries, one for each part, those of kinds with the kind's name."""
-    return json.dumps(to_plain(run), indent=2) + "\n"
+    """The config as indented JSON: all values by the names with which gin binds them."""
+    return json.dumps(bound_values(run), indent=2) + "\n"
 
 
 def from_json(text: str | bytes) -> RunConfig:
-    """Rebuilds what `to_json` wrote. A field that is missing was added later, and has its default.
+    """Rebuilds what `to_json` wrote.
 
     Raises:
-      UserError: not JSON, or unknown or ill-typed fields or kinds (a file of another version), by name.
+      UserError: as `rebuild`, or the text is not JSON.
     """
-    return from_plain(RunConfig, parse_json(text, "the saved config"))
+    return rebuild(RunConfig, parse_json(text, "the saved config"))
 
 
-def from_plain(config_class: type, saved: Any, path: str = "") -> Any:
-    """Rebuilds a config of this class from what `to_plain` made of it; messages name the `path` of a field.
+def rebuild(config_class: type[Config], saved: Mapping[str, Any]) -> Config:
+    """Rebuilds a config from its `bound_values`. A field that is missing was added later, and has its default.
 
     Raises:
-      UserError: an unknown or ill-typed field or kind.
+      UserError: unknown or ill-typed fields or kinds (a file of another version), by name.
     """
     if not isinstance(saved, dict):
-        raise UserError(f"the saved config has {saved!r} where {path or 'the run'} should be an object")
-    types, arguments = field_types(config_class), {}
-    for name in sorted(saved.keys() - types.keys()):
-        key = f"{path}.{name}".lstrip(".")
-        raise UserError(f"the saved config has an unknown field {key}{nearest(name, sorted(types))}")
-    for field in dataclasses.fields(config_class):
-        if field.name not in saved:
-            continue
-        value, key = saved[field.name], f"{path}.{field.name}".lstrip(".")
-        if (registry := field.metadata.get("registry")) is None:
-            expected = types[field.name]
-            is_config = dataclasses.is_dataclass(expected)
-            arguments[field.name] = from_plain(expected, value, key) if is_config else fit(value, expected, key)
-        elif not field.metadata["many"]:
-            arguments[field.name] = _kind(registry, value, key, type(default_of(field)))
-        elif isinstance(value, list):
-            arguments[field.name] = tuple(_kind(registry, member, key, None) for member in value)
-        else:
-            raise UserError(f"the saved config has {value!r} where {key} should be a list")
-    return config_class(**arguments)
-
-
-def _kind(registry: Registry, saved: Any, path: str, default: type | None) -> Any:
-    if not isinstance(saved, dict) or ("kind" not in saved and default is not None):
-        return from_plain(default, saved, path)
-    name = saved.get("kind")
-    if not isinstance(name, str) or name not in registry:
-        raise UserError(f"the saved config has {path}.kind={name!r}, which is not one of {', '.join(sorted(registry))}")
-    return from_plain(registry[name], {key: value for key, value in saved.items() if key != "kind"}, path)
+        raise UserError(f"the saved config is {saved!r}, no object")
+    bindings = {key: Binding(value, "the saved config") for key, value in saved.items()}
+    return construction.build(bindings, config_class)[0]
 
 
 def to_gin(run: RunConfig) -> str:
@@ -81,45 +55,13 @@ def to_gin(run: RunConfig) -> str:
     return "\n".join(map("".join, sections.values()))
 
 
-class Difference(NamedTuple):
-    """A field in which two configs differ."""
+def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """Values in which two configs differ: (old, new) by the names with which gin binds them.
 
-    path: str
-    """Such as `model.num_layers`; `model.kind` where the kinds are others, whose fields are not compared."""
-    key: str
-    """The name by which gin binds the field, such as `DecoderConfig.num_layers`."""
-    old: Any
-    new: Any
-    resumable: Callable[[Any, Any], bool]
-    """(config of the run so far, new config) -> whether the run may resume with the new value."""
-
-
-def compare(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
-    """The fields in which two configs of one class differ."""
-    for field in dataclasses.fields(old):
-        inner, key = f"{path}.{field.name}".lstrip("."), f"{type(old).__name__}.{field.name}"
-        resumable = field.metadata.get("resumable", lambda old, new: False)
-        pair = getattr(old, field.name), getattr(new, field.name)
-        if (registry := field.metadata.get("registry")) is None:
-            if dataclasses.is_dataclass(pair[0]):
-                yield from compare(*pair, inner)
-            elif pair[0] != pair[1]:
-                yield Difference(inner, key, *pair, resumable)
-            continue
-        many = field.metadata["many"]
-        members = [{registry.name_of(member): member for member in (value if many else [value])} for value in pair]
-        names = [tuple(each) for each in members]
-        if names[0] != names[1]:
-            before, after = names if many else (name for (name,) in names)
-            yield Difference(inner if many else f"{inner}.kind", key, before, after, resumable)
-        else:
-            for name, member in members[0].items():
-                yield from compare(member, members[1][name], f"{inner}.{name}" if many else inner)
-
-
-def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two configs differ: `model.num_layers` to (old value, new value)."""
-    return {found.path: (found.old, found.new) for found in compare(old, new)}
+    Kinds that differ are compared only by their names, not by their fields.
+    """
+    before, after = bound_values(old), bound_values(new)
+    return {key: (value, after[key]) for key, value in before.items() if key in after and value != after[key]}
 
 
 def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
@@ -139,8 +81,11 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
         raise UserError(
             f"{path}: {error}; if it is damaged, delete it: the same command then resumes, and writes it anew"
         ) from None
-    fixed = [found for found in compare(saved, run) if not found.resumable(saved, run)]
-    refuse_differences(path.parent, ((found.key, found.old, found.new) for found in fixed), "choose another --workdir")
+    changed = differences(saved, run)
+    for name, field, _ in bound_fields(saved):
+        if name in changed and field.metadata.get("resumable", lambda old, new: False)(saved, run):
+            del changed[name]
+    refuse_differences(path.parent, ((name, *values) for name, values in changed.items()), "choose another --workdir")
 
 
 def save(run: RunConfig, workdir: str | epath.Path) -> None:

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from meliad_like.config import Changes, RunConfig, parse, read_changes
-from meliad_like.config.saved import compare
+from meliad_like.config import Changes, RunConfig, bound_values, differences, parse, read_changes
 from meliad_like.conversion.pretrained_files import Pretrained, read_gguf, read_huggingface, write_huggingface
 from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
 from meliad_like.data.tokenizers_vocabulary import (
@@ -58,11 +57,13 @@ def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunCon
         data=reader(segment_length=segment, tokens_per_step=segment),
     )
     run = changes(start)
-    for difference in compare(start, run):
-        name = difference.path.removeprefix("model.")
-        of_recurrence = model.summary is not None and name.startswith("mechanisms")
-        if name in ("kind", *DECODER_FIELDS) or (of_recurrence and not name.endswith((".scale", ".rate"))):
-            raise UserError(f"{difference.path} = {difference.new!r}, but {path} has {difference.old!r}")
+    fixed = {"RunConfig.model", *(f"PretrainedConfig.{name}" for name in DECODER_FIELDS)}
+    if model.summary is not None:
+        fixed |= {"PretrainedConfig.mechanisms", *bound_values(model.summary)}
+        fixed -= {"WindowSummary.scale", "WindowSummary.rate"}
+    for name, (old, new) in differences(start, run).items():
+        if name in fixed:
+            raise UserError(f"{name} = {new!r}, but {path} has {old!r}")
     return run
 
 

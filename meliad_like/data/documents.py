@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from meliad_like.errors import UserError
-from meliad_like.registry import Registry, fingerprint, resumable, to_plain
+from meliad_like.registry import Registry, changed_settings, fingerprint, resumable
 from meliad_like.validation import check_choices
 
 SPLITS = ("train", "validation", "test")
@@ -138,7 +138,7 @@ class SourceConfig:
     @property
     def settings_fingerprint(self) -> str:
         """SHA-256 of the settings that are not defaults, without the folder, which may differ between machines."""
-        settings = to_plain(self, SOURCES, changed_only=True)
+        settings = changed_settings(self, SOURCES)
         return fingerprint({key: value for key, value in settings.items() if key != "folder"})
 
     def open(self) -> Source:

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from meliad_like.errors import UserError
-from meliad_like.registry import Registry, fingerprint, to_plain
+from meliad_like.registry import Registry, changed_settings, fingerprint
 from meliad_like.remote import local_files, write_whole
 from meliad_like.saved_json import check_fields, read_json
 from meliad_like.validation import check_choices, check_positive
@@ -142,7 +142,7 @@ class VocabularyConfig:
     @property
     def settings_fingerprint(self) -> str:
         """SHA-256 of the settings that are not defaults; a model file counts by the vocabulary in it."""
-        settings = to_plain(self, VOCABULARIES, changed_only=True)
+        settings = changed_settings(self, VOCABULARIES)
         if "model_file" in settings:
             settings = {"kind": settings["kind"], "model": self.make().fingerprint}
         return fingerprint(settings)

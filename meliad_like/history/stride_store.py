@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Int
 
-from meliad_like.config.saved import from_plain
+from meliad_like.config import bound_values, rebuild
 from meliad_like.data.subset import Documents, Subset
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
@@ -129,7 +129,7 @@ class StrideStore:
             )
         if info is not None:
             self._journal = Journal(folder / DATA_NAME, info.identity)
-            write_json(folder / INFO_NAME, dataclasses.asdict(info))
+            write_json(folder / INFO_NAME, bound_values(info))
         self.numbers: list[list[float]] = read_json_lines(folder / DATA_NAME)[1][1:]
         """The numbers of the first strides, as far as they were made."""
 
@@ -216,7 +216,7 @@ def fingerprint(model: Any, params: Any) -> str:
 def _read_info(folder: Path) -> StoreInfo | None:
     path = folder / INFO_NAME
     try:
-        return from_plain(StoreInfo, read_json(path))
+        return rebuild(StoreInfo, read_json(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except UserError as error:

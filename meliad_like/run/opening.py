@@ -10,15 +10,13 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from meliad_like.config import RunConfig
-from meliad_like.config.saved import compare, from_plain
+from meliad_like.config import RunConfig, bound_values, differences, rebuild
 from meliad_like.data.documents import SOURCES
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
-from meliad_like.registry import to_plain
 from meliad_like.remote import any_path, local_files, written_locally
 from meliad_like.training.checkpoints import Checkpoints
 
@@ -40,7 +38,7 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """The metadata of a checkpoint; `store_fingerprint` is None where the documents are not known."""
     return {
-        "config": to_plain(run),
+        "config": bound_values(run),
         "vocabulary_fingerprint": vocabulary.fingerprint,
         "store_fingerprint": store_fingerprint,
         "step": step,
@@ -82,7 +80,7 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
     folder = _checkpoints_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:
         metadata = checkpoints.read_metadata(step)
-        run = from_plain(RunConfig, metadata["config"])
+        run = rebuild(RunConfig, metadata["config"])
         vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
         if vocabulary.fingerprint != metadata["vocabulary_fingerprint"]:
             raise UserError(
@@ -117,7 +115,7 @@ def saved_config(folder: str | Path, step: int | None = None) -> RunConfig:
       UserError: there is no usable checkpoint.
     """
     with Checkpoints(_checkpoints_folder(folder), read_only=True) as checkpoints:
-        run = from_plain(RunConfig, checkpoints.read_metadata(step)["config"])
+        run = rebuild(RunConfig, checkpoints.read_metadata(step)["config"])
     return dataclasses.replace(run, mesh=MeshConfig())
 
 
@@ -131,7 +129,7 @@ def open_as(folder: str | Path, run: RunConfig, step: int | None = None) -> tupl
     opened = open_checkpoint(folder, step=step, mesh=mesh)
     model = Model(run.model, opened.vocabulary.size)
     if model.axes != opened.model.axes or model.abstract_params != opened.model.abstract_params:
-        changed = " ".join(found.key for found in compare(opened.run, run) if found.path.startswith("model."))
+        changed = " ".join(differences(opened.run.model, run.model)) or "RunConfig.model"
         raise UserError(f"{changed} would need other parameters than those of the checkpoint {folder}")
     return opened._replace(run=run, model=model), mesh
 

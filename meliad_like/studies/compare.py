@@ -1,5 +1,6 @@
 """Two models on the same documents: section 4.6 and appendix G of Block-Recurrent Transformers."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,8 +84,9 @@ class ComparisonPage:
         self.chosen.write_summary(self._folder, saved)
         bits = [[d.table[name].to_numpy() for name in ("first_bits", "other_bits")] for d in documents]
         packed = [pack(document.units, *paid) for document, paid in zip(documents, bits, strict=True)]
-        found = differences(self.first.subject.run, self.other.subject.run).items()
-        changed = [(name, *map(str, values)) for name, values in found if not name.startswith(("source.", "mesh."))]
+        run = self.first.subject.run
+        other = dataclasses.replace(self.other.subject.run, source=run.source, mesh=run.mesh)
+        changed = [(name, *map(str, values)) for name, values in differences(run, other).items()]
         write_page(
             self._folder / "index.html",
             template,

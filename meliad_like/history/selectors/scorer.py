@@ -21,18 +21,17 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Float, Int
 
-from meliad_like.config.saved import from_plain
+from meliad_like.config import bound_values, rebuild
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.config import HistorySettings
-from meliad_like.history.selectors.config import Part
+from meliad_like.history.selectors.config import SELECTORS, Part
 from meliad_like.history.selectors.inputs import SelectorInputs, Texts, encode_batch, make_inputs
 from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.spans import HistoryConfig, Stride
 from meliad_like.history.stride_store import fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.registry import to_plain
 from meliad_like.run.opening import VOCABULARY_FOLDER
 from meliad_like.saved_json import read_json
 from meliad_like.training.checkpoints import Checkpoints
@@ -52,9 +51,10 @@ class OpenedSelector(NamedTuple):
 
 def selector_metadata(selector: Selector, inputs: SelectorInputs, vocabulary: Vocabulary) -> dict[str, Any]:
     """What decides a selector, for `selector.json` and every checkpoint."""
-    settings = to_plain(HistorySettings(inputs.history, selector.config))
-    return {name: settings[name] for name in ("history", "selector")} | {
-        "encoder": to_plain(selector.encoder_config),
+    kind = {"HistorySettings.selector": SELECTORS.name_of(selector.config)}
+    return {
+        "settings": bound_values(inputs.history) | kind | bound_values(selector.config),
+        "encoder": bound_values(selector.encoder_config),
         "vocabulary_size": selector.vocabulary_size,
         "vocabulary_fingerprint": vocabulary.fingerprint,
         "leaks_the_future": inputs.leaks_the_future,
@@ -77,8 +77,8 @@ def open_selector(folder: str | Path) -> OpenedSelector:
     folder = Path(folder).expanduser()
     saved = read_metadata(folder)
     try:
-        settings = from_plain(HistorySettings, {name: saved[name] for name in ("history", "selector")})
-        encoder_config = from_plain(PretrainedConfig, saved["encoder"], "encoder")
+        settings = rebuild(HistorySettings, saved.get("settings"))
+        encoder_config = rebuild(PretrainedConfig, saved.get("encoder"))
     except UserError as error:
         raise UserError(f"{folder / FILE_NAME} is of another version: {error}; train the selector again") from None
     vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)

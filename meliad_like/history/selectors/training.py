@@ -38,7 +38,7 @@ from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.selectors.scorer import FILE_NAME, read_metadata, save_encoder, selector_metadata
 from meliad_like.mesh import lane_sharding
 from meliad_like.optimization.optimizers import leave_fixed, make_optimizer
-from meliad_like.registry import to_plain
+from meliad_like.registry import bound_fields, bound_values
 from meliad_like.resumable import check_same, write_json
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.training.checkpoints import Checkpoints, keep_best
@@ -156,10 +156,10 @@ class SelectorTraining:
 
     def _begin(self) -> None:
         """Writes `selector.json`, or compares it with the file that is there."""
-        path, metadata = self.workdir / FILE_NAME, self.metadata | {"training": to_plain(self.config)}
+        path, metadata = self.workdir / FILE_NAME, self.metadata | {"training": bound_values(self.config)}
         if path.exists():
-            fields = dataclasses.fields(self.config)
-            may_change = [f"training.{field.name}" for field in fields if "resumable" in field.metadata]
+            fields = bound_fields(self.config)
+            may_change = [f"training.{name}" for name, field, _ in fields if "resumable" in field.metadata]
             check_same(self.workdir, read_metadata(self.workdir), metadata, may_change)
         self.workdir.mkdir(parents=True, exist_ok=True)
         save_vocabulary(self.vocabulary, self.workdir)
