@@ -7,7 +7,7 @@ set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# The exit status of training after SIGTERM, when everything is saved (meliad_like/training/preemption.py).
+# The exit status of training after SIGTERM, when everything is saved (meliad_like/training/processes.py).
 # shellcheck disable=SC2034  # for the scripts that source this
 SAVED=75
 

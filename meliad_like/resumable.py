@@ -3,7 +3,7 @@
 import fcntl
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,6 @@ MAX_NAMED = 3
 """The largest number of differences that a message names."""
 
 
-def refuse_differences(place: epath.PathLike, differences: Iterable[tuple[str, Any, Any]], way_out: str) -> None:
-    """
-    Raises:
-      UserError: there are differences (name, old value, new value) to the settings of the work in `place`; the message
-        names the first ones, and ends with the `way_out`.
-    """
-    if not (differences := list(differences)):
-        return
-    named = "; ".join(f"{name} is {old!r} there, {new!r} here" for name, old, new in differences[:MAX_NAMED])
-    more = f" and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
-    raise UserError(f"{place} belongs to another config: {named}{more}; {way_out}")
-
-
 def check_same(
     place: epath.PathLike,
     saved: Mapping[str, Any],
@@ -39,18 +26,22 @@ def check_same(
     may_differ: Collection[str] = (),
     way_out: str = "choose another folder, or the same values",
 ) -> None:
-    """Refuses to resume work in `place` that was done with other settings, as `refuse_differences` does.
+    """Refuses to resume work in `place` that was done with other settings.
 
     Args:
       saved, wanted: the saved and the current settings, nested dictionaries of values that JSON can represent.
-      may_differ: dotted names of fields, or of whole groups (`config.training.num_steps`, `config.mesh`), that don't
-        change the results.
+      may_differ: dotted names of fields that don't change the results.
+
+    Raises:
+      UserError: settings differ; the message names the first ones, and ends with the `way_out`.
     """
     # Converted to JSON and back, so that a tuple equals the list as which it was saved.
     old, new = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, wanted))
-    names = (name for name in {**new, **old} if not any(f"{name}.".startswith(f"{free}.") for free in may_differ))
-    pairs = ((name, old.get(name, ABSENT), new.get(name, ABSENT)) for name in names)
-    refuse_differences(place, (pair for pair in pairs if pair[1] != pair[2]), way_out)
+    pairs = ((name, old.get(name, ABSENT), new.get(name, ABSENT)) for name in {**new, **old} if name not in may_differ)
+    named = [f"{name} is {before!r} there, {now!r} here" for name, before, now in pairs if before != now]
+    if named:
+        more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+        raise UserError(f"{place} belongs to another config: {'; '.join(named[:MAX_NAMED])}{more}; {way_out}")
 
 
 def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -210,7 +210,7 @@ import os, sys
 os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
 sys.path[:0] = sys.argv[3:]
 import jax
-from meliad_like.training.joining import initialize_distributed
+from meliad_like.training.processes import initialize_distributed
 initialize_distributed(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 from test_evaluation import make_evaluator, make_model
 model = make_model()

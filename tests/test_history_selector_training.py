@@ -27,7 +27,7 @@ from meliad_like.history.selectors.inputs import (
 from meliad_like.history.selectors.scorer import open_selector
 from meliad_like.history.selectors.training import SelectorTraining
 from meliad_like.optimization.optimizers import Adam
-from meliad_like.training.preemption import EXIT_STATUS
+from meliad_like.training.processes import EXIT_STATUS
 
 WAYS = [("joint", True), ("light", False)]
 

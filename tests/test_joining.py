@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.training.joining import initialize_distributed
+from meliad_like.training.processes import initialize_distributed
 
 ALONE = """
-from meliad_like.training.joining import initialize_distributed
+from meliad_like.training.processes import initialize_distributed
 initialize_distributed({address!r}, 2, {process}, timeout_seconds=1)
 """
 
@@ -43,6 +43,6 @@ def test_all_three_or_a_cluster():
     with pytest.raises(UserError, match="num_processes=2 and process_id=None must be given together"):
         initialize_distributed("localhost:1", 2)
     # In a process of its own: jax refuses where a test before has computed anything.
-    program = "from meliad_like.training.joining import initialize_distributed\ninitialize_distributed()"
+    program = "from meliad_like.training.processes import initialize_distributed\ninitialize_distributed()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "UserError: this machine is part of no cluster that jax detects" in done.stderr

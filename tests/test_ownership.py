@@ -11,12 +11,12 @@ import textwrap
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.training.ownership import LOCK_NAME, Ownership
+from meliad_like.training.processes import LOCK_NAME, Ownership
 
 # Takes the folder, says so, and waits to be killed.
 OWNER = """
 import sys, time
-from meliad_like.training.ownership import Ownership
+from meliad_like.training.processes import Ownership
 with Ownership(sys.argv[1]):
     print("taken", flush=True)
     time.sleep(600)

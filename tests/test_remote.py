@@ -24,7 +24,7 @@ from meliad_like.run.opening import open_checkpoint
 from meliad_like.run.training import train
 from meliad_like.training import metrics
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.ownership import Ownership
+from meliad_like.training.processes import Ownership
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_a_bucket_that_is_out_of_order(bucket, out_of_order):
     with Ownership("gs://bucket/run") as first:
         out_of_order(".lock", "manifest.json")
         with pytest.raises(
-            UserError, match=r"gs://bucket/run/\.lock can't be read: refused by the test, 503; the same"
+            UserError, match=r"the same command resumes: gs://bucket/run/\.lock can't be read: refused by the test, 503"
         ):
             first.check()
         unwritable = "gs://bucket/run can't be written to: refused by the test, 503"

@@ -232,7 +232,7 @@ def test_stages_are_saved_and_may_not_change(bindings, tmp_path):
     assert config.parse([str(tmp_path / "config.gin")]) == run
     assert config.from_json((tmp_path / "config.json").read_text()) == run
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"StagesConfig.num_steps is \(4, 3\) there, \(4, 2\) here"):
+    with pytest.raises(UserError, match=r"StagesConfig.num_steps is \[4, 3\] there, \[4, 2\] here"):
         config.save(parse(bindings, *STAGES, "StagesConfig.num_steps = (4, 2)"), tmp_path)
     old = json.loads(config.to_json(parse(bindings)))
     without = {name: value for name, value in old.items() if not name.startswith("StagesConfig.")}

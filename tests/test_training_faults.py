@@ -18,7 +18,7 @@ from meliad_like.run.setup import set_up
 from meliad_like.run.training import train
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.ownership import Ownership
+from meliad_like.training.processes import Ownership
 from meliad_like.training.step import make_train_step
 
 BAD_STEP, BAD_LANE = 4, 3

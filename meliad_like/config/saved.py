@@ -13,7 +13,7 @@ from meliad_like.config.run import RunConfig
 from meliad_like.errors import UserError
 from meliad_like.registry import bound_fields, bound_values
 from meliad_like.remote import write_whole
-from meliad_like.resumable import refuse_differences
+from meliad_like.resumable import check_same
 from meliad_like.saved_json import parse_json
 
 JSON_NAME = "config.json"
@@ -85,7 +85,8 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
     for name, field, _ in bound_fields(saved):
         if name in changed and field.metadata.get("resumable", lambda old, new: False)(saved, run):
             del changed[name]
-    refuse_differences(path.parent, ((name, *values) for name, values in changed.items()), "choose another --workdir")
+    old, new = ({name: values[i] for name, values in changed.items()} for i in (0, 1))
+    check_same(path.parent, old, new, way_out="choose another --workdir")
 
 
 def save(run: RunConfig, workdir: str | epath.Path) -> None:

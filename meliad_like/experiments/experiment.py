@@ -272,7 +272,7 @@ class Job:
         """Trains (or resumes) in this process, evaluates the split, and adds the figures to the row's result.
 
         Returns:
-          The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM with everything saved.
+          The exit status: 0, or `EXIT_STATUS` after SIGTERM with everything saved.
 
         Raises:
           UserError: as `run.training.train`; the split has no documents, or another process works in this folder.

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from meliad_like.training import preemption
+from meliad_like.training.processes import EXIT_STATUS
 
 
 def environment(folder: Path, side_by_side: bool) -> dict[str, str]:
@@ -36,7 +36,7 @@ def run_processes(
     variables: Mapping[str, str],
     on_end: Callable[[str, int], Any],
 ) -> int:
-    """Runs commands in parallel, waits for all of them, and returns 0, or `preemption.EXIT_STATUS` after a signal.
+    """Runs commands in parallel, waits for all of them, and returns 0, or `EXIT_STATUS` after a signal.
 
     SIGTERM and Ctrl-C are passed on, so that every process saves and ends, and no further one is started.
 
@@ -80,4 +80,4 @@ def run_processes(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return preemption.EXIT_STATUS if stopping else 0
+    return EXIT_STATUS if stopping else 0

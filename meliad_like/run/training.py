@@ -19,9 +19,8 @@ from meliad_like.run.opening import save_vocabulary
 from meliad_like.run.reporting import Reporter
 from meliad_like.run.setup import Setup, metadata, set_up, starting_state
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.loop import Hook, Loop, Session, open_session
-from meliad_like.training.ownership import Ownership
-from meliad_like.training.preemption import EXIT_STATUS
+from meliad_like.training.loop import Hook, Session, open_session, run_steps
+from meliad_like.training.processes import EXIT_STATUS, Ownership
 from meliad_like.training.step import TrainState
 
 
@@ -36,7 +35,7 @@ def train(
       profile_steps: the first and the last step of those to trace.
 
     Returns:
-      The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
+      The exit status: 0, or `EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
 
     Raises:
       UserError: the config does not fit the documents, the devices or the folder, or the loss is not finite.
@@ -55,7 +54,7 @@ def train(
     # Checked by every process before the first one writes: if one process alone failed, the others would wait for it.
     configuration.check_workdir(run, folder)
     multihost_utils.sync_global_devices("the working folder is this run's")
-    kept = {"keep_last": run.training.checkpoints_kept, "keep_every": run.training.checkpoint_keep_every or None}
+    kept = {"keep_last": run.training.checkpoints_kept, "keep_every": run.training.checkpoint_keep_every}
     with Ownership(folder) as ownership, Checkpoints(folder / "checkpoints", **kept) as checkpoints:
         num_steps = run.training.num_steps
         start_step = checkpoints.read_metadata()["step"] if checkpoints.steps() else 0
@@ -136,7 +135,13 @@ def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: O
         device_batches_ahead=run.data.device_batches_ahead,
     ) as batches:
         reporter = Reporter(setup, writer, batches, save, folder)
-        loop = Loop(
+        return run_steps(
+            session,
+            train_step,
+            state,
+            batches,
+            step,
+            stage.last_step,
             num_steps=run.training.num_steps,
             log_every=run.training.log_every,
             report=reporter.report,
@@ -147,6 +152,4 @@ def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: O
             ],
             outside_of_training=reporter.outside_of_training,
             save=save,
-            session=session,
         )
-        return loop.run(train_step, state, batches, step, stage.last_step)

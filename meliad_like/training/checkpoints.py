@@ -26,7 +26,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from meliad_like.errors import UserError, is_full_disk, refusals
 from meliad_like.remote import is_remote, one_line
 from meliad_like.saved_json import read_json
-from meliad_like.training.ownership import agreed
+from meliad_like.training.processes import agreed
 
 COMMIT_SUCCESS_FILE = "commit_success.txt"  # The name of orbax's marker of a complete checkpoint on gs://.
 FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
@@ -43,17 +43,18 @@ class Checkpoints:
         folder: epath.PathLike,
         *,
         keep_last: int = 2,
-        keep_every: int | None = None,
+        keep_every: int = 0,
         read_only: bool = False,
     ):
         """
         Args:
           folder: parent of the steps' folders, local or on gs://. Other files and folders in it are not touched.
           keep_last: number of newest checkpoints that are kept.
-          keep_every: checkpoints of steps that are multiples of it are kept forever.
+          keep_every: checkpoints of steps that are multiples of it are kept forever; 0: of none.
           read_only: for evaluation while a run may still be writing: nothing is created, moved or deleted.
         """
-        _leave_orbax_errors_to_the_caller()
+        # orbax logs a traceback in each thread, although it also raises the error.
+        logging.get_absl_logger().addFilter(_no_error_of_orbax)
         # epath would treat gs://... as a relative path.
         self.folder = epath.Path(folder) if is_remote(folder) else epath.Path(folder).resolve()
         self._read_only = read_only
@@ -61,11 +62,11 @@ class Checkpoints:
         self._step_being_written: int | None = None
         if read_only and not self.folder.is_dir():
             raise UserError(f"there is no checkpoint folder {self.folder}")
-        policies: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(keep_last)]
-        if keep_every is not None:
-            policies.append(preservation_policy.EveryNSteps(keep_every))
+        every = [preservation_policy.EveryNSteps(keep_every)] if keep_every else []
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+            preservation_policy=preservation_policy.AnyPreservationPolicy(
+                [preservation_policy.LatestN(keep_last), *every]
+            ),
             create=not read_only,
             # Deletes unfinished checkpoints of a killed run. On gs:// it would delete every folder that is none.
             cleanup_tmp_directories=not read_only and not is_remote(folder),
@@ -122,11 +123,26 @@ class Checkpoints:
         Raises:
           UserError: there is no usable checkpoint, or its arrays have other shapes.
         """
-        return self._restore(abstract_state, step, ("params", "rest"))
+        newest, step = step is None, self._usable(step)
+        if newest:
+            self.move_aside_after(step)
+        saved, wanted = self._read_json(step), _named_arrays(abstract_state)
+        targets = dict(zip(("params", "rest"), _split(wanted)))
+        shapes = saved["arrays"]
+        if not targets["rest"]:
+            del targets["rest"]
+            shapes = {name: shape for name, shape in shapes.items() if _is_parameter(name)}
+        self._compare_shapes(step, shapes, wanted)
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(**{name: ocp.args.StandardRestore(item) for name, item in targets.items()})
+        )
+        arrays = {name: array for item in targets for name, array in _named_arrays(restored[item]).items()}
+        leaves = [arrays[name] for name in wanted]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), saved["metadata"]
 
     def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Loads only the parameters; otherwise like `restore`."""
-        state, metadata = self._restore({"params": abstract_params}, step, ("params",))
+        state, metadata = self.restore({"params": abstract_params}, step)
         return state["params"], metadata
 
     def read_metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -170,23 +186,6 @@ class Checkpoints:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-    def _restore(self, abstract: Any, step: int | None, items: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
-        newest, step = step is None, self._usable(step)
-        if newest:
-            self.move_aside_after(step)
-        saved = self._read_json(step)
-        wanted = _named_arrays(abstract)
-        shapes = saved["arrays"]
-        if "rest" not in items:
-            shapes = {name: shape for name, shape in shapes.items() if _is_parameter(name)}
-        self._compare_shapes(step, shapes, wanted)
-        targets: dict[str, Any] = dict(zip(("params", "rest"), _split(wanted)))
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(targets[item]) for item in items})
-        )
-        arrays = {name: array for item in items for name, array in _named_arrays(restored[item]).items()}
-        return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted]), saved["metadata"]
 
     def _read_json(self, step: int) -> dict[str, Any]:
         return self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
@@ -294,12 +293,7 @@ def keep_best(
         best.save(step, {"step": state.step, "params": state.params}, metadata)
 
 
-def _leave_orbax_errors_to_the_caller() -> None:
-    """Silences orbax's log of errors: it logs a traceback in each thread, although it also raises the error."""
-    logging.get_absl_logger().addFilter(_no_error_of_orbax)
-
-
-def _no_error_of_orbax(record) -> bool:
+def _no_error_of_orbax(record: standard_logging.LogRecord) -> bool:
     return record.levelno < standard_logging.ERROR or f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
@@ -329,28 +323,21 @@ CHUNK_BYTES = 1 << 22
 
 def write_manifest(folder: epath.Path) -> None:
     """Writes the manifest of all files that are under `folder` now."""
-    files = {str(path.relative_to(folder)): _size_and_checksum(path) for path in _files(folder)}
-    (folder / MANIFEST).write_text(json.dumps({"files": files}))
+    digests = {str(path.relative_to(folder)): _digest(path) for path in _files(folder)}
+    (folder / MANIFEST).write_text(json.dumps(digests))
 
 
 def find_damage(folder: epath.Path) -> str | None:
     """Describes the first damaged file under `folder`; None: all files are unchanged."""
+    name = MANIFEST
     try:
-        files = read_json(folder / MANIFEST)["files"]
-        entries = [(name, size, checksum) for name, (size, checksum) in files.items()]
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
+        for name, digest in read_json(folder / MANIFEST).items():
+            if _digest(folder / name) != digest:
+                return f"the content of {name} has changed"
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return f"{name} is missing"
+    except (ValueError, AttributeError):
         return f"{MANIFEST} is damaged"
-    for name, size, checksum in entries:
-        try:
-            actual_size, actual_checksum = _size_and_checksum(folder / name)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            return f"{name} is missing"
-        if actual_size != size:
-            return f"{name} has {actual_size} bytes instead of {size}"
-        if actual_checksum != checksum:
-            return f"the content of {name} has changed"
     return None
 
 
@@ -363,10 +350,11 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
             yield path
 
 
-def _size_and_checksum(path: epath.Path) -> tuple[int, int]:
+def _digest(path: epath.Path) -> list[int]:
+    """The size and the CRC-32 of a file."""
     size = checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
-    return size, checksum
+    return [size, checksum]

@@ -1,8 +1,7 @@
 """The training loop: one step after the other, with reports, evaluations and checkpoints between them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -10,7 +9,7 @@ from etils import epath
 
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.preemption import Preemption
+from meliad_like.training.processes import Preemption
 from meliad_like.training.profiling import Profiler
 
 State = TypeVar("State")
@@ -54,73 +53,68 @@ def open_session(
         yield Session(folder, checkpoints, writer, preempted, profiler)
 
 
-@dataclass(frozen=True)
-class Loop:
-    """The parts of a training that act between its steps."""
+def run_steps(
+    session: Session,
+    train_step: Callable[[State, Any], tuple[State, Any]],
+    state: State,
+    batches: Iterator[Any],
+    step: int,
+    last_step: int,
+    *,
+    num_steps: int,
+    log_every: int,
+    report: Callable[[int, Any, Any], None],
+    hooks: Sequence[Hook],
+    save: Callable[[int, Any], None],
+    outside_of_training: Callable[[], AbstractContextManager] = nullcontext,
+) -> tuple[State, bool]:
+    """Trains from step `step` to `last_step`. The host is always one step ahead of the devices.
 
-    num_steps: int
-    """The number of steps of the whole training."""
-    log_every: int
-    report: Callable[[int, Any, Any], None]
-    """Called with each step, its metrics, and a state at most one step newer. Raises an error to end the training."""
-    hooks: Sequence[Hook]
-    """The hooks in the order of their calls; the checkpoint comes last, so that errors of other hooks precede it."""
-    outside_of_training: Callable[[], AbstractContextManager]
-    """A context for the hooks; time spent in it does not count as training."""
-    save: Callable[[int, Any], None]
-    session: Session
+    Args:
+      state: the state after `step` steps.
+      batches: the batches from step `step + 1` on.
+      num_steps: the number of steps of the whole training.
+      report: called with each step, its metrics, and a state at most one step newer; an error ends the training.
+      hooks: in the order of their calls; the checkpoint comes last, so that errors of other hooks precede it.
+      outside_of_training: a context for the hooks; time spent in it does not count as training.
 
-    def run(
-        self,
-        train_step: Callable[[State, Any], tuple[State, Any]],
-        state: State,
-        batches: Iterator[Any],
-        step: int,
-        last_step: int,
-    ) -> tuple[State, bool]:
-        """Trains from step `step` to `last_step`. The host is always one step ahead of the devices.
-
-        Args:
-          state: the state after `step` steps.
-          batches: the batches from step `step + 1` on.
-
-        Returns:
-          The state, and whether SIGTERM or Ctrl-C ended the training, with the state saved, before the last step.
-        """
-        _, checkpoints, writer, preempted, profiler = self.session
-        pending: tuple[int, Any] | None = None
-        writer.start_clock(step)
-        while step < last_step:
-            profiler.before(step + 1, state)
-            with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
-                state, metrics = train_step(state, next(batches))
-            step += 1
-            if profiler.after(step, metrics):
-                writer.say(f"step {step}: wrote a trace into {profiler.folder}")
-            # The metrics of the previous step are ready; the host would have to wait for those of this step.
-            if pending is not None:
-                self.report(*pending, state)
-            pending = (step, metrics)
-            if step % self.log_every == 0:
-                # Raises errors of the background save of the last checkpoint; the next save may be hours away.
-                checkpoints.check()
-            stop = preempted.reached(step)
-            due = [hook for hook in self.hooks if hook.due(step, self.num_steps)]
-            if due or stop:
-                self.report(*pending, state)
-                pending = None
-                if stop:
-                    # The sender of the signal may not wait for an evaluation.
-                    self.save(step, state)
-                    checkpoints.wait()
-                with self.outside_of_training():
-                    for hook in due:
-                        hook.call(step, state)
-            if stop:
-                writer.say(
-                    f"{preempted.signal_name}: saved step {step} in {checkpoints.folder}; the same command resumes it"
-                )
-                return state, True
+    Returns:
+      The state, and whether SIGTERM or Ctrl-C ended the training, with the state saved, before the last step.
+    """
+    _, checkpoints, writer, preempted, profiler = session
+    pending: tuple[int, Any] | None = None
+    writer.start_clock(step)
+    while step < last_step:
+        profiler.before(step + 1, state)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+            state, metrics = train_step(state, next(batches))
+        step += 1
+        if profiler.after(step, metrics):
+            writer.say(f"step {step}: wrote a trace into {profiler.folder}")
+        # The metrics of the previous step are ready; the host would have to wait for those of this step.
         if pending is not None:
-            self.report(*pending, state)
-        return state, False
+            report(*pending, state)
+        pending = (step, metrics)
+        if step % log_every == 0:
+            # Raises errors of the background save of the last checkpoint; the next save may be hours away.
+            checkpoints.check()
+        stop = preempted.reached(step)
+        due = [hook for hook in hooks if hook.due(step, num_steps)]
+        if due or stop:
+            report(*pending, state)
+            pending = None
+            if stop:
+                # The sender of the signal may not wait for an evaluation.
+                save(step, state)
+                checkpoints.wait()
+            with outside_of_training():
+                for hook in due:
+                    hook.call(step, state)
+        if stop:
+            writer.say(
+                f"{preempted.signal_name}: saved step {step} in {checkpoints.folder}; the same command resumes it"
+            )
+            return state, True
+    if pending is not None:
+        report(*pending, state)
+    return state, False

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,9 @@ from meliad_like.registry import bound_fields, bound_values
 from meliad_like.resumable import check_same, write_json
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.training.checkpoints import Checkpoints, keep_best
-from meliad_like.training.loop import Hook, Loop, open_session
+from meliad_like.training.loop import Hook, open_session, run_steps
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.preemption import EXIT_STATUS
+from meliad_like.training.processes import EXIT_STATUS
 from meliad_like.training.program import Program, lay_out
 from meliad_like.training.step import Objective, StepMetrics, Sums, TrainState, make_step
 
@@ -103,7 +102,7 @@ class SelectorTraining:
         """Trains until `num_steps`, resuming from the folder's newest checkpoint.
 
         Returns:
-          The exit status: 0, or `preemption.EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
+          The exit status: 0, or `EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
 
         Raises:
           UserError: the folder holds another selector's training, there are too few documents or too many devices, or
@@ -138,7 +137,13 @@ class SelectorTraining:
                 evaluate = functools.partial(
                     self.evaluate, jax.jit(functools.partial(predict, self.selector)), parts[1], feeds[1], writer
                 )
-                loop = Loop(
+                _, stopped = run_steps(
+                    session,
+                    program.compile_step(),
+                    state,
+                    batches,
+                    start,
+                    last_step,
                     num_steps=last_step,
                     log_every=config.log_every,
                     report=functools.partial(self.report, writer),
@@ -147,11 +152,8 @@ class SelectorTraining:
                         Hook(config.evaluate_every or last_step, evaluate),
                         Hook(config.checkpoint_every or last_step, save),
                     ],
-                    outside_of_training=nullcontext,
                     save=save,
-                    session=session,
                 )
-                _, stopped = loop.run(program.compile_step(), state, batches, start, last_step)
         return EXIT_STATUS if stopped else 0
 
     def _begin(self) -> None:
