@@ -51,8 +51,8 @@ def main() -> None:
     from meliad_like.config import read_changes
     from meliad_like.evaluation import report
     from meliad_like.evaluation.baselines import compressed_bits_per_byte
+    from meliad_like.evaluation.perplexity import make_evaluator
     from meliad_like.mesh import parameter_shardings
-    from meliad_like.run.evaluator import make_evaluator
     from meliad_like.run.opening import open_store, open_with
 
     opened, mesh = open_with(CHECKPOINT.value, read_changes((), command_line.GIN_PARAM.value), STEP.value)

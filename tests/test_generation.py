@@ -18,8 +18,7 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.generation.saved_reading import load_reading, save_reading
-from meliad_like.generation.streaming import Generator, Reading, SamplingConfig
+from meliad_like.generation.streaming import Generator, Reading, SamplingConfig, load_reading, save_reading
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model

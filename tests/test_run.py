@@ -10,10 +10,10 @@ from history_place import make_place
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.subset import Subset
 from meliad_like.data.token_store import TokenStore
+from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.experiments.evaluations import by_document
-from meliad_like.run.evaluator import make_evaluator
+from meliad_like.run.hooks import average_by_token
 from meliad_like.run.opening import open_with
-from meliad_like.run.reporting import average_by_token
 from meliad_like.studies import readings
 from meliad_like.training.step import StepMetrics
 

@@ -9,7 +9,7 @@ from meliad_like.data.readers import LanesReaderConfig, ShuffledReaderConfig, St
 from meliad_like.data.stream import StreamReader
 from meliad_like.data.token_store import Totals
 from meliad_like.errors import UserError
-from meliad_like.run.reporting import bytes_per_target
+from meliad_like.run.hooks import bytes_per_target
 
 LENGTHS = [7, 1, 20, 5, 11]
 STREAM = [STRIDE * document + place for document, n in enumerate(LENGTHS) for place in range(n)]

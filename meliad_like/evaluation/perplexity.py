@@ -22,10 +22,12 @@ import pandas as pd
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
+from meliad_like.config import RunConfig
 from meliad_like.data.batch import AnyArray, Batch, Reader
 from meliad_like.data.lanes import LanesReader
 from meliad_like.data.loading import load_batches
 from meliad_like.data.subset import Documents, Subset, random_subset
+from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.mesh import carry_shardings, lane_sharding, lane_shards, replicated
 from meliad_like.models.model import Model
@@ -208,6 +210,34 @@ class Evaluator:
 
     def _bin_start(self, index: int) -> int:
         return self._window * (2**index // 2)
+
+
+def make_evaluator(
+    run: RunConfig,
+    model: Model,
+    store: TokenStore,
+    split: str,
+    mesh: Mesh,
+    *,
+    documents: Documents | None = None,
+    **others: Any,
+) -> Evaluator:
+    """An evaluator that reads a split, or `documents` of it, as a run does: with its reader, segment length and lanes.
+
+    Raises:
+      UserError: as `Evaluator`, whose `others` are; or the split has no documents, or the reader can't read it.
+    """
+    return Evaluator(
+        model,
+        store.split(split) if documents is None else documents,
+        mesh,
+        name=split,
+        segment_length=run.data.segment_length,
+        max_lanes=run.data.num_lanes,
+        loss_slice=run.training.loss_slice,
+        read=run.data.evaluation_reader(store, split, run.model.window_length),
+        **others,
+    )
 
 
 def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _Losses]:

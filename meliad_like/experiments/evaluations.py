@@ -14,8 +14,8 @@ from meliad_like.config.run import stages_of
 from meliad_like.data.subset import Concatenated, Documents
 from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation import protocols, report
+from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.models.model import Model
-from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.sizes import sizes_of
 

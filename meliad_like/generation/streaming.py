@@ -1,8 +1,10 @@
-"""Reads a prompt of any length, and continues it token by token at a constant cost."""
+"""Reads a prompt of any length, and continues it token by token at a constant cost; the carry can be saved."""
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
-from meliad_like.errors import UserError
+from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.models.model import Model
+from meliad_like.remote import replacing
+from meliad_like.resumable import check_same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,3 +231,58 @@ def _write_tokens(
     loop = (0, carry, token, key, jnp.zeros(chunk, jnp.int32))
     count, carry, _, key, written = jax.lax.while_loop(unfinished, write_token, loop)
     return carry, key, written, count
+
+
+def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity: dict[str, Any]) -> None:
+    """Writes the file atomically: if it fails (a UserError), an earlier file is unchanged.
+
+    Args:
+      unfinished: bytes of an incomplete character at the end.
+      identity: properties of the checkpoint that computed the carry, for JSON, which `load_reading` compares.
+    """
+    arrays = {name: np.asarray(leaf) for name, leaf in _named(reading.carry).items()}
+    facts = {
+        "identity": identity,
+        "token": reading.token,
+        "num_read": reading.num_read,
+        "ended": reading.ended,
+        "unfinished": unfinished.hex(),
+    }
+    try:
+        with replacing(path) as file:
+            np.savez(file, facts=np.array(json.dumps(facts)), key=np.asarray(reading.key), **arrays)
+    except OSError as error:
+        raise UserError(f"cannot write the carry to {path}: {error.strerror}") from None
+
+
+def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[Reading, bytes]:
+    """Reads a file of `save_reading` for the checkpoint with this identity: the state, and an incomplete character.
+
+    Raises:
+      UserError: the file is missing, unreadable or damaged, or it belongs to another checkpoint.
+    """
+    try:
+        with np.load(path) as file:
+            facts = json.loads(str(file["facts"]))
+            check_same(
+                path, facts["identity"], identity, way_out="choose the checkpoint that wrote it (--checkpoint, --step)"
+            )
+            # numpy loads bfloat16 as raw bytes.
+            leaves = [file[name].view(leaf.dtype) for name, leaf in _named(abstract_carry).items()]
+            key = file["key"]
+    except FileNotFoundError:
+        raise UserError(f"there is no saved carry {path}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the saved carry {path}: {error.strerror}") from None
+    except (*DAMAGED_NPZ, KeyError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not a saved carry, or it is damaged") from None
+    carry = jax.tree.unflatten(jax.tree.structure(abstract_carry), leaves)
+    reading = Reading(jax.device_put(carry), facts["token"], jax.device_put(key), facts["num_read"], facts["ended"])
+    return reading, bytes.fromhex(facts["unfinished"])
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree.leaves_with_path({"carry": tree})
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -1,24 +1,34 @@
-"""Evaluations and samples of a training, made after every given number of steps."""
+"""What happens between the steps of a training: the report of each step, evaluations and samples."""
 
 import functools
+import math
 import operator
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
-from meliad_like.data.readers import label
+from meliad_like.config.run import stages_of
+from meliad_like.data.loading import BatchIterator
+from meliad_like.data.readers import ReaderConfig, label
+from meliad_like.data.token_store import Totals
+from meliad_like.errors import UserError
 from meliad_like.evaluation import report
-from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.evaluation.perplexity import Evaluator, make_evaluator
 from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.mesh import replicated
-from meliad_like.run.evaluator import make_evaluator
+from meliad_like.optimization.optimizers import applied_rate
+from meliad_like.optimization.schedules import make_schedule
 from meliad_like.run.opening import save_vocabulary
-from meliad_like.run.setup import Setup, metadata
+from meliad_like.run.setup import Setup, metadata, set_up
 from meliad_like.training.checkpoints import keep_best
+from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.step import TrainState
+from meliad_like.training.step import StepMetrics, TrainState
 
 LOGGED = ("bits_per_token", "bits_per_byte", "perplexity", "word_perplexity", "accuracy")
 """The figures of an evaluation that are written as metrics."""
@@ -103,3 +113,127 @@ def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState
             (folder / f"step_{step}.txt").write_text(text)
 
     return write
+
+
+class Reporter:
+    """Collects the metrics of steps between two logs, writes their averages, and stops at a step that is not finite."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        writer: MetricsWriter,
+        batches: BatchIterator,
+        save: Callable[[int, TrainState], None],
+        workdir: object,
+    ):
+        """`save` is for the state before a step that is not finite, and the name of the `workdir` for messages."""
+        run = setup.run
+        self._setup, self._writer, self._batches, self._save, self._workdir = setup, writer, batches, save, workdir
+        self._leaks = setup.reader.leaks_the_future
+        self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+        totals = setup.store.totals("train")
+        self._bytes_per_token = bytes_per_target(run.data, totals)
+        targets_per_step = run.data.tokens_per_step * (1 - setup.reader.padding_share)
+        self._epochs_per_step = targets_per_step * self._bytes_per_token / totals.bytes
+        self._peak = peak_flops(run.model.activation_dtype)
+        self._gathered: list[StepMetrics] = []
+        self._seconds_out = self._waited = 0.0
+        self._began = time.perf_counter()
+
+    def report(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
+        """Adds the metrics of a step. Every `log_every` steps, and after the stage's last step, writes the averages.
+
+        Raises:
+          UserError: the step was not finite and the policy is to stop; the state before it is saved.
+        """
+        metrics = jax.device_get(metrics)
+        self._gathered.append(metrics)
+        training = self._setup.run.training
+        if step % training.log_every == 0 or step == self._setup.stage.last_step:
+            self._write(step)
+        if not metrics.finite and training.nonfinite == "stop":
+            self._stop(step, metrics, state)
+
+    def _write(self, step: int) -> None:
+        now = time.perf_counter()
+        seconds = max(now - self._began - self._seconds_out, 1e-9)
+        # Skipped steps don't count in the averages.
+        taken = [m for m in self._gathered if m.finite]
+        loss, accuracy = (average_by_token(taken, name) for name in ("loss", "accuracy"))
+        bits = loss / math.log(2)
+        tokens_per_second = self._setup.run.data.tokens_per_step * len(self._gathered) / seconds
+        flops = self._setup.model.training_flops_per_token * tokens_per_second
+        last = self._gathered[-1]
+        self._writer.write(
+            step,
+            {
+                "loss": loss,
+                "bits_per_token": bits,
+                "bits_per_byte": bits / self._bytes_per_token,
+                "accuracy": accuracy,
+                "gradient_norm": float(last.gradient_norm),
+                "update_norm": float(last.update_norm),
+                "parameter_norm": float(last.parameter_norm),
+                # The optimizer does not count skipped steps.
+                "learning_rate": float(self._learning_rate(step - 1 - int(last.num_skipped))),
+                "num_tokens": sum(int(m.num_tokens) for m in taken),
+                "num_skipped": int(last.num_skipped),
+                "tokens_per_second": tokens_per_second,
+                "model_flops_per_second": flops,
+                "share_of_peak": flops / (self._peak * jax.device_count()),
+                "data_wait_seconds": self._batches.seconds_waited - self._waited,
+                "memory_bytes": peak_memory_bytes(),
+            },
+            kind=label("train", self._leaks),
+        )
+        skipped = f"  {last.num_skipped} skipped" if last.num_skipped else ""
+        epochs = f"{step * self._epochs_per_step:.1f} epochs"
+        self._writer.show(
+            step,
+            f"{bits / self._bytes_per_token:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s  {epochs}",
+            skipped + ("  leaks the future" if self._leaks else ""),
+        )
+        self._gathered, self._seconds_out, self._waited = [], 0.0, self._batches.seconds_waited
+        self._began = now
+
+    def _stop(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
+        setup, good_step = self._setup, int(state.step)
+        if setup.stage.index and good_step == setup.stage.first_step:
+            # A checkpoint of that step is the stage before's, with as many lanes as that has; their memory is not read.
+            before = stages_of(setup.whole_run)[setup.stage.index - 1]
+            state = set_up(setup.whole_run, before).begin_stage(state)
+        self._save(good_step, state)
+        raise UserError(
+            f"step {step} is not finite: {self._culprit(step, metrics)}; the state after step {good_step} is saved: "
+            "resume with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another run from there "
+            f"with a smaller learning rate: --load_dir={self._workdir} --workdir=NEW"
+        )
+
+    def _culprit(self, step: int, metrics: StepMetrics) -> str:
+        """Describes what was not finite in a step, with the documents of the first lane whose loss was not."""
+        setup, lanes = self._setup, np.flatnonzero(~metrics.lane_finite)
+        if not lanes.size:
+            return "all losses are, but the gradient or the update is not"
+        documents = np.unique(setup.reader.batch(step - 1 - setup.stage.first_step, lanes[:1].tolist()).document)
+        names = setup.store.split("train").names
+        of = f"{lanes.size} of {setup.reader.num_lanes} lanes, first of lane {lanes[0]}"
+        return f"the loss of {of} in document {', '.join(names[i] for i in documents if i >= 0)}"
+
+    @contextmanager
+    def outside_of_training(self) -> Iterator[None]:
+        """A context; time spent in it does not count as training."""
+        began = time.perf_counter()
+        yield
+        self._seconds_out += time.perf_counter() - began
+
+
+def bytes_per_target(reader: ReaderConfig, totals: Totals) -> float:
+    """The ratio of all bytes and all targets of an epoch; a document's first token may not be a target."""
+    return totals.bytes / (totals.tokens - (0 if reader.first_tokens_are_targets else totals.documents))
+
+
+def average_by_token(steps: Sequence[StepMetrics], name: str) -> float:
+    """The average of a metric over the targets of some steps; NaN where these have no targets, as in padding."""
+    num_tokens = sum(int(m.num_tokens) for m in steps)
+    weighted = sum(float(getattr(m, name)) * int(m.num_tokens) for m in steps)
+    return weighted / num_tokens if num_tokens else math.nan

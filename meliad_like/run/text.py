@@ -14,8 +14,7 @@ from meliad_like.data.documents import SPLITS
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.generation.saved_reading import load_reading, save_reading
-from meliad_like.generation.streaming import Generator, SamplingConfig
+from meliad_like.generation.streaming import Generator, SamplingConfig, load_reading, save_reading
 from meliad_like.run.opening import OpenedCheckpoint
 
 UNKNOWN = "\u2047"

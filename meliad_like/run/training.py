@@ -14,9 +14,8 @@ from meliad_like.data.loading import load_batches
 from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding
 from meliad_like.remote import any_path
-from meliad_like.run.hooks import check_hooks, evaluation_hook, sampling_hook
+from meliad_like.run.hooks import Reporter, check_hooks, evaluation_hook, sampling_hook
 from meliad_like.run.opening import save_vocabulary
-from meliad_like.run.reporting import Reporter
 from meliad_like.run.setup import Setup, metadata, set_up, starting_state
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.loop import Hook, Session, open_session, run_steps

@@ -16,8 +16,8 @@ from meliad_like.config import RunConfig, read_changes
 from meliad_like.data.subset import Subset, random_order
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
+from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.evaluation.report import with_progress
-from meliad_like.run.evaluator import make_evaluator
 from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
 
 

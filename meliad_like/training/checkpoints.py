@@ -21,7 +21,7 @@ from absl import logging
 from etils import epath
 from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import preservation_policy
+from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from meliad_like.errors import UserError, is_full_disk, refusals
 from meliad_like.remote import is_remote, one_line
@@ -62,11 +62,9 @@ class Checkpoints:
         self._step_being_written: int | None = None
         if read_only and not self.folder.is_dir():
             raise UserError(f"there is no checkpoint folder {self.folder}")
-        every = [preservation_policy.EveryNSteps(keep_every)] if keep_every else []
+        every = [policy.EveryNSteps(keep_every)] if keep_every else []
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy.AnyPreservationPolicy(
-                [preservation_policy.LatestN(keep_last), *every]
-            ),
+            preservation_policy=policy.AnyPreservationPolicy([*every, policy.LatestN(keep_last)]),
             create=not read_only,
             # Deletes unfinished checkpoints of a killed run. On gs:// it would delete every folder that is none.
             cleanup_tmp_directories=not read_only and not is_remote(folder),
