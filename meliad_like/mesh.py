@@ -44,11 +44,7 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of Auto axes (MESH_AXES) over `devices` (default: all, of all processes).
-
-    Raises:
-      UserError: the shape doesn't fit the number of devices.
-    """
+    """A mesh of Auto axes (MESH_AXES) over `devices` (default: all, of all processes)."""
     devices = jax.devices() if devices is None else devices
     inner = config.fsdp * config.sequence * config.tensor
     data = len(devices) // inner if config.data == -1 else config.data
@@ -80,8 +76,7 @@ def lane_shards(mesh: Mesh) -> int:
 def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
     """The sharding of every array whose first axis is the lane, such as the arrays of a batch.
 
-    Raises:
-      UserError: the number of lanes is not a multiple of the number of shards.
+    Raises a UserError if the number of lanes is not a multiple of the number of shards.
     """
     if num_lanes % (shards := lane_shards(mesh)):
         raise UserError(
@@ -92,12 +87,8 @@ def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
 
 
 def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any) -> Any:
-    """The shardings of a carry, from a tree like it with a tuple of the logical names of each array's first axes.
-
-    Raises:
-      UserError: the number of lanes is not a multiple of the number of shards.
-    """
-    lane_sharding(mesh, num_lanes)
+    """The shardings of a carry, from a tree like it with a tuple of the logical names of each array's first axes."""
+    lane_sharding(mesh, num_lanes)  # Raises an error if they don't divide.
     return jax.tree.map(
         lambda names: NamedSharding(mesh, PartitionSpec(*(MESH_AXES_OF[name] for name in names))),
         axes,
@@ -113,8 +104,7 @@ def is_axes(node: Any) -> bool:
 def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
     """The shardings of the parameters, from a tree like them with a tuple of logical names (or None) for each array.
 
-    Raises:
-      UserError: a dimension is not a multiple of its mesh axis; names the parameter, the dimension and the axis.
+    Raises a UserError if a dimension is not a multiple of its mesh axis.
     """
 
     def sharding(path, names: tuple[str | None, ...], array) -> NamedSharding:
@@ -136,10 +126,6 @@ def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: 
     A state's array belongs to the parameter whose path its own path ends with. An array of the parameter's shape
     (momentum, second moment) has the parameter's sharding. Adafactor's `v_row` and `v_col` lack one of its two largest
     dimensions, so their sharding lacks that entry. Counters and Adafactor's placeholders of shape (1,) are replicated.
-
-    Args:
-      abstract_state, abstract_params: the state and the parameters, or their shapes.
-      shardings: shardings of the parameters, from `parameter_shardings`.
     """
     parameters = {
         _names(path): (tuple(array.shape), sharding.spec)

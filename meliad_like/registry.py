@@ -1,18 +1,8 @@
 """Registries of kinds: the frozen config dataclasses that can fill one role, such as that of an optimizer or a reader.
 
 A *kind* is a dataclass with only the fields that it reads, so that a field without effect can't be set. The room that
-defines a role owns its registry; a new kind, in this package or in another one, is registered there, and general code
-never names it:
-
-    READERS = Registry("reader")
-
-    @READERS.register("lanes")
-    @dataclasses.dataclass(frozen=True)
-    class LanesReaderConfig: ...
-
-    @dataclasses.dataclass(frozen=True)
-    class RunConfig:
-        reader: Any = kind_field(READERS, LanesReaderConfig)
+defines a role owns its registry (`READERS = Registry("reader")`); a new kind, in this package or in another one, is
+registered there (`@READERS.register("lanes")`), and general code never names it: it has `kind_field`s of the role.
 
 A role whose kinds are in modules of their own names these modules. Other packages name a module that registers kinds
 in the entry-point group `meliad_like.kinds`. Both are imported when a kind is looked up.
@@ -65,10 +55,6 @@ class Registry(Mapping[str, type]):
         return self._load_own()
 
     def __getitem__(self, name: str) -> type:
-        """
-        Raises:
-          UserError: there is no such kind; the message lists the existing kinds.
-        """
         # Kinds of this role's own room are found without loading any other room.
         found = self._load_own().get(name) or self._load().get(name)
         if found is None:

@@ -32,8 +32,7 @@ def is_remote(path: epath.PathLike) -> bool:
 def any_path(path: epath.PathLike, schemes: Collection[str] = tuple(PACKAGES)) -> epath.Path:
     """A path that can be read: a local one, with `~` expanded, or one of an object store with a supported scheme.
 
-    Raises:
-      UserError: the scheme is not supported, or its package is not installed.
+    Raises a UserError if the scheme is not supported, or if its package is not installed.
     """
     if not is_remote(path):
         return epath.Path(path).expanduser()
@@ -79,11 +78,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def check_output(path: epath.PathLike, flag: str) -> None:
-    """Checks before the work that its results can be written.
-
-    Raises:
-      UserError: the path, given as `flag`, is a folder, or lies where nothing can be written.
-    """
+    """Checks before the work that its results can be written to the path given as `flag`."""
     if is_remote(path):
         return
     if Path(path).is_dir():
@@ -104,20 +99,15 @@ def write_whole(path: epath.PathLike, content: str | bytes) -> None:
         file.write(content)
 
 
-def copy_file(source: epath.Path, target: epath.Path) -> None:
-    """Copies a file; each of the two paths may be remote."""
-    with source.open("rb") as read, target.open("wb") as written:
-        shutil.copyfileobj(read, written, CHUNK_BYTES)
-
-
 def copy_folder(source: epath.Path, target: epath.Path) -> None:
-    """Copies all files below a folder into another folder, which is created if needed."""
+    """Copies all files below a folder into another one, which is created if needed; each of the two may be remote."""
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_dir():
             copy_folder(path, target / path.name)
-        else:
-            copy_file(path, target / path.name)
+            continue
+        with path.open("rb") as read, (target / path.name).open("wb") as written:
+            shutil.copyfileobj(read, written, CHUNK_BYTES)
 
 
 @contextmanager

@@ -26,14 +26,11 @@ def check_same(
     may_differ: Collection[str] = (),
     way_out: str = "choose another folder, or the same values",
 ) -> None:
-    """Refuses to resume work in `place` that was done with other settings.
+    """Raises a UserError if the work in `place` was done with other settings. It names the first ones, and a `way_out`.
 
     Args:
       saved, wanted: the saved and the current settings, nested dictionaries of values that JSON can represent.
       may_differ: dotted names of fields that don't change the results.
-
-    Raises:
-      UserError: settings differ; the message names the first ones, and ends with the `way_out`.
     """
     # Converted to JSON and back, so that a tuple equals the list as which it was saved.
     old, new = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, wanted))
@@ -96,8 +93,7 @@ class Journal:
     def __init__(self, path: Path, identity: Mapping[str, Any], *, replace: bool = False):
         """Opens the file or creates it. `identity` is everything that determines the results, for JSON.
 
-        Raises:
-          UserError: the file has results of other settings and `replace` is false, or a line is not JSON.
+        Results of other settings are an error, unless `replace` is true.
         """
         self._path = path
         lines, rows = read_json_lines(path)

@@ -27,10 +27,8 @@ def parse_json(text: str | bytes, place: str) -> Any:
 def read_json_lines(path: Path | epath.Path) -> tuple[list[str], list[Any]]:
     """The complete lines of a file, and their values; no lines if the file does not exist.
 
-    A last line without a newline, which a killed process has not completed, is left out.
-
-    Raises:
-      UserError: a line is not JSON; the message gives its number.
+    A last line without a newline, which a killed process has not completed, is left out. A line that is not JSON is a
+    UserError with its number.
     """
     text = path.read_text() if path.exists() else ""
     lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -38,10 +36,7 @@ def read_json_lines(path: Path | epath.Path) -> tuple[list[str], list[Any]]:
 
 
 def check_fields(saved: Any, types: Mapping[str, type], place: str) -> None:
-    """
-    Raises:
-      UserError: `saved`, read from `place`, is not an object that has these fields with these types.
-    """
+    """Raises a UserError if `saved`, read from `place`, is not an object that has these fields with these types."""
     if not isinstance(saved, dict):
         raise UserError(f"{place} is damaged: it holds a {type(saved).__name__}, no object")
     for name, wanted in types.items():

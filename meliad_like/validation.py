@@ -29,10 +29,7 @@ check_seeds = _check("must not be negative, and below 2**32", lambda value: 0 <=
 
 
 def check_choices(config: Any) -> None:
-    """
-    Raises:
-      UserError: a field whose type is a Literal, or a union of Literals and None, has another value.
-    """
+    """Raises a UserError if a field whose type is a Literal, or a union of Literals and None, has another value."""
     for field, annotation in get_type_hints(type(config)).items():
         # A union lists its members; any other annotation is its own only member.
         members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)

@@ -84,7 +84,7 @@ def beside(name):
 
 def parse_whole(*names):
     """The configs that shipped files describe, those of history's own commands among them."""
-    return config.parse_with(names, [], HistorySettings)
+    return construction.build(collect(names, []), config.RunConfig, HistorySettings)
 
 
 @pytest.mark.parametrize("name", FILES)

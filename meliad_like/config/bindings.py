@@ -36,11 +36,7 @@ def shipped_files() -> list[str]:
 
 
 def find_file(name: str) -> epath.Path:
-    """The gin file called `name`: as given (absolute, or from the current folder), else among the shipped ones.
-
-    Raises:
-      UserError: there is none; names the nearest one.
-    """
+    """The gin file called `name`: as given (absolute, or from the current folder), else among the shipped ones."""
     for path in (epath.Path(name), gin_root() / name):
         if path.is_file():
             return path
@@ -107,10 +103,7 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
 
     Precedence: (1) `--gin_param`, the last one first; (2) `values` by `Class.field`, which nothing needs to read; (3)
     `--gin_file`s, whose order does not matter because two that differ are an error; (4) `base.gin`, which is always
-    read.
-
-    Raises:
-      UserError: an unknown file, bad syntax, contradicting files, an undefined macro, or a macro that nothing reads.
+    read. A macro that is not bound, or that nothing reads, is an error.
     """
     parameters: Bindings = {}
     for text in gin_params:

@@ -22,10 +22,8 @@ def build(bindings: Bindings, *roots: Any) -> tuple[Any, ...]:
     """Configs from bindings, each of which must be read by one of them.
 
     Bindings of base.gin are defaults: they may belong to a kind that is not chosen, or to a root that is not asked for.
-    Where nothing is bound, the defaults of a root that is a class hold, or the values of one that is a config.
-
-    Raises:
-      UserError: a binding is wrong or nothing reads it, or the values don't go together.
+    Where nothing is bound, the defaults of a root that is a class hold, or the values of one that is a config. Raises a
+    UserError if a binding is wrong or nothing reads it, or if the values don't go together.
     """
     builder = _Builder(bindings)
     nodes = [builder.node(root) for root in roots]
@@ -126,10 +124,7 @@ class _Builder:
         return registry[name]
 
     def check_all_read(self, roots: Sequence[Any]) -> None:
-        """
-        Raises:
-          UserError: nothing has read a binding that is not one of base.gin.
-        """
+        """Raises a UserError if nothing has read a binding that is not one of base.gin."""
         for key, binding in self._bindings.items():
             if key in self._read or binding.of_base or binding.optional:
                 continue
@@ -195,12 +190,9 @@ def field_types(config_class: type) -> dict[str, Any]:
 
 
 def fit(value: Any, expected: Any, name: str) -> Any:
-    """`value` as the type `expected`: lists become tuples, integers floats; nothing else is converted.
+    """`value` as the type `expected`: lists become tuples, integers floats. Raises a UserError if it does not fit.
 
     Infinity is refused: gin can't say it, and a saved config would not be read again.
-
-    Raises:
-      UserError: the value does not fit; the message starts with `name=value`.
     """
     if isinstance(value, str) and "\0" in value:
         # The system refuses it in paths, each function in its own way.

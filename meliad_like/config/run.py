@@ -144,25 +144,11 @@ class RunConfig:
 def parse(
     gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """The run that `base.gin`, these `--gin_file`s and these `--gin_param`s describe.
+    """The run that `base.gin`, these `--gin_file`s (in any order) and these `--gin_param`s describe.
 
-    Args:
-      gin_files: names as `--gin_file` takes them, in any order.
-      gin_params: bindings such as `DecoderConfig.num_layers = 3`; they win over every file.
-      values: by `Class.field`; they win over every file, and not over `gin_params`. Kinds have their names.
-
-    Raises:
-      UserError: anything about them is wrong, on one line.
+    `values` by `Class.field` win over every file, and not over `gin_params`; kinds have their names.
     """
     return construction.build(collect(gin_files, gin_params, values), RunConfig)[0]
-
-
-def parse_with(gin_files: Sequence[str], gin_params: Sequence[str], *others: Any) -> tuple[Any, ...]:
-    """The run, and other configs that the same files and parameters describe, such as those of a command.
-
-    `others` are their classes, or configs whose values hold where nothing is bound.
-    """
-    return construction.build(collect(gin_files, gin_params), RunConfig, *others)
 
 
 class Changes(NamedTuple):
@@ -171,11 +157,7 @@ class Changes(NamedTuple):
     bindings: Bindings
 
     def __call__(self, *configs: Any) -> Any:
-        """The changed configs: one, or a tuple of several.
-
-        Raises:
-          UserError: a binding is wrong, or none of the configs reads it.
-        """
+        """The changed configs: one, or a tuple of several. Raises a UserError if none of them reads a binding."""
         changed = construction.build(self.bindings, *configs)
         return changed[0] if len(changed) == 1 else changed
 
@@ -186,11 +168,7 @@ class Changes(NamedTuple):
 
 
 def read_changes(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> Changes:
-    """Reads gin files and parameters whose bindings change a saved config; those of base.gin change nothing.
-
-    Raises:
-      UserError: as `collect`, or a parameter binds a macro.
-    """
+    """Reads gin files and parameters whose bindings change a saved config; those of base.gin change nothing."""
     for text in gin_params:
         if "." not in text.partition("=")[0]:
             raise UserError(f"--gin_param={text}: the checkpoint has no macros; bind Class.parameter = value")
@@ -198,19 +176,16 @@ def read_changes(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) 
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The config with other values in some fields; it is validated once they all have changed.
+    """The config with other values in some fields, which are validated together.
 
-    Args:
-      changes: by the paths of fields, such as `{"data.segment_length": 512, "model.remat": "layers"}`.
+    `changes` are by the paths of fields, such as `{"data.segment_length": 512, "model.remat": "layers"}`.
     """
-    own = {path: value for path, value in changes.items() if "." not in path}
     inside: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     for path, value in changes.items():
         name, _, rest = path.partition(".")
-        if rest:
-            inside[name][rest] = value
-    for name, more in inside.items():
-        own[name] = with_changes(own.get(name, getattr(config, name)), more)
+        inside[name][rest] = value
+    own = {name: more.pop("", getattr(config, name)) for name, more in inside.items()}
+    own = {name: with_changes(value, inside[name]) if inside[name] else value for name, value in own.items()}
     return dataclasses.replace(config, **own)  # type: ignore[type-var]  # configs are dataclasses
 
 
@@ -233,11 +208,7 @@ class Stage(NamedTuple):
 
 
 def stages_of(run: RunConfig) -> list[Stage]:
-    """All stages of a run, in order; one, where it is not staged.
-
-    Raises:
-      UserError: the earlier stages leave no step to the last one, or one of them is not possible.
-    """
+    """All stages of a run, in order. Raises a UserError if one is not possible, or the last one has no step left."""
     first, stages = 0, []
     for index, steps in enumerate(run.stages.num_steps):
         stages.append(Stage(index, first, first + steps, _run_of_stage(run, index)))

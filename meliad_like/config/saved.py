@@ -27,19 +27,14 @@ def to_json(run: RunConfig) -> str:
 
 
 def from_json(text: str | bytes) -> RunConfig:
-    """Rebuilds what `to_json` wrote.
-
-    Raises:
-      UserError: as `rebuild`, or the text is not JSON.
-    """
+    """Rebuilds what `to_json` wrote. Raises a UserError as `rebuild`, and if the text is not JSON."""
     return rebuild(RunConfig, parse_json(text, "the saved config"))
 
 
 def rebuild(config_class: type[Config], saved: Mapping[str, Any]) -> Config:
     """Rebuilds a config from its `bound_values`. A field that is missing was added later, and has its default.
 
-    Raises:
-      UserError: unknown or ill-typed fields or kinds (a file of another version), by name.
+    Raises a UserError that names an unknown or ill-typed field or kind, which a file of another version has.
     """
     if not isinstance(saved, dict):
         raise UserError(f"the saved config is {saved!r}, no object")
@@ -65,11 +60,9 @@ def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
-    """Checks that a folder is free for a run: one that has no checkpoint belongs to nobody.
+    """Raises a UserError if a folder holds a run that differs in a field that is not `resumable`.
 
-    Raises:
-      UserError: the folder holds another run, which differs in a field that is not `resumable`, or its `config.json` is
-        damaged.
+    A folder without a checkpoint belongs to nobody.
     """
     path = epath.Path(workdir) / JSON_NAME
     steps = path.parent / "checkpoints"
@@ -90,11 +83,7 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
 
 
 def save(run: RunConfig, workdir: str | epath.Path) -> None:
-    """Writes `config.json` and `config.gin` into the working folder (made if need be), where they differ.
-
-    Raises:
-      UserError: as `check_workdir`.
-    """
+    """Writes `config.json` and `config.gin` into the working folder (made if need be), after `check_workdir`."""
     check_workdir(run, workdir)
     folder = epath.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -77,10 +77,6 @@ class Evaluator:
           decoding: predict one token after the other, as text is written; documents must begin at segment boundaries.
           read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order. The
             report marks results of a reader whose attribute `leaks_the_future` is true.
-
-        Raises:
-          UserError: the segment is not a multiple of the window or can't be sharded on the mesh, or no document has a
-            target.
         """
         self.model = model
         self.name = name
@@ -224,8 +220,7 @@ def make_evaluator(
 ) -> Evaluator:
     """An evaluator that reads a split, or `documents` of it, as a run does: with its reader, segment length and lanes.
 
-    Raises:
-      UserError: as `Evaluator`, whose `others` are; or the split has no documents, or the reader can't read it.
+    `others` are arguments of `Evaluator`.
     """
     return Evaluator(
         model,

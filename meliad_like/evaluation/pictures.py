@@ -18,11 +18,7 @@ SMOOTHED_PARTS = 25  # Number of parts of a curve; each is averaged to a point o
 
 
 def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, pd.Series]:
-    """The values by step of each kind of measurement: `train`, and the splits that were evaluated during training.
-
-    Raises:
-      UserError: there are no metrics, or no metric has this name.
-    """
+    """The values by step of each kind of measurement: `train`, and the splits that were evaluated during training."""
     path = any_path(workdir) / FILE_NAME
     if not path.exists():
         raise UserError(f"there is no {path}: --workdir is the folder of a training")
@@ -42,11 +38,7 @@ def read_runs(workdirs: Sequence[str], metric: str) -> dict[str, pd.Series]:
 
 
 def read_levels(path: epath.PathLike) -> dict[str, float]:
-    """Reads the compressors' bits per byte on the split of an evaluation from its file.
-
-    Raises:
-      UserError: the file is missing or has no compressors.
-    """
+    """Reads the compressors' bits per byte on the split of an evaluation from its file."""
     try:
         saved = json.loads(epath.Path(path).read_text())
         others, split = saved["other_bits_per_byte"], saved["split"]
@@ -58,16 +50,9 @@ def read_levels(path: epath.PathLike) -> dict[str, float]:
 
 
 def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: str, output: Path) -> None:
-    """Draws the curves and writes the image file.
+    """Draws the curves, and the levels as horizontal lines, and writes the image file in the format of its suffix.
 
-    Args:
-      curves: one line for each; a curve of many points also gets a bold line of averages.
-      levels: horizontal lines, for comparison.
-      label: label of the vertical axis.
-      output: the file, whose suffix is the image format; its folder is created if needed.
-
-    Raises:
-      UserError: matplotlib does not support the format.
+    A curve of many points also gets a bold line of averages. `label` is that of the vertical axis.
     """
     # Not pyplot, which needs a display.
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")

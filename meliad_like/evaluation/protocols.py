@@ -55,14 +55,10 @@ class Window(NamedTuple):
 
 
 def sliding_windows(lengths: np.ndarray, n: int, stride: int) -> Iterator[Window]:
-    """The windows of all documents; every token after a document's first is a target exactly once.
+    """The windows, of at most `n` inputs, of documents of these `lengths`; every token is a target exactly once.
 
-    Args:
-        lengths: lengths of the documents, in tokens.
-        n: the largest number of inputs in a window.
-        stride: the number of new tokens that each window scores, with the n - stride tokens before them as context.
-        Windows that would begin before their document begin with it; because predictions don't depend on later tokens,
-        all such windows are one.
+    Each window scores `stride` new tokens, with the n - stride tokens before them as context. Windows that would begin
+    before their document begin with it; because predictions don't depend on later tokens, all such windows are one.
     """
     growing = n - n % stride
     for document, num_targets in enumerate(np.maximum(lengths - 1, 0).tolist()):
@@ -119,9 +115,6 @@ def evaluate(
         stride: number of new tokens of a sliding window.
         num_windows: number of sliding windows that are read in parallel, rounded up to what the mesh needs.
         loss_slice, on_progress: as of `Evaluator`.
-
-    Raises:
-        UserError: the lengths don't suit the model, the model's own windows overlap, or there is nothing to predict.
     """
     _check(model, protocol, segment_length, stride)
     targets = np.maximum(np.asarray(split.lengths, np.int64) - 1, 0)

@@ -50,11 +50,7 @@ def positions(evaluation: Evaluation) -> Table:
 
 
 def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, float] | None = None) -> Table:
-    """A table of evaluations of the same documents, one per row, followed by compressors (bits per byte).
-
-    Raises:
-      UserError: the evaluations are not of the same documents.
-    """
+    """A table of evaluations of the same documents, one per row, followed by compressors (bits per byte)."""
     first, *others = evaluations.values()
     for name, other in zip(list(evaluations)[1:], others, strict=True):
         if [(d.name, d.num_bytes) for d in other.documents] != [(d.name, d.num_bytes) for d in first.documents]:

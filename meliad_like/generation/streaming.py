@@ -110,11 +110,7 @@ class Generator:
         return Reading(carry, None, jax.random.key_data(jax.random.key(seed)), 0)
 
     def read(self, reading: Reading, tokens: np.ndarray) -> Reading:
-        """Reads `tokens` (int32[n], any n): whole segments, then whole blocks, then one by one.
-
-        Raises:
-          UserError: a token is not in the vocabulary.
-        """
+        """Reads `tokens` (int32[n], any n): whole segments, then whole blocks, then one by one."""
         if len(tokens) == 0:
             return reading
         size = self._model.vocabulary_size
@@ -143,9 +139,6 @@ class Generator:
         """Generates up to `num_tokens` tokens in chunks; the last token may be the end of the document.
 
         Each chunk comes with the state after it, which is valid until the next chunk is requested.
-
-        Raises:
-          UserError: no token was read, or the document has ended.
         """
         if reading.token is None:
             raise UserError("there is nothing to continue: the prompt is empty")
@@ -234,11 +227,9 @@ def _write_tokens(
 
 
 def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity: dict[str, Any]) -> None:
-    """Writes the file atomically: if it fails (a UserError), an earlier file is unchanged.
+    """Writes the state and the bytes of an incomplete character to a file; if it fails, an earlier file is unchanged.
 
-    Args:
-      unfinished: bytes of an incomplete character at the end.
-      identity: properties of the checkpoint that computed the carry, for JSON, which `load_reading` compares.
+    `identity`: properties of the checkpoint that computed the carry, for JSON, which `load_reading` compares.
     """
     arrays = {name: np.asarray(leaf) for name, leaf in _named(reading.carry).items()}
     facts = {
@@ -256,11 +247,7 @@ def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity
 
 
 def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[Reading, bytes]:
-    """Reads a file of `save_reading` for the checkpoint with this identity: the state, and an incomplete character.
-
-    Raises:
-      UserError: the file is missing, unreadable or damaged, or it belongs to another checkpoint.
-    """
+    """Reads a file of `save_reading` for the checkpoint with this identity: the state, and an incomplete character."""
     try:
         with np.load(path) as file:
             facts = json.loads(str(file["facts"]))

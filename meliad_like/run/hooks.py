@@ -38,9 +38,6 @@ def check_hooks(setup: Setup) -> None:
     """Finds mistakes before the first step that would otherwise end the run at its first evaluation or sample.
 
     These come before the checkpoint of their step, so that all steps until then would be lost at every start.
-
-    Raises:
-      UserError: there are no documents to evaluate on or to sample from, or the model can't write.
     """
     training = setup.run.training
     if training.evaluate_every:
@@ -73,10 +70,7 @@ def _make_generator(setup: Setup, params: Any) -> Generator:
 
 
 def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Callable[[int, TrainState], None]:
-    """Evaluates the whole of a split, and writes the result as metrics of that split's name.
-
-    With `keep_best`, the best parameters so far are in the folder `best`.
-    """
+    """Evaluates a split, and writes the result as metrics of its name. With `keep_best`, keeps the best parameters."""
     run = setup.run
     evaluator = functools.cache(lambda: _make_evaluator(setup))
 
@@ -143,8 +137,7 @@ class Reporter:
     def report(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
         """Adds the metrics of a step. Every `log_every` steps, and after the stage's last step, writes the averages.
 
-        Raises:
-          UserError: the step was not finite and the policy is to stop; the state before it is saved.
+        If the step is not finite and the policy is to stop, saves the state before it, and raises a UserError.
         """
         metrics = jax.device_get(metrics)
         self._gathered.append(metrics)

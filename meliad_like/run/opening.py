@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from etils import epath
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig, bound_values, differences, rebuild
 from meliad_like.data.documents import SOURCES
@@ -54,11 +54,7 @@ def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
 def write_checkpoint(
     folder: epath.PathLike, params: Any, run: RunConfig, vocabulary: Vocabulary, step: int = 0
 ) -> None:
-    """Makes a checkpoint folder, as `open_checkpoint` reads it, of parameters that come from elsewhere.
-
-    Raises:
-      UserError: there are checkpoints already.
-    """
+    """Makes a checkpoint folder of parameters that come from elsewhere, where there is no checkpoint yet."""
     with Checkpoints(folder) as checkpoints:
         if steps := checkpoints.steps():
             raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")
@@ -70,12 +66,8 @@ def write_checkpoint(
 def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Mesh | None = None) -> OpenedCheckpoint:
     """Opens a checkpoint folder, or the working folder that it lies in, for reading.
 
-    Args:
-      step: which checkpoint; None: the newest that is not damaged.
-      mesh: where the parameters are placed; None: on the first device.
-
-    Raises:
-      UserError: there is no usable checkpoint, or its vocabulary is missing or was replaced.
+    Without a `step` the newest checkpoint that is not damaged is opened; without a mesh, on the first device. Raises a
+    UserError if there is no usable checkpoint, or if its vocabulary is missing or was replaced.
     """
     folder = _checkpoints_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:
@@ -99,32 +91,21 @@ def _checkpoints_folder(folder: epath.PathLike) -> epath.Path:
 
 def _placed(model: Model, mesh: Mesh | None) -> Any:
     """Shapes of the parameters with their shardings."""
-    if mesh is not None:
-        shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
-        return jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
-    device = SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda x: x.update(sharding=device), model.abstract_params)
+    if mesh is None:
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
+    return jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
 
 
 def saved_config(folder: str | Path, step: int | None = None) -> RunConfig:
-    """The config of a checkpoint, with a mesh for this machine instead of the one of the training.
-
-    Every device has all parameters, and lanes of its own.
-
-    Raises:
-      UserError: there is no usable checkpoint.
-    """
+    """The config of a checkpoint with a mesh for this machine: every device has all parameters and its own lanes."""
     with Checkpoints(_checkpoints_folder(folder), read_only=True) as checkpoints:
         run = rebuild(RunConfig, checkpoints.read_metadata(step)["config"])
     return dataclasses.replace(run, mesh=MeshConfig())
 
 
 def open_as(folder: str | Path, run: RunConfig, step: int | None = None) -> tuple[OpenedCheckpoint, Mesh]:
-    """Opens a checkpoint folder with another config than it was saved with, which needs the same parameters.
-
-    Raises:
-      UserError: as `open_checkpoint`; or the config needs other parameters.
-    """
+    """Opens a checkpoint folder with another config than it was saved with, which needs the same parameters."""
     mesh = make_mesh(run.mesh)
     opened = open_checkpoint(folder, step=step, mesh=mesh)
     model = Model(run.model, opened.vocabulary.size)
@@ -142,14 +123,9 @@ def open_with(
 
 
 def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, prepare: bool) -> TokenStore:
-    """Opens the token store of a checkpoint in `folder`, or in its folder `checkpoints`.
+    """Opens the token store in the folder `store` (None: the one in the config) for a checkpoint of `folder`.
 
-    Args:
-      store: folder of the token store; None: the one in the config.
-      prepare: whether to make a missing store, from the documents in the config and the vocabulary of the checkpoint.
-
-    Raises:
-      UserError: there is no store, or it has another vocabulary.
+    With `prepare` a missing store is made, from the documents in the config and the vocabulary of the checkpoint.
     """
     place = any_path(store or opened.run.data.store)
     if not (place / STORE_NAME).exists():
@@ -159,16 +135,12 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
                 f"{SOURCES.name_of(opened.run.source)} documents ({opened.run.source.folder or 'of this Python'}) that "
                 "the checkpoint's config names; --gin_param=FolderSourceConfig.folder=... where they lie elsewhere"
             )
-        _prepare(opened, any_path(folder), place)
+        # Importing what sources need takes a while.
+        from meliad_like.data.preparation import prepare as make_store
+
+        # Training the vocabulary again, on the documents that are here, could give another one.
+        with local_files(_checkpoints_folder(folder) / VOCABULARY_FOLDER) as saved:
+            make_store(opened.run.source, saved_vocabulary_config(saved), place)
     found = TokenStore(place)
     found.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {folder}")
     return found
-
-
-def _prepare(opened: OpenedCheckpoint, folder: epath.Path, place: epath.Path) -> None:
-    # Importing what sources need takes a while.
-    from meliad_like.data.preparation import prepare
-
-    # Training the vocabulary again, on the documents that are here, could give another one.
-    with local_files(_checkpoints_folder(folder) / VOCABULARY_FOLDER) as saved:
-        prepare(opened.run.source, saved_vocabulary_config(saved), place)

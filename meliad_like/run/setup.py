@@ -58,9 +58,6 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
     """Opens the documents of a stage and lays out the devices; None: of the last stage, the only one of most runs.
 
     Nothing is compiled yet, so that mistakes are found in seconds.
-
-    Raises:
-      UserError: the token store is missing or was made by other settings, or the mesh does not fit.
     """
     stage = stages_of(whole_run)[-1] if stage is None else stage
     run = stage.run

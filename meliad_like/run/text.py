@@ -49,15 +49,11 @@ def write_text(
 
     Args:
       prompt: may be empty where `load_carry` is given, after whose text it is read.
-      num_tokens: the largest number of tokens to write.
+      num_tokens: the largest number of tokens to write, of which `chunk` are made before they are shown.
       seed: random seed; None: 0, or the random state in `load_carry`.
       stop_at_end: whether the end of the document ends the text. If not, this token is never sampled, but in
         vocabularies of whole words, where it ends lines, too.
       load_carry, save_carry: files of a saved carry: to resume from, and to write.
-      chunk: tokens that are made before they are shown.
-
-    Raises:
-      UserError: there is neither a prompt nor a carry, or one of them does not fit the checkpoint.
     """
     vocabulary = opened.vocabulary
     tokens = encode_prompt(vocabulary, prompt)
@@ -106,11 +102,7 @@ def carry_identity(opened: OpenedCheckpoint) -> dict[str, Any]:
 
 
 def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
-    """The tokens of a prompt, int32[n].
-
-    Raises:
-      UserError: the vocabulary has no token for one of its characters.
-    """
+    """The tokens of a prompt, int32[n]. Raises a UserError if the vocabulary has no token for one of its characters."""
     tokens = vocabulary.encode(prompt)
     if UNKNOWN in vocabulary.decode(tokens):
         for character in sorted(set(prompt) - {UNKNOWN}):
@@ -127,9 +119,6 @@ def read_document(opened: OpenedCheckpoint, store: str | None, name: str, num_to
     """The text of a document's first `num_tokens` tokens, without its end or half a character.
 
     It is looked for in `store` (None: the one that the model was trained with), among the documents held out first.
-
-    Raises:
-      UserError: there is no such store or document, or the store's vocabulary is not the model's.
     """
     documents = TokenStore(store or opened.run.data.store)
     documents.check_vocabulary(opened.vocabulary.fingerprint, "the checkpoint")

@@ -35,9 +35,6 @@ def train(
 
     Returns:
       The exit status: 0, or `EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
-
-    Raises:
-      UserError: the config does not fit the documents, the devices or the folder, or the loss is not finite.
     """
     # --- set-up, of all stages: a mistake in the last one is found now ---
     folder = any_path(workdir, schemes=("gs",))

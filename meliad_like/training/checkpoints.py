@@ -85,9 +85,6 @@ class Checkpoints:
           step: number of steps done; higher than that of all earlier checkpoints.
           state: a tree of arrays with a field or key `params` and at least one more.
           metadata: a value that JSON can represent.
-
-        Raises:
-          UserError: the disk is full, now or while the previous checkpoint was written.
         """
         assert not self._read_only
         arrays = _named_arrays(state)
@@ -117,9 +114,6 @@ class Checkpoints:
 
         Returns:
           The state, with the tree structure of `abstract_state`, and the metadata.
-
-        Raises:
-          UserError: there is no usable checkpoint, or its arrays have other shapes.
         """
         newest, step = step is None, self._usable(step)
         if newest:

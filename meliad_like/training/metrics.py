@@ -82,11 +82,7 @@ class MetricsWriter:
     def upload(self, otherwise: str | None = None) -> None:
         """Copies the files to an object store. It is called before a save, so that no earlier metrics are lost.
 
-        Args:
-          otherwise: what follows if the object store refuses the copy, for a warning; None: it is an error.
-
-        Raises:
-          UserError: the object store refuses the copy.
+        If the object store refuses the copy, this is an error, or a warning of what follows `otherwise`.
         """
         try:
             if self._active and self._remote:
@@ -138,11 +134,7 @@ class MetricsWriter:
 
 
 def read_rows(path: epath.Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, one for each complete line.
-
-    Raises:
-      UserError: a line is not a row of metrics; the message gives its number.
-    """
+    """The rows of a metrics file, one for each complete line. A line that is no row is an error with its number."""
     rows = read_json_lines(path)[1]
     for number, row in enumerate(rows, 1):
         check_fields(row, {"step": int, "kind": str}, f"{path}:{number}")

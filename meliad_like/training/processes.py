@@ -46,9 +46,6 @@ def initialize_distributed(
     Without arguments, jax detects the cluster (a TPU pod, SLURM, GKE or MPI). With all three arguments, the processes
     connect to `coordinator_address` ("host:port", where process 0 listens). jax ends the process if not all processes
     connect within `timeout_seconds`.
-
-    Raises:
-      UserError: no cluster was detected, the arguments don't fit together, or process 0 can't listen at its port.
     """
     place = (coordinator_address, num_processes, process_id)
     if None in place and place != (None, None, None):
@@ -108,19 +105,12 @@ class Ownership:
         self._is_locked = False
 
     def __enter__(self) -> Self:
-        """
-        Raises:
-          UserError: another training has the folder, or it can't be written to.
-        """
+        """Raises a UserError if another training has the folder, or it can't be written to."""
         on_process_0(self._take, f"{self._workdir} can't be written to")
         return self
 
     def check(self) -> None:
-        """Checks that the folder is still this training's. Call it before a checkpoint is saved.
-
-        Raises:
-          UserError: another training has taken the folder, or the file with the name can't be read.
-        """
+        """Raises a UserError if another training has taken the folder. Call it before a checkpoint is saved."""
         on_process_0(self._compare, f"the same command resumes: {self._path} can't be read")
 
     def __exit__(self, *_) -> None:
@@ -151,10 +141,9 @@ class Ownership:
 
 
 def on_process_0(work: Callable[[], None], refused: str) -> None:
-    """Calls `work` on process 0. If it fails, all processes end; otherwise the others would wait for it.
+    """Calls `work` on process 0. If it raises a UserError, all processes do; otherwise the others would wait for it.
 
-    Raises:
-      UserError: that of `work`; or a disk or bucket has `refused` it, which is how the message begins.
+    If a disk or bucket refuses it, the message begins with `refused`.
     """
     problem = None
     if jax.process_index() == 0:

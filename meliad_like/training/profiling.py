@@ -15,11 +15,7 @@ FOLDER = "profile"
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """Parses `FIRST:LAST` into the first and the last step.
-
-    Raises:
-      UserError: the text has another form.
-    """
+    """Parses `FIRST:LAST` into the first and the last step. Raises a UserError if the text has another form."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--profile_steps={text} must be FIRST:LAST, such as 10:15, with 1 <= FIRST <= LAST")

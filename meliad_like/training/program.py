@@ -47,11 +47,7 @@ class Program(NamedTuple):
 
 
 def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
-    """Lays out one stage's model, its optimizer and its lanes on a mesh. It needs no documents and compiles nothing.
-
-    Raises:
-      UserError: the mesh does not fit the lanes or the model.
-    """
+    """Lays out one stage's model, its optimizer and its lanes on a mesh. It needs no documents and compiles nothing."""
     num_lanes = run.data.num_lanes
     run.model.check_sequence(run.data.segment_length, mesh.shape["sequence"])
     model = Model(run.model, vocabulary_size)
@@ -92,14 +88,9 @@ def lay_out(
     Args:
       model: the trained model, with a method `carry_axes` such as that of `Model`.
       axes: a tree like the parameters, with the logical axes of each.
-      init: key -> the state before the first step.
-      seed: seed of the key for `init`.
+      init: key of `seed` -> the state before the first step.
       train_step: (state, batch) -> (state, metrics), as made by `training.step`.
-      abstract_batch: the shapes of the batch of a step, over all hosts.
-      num_lanes: size of the first axis of all arrays of a batch.
-
-    Raises:
-      UserError: the mesh does not fit the lanes or the parameters.
+      abstract_batch: the shapes of the batch of a step, over all hosts, whose arrays have `num_lanes` rows.
     """
     lanes = lane_sharding(mesh, num_lanes)
 
