@@ -50,7 +50,6 @@ def main() -> None:
 
     from meliad_like.config import read_changes
     from meliad_like.evaluation import report
-    from meliad_like.evaluation.baselines import compressed_bits_per_byte
     from meliad_like.evaluation.perplexity import make_evaluator
     from meliad_like.mesh import parameter_shardings
     from meliad_like.run.opening import open_store, open_with
@@ -75,7 +74,7 @@ def main() -> None:
         shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
         params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(run.training.seed))
         untrained = report.with_progress("untrained", lambda progress: evaluator(params, progress))
-        compressors = compressed_bits_per_byte(split, evaluator.documents, vocabulary)
+        compressors = report.compressed_bits_per_byte(split, evaluator.documents, vocabulary)
         console.print(report.comparison({"untrained": untrained, trained: evaluation}, compressors).to_rich())
         details["other_bits_per_byte"] = {"untrained": untrained.bits_per_byte, **compressors}
     first_bytes = sum(len(vocabulary.decode_bytes(split.tokens(int(i), 0, 1))) for i in evaluator.documents)

@@ -19,7 +19,7 @@ from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyCon
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation import report
-from meliad_like.evaluation.baselines import compressed_bits_per_byte
+from meliad_like.evaluation.report import compressed_bits_per_byte
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.models.model import Model
 from meliad_like.run.opening import checkpoint_metadata, open_store, open_with, save_vocabulary

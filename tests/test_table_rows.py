@@ -24,7 +24,7 @@ from meliad_like.models.base import MODELS
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule
-from meliad_like.sizes import rule_of
+from meliad_like.registry import rule_of
 from meliad_like.training.program import make_program
 
 

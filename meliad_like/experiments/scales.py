@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
-from meliad_like.sizes import rule_of
+from meliad_like.registry import rule_of
 
 if TYPE_CHECKING:
     from meliad_like.experiments.tables import Row

@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
 from meliad_like.mechanisms.token_heads import Tile, TokenCache, TokenTile
-from meliad_like.registry import Registry
-from meliad_like.sizes import size
+from meliad_like.registry import Registry, size
 
 MECHANISMS = Registry("mechanism")
 
@@ -147,7 +146,7 @@ class Mechanism(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class MechanismConfig:
-    """The config of a mechanism. Every field that is a size declares how it scales (`meliad_like/sizes.py`)."""
+    """The config of a mechanism. Every field that is a size declares how it scales (`meliad_like/registry.py`)."""
 
     layers: tuple[int, ...] | None = size((), "layer_indices")
     """The layers that have the mechanism; negative numbers count from the end. None: all layers."""

@@ -20,7 +20,7 @@ from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import Memory, MemorySearch, attend_memories, recall, remember, search
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape
 from meliad_like.mechanisms.sliding_window import SlidingWindow
-from meliad_like.sizes import size
+from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
 Update = Literal["block", "segment"]

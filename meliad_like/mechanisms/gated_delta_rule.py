@@ -26,7 +26,7 @@ from meliad_like.layers.basic import Linear, over_root_mean_square, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import from_left, scan_in_order
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape, Watched
-from meliad_like.sizes import size
+from meliad_like.registry import size
 from meliad_like.validation import check_positive
 
 

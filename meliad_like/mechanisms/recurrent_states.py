@@ -21,7 +21,7 @@ from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import scan_in_order
 from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape, Watched
-from meliad_like.sizes import size
+from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
 Feedback = Literal["none", "last", "all"]

@@ -10,7 +10,7 @@ from meliad_like.layers.attention import attend, attend_window, ring_square
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.layers.flops import Flops
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape
-from meliad_like.sizes import size
+from meliad_like.registry import size
 
 
 class WindowAttention(Mechanism):

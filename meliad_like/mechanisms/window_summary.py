@@ -19,8 +19,7 @@ from jaxtyping import Array, Float
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import ACTIVATIONS, Activation, Linear, fan_in_scaled, over_root_mean_square, parameter
 from meliad_like.mechanisms.base import MechanismConfig
-from meliad_like.registry import Registry
-from meliad_like.sizes import size
+from meliad_like.registry import Registry, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive
 
 WINDOW_MECHANISMS = Registry("mechanism of a pretrained decoder")

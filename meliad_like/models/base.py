@@ -14,8 +14,7 @@ from jaxtyping import Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
-from meliad_like.registry import Registry, resumable
-from meliad_like.sizes import size
+from meliad_like.registry import Registry, resumable, size
 from meliad_like.validation import check_choices, check_positive, check_shares
 
 MODELS = Registry("model")

@@ -26,8 +26,7 @@ from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.mechanisms.token_heads import TokenCache, TokenHeads
 from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.skeleton import DecoderCarry, Layer, Skeleton
-from meliad_like.registry import kind_field
-from meliad_like.sizes import size
+from meliad_like.registry import kind_field, size
 from meliad_like.validation import check_not_negative
 
 AnyMechanism = TypeVar("AnyMechanism", bound=MechanismConfig)

@@ -18,7 +18,7 @@ from meliad_like.layers.losses import TokenLosses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.skeleton import Layer, Skeleton
-from meliad_like.sizes import size
+from meliad_like.registry import size
 from meliad_like.validation import check_not_negative
 
 xavier = jax.nn.initializers.xavier_uniform()

@@ -12,8 +12,7 @@ from meliad_like.layers.basic import Activation
 from meliad_like.layers.flops import Flops
 from meliad_like.mechanisms.window_summary import WINDOW_MECHANISMS, WindowSummary
 from meliad_like.models.base import MODELS, ActivationDtype, ModelConfig, Remat
-from meliad_like.registry import kind_field, resumable
-from meliad_like.sizes import size
+from meliad_like.registry import kind_field, resumable, size
 
 DECODER_FIELDS = (
     "architecture",
