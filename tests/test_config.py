@@ -188,7 +188,7 @@ def test_the_saved_gin_file_gives_the_same_run(tmp_path):
         ({"DecoderConfig.num_layer": 3}, "DecoderConfig has no parameter num_layer (nearest: num_layers)"),
         ({"DecoderConfig.num_layers": "3"}, "DecoderConfig.num_layers='3' must be int"),
         ({"RunConfig.model": ["decoder"]}, "RunConfig.model = ['decoder'] is not one of decoder, "),
-        ({"CosineSchedule.multiplier": float("nan")}, "CosineSchedule.multiplier=nan must be finite"),
+        ({"InverseSquareRootSchedule.multiplier": float("nan")}, "Schedule.multiplier=nan must be finite"),
     ],
 )
 def test_a_saved_config_of_another_version_is_an_error(change, expected):
