@@ -27,8 +27,8 @@ PROCESS_ID = flags.DEFINE_integer("process_id", None, "Beside --coordinator_addr
 def main() -> int:
     run = command_line.read_config()
     from meliad_like.run.training import train
+    from meliad_like.training.loop import parse_steps
     from meliad_like.training.processes import initialize_distributed
-    from meliad_like.training.profiling import parse_steps
 
     profile_steps = parse_steps(PROFILE_STEPS.value) if PROFILE_STEPS.value else None
     place = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)

@@ -23,7 +23,7 @@ FLOORS = [
     {"layers"},
     {"data"},
     {"resumable"},
-    {"registry", "remote", "saved_json", "tables", "validation"},
+    {"registry", "remote", "tables", "validation"},
     {"errors"},
 ]
 """Rooms (sub-packages, and modules of the package itself) from the top; those of one floor don't know each other."""

@@ -7,7 +7,7 @@ from tiny_run import mesh_of_the_first_devices, parse
 from meliad_like import config
 from meliad_like.errors import UserError
 from meliad_like.run.training import train
-from meliad_like.training.profiling import parse_steps
+from meliad_like.training.loop import parse_steps
 
 
 def test_the_steps_that_are_asked_for_are_traced(tmp_path, monkeypatch, capsys):

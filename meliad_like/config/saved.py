@@ -13,8 +13,7 @@ from meliad_like.config.run import RunConfig
 from meliad_like.errors import UserError
 from meliad_like.registry import bound_fields, bound_values
 from meliad_like.remote import write_whole
-from meliad_like.resumable import check_same
-from meliad_like.saved_json import parse_json
+from meliad_like.resumable import check_same, parse_json
 
 JSON_NAME = "config.json"
 GIN_NAME = "config.gin"

@@ -25,7 +25,7 @@ from meliad_like.errors import UserError
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.saved_json import parse_json, read_json
+from meliad_like.resumable import parse_json, read_json
 
 CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"

@@ -14,7 +14,7 @@ import zstandard
 from meliad_like.data.documents import SOURCES, SPLITS, Document, FolderSourceConfig, Reference, Source, decode
 from meliad_like.data.files_source import list_files, named_splits
 from meliad_like.errors import UserError
-from meliad_like.saved_json import parse_json
+from meliad_like.resumable import parse_json
 
 # tensorflow_datasets is imported in functions: it takes a second, and worker processes import this module.
 INFO_NAME = "dataset_info.json"

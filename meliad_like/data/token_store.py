@@ -27,8 +27,7 @@ from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocab
 from meliad_like.errors import MissingStoreError, UserError, refusals
 from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path, copy_folder, is_remote, one_line, size_of
-from meliad_like.resumable import locked, whole_folder
-from meliad_like.saved_json import read_json
+from meliad_like.resumable import locked, read_json, whole_folder
 
 FORMAT_VERSION = 2
 STORE_NAME = "store.json"

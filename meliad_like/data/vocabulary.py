@@ -17,7 +17,7 @@ from etils import epath
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, changed_settings, fingerprint
 from meliad_like.remote import local_files, write_whole
-from meliad_like.saved_json import check_fields, read_json
+from meliad_like.resumable import check_fields, read_json
 from meliad_like.validation import check_choices, check_positive
 
 VOCABULARIES = Registry(

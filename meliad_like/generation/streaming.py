@@ -101,8 +101,9 @@ class Generator:
             )
         self._model, self._params = model, params
         self._segment_length, self._window_length = segment_length, model.config.window_length
-        self._end_of_document = end_of_document
-        self._sampling, self._stop_at_end, self._chunk = sampling, stop_at_end, chunk
+        self._end_of_document, self._chunk = end_of_document, chunk
+        fixed = {"sampling": sampling, "end_of_document": end_of_document, "stop_at_end": stop_at_end, "chunk": chunk}
+        self._write_tokens = functools.partial(_write_tokens, model, params, **fixed)
 
     def begin(self, seed: int) -> Reading:
         """The state before the first token of a document."""
@@ -146,18 +147,8 @@ class Generator:
             raise UserError("the document has ended, there is nothing to write: give a prompt to continue with")
         while num_tokens > 0 and not reading.ended:
             token = np.array([reading.token], np.int32)
-            carry, key, written, count = _write_tokens(
-                self._model,
-                self._params,
-                reading.carry,
-                token,
-                reading.key,
-                min(num_tokens, self._chunk),
-                sampling=self._sampling,
-                end_of_document=self._end_of_document,
-                stop_at_end=self._stop_at_end,
-                chunk=self._chunk,
-            )
+            count = min(num_tokens, self._chunk)
+            carry, key, written, count = self._write_tokens(reading.carry, token, reading.key, count)
             tokens = np.asarray(written)[: int(count)].tolist()
             num_tokens -= len(tokens)
             ended = tokens[-1] == self._end_of_document

@@ -32,8 +32,7 @@ from meliad_like.history.spans import (
     stride_of,
     stride_table,
 )
-from meliad_like.resumable import Journal, check_same, write_json
-from meliad_like.saved_json import read_json, read_json_lines
+from meliad_like.resumable import Journal, check_same, read_json, read_json_lines, write_json
 
 INFO_NAME = "store.json"
 DATA_NAME = "numbers.jsonl"

@@ -6,7 +6,6 @@ so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` 
 factor: if a batch has padding, the step of `nag` is smaller than fairseq's, which divides by the number of targets.
 """
 
-import functools
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -148,15 +147,11 @@ def at_rates(optimizer: optax.GradientTransformation, factors: Mapping[str, floa
     """`optimizer` with a factor on the updates of the parameters whose path begins with a name; 0 leaves them fixed."""
     if fixed := {name for name, factor in factors.items() if not factor}:
         optimizer = leave_fixed(optimizer, fixed)
-    for chosen, factor in factors.items():
-        if factor:
-            mask = functools.partial(_beginning_with, chosen)
-            optimizer = optax.chain(optimizer, optax.masked(optax.scale(factor), mask))
-    return optimizer
 
+    def scale(updates, _):
+        return {name: optax.tree.scale(factors.get(name, 1.0), tree) for name, tree in updates.items()}
 
-def _beginning_with(chosen: str, params: Mapping[str, Any]) -> dict[str, bool]:
-    return {name: name == chosen for name in params}
+    return optax.chain(optimizer, optax.stateless(scale)) if factors else optimizer
 
 
 class NesterovState(NamedTuple):

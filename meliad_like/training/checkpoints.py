@@ -25,7 +25,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from meliad_like.errors import UserError, is_full_disk, refusals
 from meliad_like.remote import is_remote, one_line
-from meliad_like.saved_json import read_json
+from meliad_like.resumable import read_json
 from meliad_like.training.processes import agreed
 
 COMMIT_SUCCESS_FILE = "commit_success.txt"  # The name of orbax's marker of a complete checkpoint on gs://.

@@ -20,7 +20,7 @@ from tensorboardX.record_writer import RecordWriter
 
 from meliad_like.errors import UserError, refusals
 from meliad_like.remote import copy_folder, is_remote, one_line, size_of, write_whole
-from meliad_like.saved_json import check_fields, read_json_lines
+from meliad_like.resumable import check_fields, read_json_lines
 
 FILE_NAME = "metrics.jsonl"
 UPLOAD_SECONDS = 30.0

@@ -32,8 +32,8 @@ from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.spans import HistoryConfig, Stride
 from meliad_like.history.stride_store import fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.resumable import read_json
 from meliad_like.run.opening import VOCABULARY_FOLDER
-from meliad_like.saved_json import read_json
 from meliad_like.training.checkpoints import Checkpoints
 
 FILE_NAME = "selector.json"
