@@ -22,33 +22,29 @@ DATASHEET_FLOPS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
+MEASURED_SIZE = 2048  # Of the square matrices whose product is measured on other devices.
 
 
 @functools.cache
 def peak_flops(dtype: str) -> float:
     """The peak FLOP/s of one device for matrix products.
 
-    Data sheets are for bfloat16; for another dtype, or a device that is not in the table, it is measured.
+    Data sheets are for bfloat16; for another dtype, or a device that is not in the table, it is the best rate measured.
     """
     kind = jax.local_devices()[0].device_kind
     if dtype == "bfloat16" and kind in DATASHEET_FLOPS:
         return DATASHEET_FLOPS[kind]
-    # Several simulated devices of one CPU share its rate.
-    shared = jax.local_device_count() if jax.default_backend() == "cpu" else 1
-    return measured_flops(dtype) / shared
-
-
-def measured_flops(dtype: str, size: int = 2048, repeats: int = 5) -> float:
-    """The best measured FLOP/s of some square matrix products on the first device."""
-    x = jax.device_put(jnp.ones((size, size), dtype), jax.local_devices()[0])
+    x = jax.device_put(jnp.ones((MEASURED_SIZE, MEASURED_SIZE), dtype), jax.local_devices()[0])
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
     seconds = []
-    for _ in range(repeats):
+    for _ in range(5):
         began = time.perf_counter()
         product(x, x).block_until_ready()
         seconds.append(time.perf_counter() - began)
-    return 2 * size**3 / min(seconds)
+    # Several simulated devices of one CPU share its rate.
+    shared = jax.local_device_count() if jax.default_backend() == "cpu" else 1
+    return 2 * MEASURED_SIZE**3 / min(seconds) / shared
 
 
 def peak_memory_bytes() -> int:
