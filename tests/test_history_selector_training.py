@@ -237,7 +237,7 @@ def test_another_training_in_the_folder_is_refused(undisturbed):
     with pytest.raises(UserError, match="training.Adam.base_rate is 0.01 there, 0.02 here"):
         train(folder, kind, changed(optimizer=Adam(base_rate=0.02)), train_encoder=train_encoder)
     saved = json.loads((folder / "selector.json").read_text())
-    assert saved["trained_on"] == {"scores": "made up"} and saved["training"]["optimizer"]["base_rate"] == 0.01
+    assert saved["trained_on"] == {"scores": "made up"} and saved["training"]["Adam.base_rate"] == 0.01
 
 
 def test_a_loss_that_is_not_finite_stops(tmp_path):
