@@ -13,8 +13,9 @@ import time
 import jax
 import numpy as np
 
+from meliad_like.history.config import HistoryConfig
 from meliad_like.history.gains import Candidates, SpanGains, TargetLosses
-from meliad_like.history.spans import HistoryConfig, candidates, is_scored, strides
+from meliad_like.history.spans import Layout, candidates, is_scored, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -60,7 +61,7 @@ def main() -> None:
 
     sizes = [int(size) for size in arguments.batch_sizes.split(",")]
     scorers = {
-        size: SpanGains(functools.partial(TargetLosses, model, params, mesh, batch_size=size), config, None)
+        size: SpanGains(functools.partial(TargetLosses, model, params, mesh, batch_size=size), Layout(config, None))
         for size in sizes
     }
     seconds, found = dict.fromkeys(sizes, np.inf), {}

@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 
 from meliad_like.data.vocabulary import ByteVocabulary
-from meliad_like.history.selectors.config import SELECTORS, SelectorTrainingConfig
+from meliad_like.history.config import SELECTORS, HistoryConfig, SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.training import SelectorTraining
-from meliad_like.history.spans import HistoryConfig, candidates, is_scored, span_tokens, strides
+from meliad_like.history.spans import Layout, candidates, is_scored, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -46,7 +46,7 @@ def selector_of(kind="joint", history=HISTORY, **changes):
     """A selector, the parameters that its encoder begins with, and what it reads."""
     config = SELECTORS[kind](head_width=6, **changes)
     inputs = make_inputs(history, config, VOCABULARY)
-    encoder = encoder_config(config, DECODER, inputs.num_tokens(config))
+    encoder = encoder_config(config, DECODER, inputs.widths)
     params = jax.jit(Model(DECODER, VOCABULARY.size).init)(jax.random.key(1))
     return Selector(config, encoder, VOCABULARY.size), encoder_params(encoder, params), inputs
 
@@ -61,7 +61,7 @@ def pairs_of(history=HISTORY):
             if not is_scored(stride, history):
                 continue
             ends = candidates(stride, history)
-            scores = (span_tokens(tokens, ends, history, None) == 97).sum(axis=1).astype(np.float32)
+            scores = (Layout(history, None).span_tokens(tokens, ends) == 97).sum(axis=1).astype(np.float32)
             rows.append(pd.DataFrame({"document": document, "stride": stride.number, "end": ends, "score": scores}))
     return pd.concat(rows, ignore_index=True)
 

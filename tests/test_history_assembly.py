@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from meliad_like.history import spans
-from meliad_like.history.spans import HistoryConfig, strides
+from meliad_like.history.config import HistoryConfig
+from meliad_like.history.spans import Layout, strides
 
 # A window of 12: two spans of 2 at every position, 8 recent tokens, 3 of them targets.
 CONFIG = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, separator="")
@@ -13,7 +13,7 @@ NONE = np.zeros(0, np.int64)
 def window(length, number, ends, separator=None):
     """Token i of the document is 100 + i."""
     stride = list(strides(length, CONFIG))[number]
-    made = spans.window(np.arange(100, 100 + length), stride, np.asarray(ends, np.int64), CONFIG, separator)
+    made = Layout(CONFIG, separator).window(np.arange(100, 100 + length), stride, np.asarray(ends, np.int64))
     assert made.tokens.dtype == np.int32
     length = len(made.tokens)
     return made.tokens.tolist(), list(range(length - made.num_targets, length))

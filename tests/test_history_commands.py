@@ -14,10 +14,11 @@ from tiny_run import ROOT, environment
 from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
+from meliad_like.history.config import HistoryConfig
 from meliad_like.history.evaluation import read_strides
 from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.selection import Ranking
-from meliad_like.history.spans import HistoryConfig, candidates
+from meliad_like.history.spans import candidates
 from meliad_like.history.stride_store import StrideStore
 
 
@@ -42,13 +43,14 @@ def test_every_candidate_has_its_score(place, scores, capsys):
     store = StrideStore(scores)
     store.check_complete()
     # Of 90, 60 and 40 tokens; strides of 4 from the first on that has a span of 6 before 12 recent tokens.
-    last = np.flatnonzero(store.strides[:, 0] == 2)
-    assert [store.stride(index).end for index in last] == [20, 24, 28, 32, 36, 40]
+    last = [index for index, stride in enumerate(store.strides) if stride.document == 2]
+    assert [store.strides[index].end for index in last] == [20, 24, 28, 32, 36, 40]
     assert [len(store.numbers[index]) for index in last] == [1, 2, 4, 5, 6, 8]
     rows = dict(iter(store.rows().groupby(["document", "stride"])))
     for index in (0, 7, len(store.strides) - 1):
-        of_stride = rows[tuple(store.strides[index])]
-        assert of_stride["end"].tolist() == candidates(store.stride(index), store.info.config).tolist()
+        stride = store.strides[index]
+        of_stride = rows[stride.document, stride.number]
+        assert of_stride["end"].tolist() == candidates(stride, store.info.config).tolist()
         assert of_stride["score"].tolist() == store.numbers[index]
     opened = request(place, split="train").open()
     assert store.info.maker == opened.fingerprint
@@ -74,8 +76,8 @@ def test_scoring_resumes_after_a_stop(place, scores, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             commands.score(asked, tmp_path / "part")
     part = StrideStore(tmp_path / "part")
-    assert seen == [whole.stride(index) for index in range(5)]
-    with pytest.raises(UserError, match=f"{part.num_missing} of {len(whole.numbers)} strides have no scores yet"):
+    assert seen == whole.strides[:5]
+    with pytest.raises(UserError, match=f"{len(whole.numbers) - 5} of {len(whole.numbers)} strides have no scores yet"):
         part.check_complete()
     commands.score(asked, tmp_path / "part")
     done = StrideStore(tmp_path / "part")
@@ -90,7 +92,7 @@ def test_a_score_that_is_not_finite_is_named(scores, tmp_path):
         for index, _ in enumerate(strides):
             yield np.full(3, np.inf if index == 20 else 1, np.float32)
 
-    stride = whole.stride(20)
+    stride = whole.strides[20]
     message = f"no finite scores to spans for the tokens {stride.first} to {stride.end - 1} of {stride.document} "
     with pytest.raises(UserError, match=message + rf"\(stride {stride.number}\): bind"):
         store.fill(make)
@@ -111,7 +113,7 @@ def test_a_score_that_is_not_finite_is_named(scores, tmp_path):
     ],
 )
 def test_scores_of_something_else_are_named(place, scores, bindings, changes, message):
-    with pytest.raises(UserError, match=f"scores belongs to another config: .*{message}"):
+    with pytest.raises(UserError, match=f"scores/numbers.jsonl belongs to another config: .*{message}"):
         commands.score(request(place, *bindings, **{"split": "train", **changes}), scores)
 
 
@@ -136,7 +138,7 @@ def test_damaged_and_missing_stores_are_named(place, scores, tmp_path):
 
 
 def test_evaluation(place, tmp_path):
-    commands.evaluate_selections(request(place), tmp_path, ["score_oracle", "recent"])
+    commands.evaluate(request(place), tmp_path, ["score_oracle", "recent"])
     saved = json.loads((tmp_path / "evaluation.json").read_text())
     assert [(row["name"], row["leaks_the_future"]) for row in saved["selections"]] == [
         ("baseline", False),
@@ -154,14 +156,14 @@ def test_evaluation(place, tmp_path):
 
 def test_an_evaluation_resumes_after_a_stop(place, tmp_path):
     asked = request(place, "HistoryConfig.first_selection = 1")
-    commands.evaluate_selections(asked, tmp_path, [])
+    commands.evaluate(asked, tmp_path, [])
     whole = json.loads((tmp_path / "evaluation.json").read_text())
     made_of, *lines = (tmp_path / "documents.jsonl").read_text().splitlines()
     first = json.loads(lines[0])
     first["sums"]["random"]["nats"] += 7
     # A stop in the middle of the third line.
     (tmp_path / "documents.jsonl").write_text("\n".join([made_of, json.dumps(first), lines[1], lines[2][:50]]))
-    commands.evaluate_selections(asked, tmp_path, [])
+    commands.evaluate(asked, tmp_path, [])
     again = json.loads((tmp_path / "evaluation.json").read_text())
     baseline, random, _ = ((a["nats"], b["nats"]) for a, b in zip(whole["selections"], again["selections"]))
     assert baseline[0] == baseline[1]
@@ -169,7 +171,7 @@ def test_an_evaluation_resumes_after_a_stop(place, tmp_path):
     np.testing.assert_allclose(np.subtract(random[1], random[0]), [7, 0, 0], atol=1e-9)
     assert len((tmp_path / "documents.jsonl").read_text().splitlines()) == 4
     with pytest.raises(UserError, match="another config: config.first_selection is 1 there, None here; selections is"):
-        commands.evaluate_selections(request(place), tmp_path, ["recent"])
+        commands.evaluate(request(place), tmp_path, ["recent"])
 
 
 def test_parts_of_documents(place):
@@ -192,7 +194,7 @@ def test_a_part_of_the_documents_is_read_as_all_of_them_are(place):
         index = opened.documents.names.index("2")
         readings = read_strides(
             lambda sequences: (np.zeros(sequence.num_targets) for sequence in sequences),
-            opened.documents, [Ranking("random", opened.config)], opened.config, opened.separator, index,
+            opened.documents, [Ranking("random", opened.layout.config)], opened.layout, index,
         )  # fmt: skip
         of_document = [reading.chosen["random"].tolist() for reading in readings if reading.chosen]
         chosen.append(of_document)
@@ -202,10 +204,10 @@ def test_a_part_of_the_documents_is_read_as_all_of_them_are(place):
 def test_a_part_of_the_documents_is_selected_for_as_all_of_them_are(place, tmp_path):
     found = []
     for name, changes in (("all", {}), ("part", {"documents": ("2",)})):
-        commands.select_spans(request(place, **changes), tmp_path / name, ["random"])
+        commands.select(request(place, **changes), tmp_path / name, ["random"])
         store = StrideStore(tmp_path / name)
         document = store.info.documents.index("2")
-        found.append([store.numbers[i] for i in np.flatnonzero(store.strides[:, 0] == document)])
+        found.append([numbers for s, numbers in zip(store.strides, store.numbers) if s.document == document])
     assert len(found[0]) > 1 and found[0] == found[1]
 
 

@@ -13,17 +13,19 @@ import pytest
 from meliad_like.errors import UserError
 from meliad_like.history import evaluation as evaluation_module
 from meliad_like.history import evaluation as report
+from meliad_like.history.config import HistoryConfig
 from meliad_like.history.evaluation import BASELINE, SUMS, Evaluation, evaluate
 from meliad_like.history.evaluation import read_strides as read_document
 from meliad_like.history.gains import SpanGains, TargetLosses
-from meliad_like.history.selection import Ranking, ScoreOracle
-from meliad_like.history.spans import HistoryConfig, Window
+from meliad_like.history.selection import Ranking
+from meliad_like.history.spans import Layout, Window
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 
 CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="\n", first_selection=1)
 SEPARATOR = 3
+LAYOUT = Layout(CONFIG, SEPARATOR)
 MODEL = Model(
     PretrainedConfig(
         num_layers=1, model_width=8, num_heads=2, num_key_value_heads=2, head_size=4, feedforward_width=8,
@@ -62,13 +64,12 @@ def windows(model):
 
 
 def gains_of(model, config=CONFIG):
-    return SpanGains(functools.partial(TargetLosses, MODEL, *model, batch_size=8), config, SEPARATOR)
+    return SpanGains(functools.partial(TargetLosses, MODEL, *model, batch_size=8), Layout(config, SEPARATOR))
 
 
 @pytest.fixture(scope="module")
 def evaluation(model, windows):
-    oracle = ScoreOracle(gains_of(model))
-    return evaluate(windows, DOCUMENTS, [Ranking("random", CONFIG), oracle], CONFIG, SEPARATOR)
+    return evaluate(windows, DOCUMENTS, [Ranking("random", CONFIG), gains_of(model)], LAYOUT)
 
 
 def read_strides(windows, documents, *arguments):
@@ -101,14 +102,14 @@ def test_the_baseline_is_a_sliding_window(windows, evaluation):
 
 
 def test_selections_fill_the_same_windows(windows):
-    found = evaluate(windows, DOCUMENTS, [Ranking("recent", CONFIG)], CONFIG, SEPARATOR)
+    found = evaluate(windows, DOCUMENTS, [Ranking("recent", CONFIG)], LAYOUT)
     expected = [plain_loop(windows, tokens, rank=lambda i, index: index) for tokens in DOCUMENTS.all_tokens]
     np.testing.assert_allclose(found.of("recent")["nats"], expected, rtol=1e-6)
 
 
 def test_the_most_recent_spans_are_among_all_candidates():
     config = dataclasses.replace(CONFIG, max_candidates=3)
-    readings = read_strides(no_losses, DOCUMENTS, [Ranking("recent", CONFIG)], config, SEPARATOR)
+    readings = read_strides(no_losses, DOCUMENTS, [Ranking("recent", CONFIG)], Layout(config, SEPARATOR))
     chosen = {reading.stride: reading.chosen["recent"].tolist() for reading in readings if reading.chosen}
     assert len(chosen) > 10
     for stride, ends in chosen.items():
@@ -121,8 +122,7 @@ def no_losses(sequences):
 
 
 def test_the_score_oracle_is_better_than_chance_on_average(model, windows, evaluation):
-    oracle = ScoreOracle(gains_of(model))
-    found = evaluate(windows, Documents([100] * 6), [Ranking("random", CONFIG), oracle], CONFIG, SEPARATOR)
+    found = evaluate(windows, Documents([100] * 6), [Ranking("random", CONFIG), gains_of(model)], LAYOUT)
     sums = found.sums["nats"].groupby(level=0).sum()
     assert sums["score_oracle"] < sums["random"] - 10
     assert sums["score_oracle"] < sums[BASELINE] - 10
@@ -133,9 +133,9 @@ def test_of_single_spans_the_score_oracle_takes_the_best(model, windows):
     """A window with one span is what equation 2 reads: no choice is better for any stride."""
     config = dataclasses.replace(CONFIG, history_length=4)
     gains = gains_of(model, config)
-    selections = [ScoreOracle(gains), Ranking("random", config), Ranking("recent", CONFIG)]
+    selections = [gains, Ranking("random", config), Ranking("recent", CONFIG)]
     better, num_targets = [], set()
-    for reading in read_strides(windows, DOCUMENTS, selections, config, SEPARATOR):
+    for reading in read_strides(windows, DOCUMENTS, selections, Layout(config, SEPARATOR)):
         if reading.stride.selects:
             nats = {name: float(losses.sum()) for name, losses in reading.nats.items()}
             assert nats["score_oracle"] <= min(nats["random"], nats["recent"]) + 1e-4
@@ -153,13 +153,13 @@ def test_only_windows_that_select_differ(windows, evaluation):
         different, where = gains["nats"], gains["nats_where_selected"]
         np.testing.assert_allclose(different, where, atol=1e-6)
         assert different[2] == 0 and abs(different[0]) > 1e-3
-    for reading in read_strides(windows, DOCUMENTS, [Ranking("random", CONFIG)], CONFIG, SEPARATOR):
+    for reading in read_strides(windows, DOCUMENTS, [Ranking("random", CONFIG)], LAYOUT):
         assert bool(reading.chosen) == bool(reading.scores) == reading.stride.selects
 
 
 def test_the_released_codes_first_token(windows, evaluation):
     config = dataclasses.replace(CONFIG, first_token="released_code")
-    released = evaluate(windows, DOCUMENTS, [], config, SEPARATOR)
+    released = evaluate(windows, DOCUMENTS, [], Layout(config, SEPARATOR))
     first = [next(windows([Window(tokens[:4], 3)])).mean() for tokens in DOCUMENTS.all_tokens if len(tokens) > 1]
     # A document of one token has nothing to take the mean of.
     assert released.of(BASELINE)["num_tokens"].tolist() == [61, 0, 20, 46]
@@ -169,7 +169,7 @@ def test_the_released_codes_first_token(windows, evaluation):
 
 
 def test_costs(evaluation):
-    costs = {name: evaluation.costs(name) for name in evaluation.selections}
+    costs = report.figures(evaluation).to_dict("index")
     layer = 4 * 2 * 8 * 8 + 2 * 2 * 20 * 8 + 2 * 2 * 8 * 8
     # 16, 1, 5 and 12 strides; 124 tokens are predicted.
     assert costs[BASELINE]["model_flops"] == 34 * (20 * layer + 4 * 2 * 8 * 40) / 124
@@ -194,7 +194,7 @@ def test_compilation_is_no_cost_of_a_selection(monkeypatch):
 
     selection = Compiling("recent", CONFIG)
     monkeypatch.setattr(evaluation_module, "time", selection)
-    readings = read_strides(no_losses, DOCUMENTS, [selection], CONFIG, SEPARATOR)
+    readings = read_strides(no_losses, DOCUMENTS, [selection], LAYOUT)
     seconds = [reading.costs["recent"][1] for reading in readings if reading.chosen]
     assert selection.compile_seconds == 14 and len(seconds) > 10 and set(seconds) == {1.0}
 
@@ -244,16 +244,16 @@ def test_of_a_loss_there_is_no_share():
 
 def test_intervals_over_documents():
     # Of two documents a half of the draws has both, a quarter each only one.
-    _, low, high = report.Bootstrap(2)(np.array([1.0, 9.0]), np.array([1, 1]))
+    _, low, high = report.ratio(np.array([1.0, 9.0]), np.array([1, 1]))
     assert (low, high) == (1, 9)
     # Documents that are alike leave no doubt, however long they are.
-    assert report.Bootstrap(3)(np.array([2.0, 4.0, 10.0]), np.array([1, 2, 5])).tolist() == [2, 2, 2]
-    assert all(math.isnan(x) for x in report.Bootstrap(1)(np.array([1.0]), np.array([1]))[1:])
+    assert report.ratio(np.array([2.0, 4.0, 10.0]), np.array([1, 2, 5])).tolist() == [2, 2, 2]
+    assert all(math.isnan(x) for x in report.ratio(np.array([1.0]), np.array([1]))[1:])
     # Nor do documents without a part of it tell of others than the one that has all.
-    assert all(math.isnan(x) for x in report.Bootstrap(3)(np.array([0.0, 5.0, 0.0]), np.array([0, 10, 0]))[1:])
+    assert all(math.isnan(x) for x in report.ratio(np.array([0.0, 5.0, 0.0]), np.array([0, 10, 0]))[1:])
     # The normal approximation of a mean's interval.
     values = np.random.default_rng(0).normal(size=400)
-    _, low, high = report.Bootstrap(400)(values, np.ones(400))
+    _, low, high = report.ratio(values, np.ones(400))
     assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
 
 
@@ -265,10 +265,9 @@ def test_differences_are_paired():
     assert figures["perplexity_high"] > figures["perplexity"] * 1.2
 
 
-def test_tables_and_files(tmp_path):
+def test_tables_and_json():
     evaluation = of_nats([300.0, 500.0, 1000.0], [270.0, 450.0, 900.0], [330.0, 550.0, 1100.0])
-    report.write(evaluation, tmp_path, {})
-    text = (tmp_path / "evaluation.md").read_text()
+    text = "".join(table.to_markdown() for table in report.tables(evaluation))
     assert "| score_oracle (leaks the future) | 14.88 (" in text
     assert "| random | 27.11 (" in text
     saved = report.to_dict(evaluation)
@@ -280,4 +279,4 @@ def test_tables_and_files(tmp_path):
 
 def test_nothing_to_predict_is_named(windows):
     with pytest.raises(UserError, match="no document has a second token"):
-        evaluate(windows, Documents([1, 1]), [Ranking("random", CONFIG)], CONFIG, SEPARATOR)
+        evaluate(windows, Documents([1, 1]), [Ranking("random", CONFIG)], LAYOUT)

@@ -18,13 +18,13 @@ from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.history import commands
-from meliad_like.history.config import SELECTIONS, FileSelection, RandomSelection, RecentSelection
+from meliad_like.history.config import AncientHistoryReaderConfig, HistoryConfig
 from meliad_like.history.evaluation import evaluate
 from meliad_like.history.gains import TargetLosses
 from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.reader import HistoryReader, make_selection
 from meliad_like.history.selection import Ranking
-from meliad_like.history.spans import HistoryConfig, separator_token, stride_of
+from meliad_like.history.spans import Layout, stride_of
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.run import setup as training_setup
 from meliad_like.run.opening import open_with
@@ -37,9 +37,14 @@ READER = ["TrainingConfig.num_steps = 2", "TrainingConfig.log_every = 1"]
 
 def make(lengths, num_lanes=1, split=FakeSplit, config=CONFIG, **changes):
     documents = split(lengths)
-    store = SimpleNamespace(vocabulary=SimpleNamespace(size=documents.vocabulary_size))
-    inputs = ReaderInputs(documents, store, "train", num_lanes, 4, **{"shuffle": False, "epochs": 1, **changes})
-    return HistoryReader(inputs, 24, config, None, first_spans)
+    return HistoryReader(
+        documents, num_lanes, 24, 4, vocabulary_size=documents.vocabulary_size, layout=Layout(config, None),
+        selection=first_spans, **{"shuffle": False, "epochs": 1, **changes},
+    )  # fmt: skip
+
+
+def reading(history, selection, selections=""):
+    return AncientHistoryReaderConfig(history=history, selection=selection, selections=str(selections))
 
 
 def first_spans(name, document, stride):
@@ -103,7 +108,7 @@ def test_lanes_are_made_separately_and_orders_depend_on_the_seed():
 @pytest.mark.parametrize("name", ["random", "recent", "prefix_overlap"])
 def test_spans_are_chosen_among_all_candidates(name):
     of_all, of_some = (
-        make_selection(SELECTIONS[name](), dataclasses.replace(CONFIG, max_candidates=most), None, "train")
+        make_selection(reading(dataclasses.replace(CONFIG, max_candidates=most), name), None, "train")
         for most in (None, 2)
     )
     stride, tokens = stride_of(30, 100, CONFIG), np.arange(100) % 7
@@ -210,42 +215,36 @@ def test_an_evaluation_with_the_reader_is_that_of_the_command(place):
     single = make_mesh(MeshConfig(data=1), jax.devices()[:1])
     params = jax.device_put(opened.params, jax.devices()[0])
     losses = TargetLosses(opened.model, params, single, length=24, max_targets=4, batch_size=4)
-    separator = separator_token(run.data.history, store.vocabulary)
-    evaluation = evaluate(losses, split, [Ranking("random", run.data.history)], run.data.history, separator)
+    layout = Layout.of(run.data.history, store.vocabulary)
+    evaluation = evaluate(losses, split, [Ranking("random", run.data.history)], layout)
     np.testing.assert_allclose(nats, evaluation.of("random")["nats"], rtol=1e-5)
     assert abs(evaluation.of("random") - evaluation.of("baseline"))["nats"].max() > 0.01
 
 
 def test_selections_made_in_advance(place, tmp_path):
     request = HistoryRequest(str(place[0] / "model"), split="train", batch_size=8)
-    commands.select_spans(request, tmp_path / "train", ["recent"])
+    commands.select(request, tmp_path / "train", ["recent"])
     run, store = run_of(place), TokenStore(place[0] / "store")
-    split = store.split("train")
-
-    def reader(kind):
-        selection = make_selection(kind, run.data.history, store, "train")
-        return HistoryReader(ReaderInputs(split, store, "train", 1, 24), 24, run.data.history, 10, selection)
-
-    from_file, recent, random = (
-        reader(FileSelection(str(tmp_path))), reader(RecentSelection()), reader(RandomSelection())
-    )  # fmt: skip
-    batches = [[r.batch(step, [0]).inputs for step in range(20)] for r in (from_file, recent, random)]
+    configs = [reading(run.data.history, *kind) for kind in (("file", tmp_path), ("recent",), ("random",))]
+    inputs = ReaderInputs(store.split("train"), store, "train", 1, 24)
+    readers = [dataclasses.replace(config, segment_length=24, tokens_per_step=24).make(inputs) for config in configs]
+    batches = [[reader.batch(step, [0]).inputs for step in range(20)] for reader in readers]
     np.testing.assert_array_equal(batches[0], batches[1])
     assert np.not_equal(batches[0], batches[2]).any()
     with pytest.raises(UserError, match="there are no selections at .*validation: make them with"):
-        make_selection(FileSelection(str(tmp_path)), run.data.history, store, "validation")
+        make_selection(configs[0], store, "validation")
     other = config.parse([], [*place[1], "HistoryConfig.order = 'document'"]).data.history
     with pytest.raises(UserError, match="HistoryConfig.order is 'ascending' there, 'document' here"):
-        make_selection(FileSelection(str(tmp_path)), other, store, "train")
+        make_selection(reading(other, "file", tmp_path), store, "train")
 
 
 def test_what_an_oracle_selected_says_in_every_output_that_it_leaks(place, tmp_path, capsys):
     for split in ("train", "test"):
         request = HistoryRequest(str(place[0] / "model"), split=split, batch_size=8)
-        commands.select_spans(request, tmp_path / split, ["overlap_oracle"])
+        commands.select(request, tmp_path / split, ["overlap_oracle"])
     bindings = [
         "AncientHistoryReaderConfig.selection = 'file'",
-        f"FileSelection.folder = '{tmp_path}'",
+        f"AncientHistoryReaderConfig.selections = '{tmp_path}'",
         "TrainingConfig.evaluate_every = 2",
         "TrainingConfig.evaluate_split = 'test'",
     ]
@@ -267,11 +266,8 @@ def test_what_an_oracle_selected_says_in_every_output_that_it_leaks(place, tmp_p
         ),
         (["PretrainedConfig.window_length = 12"], "HistoryConfig.window_length=24 needs a model with window_length=24"),
         (["PretrainedConfig.overlap = 3"], "needs a model with window_length=24 and overlap=0"),
-        (["AncientHistoryReaderConfig.selection = 'file'"], "selection='file' needs FileSelection.folder, with"),
-        (
-            ["FileSelection.folder = 'x'"],
-            "nothing reads FileSelection.folder: AncientHistoryReaderConfig.selection",
-        ),
+        (["AncientHistoryReaderConfig.selection = 'file'"], "selection='file' does not fit selections='': 'file', and"),
+        (["AncientHistoryReaderConfig.selections = 'x'"], "selection='random' does not fit selections='x': 'file', "),
     ],
 )
 def test_what_does_not_fit(place, bindings, message):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
+from meliad_like.history.config import HistoryConfig
 from meliad_like.history.gains import Candidates, SpanGains, TargetLosses
-from meliad_like.history.spans import HistoryConfig, Window, candidates, strides
+from meliad_like.history.spans import Layout, Window, candidates, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -66,7 +67,7 @@ def reader(params, mesh, batch_size):
 
 
 def make_gains(params, mesh, batch_size, **changes):
-    return SpanGains(reader(params, mesh, batch_size), dataclasses.replace(CONFIG, **changes), None)
+    return SpanGains(reader(params, mesh, batch_size), Layout(dataclasses.replace(CONFIG, **changes), None))
 
 
 def requests(*numbers):
@@ -91,7 +92,9 @@ def test_many_at_once_are_what_they_are_one_at_a_time(params, mesh, baseline):
 
 
 def test_the_separator_is_read(params, mesh):
-    gains = [next(SpanGains(reader(params, mesh, 4), CONFIG, separator)(requests(6))) for separator in (None, 7)]
+    gains = [
+        next(SpanGains(reader(params, mesh, 4), Layout(CONFIG, separator))(requests(6))) for separator in (None, 7)
+    ]
     assert (np.abs(gains[0] - gains[1]) > 1e-4).all()
 
 
@@ -100,7 +103,7 @@ def test_recent_text_that_is_all_targets(params, mesh):
     config = HistoryConfig(window_length=12, history_length=8, span_length=4, stride=4, separator="")
     stride = list(strides(40, config))[8]
     ends = candidates(stride, config)
-    (gains,) = SpanGains(reader(params, mesh, 8), config, None)([Candidates(DOCUMENT, stride, ends)])
+    (gains,) = SpanGains(reader(params, mesh, 8), Layout(config, None))([Candidates(DOCUMENT, stride, ends)])
     recent = DOCUMENT[32:36]
     expected = losses_of(MODEL, params, recent).sum() - losses_of(MODEL, params, [*DOCUMENT[4:8], *recent])[-3:].sum()
     np.testing.assert_allclose(gains[ends.tolist().index(8)], expected, atol=2e-5)
@@ -111,7 +114,7 @@ def test_operations_are_counted(params, mesh):
     list(gains(requests(5, 6)))
     layer = 4 * 2 * 8 * 8 + 2 * 2 * 16 * 8 + 2 * 2 * 8 * 8
     # Two baselines, 4 and 6 spans; 16 tokens each, of which 4 have logits.
-    assert gains.losses.flops == (2 + 4 + 6) * (16 * layer + 4 * 2 * 8 * 50)
+    assert gains.flops == (2 + 4 + 6) * (16 * layer + 4 * 2 * 8 * 50)
 
 
 def test_any_family_reads_separate_sequences(mesh):

@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meliad_like.history.selection import Ranking, ScoreOracle, overlap, rank
+from meliad_like.history.config import HistoryConfig
+from meliad_like.history.gains import SpanGains
+from meliad_like.history.selection import Ranking, choose, overlap
 from meliad_like.history.selectors.scorer import LearnedSelector
-from meliad_like.history.spans import HistoryConfig, candidates, select, strides
+from meliad_like.history.spans import candidates, select, strides
 
 CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="")
 DOCUMENT = np.random.default_rng(0).integers(0, 9, size=80)
@@ -40,11 +42,22 @@ def test_recent_spans_are_the_last_ones():
 
 def test_only_rankings_that_run_a_model_choose_among_random_candidates():
     config = dataclasses.replace(CONFIG, max_candidates=3)
-    for scorer in (*HONEST, Ranking("overlap_oracle", config)):
-        assert rank(scorer, "", DOCUMENT, STRIDE, config)[0].tolist() == ENDS.tolist()
-    assert ScoreOracle.runs_a_model and LearnedSelector.runs_a_model
-    oracle = ScoreOracle(lambda requests: [np.zeros(len(request.ends), np.float32) for request in requests])
-    assert rank(oracle, "", DOCUMENT, STRIDE, config)[0].tolist() == candidates(STRIDE, config).tolist()
+    ranked = []
+
+    class Recording(Ranking):
+        def scores(self, document, stride, ends):
+            ranked.append(ends.tolist())
+            return super().scores(document, stride, ends)
+
+    class Model(Recording):
+        runs_a_model = True
+
+    for name in ("random", "recent", "prefix_overlap", "overlap_oracle"):
+        choose(Recording(name, config), "", DOCUMENT, STRIDE, config)
+        assert ranked.pop() == ENDS.tolist()
+    assert SpanGains.runs_a_model and LearnedSelector.runs_a_model
+    choose(Model("recent", config), "", DOCUMENT, STRIDE, config)
+    assert ranked.pop() == candidates(STRIDE, config).tolist()
     assert len(candidates(STRIDE, config)) == 3 < len(ENDS)
 
 

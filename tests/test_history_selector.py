@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.config import SELECTORS, JointSelectorConfig
+from meliad_like.history.config import SELECTORS, JointSelectorConfig
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
@@ -27,10 +27,14 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (3, 10))
 LENGTH = np.array([10, 7, 1])
 
 
+def widths(num_tokens):
+    return dict.fromkeys(("pair", "span", "context"), num_tokens)
+
+
 @functools.cache
 def made(kind="joint", architecture="gpt2", **changes):
     config = SELECTORS[kind](head_width=6, dropout_rate=0.5, **changes)
-    encoder = encoder_config(config, DECODERS[architecture], 10)
+    encoder = encoder_config(config, DECODERS[architecture], widths(10))
     selector = Selector(config, encoder, VOCABULARY)
     pretrained = jax.jit(Model(DECODERS[architecture], VOCABULARY).init)(jax.random.key(1))
     return selector, {**jax.jit(selector.init)(jax.random.key(2)), "encoder": encoder_params(encoder, pretrained)}
@@ -112,8 +116,8 @@ def test_dropout_hangs_on_its_key():
 
 def test_what_the_decoder_can_not_do_is_named():
     with pytest.raises(UserError, match="encoder_layers=3 is more than the 2 layers"):
-        encoder_config(JointSelectorConfig(encoder_layers=3), DECODERS["gpt2"], 10)
+        encoder_config(JointSelectorConfig(encoder_layers=3), DECODERS["gpt2"], widths(10))
     with pytest.raises(UserError, match="reads 17 tokens at once.* has 16 positions: lower SelectorConfig.context_tok"):
-        encoder_config(JointSelectorConfig(), DECODERS["gpt2"], 17)
+        encoder_config(JointSelectorConfig(), DECODERS["gpt2"], widths(17))
     with pytest.raises(UserError, match="selector='other' is not one of joint, light"):
         SELECTORS["other"]

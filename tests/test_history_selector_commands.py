@@ -16,7 +16,7 @@ from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
 from meliad_like.history.opening import HistoryRequest
-from meliad_like.history.page_readings import find_spans
+from meliad_like.history.page import find_spans
 from meliad_like.history.stride_store import StrideStore
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
@@ -36,7 +36,7 @@ def place(tmp_path_factory):
     """A model, a token store, scores of the training documents, and a light selector that leaks the future."""
     folder = make_place(tmp_path_factory.mktemp("history"))
     commands.score(asked(folder), folder / "scores")
-    assert commands.train(asked(folder, LIGHT, LEAKING), folder / "light", str(folder / "scores")) == 0
+    assert commands.train_selector(asked(folder, LIGHT, LEAKING), folder / "light", str(folder / "scores")) == 0
     return folder
 
 
@@ -69,7 +69,7 @@ def test_training_of_what_leaks_says_so(place):
 
 def test_it_is_evaluated_beside_the_others(place, tmp_path):
     request = asked(place, split="test")
-    commands.evaluate_selections(request, tmp_path, ["score_oracle"], [str(place / "light")])
+    commands.evaluate(request, tmp_path, ["score_oracle"], [str(place / "light")])
     found = json.loads((tmp_path / "evaluation.json").read_text())
     rows = {row["name"]: row for row in found["selections"]}
     assert list(rows) == [
@@ -108,9 +108,7 @@ def test_the_page_is_safe_and_whole(page):
 
 
 def test_the_page_s_numbers_are_the_evaluation_s(place, page, tmp_path):
-    commands.evaluate_selections(
-        asked(place, split="test", documents=("one", "three")), tmp_path, [], [str(place / "light")]
-    )
+    commands.evaluate(asked(place, split="test", documents=("one", "three")), tmp_path, [], [str(place / "light")])
     found = json.loads((tmp_path / "evaluation.json").read_text())["selections"]
     nats = {row["name"]: row["nats"] for row in found}
     for i, document in enumerate(summary(page)["documents"]):
@@ -123,7 +121,7 @@ def test_the_page_s_numbers_are_the_evaluation_s(place, page, tmp_path):
 def test_true_gains_are_those_of_the_scores(place, tmp_path):
     commands.page(asked(place), tmp_path, ["score_oracle"], [], 5)
     scores = StrideStore(place / "scores")
-    numbers = dict(zip(map(tuple, scores.strides.tolist()), scores.numbers, strict=True))
+    numbers = {(s.document, s.number): of_stride for s, of_stride in zip(scores.strides, scores.numbers, strict=True)}
     compared = 0
     for i, document in enumerate(summary(tmp_path)["documents"]):
         assert document["name"] == scores.info.documents[i]
@@ -160,26 +158,26 @@ def summary(folder):
 
 def test_what_can_not_be_trained_on_is_named(place, tmp_path):
     with pytest.raises(UserError, match="there is no store of scores or selections at .*none"):
-        commands.train(asked(place), tmp_path / "a", str(tmp_path / "none"))
-    commands.select_spans(asked(place), tmp_path / "chosen", ["recent"])
+        commands.train_selector(asked(place), tmp_path / "a", str(tmp_path / "none"))
+    commands.select(asked(place), tmp_path / "chosen", ["recent"])
     with pytest.raises(UserError, match="chosen is a store of selections, and a selector is trained on scores"):
-        commands.train(asked(place), tmp_path / "a", str(tmp_path / "chosen"))
+        commands.train_selector(asked(place), tmp_path / "a", str(tmp_path / "chosen"))
     assert not (tmp_path / "a").exists()
 
 
 def test_settings_that_are_not_the_scores_are_named(place, tmp_path):
     message = "span_length=4 has no effect on train_selector: the scores in .* were made with 8; leave it out"
     with pytest.raises(UserError, match=message):
-        commands.train(asked(place, "HistoryConfig.span_length = 4"), tmp_path, str(place / "scores"))
+        commands.train_selector(asked(place, "HistoryConfig.span_length = 4"), tmp_path, str(place / "scores"))
 
 
 def test_scores_of_other_documents_are_another_training(place, tmp_path):
     for second in ("two", "three"):
         commands.score(asked(place, documents=("one", second), document_tokens=140), tmp_path / second)
     assert len({len(StrideStore(tmp_path / second).rows()) for second in ("two", "three")}) == 1
-    assert commands.train(asked(place), tmp_path / "selector", str(tmp_path / "two")) == 0
+    assert commands.train_selector(asked(place), tmp_path / "selector", str(tmp_path / "two")) == 0
     with pytest.raises(UserError, match="trained_on.documents is '[0-9a-f]{64}' there, '[0-9a-f]{64}' here; choose"):
-        commands.train(asked(place), tmp_path / "selector", str(tmp_path / "three"))
+        commands.train_selector(asked(place), tmp_path / "selector", str(tmp_path / "three"))
 
 
 def test_a_selector_of_another_vocabulary_is_an_error_that_names_both(place, tmp_path):
@@ -187,7 +185,7 @@ def test_a_selector_of_another_vocabulary_is_an_error_that_names_both(place, tmp
     with pytest.raises(
         UserError, match=r"vocabulary of the selector .*light \(\w{12}\) is not that of .*store.* \(\w{12}\)"
     ):
-        commands.evaluate_selections(asked(other, split="test"), tmp_path / "out", [], [str(place / "light")])
+        commands.evaluate(asked(other, split="test"), tmp_path / "out", [], [str(place / "light")])
 
 
 @pytest.mark.parametrize(

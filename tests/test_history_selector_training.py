@@ -14,15 +14,14 @@ from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, devices, pairs_
 from tiny_run import assert_same_bits, read_metrics
 
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.config import JointSelectorConfig
+from meliad_like.history.config import JointSelectorConfig
 from meliad_like.history.selectors.inputs import (
-    DocumentTexts,
     PairsReader,
     agreement,
+    document_texts,
     encode_places,
     held_out,
     make_inputs,
-    some_strides,
 )
 from meliad_like.history.selectors.scorer import open_selector
 from meliad_like.history.selectors.training import SelectorTraining
@@ -47,7 +46,7 @@ def test_what_is_read_at_a_place():
     span = [*tokens[6:9], 10]
 
     def read(part, history=HISTORY, places=places, **changes):
-        texts = DocumentTexts(make_inputs(history, JointSelectorConfig(**changes), VOCABULARY), MadeUp())(part, places)
+        texts = document_texts(make_inputs(history, JointSelectorConfig(**changes), VOCABULARY), MadeUp())(part, places)
         return texts.tokens[0].tolist(), texts.length.tolist()
 
     assert read("span") == (span, [4])
@@ -82,14 +81,14 @@ def test_a_place_costs_the_same_wherever_it_is():
         def tokens(self, document, start, stop):
             return np.broadcast_to(np.int32(97), stop - start)
 
-    texts = DocumentTexts(make_inputs(HISTORY, JointSelectorConfig(), VOCABULARY), Endless())
+    texts = document_texts(make_inputs(HISTORY, JointSelectorConfig(), VOCABULARY), Endless())
     far = place(0, 10**11, 10)
     assert texts("context", far).tokens.tolist() == [[97] * 8]
 
 
 def test_encoding_resumes_after_a_full_disk(tmp_path, monkeypatch):
     selector, encoder, inputs = selector_of("light", train_encoder=False)
-    places, texts = pairs_of(), DocumentTexts(inputs, MadeUp())
+    places, texts = pairs_of(), document_texts(inputs, MadeUp())
     told: list[int] = []
 
     def encode(folder):
@@ -122,15 +121,6 @@ def test_documents_are_held_out():
     assert len(train_pairs) + len(validation) == len(pairs_of())
     with pytest.raises(UserError, match="of 1 scored documents there is none to train on with .*validation_every=9"):
         held_out(pairs_of()[:1], 9)
-
-
-def test_some_strides_are_whole():
-    pairs = pairs_of()
-    some = some_strides(pairs, 100)
-    sizes, of_some = (each.groupby(["document", "stride"]).size() for each in (pairs, some))
-    assert len(of_some) < len(sizes) and 80 < len(some) < 120
-    assert (of_some == sizes[of_some.index]).all()
-    assert len(some_strides(pairs, 10**9)) == len(pairs)
 
 
 def test_the_order_hangs_on_seed_and_step_alone():

@@ -8,11 +8,11 @@ import pytest
 from meliad_like import config
 from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
-from meliad_like.history.config import FileSelection
-from meliad_like.history.opening import choose
+from meliad_like.history.config import AncientHistoryReaderConfig, HistoryConfig
+from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.reader import make_selection
-from meliad_like.history.selection import Ranking, rank
-from meliad_like.history.spans import HistoryConfig, select, strides
+from meliad_like.history.selection import Ranking, choose
+from meliad_like.history.spans import strides
 from meliad_like.history.stride_store import StrideStore, info_of
 
 HISTORY = HistoryConfig(window_length=24, history_length=12, span_length=6, stride=4, separator="\n")
@@ -38,7 +38,8 @@ def store(tmp_path_factory):
 
 
 def made(store, what="scores", documents=()):
-    return info_of(choose(store, "train", documents), store, "train", HISTORY, what, "somebody")
+    chosen = HistoryRequest("", split="train", documents=documents).choose_documents(store)
+    return info_of(chosen, store, "train", HISTORY, what, "somebody")
 
 
 def test_of_documents_with_the_same_name_each_is_read_as_itself(store, tmp_path):
@@ -55,13 +56,14 @@ def test_a_selection_from_a_file_is_that_of_the_document_itself(store, tmp_path)
     selections = StrideStore(tmp_path / "train", made(store, "selections"))
 
     def chosen(document, stride):
-        return select(*reversed(rank(Ranking("recent", HISTORY), "", document, stride, HISTORY)), HISTORY)
+        return choose(Ranking("recent", HISTORY), "", document, stride, HISTORY)[0]
 
     def tokens(document):
         return split.tokens(document, 0, int(split.lengths[document]))
 
     selections.fill(lambda strides: (chosen(tokens(stride.document), stride) for stride in strides))
-    choose_again = make_selection(FileSelection(str(tmp_path)), HISTORY, store, "train")
+    reader = AncientHistoryReaderConfig(history=HISTORY, selection="file", selections=str(tmp_path))
+    choose_again = make_selection(reader, store, "train")
     compared = 0
     for document, length in enumerate(split.lengths.tolist()):
         for stride in strides(length, HISTORY, document):

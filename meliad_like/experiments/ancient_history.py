@@ -8,17 +8,46 @@ ancient_history.md, .csv and .png
 Each command resumes its own work, and finds at once that it is finished.
 """
 
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from meliad_like.config import bound_by, read_changes, with_changes
-from meliad_like.experiments.history_report import write_report
-from meliad_like.experiments.tables.ancient_history import ROWS, SCALES, HistoryRow, HistoryScale, rows_of
+from meliad_like.data.readers import label
+from meliad_like.errors import UserError
+from meliad_like.experiments.pictures import COLOURS
+from meliad_like.experiments.tables.ancient_history import NAME, PAPER, ROWS, SCALES, HistoryRow, HistoryScale, rows_of
 from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
-from meliad_like.history.evaluation import BASELINE
+from meliad_like.history.evaluation import BASELINE, among, with_intervals
 from meliad_like.history.opening import HistoryRequest
 from meliad_like.run.opening import open_as, open_store, saved_config
+from meliad_like.tables import Table
+
+FIGURES = {
+    "perplexity": "perplexity",
+    "change": "change",
+    "perplexity_where_selected": "perplexity where selected",
+    "change_where_selected": "change there",
+    "share_of_oracle": "of the score oracle's gain",
+}
+"""Figures of `history.evaluation.figures`, which have intervals, and their headers."""
+COSTS = {"model_flops": "model, MFLOP a token", "selection_flops": "selection, MFLOP a token"}
+EXPLANATION = (
+    "Perplexity is by token; in brackets are {level:.0%} intervals over documents, by bootstrap; changes are against "
+    "the original on the same documents. Operations are counted (`layers/flops.py`) per predicted token: the model "
+    "reads a window for each stride, and a learned selection reads candidates; the last column before the paper's is "
+    "their ratio. Overlaps and random spans cost no operations of a model. What leaks the future reads the tokens that "
+    "are to be predicted. The paper's figures are validation perplexities on other documents."
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +78,7 @@ class HistoryExperiment:
         return scale if self.scored_tokens is None else replace(scale, scored_tokens=self.scored_tokens)
 
     def make(self) -> int:
-        """Scores, trains and evaluates what is not finished yet; returns the exit status, as of `commands.train`."""
+        """Scores, trains and evaluates what is not finished yet; returns the exit status of the trainings."""
         rows, scale, scores = rows_of(self.scale_name, self.chosen), self.scale, self.folder / "scores"
         request = self._request()
         opened, _ = open_as(self.load_dir, request.config()[0])
@@ -59,19 +88,40 @@ class HistoryExperiment:
             amount = {"document_tokens": scale.scored_document_tokens, "max_tokens": scale.scored_tokens}
             commands.score(request._replace(split="train", **amount), scores)
         for row in trained:
-            if status := commands.train(self._request(row), self.folder / row.name, str(scores)):
+            if status := commands.train_selector(self._request(row), self.folder / row.name, str(scores)):
                 return status
         # The plain window is always there.
         names = [row.name for row in rows if row.selector is None and row.name != BASELINE]
         folders = [str(self.folder / row.name) for row in trained]
         amount = {"document_tokens": scale.evaluated_document_tokens, "max_tokens": self.max_tokens}
         evaluated = request._replace(split=self.split, **amount)
-        commands.evaluate_selections(evaluated, self.folder / "evaluation", names, folders, replace=True)
+        commands.evaluate(evaluated, self.folder / "evaluation", names, folders, replace=True)
         return 0
 
     def report(self) -> str:
         """Writes the table of the results so far; returns its Markdown."""
-        return write_report(self.folder, ROWS, self.scale_name)
+        folder, path = self.folder, self.folder / "evaluation" / "evaluation.json"
+        if not path.exists():
+            raise UserError(f"nothing was evaluated yet in {folder}: the same command without --report does that")
+        evaluation = json.loads(path.read_text())
+        found = pd.DataFrame(evaluation["selections"]).set_index("name")
+        rows = [row for row in ROWS if row.name in found.index]
+        ends = [figure + end for figure in FIGURES if figure in found for end in ("", "_low", "_high")]
+        frame = found.loc[[row.name for row in rows], ["leaks_the_future", *ends, *COSTS]]
+        papers = pd.DataFrame([row.paper for row in rows], columns=PAPER).add_prefix("paper: ")
+        frame = pd.concat([frame.rename_axis("row").reset_index(), papers], axis=1)
+        frame.to_csv(folder / f"{NAME}.csv", index=False)
+        labels = [label(row.label, leaks) for row, leaks in zip(rows, frame["leaks_the_future"], strict=True)]
+        _draw(frame.assign(label=labels).astype(dict.fromkeys(ends, float)), folder / f"{NAME}.png")
+        parts = [
+            "# Table 1: ancient history in the context window",
+            _notes(evaluation, self.scale_name),
+            f"{_table(frame, labels).to_markdown().rstrip()}\n\n{EXPLANATION.format(level=evaluation['level'])}",
+            *_selectors(folder, rows),
+        ]
+        markdown = "\n\n".join(parts) + "\n"
+        (folder / f"{NAME}.md").write_text(markdown)
+        return markdown
 
     def _request(self, row: HistoryRow | None = None) -> HistoryRequest:
         """The pretrained model with the task's documents, and the settings of the commands for a row or for all rows.
@@ -87,3 +137,79 @@ class HistoryExperiment:
             store = f"{store}_{Path(self.load_dir).name}"
         batch_size = self.scale.batch_size
         return HistoryRequest(self.load_dir, changes=lambda *_: (run, settings), store=store, batch_size=batch_size)
+
+
+def _notes(evaluation: Mapping[str, Any], scale: str) -> str:
+    documents, window = evaluation["documents"], evaluation["config"]
+    tokens, selected = (sum(d[name] for d in documents) for name in ("num_tokens", "num_tokens_where_selected"))
+    return (
+        f"Scale {scale}: windows of {window['window_length']:,} tokens, {window['history_length']:,} of them for spans "
+        f"of {window['span_length']}, that predict {window['stride']:,} targets{among(window['max_candidates'])}. "
+        f"Evaluated on {evaluation['split']}: {tokens:,} tokens of {len(documents):,} documents; spans are selected "
+        f"for {selected:,} of them. Evaluated with {evaluation['device']}."
+    )
+
+
+def _table(frame: pd.DataFrame, labels: Sequence[str]) -> Table:
+    columns: dict[str, Sequence[str]] = {"model": labels}
+    for figure, head in FIGURES.items():
+        if figure in frame:
+            # The original is what all others are compared with.
+            shown = (frame["row"] != BASELINE) | figure.startswith("perplexity")
+            columns[head] = np.where(shown, with_intervals(frame, figure), "").tolist()
+    for name, head in COSTS.items():
+        columns[head] = [f"{flops / 1e6:,.4g}" for flops in frame[name]]
+    columns["selection / model"] = [f"{share:.3g}" for share in frame["selection_flops"] / frame["model_flops"]]
+    for name in frame.columns[frame.columns.str.startswith("paper: ")]:
+        columns[name] = ["" if math.isnan(x) else f"{x:.2f}" for x in frame[name]]
+    return Table("", tuple(columns), list(zip(*columns.values(), strict=True)))
+
+
+def _selectors(folder: Path, rows: Sequence[HistoryRow]) -> list[str]:
+    """How the training of each selector went."""
+    lines = []
+    for row in rows:
+        path = folder / row.name / "metrics.jsonl"
+        if row.selector is None or not path.exists():
+            continue
+        metrics: Any = pd.read_json(path, lines=True)
+        saved = json.loads((folder / row.name / "selector.json").read_text())
+        validation = metrics[metrics["kind"] == label("validation", saved["leaks_the_future"])]
+        best = validation.loc[validation["loss"].idxmin()]
+        possible = best["oracle_gain"] - best["random_gain"]
+        # Where there are no more candidates than places, all are chosen.
+        share = f": {(best['chosen_gain'] - best['random_gain']) / possible:.0%} of the way" if possible > 1e-9 else ""
+        lines.append(
+            f"- {label(row.label, saved['leaks_the_future'])}: {saved['trained_on']['num_pairs']:,} pairs of "
+            f"{saved['trained_on']['num_documents']:,} documents, the best of {metrics['step'].iloc[-1]:,} steps is "
+            f"{best['step']:,}. On documents held out its predictions correlate with the gains by "
+            f"{best['correlation']:.2f}; a span that it would choose is worth {best['chosen_gain']:+.2f} nats alone, "
+            f"a random one {best['random_gain']:+.2f}, the best ones {best['oracle_gain']:+.2f}{share}."
+        )
+    return ["## Training of the selectors", "\n".join(lines)] if lines else []
+
+
+def _draw(frame: pd.DataFrame, path: Path) -> None:
+    """The change of the perplexity with its interval, by row, and by the cost of model and selection together."""
+    picture = Figure(figsize=(11, 0.42 * len(frame) + 1.6), dpi=120, layout="constrained")
+    by_row, by_cost = picture.subplots(1, 2, width_ratios=(3, 2))
+    others: Any = frame[frame["row"] != BASELINE]
+    for place, row in enumerate(others.itertuples()):
+        # Without an interval the error is NaN, and nothing is drawn.
+        error = [[100 * (row.change - row.change_low)], [100 * (row.change_high - row.change)]]
+        style = {"fmt": "s" if row.leaks_the_future else "o", "color": COLOURS[place % len(COLOURS)], "capsize": 3}
+        by_row.errorbar([100 * row.change], [place], xerr=error, **style)
+        cost = (row.model_flops + row.selection_flops) / 1e6
+        by_cost.errorbar([cost], [100 * row.change], yerr=error, **style)
+    by_row.set_yticks(range(len(others)), others["label"])
+    by_row.invert_yaxis()
+    for axes in (by_row, by_cost):
+        axes.grid(alpha=0.25)
+    by_row.axvline(0, color="grey", linestyle="--")
+    by_cost.axhline(0, color="grey", linestyle="--")
+    by_row.set_xlabel("change of the perplexity, percent (squares leak the future)")
+    by_cost.set(xlabel="model and selection, MFLOP a token", ylabel="change, percent", xscale="log")
+    by_cost.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    by_cost.xaxis.set_major_formatter("{x:,.0f}")
+    by_cost.minorticks_off()
+    picture.savefig(path)

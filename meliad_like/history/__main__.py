@@ -82,17 +82,14 @@ def main(command: str) -> int | None:
         max_tokens=MAX_TOKENS.value,
         batch_size=BATCH_SIZE.value,
     )
-    folder = Path(OUTPUT.value).expanduser()
     chosen = (SELECTION.value, SELECTOR.value)
-    run = {
-        "score": lambda: commands.score(request, folder),
-        "evaluate": lambda: commands.evaluate_selections(request, folder, *chosen),
-        "search": lambda: commands.search(request, folder, **lengths),
-        "select": lambda: commands.select_spans(request, folder, *chosen),
-        "page": lambda: commands.page(request, folder, *chosen, NUM_TERMS.value),
-        "train_selector": lambda: commands.train(request, folder, SCORES.value),
+    arguments = {
+        **dict.fromkeys(("evaluate", "select"), chosen),
+        "search": lengths.values(),
+        "page": (*chosen, NUM_TERMS.value),
+        "train_selector": (SCORES.value,),
     }
-    return run[command]()
+    return getattr(commands, command)(request, Path(OUTPUT.value).expanduser(), *arguments.get(command, ()))
 
 
 def _numbers(flag: str) -> list[int]:

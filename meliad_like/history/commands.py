@@ -1,6 +1,5 @@
 """The commands of ancient history: scores, selections, evaluations, selectors, pages."""
 
-import collections
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -9,55 +8,56 @@ from typing import Any
 
 import jax
 import numpy as np
+import pandas as pd
 from rich.console import Console
 
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.history import evaluation as report
-from meliad_like.history.evaluation import BASELINE, VERSION, Evaluation, evaluate
-from meliad_like.history.gains import Candidates, TargetLosses
+from meliad_like.history.config import HistoryConfig
+from meliad_like.history.evaluation import BASELINE, VERSION, Evaluation
+from meliad_like.history.gains import Candidates
 from meliad_like.history.opening import HistoryRequest, Opened
 from meliad_like.history.page import write_history_page
-from meliad_like.history.page_readings import read_histories
-from meliad_like.history.selection import RANKINGS, Ranking, ScoreOracle, SpanScorer, rank
+from meliad_like.history.selection import RANKINGS, Ranking, SpanScorer, choose
 from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.scorer import open_selectors
 from meliad_like.history.selectors.training import SelectorTraining
-from meliad_like.history.spans import HistoryConfig, Stride, candidates, select, whole_documents
+from meliad_like.history.spans import Layout, Stride, candidates, whole_documents
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint, info_of
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.resumable import Journal, write_json
 from meliad_like.run.opening import open_as, open_store
 from meliad_like.tables import Table
 
-DOCUMENTS_NAME = "documents.jsonl"
-"""The journal of an evaluation: the sums of each finished document."""
 CONTROLS = ("random", "overlap_oracle")
 """Selections that are always evaluated."""
 
 
 def scorers(opened: Opened, names: Collection[str], selectors: Sequence[str] = ()) -> list[SpanScorer]:
     """Rankings by their names, the oracles last, and then trained selectors by their folders."""
-    found: list[Any] = [Ranking(name, opened.config) for name in RANKINGS if name in names]
+    config = opened.layout.config
+    found: list[Any] = [Ranking(name, config) for name in RANKINGS if name in names]
     if "score_oracle" in names:
-        found.append(ScoreOracle(opened.gains(), opened.fingerprint))
-    return [*found, *open_selectors(selectors, opened.config, opened.store)]
+        found.append(opened.gains())
+    found += open_selectors(selectors, config, opened.store)
+    return found
 
 
 def score(request: HistoryRequest, folder: Path) -> None:
     """Makes a store of scores, or resumes it, and prints a summary."""
     opened = request.open()
-    info = info_of(opened.documents, opened.store, request.split, opened.config, "scores", opened.fingerprint)
-    store = StrideStore(folder, info)
-    if store.num_missing:
-        gains, tokens = opened.gains(), whole_documents(opened.documents)
+    config, tokens = opened.layout.config, whole_documents(opened.documents)
+    store = StrideStore(
+        folder, info_of(opened.documents, opened.store, request.split, config, "scores", opened.fingerprint)
+    )
 
-        def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
-            return gains(Candidates(tokens(s.document), s, candidates(s, info.config)) for s in strides)
+    def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
+        return opened.gains()(Candidates(tokens(s.document), s, candidates(s, config)) for s in strides)
 
-        with_progress("scores", lambda progress: store.fill(make, progress))
+    with_progress("scores", lambda progress: store.fill(make, progress))
     Console().print(summary(store).to_rich())
     print(f"wrote {folder}")
 
@@ -81,27 +81,25 @@ def summary(store: StrideStore) -> Table:
     return Table(f"gains in nats, against the {store.info.config.baseline} baseline", ("", ""), list(figures.items()))
 
 
-def select_spans(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
-    """Makes a store of the spans that one selection chooses, for training with it (`FileSelection.folder`)."""
+def select(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
+    """Makes a store of the spans that one selection chooses, for training with it."""
     opened = request.open()
     (scorer,) = scorers(opened, names, selectors)
-    leaks, maker = scorer.leaks_the_future, f"{scorer.name} {scorer.fingerprint}"
-    info = info_of(opened.documents, opened.store, request.split, opened.config, "selections", maker, leaks)
+    leaks, maker, config = scorer.leaks_the_future, f"{scorer.name} {scorer.fingerprint}", opened.layout.config
+    info = info_of(opened.documents, opened.store, request.split, config, "selections", maker, leaks)
     store, tokens = StrideStore(folder, info), whole_documents(opened.documents)
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
         for stride in strides:
-            name, document = info.documents[stride.document], tokens(stride.document)
             # Random choices depend on the place in the split, also where a subset of it is read.
             placed = stride._replace(document=info.indices[stride.document])
-            ends, scores = rank(scorer, name, document, placed, info.config)
-            yield select(scores, ends, info.config)
+            yield choose(scorer, info.documents[stride.document], tokens(stride.document), placed, config)[0]
 
     with_progress("selections", lambda progress: store.fill(make, progress))
     print(f"wrote {folder}: the selections of {label(scorer.name, leaks)}")
 
 
-def evaluate_selections(
+def evaluate(
     request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = (), *, replace: bool = False
 ) -> None:
     """Evaluates the baseline, the controls and the given selections, and writes evaluation.json and evaluation.md.
@@ -110,9 +108,7 @@ def evaluate_selections(
     """
     opened = request.open()
     chosen = scorers(opened, {*CONTROLS, *names}, selectors)
-    evaluation = evaluate_resumably(
-        opened, opened.windows(), chosen, opened.config, folder, request.split, replace=replace
-    )
+    evaluation = _evaluate(opened, chosen, opened.layout, folder, request.split, replace)
     extra = {
         "checkpoint": request.checkpoint,
         "step": opened.checkpoint.step,
@@ -121,45 +117,34 @@ def evaluate_selections(
         "document_tokens": request.document_tokens,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
-    for table in report.tables(evaluation):
-        Console().print(table.to_rich())
-    report.write(evaluation, folder, extra)
-    print(f"wrote {folder / 'evaluation.md'} and evaluation.json")
+    _write(folder, "evaluation", report.tables(evaluation), extra | report.to_dict(evaluation))
 
 
-def evaluate_resumably(
-    opened: Opened,
-    windows: TargetLosses,
-    chosen: Sequence[SpanScorer],
-    config: HistoryConfig,
-    folder: Path,
-    title: str,
-    *,
-    replace: bool = False,
+def _evaluate(
+    opened: Opened, chosen: Sequence[SpanScorer], layout: Layout, folder: Path, title: str, replace: bool = False
 ) -> Evaluation:
     """Evaluates, or resumes an evaluation whose finished documents are in the folder."""
     identity = {
         "version": VERSION,
         "model": opened.fingerprint,
         "store": opened.store.fingerprint,
-        "config": dataclasses.asdict(config),
-        "documents": [list(pair) for pair in zip(opened.documents.names, opened.documents.lengths.tolist())],
-        "selections": [[selection.name, selection.fingerprint] for selection in chosen],
+        "config": dataclasses.asdict(layout.config),
+        "documents": list(zip(opened.documents.names, opened.documents.lengths.tolist())),
+        "selections": [(selection.name, selection.fingerprint) for selection in chosen],
     }
-    journal = Journal(folder / DOCUMENTS_NAME, identity, replace=replace)
+    journal = Journal(folder / "documents.jsonl", identity, replace=replace)
     return with_progress(
-        title,
-        lambda progress: evaluate(
-            windows,
-            opened.documents,
-            chosen,
-            config,
-            opened.separator,
-            progress,
-            done={row["document"]: row["sums"] for row in journal.rows},
-            on_document=lambda document, sums: journal.write({"document": document, "sums": sums}),
-        ),
+        title, lambda progress: report.evaluate(opened.windows, opened.documents, chosen, layout, journal, progress)
     )
+
+
+def _write(folder: Path, name: str, tables: Sequence[Table], content: Any) -> None:
+    """Prints tables, and writes them as Markdown and the content as JSON."""
+    for table in tables:
+        Console().print(table.to_rich())
+    write_json(folder / f"{name}.json", content)
+    (folder / f"{name}.md").write_text("\n".join(table.to_markdown() for table in tables))
+    print(f"wrote {folder / name}.md and .json")
 
 
 def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int], span_lengths: Sequence[int]) -> None:
@@ -167,40 +152,33 @@ def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int]
 
     The folder gets search.json, search.md, and what is finished of each pair. The paper searches on training documents.
 
-    Raises:
-        UserError: no pair fits.
+    Raises a UserError if no pair fits.
     """
     opened = request.open()
-    windows, found = opened.windows(), []
+    found: list[dict[str, Any]] = []
     for history, span in itertools.product(history_lengths, span_lengths):
         row = {"history_length": history, "span_length": span}
         try:
-            config = dataclasses.replace(opened.config, **row)
+            config = dataclasses.replace(opened.layout.config, **row)
         except UserError as error:
             found.append({**row, "why_not": str(error)})
             continue
-        chosen = [*(Ranking(name, config) for name in CONTROLS), ScoreOracle(opened.gains(config), opened.fingerprint)]
+        layout = dataclasses.replace(opened.layout, config=config)
+        chosen = [*(Ranking(name, config) for name in CONTROLS), opened.gains(layout)]
         title = f"history_length={history}, span_length={span}"
-        done = evaluate_resumably(opened, windows, chosen, config, folder / f"history{history}_span{span}", title)
+        done = _evaluate(opened, chosen, layout, folder / f"history{history}_span{span}", title)
         columns = ["perplexity", "perplexity_low", "perplexity_high", "leaks_the_future"]
         figures: dict[Any, Any] = report.figures(done)[columns].to_dict("index")
         found.append({**row, **figures})
         values = (f"{label(name, each['leaks_the_future'])} {each['perplexity']:.4f}" for name, each in figures.items())
         print(f"{title}: {', '.join(values)}")
-    tables = search_tables(found, opened.config)
-    for table in tables:
-        Console().print(table.to_rich())
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "search.json", found)
-    (folder / "search.md").write_text("\n".join(table.to_markdown() for table in tables))
-    print(f"wrote {folder / 'search.md'} and search.json")
+    _write(folder, "search", search_tables(found, opened.layout.config), found)
 
 
 def search_tables(found: Sequence[dict], config: HistoryConfig) -> list[Table]:
     """The perplexity by both lengths: of the score oracle, with its best pair marked, and of the controls.
 
-    Raises:
-        UserError: no pair of lengths fits.
+    Raises a UserError if no pair of lengths fits.
     """
     fitting = [row for row in found if "why_not" not in row]
     if not fitting:
@@ -208,31 +186,27 @@ def search_tables(found: Sequence[dict], config: HistoryConfig) -> list[Table]:
     best, tables = min(fitting, key=lambda row: row[report.ORACLE]["perplexity"]), []
     for name in (report.ORACLE, *CONTROLS):
         marked = best if name == report.ORACLE else None
-        cells: dict[str, dict[str, str]] = collections.defaultdict(dict)
-        for row in found:
-            cell = f"{row[name]['perplexity']:.4f}{' *' if row is marked else ''}" if name in row else "-"
-            cells[f"history_length = {row['history_length']}"][f"span_length = {row['span_length']}"] = cell
+        cells = [
+            f"{row[name]['perplexity']:.4f}{' *' if row is marked else ''}" if name in row else "-" for row in found
+        ]
+        frame = pd.DataFrame(found)[["history_length", "span_length"]].assign(cell=cells)
+        grid = frame.pivot_table("cell", "history_length", "span_length", aggfunc="first").add_prefix("span_length = ")
         title = (
             f"perplexity per token, {label(name, fitting[0][name]['leaks_the_future'])}; baseline "
             f"{fitting[0][BASELINE]['perplexity']:.4f}, window {config.window_length}, stride {config.stride}; "
             f"{'*: the best, ' if marked else ''}-: does not fit{report.among(config.max_candidates)}"
         )
-        rows = [(head, *columns.values()) for head, columns in cells.items()]
-        tables.append(Table(title, ("", *next(iter(cells.values()))), rows))
+        tables.append(Table.of(grid.rename("history_length = {}".format).reset_index(names=""), title))
     return tables
 
 
-def train(request: HistoryRequest, folder: Path, scores: str) -> int:
+def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
     """Trains a selector, or resumes its training; returns the exit status, as of `SelectorTraining`.
 
     Args:
         request: its checkpoint is that of the decoder that the selector is initialised with, which need not be the
             model that scored.
         scores: folder of a store of scores. Its documents and settings hold, except for what the selector reads.
-
-    Raises:
-        UserError: the scores are missing, incomplete, or made with other settings than are bound; the checkpoint is of
-            another family or vocabulary; or as `make_inputs`, `encoder_config` and `SelectorTraining`.
     """
     scored = StrideStore(scores)
     if scored.info.what != "scores":
@@ -256,7 +230,7 @@ def train(request: HistoryRequest, folder: Path, scores: str) -> int:
     store = open_store(opened, request.checkpoint, request.store, prepare=False)
     history = dataclasses.replace(history, selector_context=settings.history.selector_context)
     inputs = make_inputs(history, settings.selector, opened.vocabulary)
-    encoder = encoder_config(settings.selector, opened.run.model, inputs.num_tokens(settings.selector))
+    encoder = encoder_config(settings.selector, opened.run.model, inputs.widths)
     return SelectorTraining(
         Selector(settings.selector, encoder, opened.vocabulary.size),
         encoder_params(encoder, opened.params),
@@ -283,6 +257,5 @@ def page(request: HistoryRequest, folder: Path, names: Sequence[str], selectors:
     """Writes the page of some documents, with this number of words that have the highest impact."""
     opened = request.open()
     (scorer,) = scorers(opened, names, selectors)
-    histories = with_progress(request.split, lambda progress: read_histories(opened, scorer, progress))
-    write_history_page(folder, opened, scorer, histories, num_terms)
+    write_history_page(folder, opened, scorer, num_terms)
     print(f"wrote {folder / 'index.html'}")

@@ -1,47 +1,182 @@
-"""The reader kind of ancient history in a run's config, and the config of its own commands."""
+"""All settings of ancient history: windows and spans, selectors and their training, and the reader of a run."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from meliad_like.data.batch import Reader
 from meliad_like.data.readers import READERS, ReaderConfig, ReaderInputs
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.config import SELECTORS, JointSelectorConfig, SelectorTrainingConfig
-from meliad_like.history.spans import HistoryConfig, separator_token
-from meliad_like.registry import Registry, kind_field
+from meliad_like.models.base import ActivationDtype
+from meliad_like.optimization.optimizers import OPTIMIZERS, Adam
+from meliad_like.registry import Registry, kind_field, resumable
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_shares
 
-SELECTIONS = Registry("selection of spans")
+SELECTORS = Registry("selector")
 
 
-@SELECTIONS.register("random")
 @dataclasses.dataclass(frozen=True)
-class RandomSelection:
-    """Random spans."""
+class HistoryConfig:
+    """Which spans of a document's past come into a window, and how; the defaults are those of the paper's code."""
 
-
-@SELECTIONS.register("recent")
-@dataclasses.dataclass(frozen=True)
-class RecentSelection:
-    """The last spans before the recent text."""
-
-
-@SELECTIONS.register("prefix_overlap")
-@dataclasses.dataclass(frozen=True)
-class PrefixOverlapSelection:
-    """The spans that share the most tokens with the necessary prefix."""
-
-
-@SELECTIONS.register("file")
-@dataclasses.dataclass(frozen=True)
-class FileSelection:
-    """Spans that `python -m meliad_like.history select` has written."""
-
-    folder: str = ""
-    """Folder with a sub-folder for each split."""
+    window_length: int = 1024
+    """Tokens of a window, targets included."""
+    history_length: int = 512
+    """Tokens of a window that selected spans may fill, a multiple of span_length."""
+    span_length: int = 64
+    """Tokens of a span, separator included."""
+    span_stride: int | None = None
+    """Distance in tokens between the beginnings of successive candidates; None: half a span."""
+    stride: int = 256
+    """Targets of a window. Spans are selected once for all of them."""
+    separator: str = "\n\n"
+    """Text of one token that replaces the last token of each span; "": spans stay unchanged."""
+    order: Literal["ascending", "document", "descending"] = "ascending"
+    """Order of the spans in the window. `ascending`: the best one comes last, next to the recent text; `descending`: it
+    comes first; `document`: spans keep their order in the document."""
+    deduplicate: bool = False
+    """Whether a span is left out when it shares tokens with a better one. The released code keeps it."""
+    candidates: Literal["before_prefix", "before_window"] = "before_prefix"
+    """`before_prefix`: all spans before the last recent_length tokens, also those in the window's first history_length
+    tokens. `before_window`: only spans that are not in the window already."""
+    first_selection: int | None = None
+    """Spans are selected for windows that begin at this position of the document or later, and never for the first
+    window; None: at window_length, as in the released code."""
+    max_candidates: int | None = None
+    """Largest number of candidates of a stride that a model reads, a random subset; None: all. Rankings that run no
+    model choose among all candidates."""
+    baseline: Literal["bare", "contiguous"] = "bare"
+    """What the gain of a span is measured against (equation 2): the recent text alone (`bare`), or the recent text and
+    the span_length tokens before it (`contiguous`), as in the released scores."""
+    selector_context: Literal["prefix_only", "released_code"] = "prefix_only"
+    """What a learned selector reads beside a span: the necessary prefix, or, as in the released code, the recent text
+    with its targets. The latter leaks the future, and exists for comparison only."""
+    overlap: Literal["multiset", "set", "jaccard"] = "multiset"
+    """How the overlap of a span with other text is measured: number of common tokens with repetitions, number of
+    different common tokens, or the latter divided by the number of different tokens in either."""
+    first_token: Literal["left_out", "released_code"] = "left_out"
+    """How a document's first token, which nothing precedes, is counted: not at all, or, as in the released code, with
+    the mean loss of the document's first stride."""
+    seed: int = 0
+    """Seed of random spans and of random subsets of candidates."""
 
     def __post_init__(self):
-        if not self.folder:
-            raise UserError("selection='file' needs FileSelection.folder, with the selections of each split")
+        check_choices(self)
+        check_positive(self, ("window_length", "history_length", "span_length", "stride"))
+        check_not_negative(self, ("seed",))
+        optional = ("span_stride", "first_selection", "max_candidates")
+        check_positive(self, [name for name in optional if getattr(self, name) is not None])
+        if self.history_length % self.span_length:
+            raise UserError(
+                f"history_length={self.history_length} must be a multiple of span_length={self.span_length}"
+            )
+        if self.history_length + self.stride > self.window_length:
+            raise UserError(
+                f"history_length={self.history_length} and stride={self.stride} must fit together into "
+                f"window_length={self.window_length}"
+            )
+        if self.span_length == 1 and self.separator:
+            raise UserError("span_length=1 leaves nothing but the separator: bind HistoryConfig.separator = ''")
+
+    @property
+    def num_spans(self) -> int:
+        """Largest number of spans in a window."""
+        return self.history_length // self.span_length
+
+    @property
+    def recent_length(self) -> int:
+        """Tokens at the end of a window that spans never replace, targets included."""
+        return self.window_length - self.history_length
+
+    @property
+    def prefix_length(self) -> int:
+        """Tokens of the necessary prefix: those of the recent text before the targets."""
+        return self.recent_length - self.stride
+
+
+Part = Literal["pair", "span", "context"]
+"""What the encoder reads at once: span and context together, or either of them alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectorConfig:
+    """The fields of all selectors, by default the paper's."""
+
+    context_tokens: int | None = None
+    """Tokens before the targets that are read beside the span; None: the window's necessary prefix. It must be None
+    where the targets are read too (`HistoryConfig.selector_context`)."""
+    encoder_layers: int = 0
+    """Number of layers of the pretrained decoder that are used, from the first one; 0: all."""
+    head_width: int = 256
+    """Width of the hidden layer of the joint selector's head, and of the vectors that the light selector multiplies."""
+    train_encoder: bool = True
+    """Whether the decoder is trained too. If not, its vectors are computed once and kept."""
+    dropout_rate: float = 0.1
+    """Dropout in the decoder, while it is trained."""
+    activation_dtype: ActivationDtype = "float32"
+
+    name: ClassVar[str]
+    """Name of the trained selector in tables."""
+    parts: ClassVar[tuple[Part, ...]]
+    """The texts that are encoded for a score."""
+    pools_mean: ClassVar[bool]
+    """Whether the vector of a text is that of its last token after the mean over all its tokens, or without it."""
+
+    def __post_init__(self):
+        check_choices(self)
+        check_positive(self, ("head_width",) if self.context_tokens is None else ("head_width", "context_tokens"))
+        check_not_negative(self, ("encoder_layers",))
+        check_shares(self, ("dropout_rate",))
+
+
+@SELECTORS.register("joint")
+@dataclasses.dataclass(frozen=True)
+class JointSelectorConfig(SelectorConfig):
+    """The paper's, which reads each candidate together with the context."""
+
+    name = "learned_selector"
+    parts = ("pair",)
+    pools_mean = False
+
+
+@SELECTORS.register("light")
+@dataclasses.dataclass(frozen=True)
+class LightSelectorConfig(SelectorConfig):
+    """A selector that reads spans and contexts separately."""
+
+    name = "light_selector"
+    parts = ("span", "context")
+    # Topics are in many tokens, and the last token of a span is a separator.
+    pools_mean = True
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectorTrainingConfig:
+    """How a selector is trained, by default as in the authors' code. Each `..._every` counts steps; 0: at the end."""
+
+    num_steps: int = resumable(45_541)
+    """By default one epoch of the authors' 728,654 pairs; their number of epochs is not known."""
+    batch_size: int = 16
+    optimizer: Any = kind_field(
+        OPTIMIZERS, lambda: Adam(base_rate=1e-5, weight_decay=0.0, second_decay=0.999, epsilon=1e-6)
+    )
+    """The optimizer; its `base_rate` is the learning rate of all steps (section 3)."""
+    seed: int = 0
+    """Seed of the head's initial parameters, of the order of the pairs, and of the dropout."""
+    validation_every: int = 9
+    """Documents whose index is a multiple of this are held out."""
+    encode_batch: int = resumable(64)
+    """Number of texts that are encoded at once where nothing is trained."""
+    log_every: int = resumable(10)
+    evaluate_every: int = resumable(1000)
+    checkpoint_every: int = resumable(1000)
+    checkpoints_kept: int = resumable(2)
+
+    def __post_init__(self):
+        check_positive(self, ("num_steps", "batch_size", "encode_batch", "log_every", "checkpoints_kept"))
+        check_not_negative(self, ("evaluate_every", "checkpoint_every"))
+        check_seeds(self, ("seed",))
+        if self.validation_every < 2:
+            raise UserError(f"validation_every={self.validation_every} must be at least 2, or nothing is trained on")
 
 
 @READERS.register("ancient_history")
@@ -50,10 +185,22 @@ class AncientHistoryReaderConfig(ReaderConfig):
     """Windows that begin with spans of the document's distant past, in training and in evaluation."""
 
     history: HistoryConfig = dataclasses.field(default_factory=HistoryConfig)
-    selection: Any = kind_field(SELECTIONS, RandomSelection)
-    """Which spans are selected."""
+    selection: Literal["random", "recent", "prefix_overlap", "file"] = "random"
+    """Which spans are selected: random ones, the last ones before the recent text, those that share the most tokens
+    with the necessary prefix, or (`file`) those that `python -m meliad_like.history select` has written."""
+    selections: str = ""
+    """For `file`: folder with a sub-folder of selections for each split."""
 
     used_by_evaluations = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choices(self)
+        if (self.selection == "file") != bool(self.selections):
+            raise UserError(
+                f"AncientHistoryReaderConfig.selection={self.selection!r} does not fit selections={self.selections!r}: "
+                "'file', and nothing else, needs the folder with the selections of each split"
+            )
 
     def check_model(self, model: Any) -> None:
         """
@@ -74,10 +221,11 @@ class AncientHistoryReaderConfig(ReaderConfig):
 
     def make(self, inputs: ReaderInputs) -> Reader:
         from meliad_like.history.reader import HistoryReader, make_selection
+        from meliad_like.history.spans import Layout
 
-        separator = separator_token(self.history, inputs.store.vocabulary)
-        selection = make_selection(self.selection, self.history, inputs.store, inputs.split)
-        return HistoryReader(inputs, self.segment_length, self.history, separator, selection)
+        layout = Layout.of(self.history, inputs.store.vocabulary)
+        selection = make_selection(self, inputs.store, inputs.split)
+        return HistoryReader(**self._fields(inputs), shuffle=inputs.shuffle, layout=layout, selection=selection)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +19,11 @@ from jaxtyping import Float, Int
 from meliad_like.data.readers import label
 from meliad_like.data.subset import Documents
 from meliad_like.errors import UserError
+from meliad_like.history.config import HistoryConfig
 from meliad_like.history.gains import TargetLosses
-from meliad_like.history.selection import SpanScorer, rank
-from meliad_like.history.spans import HistoryConfig, Stride, Window, index_in_split, select, strides, window
-from meliad_like.resumable import write_json
+from meliad_like.history.selection import SpanScorer, choose
+from meliad_like.history.spans import Layout, Stride, Window, index_in_split, strides
+from meliad_like.resumable import Journal
 from meliad_like.tables import Table, number
 
 BASELINE = "baseline"
@@ -41,8 +42,6 @@ SUMS = (
 )
 """The sums over the strides of a document, for each selection."""
 COSTS = SUMS[4:]
-Sums = dict[str, dict[str, float]]
-"""`SUMS` of one document by the name of the selection."""
 
 
 class StrideReading(NamedTuple):
@@ -61,42 +60,33 @@ class StrideReading(NamedTuple):
 
 
 def read_strides(
-    windows: TargetLosses,
-    documents: Documents,
-    selections: Sequence[SpanScorer],
-    config: HistoryConfig,
-    separator: int | None,
-    index: int,
+    windows: TargetLosses, documents: Documents, selections: Sequence[SpanScorer], layout: Layout, index: int
 ) -> Iterator[StrideReading]:
     """Predicts every token of a document once with the plain window and with each selection, stride by stride.
 
     Args:
-        windows: the model, for windows of `config.window_length` with `config.stride` targets.
+        windows: the model, for windows of `layout.config.window_length` with `layout.config.stride` targets.
         selections: scorers with different names.
         index: index of the document in `documents`.
 
-    Raises:
-        UserError: a score is not finite.
+    Raises a UserError if a score is not finite.
     """
     waiting: deque[StrideReading] = deque()
 
     def to_read() -> Iterator[Window]:
         length = int(documents.lengths[index])
         tokens = documents.tokens(index, 0, length)
-        for stride in strides(length, config, index_in_split(documents, index)):
+        for stride in strides(length, layout.config, index_in_split(documents, index)):
             reading = StrideReading(stride, {}, {}, {}, {})
             waiting.append(reading)
-            chosen = [np.zeros(0, np.int64)]
             for selection in selections if stride.selects else ():
-                began, before = time.perf_counter(), _counters(selection)
-                ends, scores = rank(selection, documents.names[index], tokens, stride, config)
-                flops, compiling = _counters(selection) - before
-                reading.costs[selection.name] = flops, time.perf_counter() - began - compiling
-                chosen.append(select(scores, ends, config))
-                reading.chosen[selection.name] = chosen[-1]
-                reading.scores[selection.name] = scores[np.searchsorted(ends, chosen[-1])]
-            for spans in chosen:
-                yield window(tokens, stride, spans, config, separator)
+                began, flops, compiling = time.perf_counter(), selection.flops, selection.compile_seconds
+                chosen, scores = choose(selection, documents.names[index], tokens, stride, layout.config)
+                seconds = time.perf_counter() - began - (selection.compile_seconds - compiling)
+                reading.chosen[selection.name], reading.scores[selection.name] = chosen, scores
+                reading.costs[selection.name] = selection.flops - flops, seconds
+            for chosen in (np.zeros(0, np.int64), *reading.chosen.values()):
+                yield layout.window(tokens, stride, chosen)
 
     read = windows(to_read())
     for plain in read:
@@ -105,10 +95,6 @@ def read_strides(
             # A window without spans is the same for all selections.
             reading.nats[name] = next(read) if name in reading.chosen else plain
         yield reading
-
-
-def _counters(selection: SpanScorer) -> np.ndarray:
-    return np.array([getattr(selection, name, 0.0) for name in ("flops", "compile_seconds")])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,58 +113,45 @@ class Evaluation:
         """The sums of a selection: a frame with a line for each document."""
         return self.sums.loc[name]
 
-    def costs(self, name: str) -> pd.Series:
-        """Operations and seconds per predicted token: of the model that predicts, and of a selection."""
-        totals = self.of(name).sum()
-        return totals[list(COSTS)] / totals["num_tokens"]
-
 
 def evaluate(
     windows: TargetLosses,
     documents: Documents,
     selections: Sequence[SpanScorer],
-    config: HistoryConfig,
-    separator: int | None,
+    layout: Layout,
+    journal: Journal | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    *,
-    done: Mapping[int, Sums] | None = None,
-    on_document: Callable[[int, Sums], None] = lambda index, sums: None,
 ) -> Evaluation:
     """Sums the losses of `read_strides`, document by document.
 
     Args:
+        journal: gets the sums of each document; what it holds is not read again.
         on_progress: callback with the numbers of tokens read so far and in all.
-        done: sums of documents, by index, that are not read again.
-        on_document: callback with the index and the sums of each document that was read.
 
     Raises:
         UserError: as `read_strides`; or no document has a second token.
     """
     if not np.any(np.asarray(documents.lengths) > 1):
         raise UserError("no document has a second token: there is nothing to predict")
-    names = [BASELINE, *(selection.name for selection in selections)]
-    ends, by_document = np.cumsum(documents.lengths), dict(done or {})
+    names, ends = [BASELINE, *(selection.name for selection in selections)], np.cumsum(documents.lengths)
+    by_document = {row["document"]: row["sums"] for row in (journal.rows if journal else ())}
     for index in sorted(set(range(len(ends))) - set(by_document)):
         sums, num_strides = np.zeros((len(names), len(SUMS))), 0
-        began, before = windows.seconds, windows.num_windows
-        for reading in read_strides(windows, documents, selections, config, separator, index):
-            sums += [_of_stride(reading, name, config) for name in names]
+        began, before = windows.program.seconds, windows.num_windows
+        for reading in read_strides(windows, documents, selections, layout, index):
+            sums += [_of_stride(reading, name, layout.config) for name in names]
             num_strides += 1
             on_progress(int(ends[index] - documents.lengths[index]) + reading.stride.end, int(ends[-1]))
-        seconds = (windows.seconds - began) / max(windows.num_windows - before, 1)
+        seconds = (windows.program.seconds - began) / max(windows.num_windows - before, 1)
         sums[:, SUMS.index("model_seconds")] = num_strides * seconds
         sums[:, SUMS.index("model_flops")] = num_strides * windows.flops_per_window
         by_document[index] = pd.DataFrame(sums, names, SUMS).to_dict("index")
-        on_document(index, by_document[index])
+        if journal:
+            journal.write({"document": index, "sums": by_document[index]})
     frames = {index: pd.DataFrame.from_dict(by_document[index], orient="index") for index in range(len(ends))}
-    return Evaluation(
-        config=config,
-        documents=pd.DataFrame(
-            {"name": list(documents.names), "num_words": documents.num_words, "num_bytes": documents.num_bytes}
-        ),
-        sums=pd.concat(frames).swaplevel(),
-        selections={BASELINE: False} | {selection.name: selection.leaks_the_future for selection in selections},
-    )
+    sizes = {"name": list(documents.names), "num_words": documents.num_words, "num_bytes": documents.num_bytes}
+    leaks = {selection.name: selection.leaks_the_future for selection in selections}
+    return Evaluation(layout.config, pd.DataFrame(sizes), pd.concat(frames).swaplevel(), {BASELINE: False} | leaks)
 
 
 def _of_stride(reading: StrideReading, name: str, config: HistoryConfig) -> tuple[float, ...]:
@@ -206,52 +179,53 @@ COMPARISONS = {
 }
 
 
-class Bootstrap:
-    """Confidence intervals of ratios of sums over documents, by bootstrap (Efron 1979), all on the same resamples."""
+@cache
+def _resamples(num_documents: int) -> Int[np.ndarray, "resamples documents"]:
+    raw = np.random.PCG64(0).random_raw(NUM_RESAMPLES * num_documents)
+    return (raw % np.uint64(num_documents)).astype(np.int64).reshape(NUM_RESAMPLES, num_documents)
 
-    def __init__(self, num_documents: int, seed: int = 0):
-        raw = np.random.PCG64(seed).random_raw(NUM_RESAMPLES * num_documents)
-        self._drawn = (raw % np.uint64(num_documents)).astype(np.int64).reshape(NUM_RESAMPLES, num_documents)
 
-    def __call__(self, numerators: Any, denominators: Any) -> Float[np.ndarray, "3"]:
-        """sum(numerators) / sum(denominators), and the ends of its percentile interval.
+def ratio(numerators: Any, denominators: Any) -> Float[np.ndarray, "3"]:
+    """sum(numerators) / sum(denominators) over documents, and the ends of its interval by bootstrap (Efron 1979).
 
-        NaN where only one document has a denominator, because all resamples would agree with it; or where none has.
-        """
-        above, below = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
-        value = above.sum() / below.sum() if below.sum() else math.nan
-        if np.count_nonzero(below) < 2:
-            return np.array([value, math.nan, math.nan])
-        sums = below[self._drawn].sum(axis=1)
-        ratios = above[self._drawn].sum(axis=1)[sums != 0] / sums[sums != 0]
-        return np.array([value, *np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])])
+    All ratios share the resampled documents. The ends are NaN where only one document has a denominator, because all
+    resamples would agree with it; or where none has.
+    """
+    above, below = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
+    value = above.sum() / below.sum() if below.sum() else math.nan
+    if np.count_nonzero(below) < 2:
+        return np.array([value, math.nan, math.nan])
+    drawn = _resamples(len(below))
+    sums = below[drawn].sum(axis=1)
+    ratios = above[drawn].sum(axis=1)[sums != 0] / sums[sums != 0]
+    return np.array([value, *np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])])
 
 
 def figures(evaluation: Evaluation) -> pd.DataFrame:
-    """The figures of each selection with their intervals (`..._low`, `..._high`), and its costs (`Evaluation.costs`).
+    """The figures of each selection with their intervals (`..._low`, `..._high`), and COSTS per predicted token.
 
     Perplexities, and their relative change against the baseline on the same documents; `..._where_selected` are those
     of the targets for which spans are selected. `share_of_oracle` is the gain in nats divided by the score oracle's,
     where that is above zero.
     """
-    bootstrap, baseline, found = Bootstrap(len(evaluation.documents)), evaluation.of(BASELINE), {}
+    baseline, found = evaluation.of(BASELINE), {}
     for name, leaks in evaluation.selections.items():
         sums = evaluation.of(name)
         gains, tokens, there = baseline - sums, sums["num_tokens"], sums["num_tokens_where_selected"]
         with np.errstate(over="ignore"):
             row = {
-                "perplexity": np.exp(bootstrap(sums["nats"], tokens)),
-                "word_perplexity": np.exp(bootstrap(sums["nats"], evaluation.documents["num_words"])),
-                "byte_perplexity": np.exp(bootstrap(sums["nats"], evaluation.documents["num_bytes"])),
-                "perplexity_where_selected": np.exp(bootstrap(sums["nats_where_selected"], there)),
-                "change": np.exp(bootstrap(-gains["nats"], tokens)) - 1,
-                "change_where_selected": np.exp(bootstrap(-gains["nats_where_selected"], there)) - 1,
+                "perplexity": np.exp(ratio(sums["nats"], tokens)),
+                "word_perplexity": np.exp(ratio(sums["nats"], evaluation.documents["num_words"])),
+                "byte_perplexity": np.exp(ratio(sums["nats"], evaluation.documents["num_bytes"])),
+                "perplexity_where_selected": np.exp(ratio(sums["nats_where_selected"], there)),
+                "change": np.exp(ratio(-gains["nats"], tokens)) - 1,
+                "change_where_selected": np.exp(ratio(-gains["nats_where_selected"], there)) - 1,
             }
         if ORACLE in evaluation.selections:
             most = baseline["nats"] - evaluation.of(ORACLE)["nats"]
-            row["share_of_oracle"] = bootstrap(gains["nats"], most) if most.sum() > 0 else np.full(3, math.nan)
+            row["share_of_oracle"] = ratio(gains["nats"], most) if most.sum() > 0 else np.full(3, math.nan)
         ends = {f"{figure}{end}": x for figure, xs in row.items() for end, x in zip(("", "_low", "_high"), xs)}
-        found[name] = {"leaks_the_future": leaks, **ends, **evaluation.costs(name)}
+        found[name] = {"leaks_the_future": leaks, **ends, **sums[list(COSTS)].sum() / tokens.sum()}
     return pd.DataFrame.from_dict(found, orient="index")
 
 
@@ -309,10 +283,3 @@ def to_dict(evaluation: Evaluation) -> dict[str, Any]:
         "documents": evaluation.documents.join(counts).to_dict("records"),
         "selections": [{"name": name} | row | nats[name] for name, row in rows.items()],
     }
-
-
-def write(evaluation: Evaluation, folder: Path, extra: dict[str, Any]) -> None:
-    """Writes evaluation.json, with extra contents, and evaluation.md into a folder, which is made if needed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "evaluation.json", extra | to_dict(evaluation))
-    (folder / "evaluation.md").write_text("\n".join(table.to_markdown() for table in tables(evaluation)))

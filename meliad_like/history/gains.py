@@ -13,11 +13,34 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from meliad_like.history.spans import HistoryConfig, Stride, Window, span_tokens
+from meliad_like.history.spans import Layout, Stride, Window
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.sharding import MESH_AXES_OF
 from meliad_like.mesh import lane_sharding, replicated
 from meliad_like.models.model import Model
+
+
+class TimedFunction:
+    """A function of parameters and arrays, compiled once for each shape; measures the time of both."""
+
+    def __init__(self, function: Callable[..., jax.Array], **options: Any):
+        """`options`: of `jax.jit`."""
+        self.compile_seconds = 0.0
+        self.seconds = 0.0
+        """Time of all calls without compilation."""
+        self._function = jax.jit(function, **options)
+        self._compiled: dict[tuple, jax.stages.Compiled] = {}
+
+    def __call__(self, params: Any, *arrays: Any) -> np.ndarray:
+        shapes = tuple(array.shape for array in jax.tree.leaves(arrays))
+        if shapes not in self._compiled:
+            began = time.perf_counter()
+            self._compiled[shapes] = self._function.lower(params, *arrays).compile()
+            self.compile_seconds += time.perf_counter() - began
+        began = time.perf_counter()
+        found = jax.device_get(self._compiled[shapes](params, *arrays))
+        self.seconds += time.perf_counter() - began
+        return found
 
 
 class TargetLosses:
@@ -44,8 +67,7 @@ class TargetLosses:
             batch_size: windows that are read at once; rounded up to a multiple of the mesh's shards.
             loss_slice: tokens on a device whose logits exist at the same time.
 
-        Raises:
-            UserError: the model does not read windows of this length.
+        Raises a UserError if the model does not read windows of this length.
         """
         shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())
         rows = -(-batch_size // shards)
@@ -54,31 +76,15 @@ class TargetLosses:
         self._shape = (rows * shards, -(-length // block) * block)
         self._lanes = lane_sharding(mesh, rows * shards)
         self._params, self._mesh = params, mesh
-        self._losses = functools.partial(_losses, reading, max_targets, max(loss_slice // rows, 1))
+        losses = functools.partial(_losses, reading, max_targets, max(loss_slice // rows, 1))
+        self.program = TimedFunction(losses, out_shardings=replicated(mesh))
         self.num_windows = 0
         """Windows read so far."""
-        self.seconds = 0.0
-        """Time spent on reading them, without compilation."""
         # The operations of a token without its logits are those with a vocabulary of size 0.
         hidden = Model(reading.config, 0).forward_flops_per_token
         logits = reading.forward_flops_per_token - hidden
         self.flops_per_window: float = self._shape[1] * hidden + max_targets * logits
         """Operations (`layers/flops.py`), padding included: all tokens are read, and targets have logits."""
-
-    @functools.cached_property
-    def _step(self) -> jax.stages.Compiled:
-        """Compiled when it is needed: what is finished compiles nothing."""
-        shapes = [
-            jax.ShapeDtypeStruct(shape, np.int32, sharding=self._lanes) for shape in (self._shape, self._shape[:1])
-        ]
-        with jax.set_mesh(self._mesh):
-            step = jax.jit(self._losses, out_shardings=replicated(self._mesh))
-            return step.lower(self._params, *shapes).compile()
-
-    @property
-    def flops(self) -> float:
-        """Operations of all windows read so far."""
-        return self.num_windows * self.flops_per_window
 
     def __call__(self, windows: Iterable[Window]) -> Iterator[Float[np.ndarray, " targets"]]:
         """The losses of each window's targets in nats, float32; the windows are taken one batch ahead."""
@@ -88,9 +94,8 @@ class TargetLosses:
             for row, window in enumerate(batch):
                 lengths[row] = len(window.tokens)
                 tokens[row, : lengths[row]] = window.tokens
-            step, began = self._step, time.perf_counter()
-            nats = jax.device_get(step(self._params, *jax.device_put((tokens, lengths), self._lanes)))
-            self.seconds += time.perf_counter() - began
+            with jax.set_mesh(self._mesh):
+                nats = self.program(self._params, *jax.device_put((tokens, lengths), self._lanes))
             self.num_windows += len(batch)
             for row, window in enumerate(batch):
                 yield nats[row, nats.shape[1] - window.num_targets :]
@@ -125,13 +130,33 @@ class SpanGains:
     minus the sum with it: the logarithm of the ratio in equation 2. Without the span the model reads the recent text
     alone or, by `HistoryConfig.baseline`, the recent text after the document's own span_length tokens before it. If the
     recent text is all targets, the first one has nothing before it in the bare baseline, and counts in neither sum.
+
+    As a `SpanScorer` it is the score oracle, which selects the spans that alone help most.
     """
 
-    def __init__(self, read: Callable[..., TargetLosses], config: HistoryConfig, separator: int | None):
-        """`read`: the model, (length, max_targets) -> `TargetLosses`."""
-        self._config, self._separator = config, separator
+    name = "score_oracle"
+    leaks_the_future = True
+    runs_a_model = True
+
+    def __init__(self, read: Callable[..., TargetLosses], layout: Layout, fingerprint: str = ""):
+        """`read`: the model, (length, max_targets) -> `TargetLosses`; `fingerprint`: the model's."""
+        config, self._layout, self.fingerprint = layout.config, layout, fingerprint
         self.losses = read(length=config.span_length + config.recent_length, max_targets=config.stride)
         """The model's readings so far, with their costs."""
+
+    @property
+    def flops(self) -> float:
+        return self.losses.num_windows * self.losses.flops_per_window
+
+    @property
+    def compile_seconds(self) -> float:
+        return self.losses.program.compile_seconds
+
+    def scores(
+        self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
+    ) -> Float[np.ndarray, " m"]:
+        (gains,) = self([Candidates(document, stride, ends)])
+        return gains
 
     def __call__(self, requests: Iterable[Candidates]) -> Iterator[Float[np.ndarray, " m"]]:
         """The gains of the spans of every request, float32, above 0 where a span helps; read one batch ahead."""
@@ -144,12 +169,13 @@ class SpanGains:
     def _windows(self, request: Candidates) -> Iterator[Window]:
         """The recent text without a span, and then with each."""
         document, stride, ends = request
+        config = self._layout.config
         # A window that begins with its document keeps more tokens than those that a span is scored with.
         recent_start = max(stride.candidates_end, stride.recent_start)
-        start = recent_start - (self._config.span_length if self._config.baseline == "contiguous" else 0)
+        start = recent_start - (config.span_length if config.baseline == "contiguous" else 0)
         without = np.asarray(document[start : stride.end])
         num_targets = min(stride.num_targets, len(without) - 1)
         yield Window(without, num_targets)
         recent = np.asarray(document[recent_start : stride.end], np.int32)
-        for span in span_tokens(document, ends, self._config, self._separator):
+        for span in self._layout.span_tokens(document, ends):
             yield Window(np.concatenate([span, recent]), num_targets)

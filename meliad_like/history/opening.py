@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,41 +13,11 @@ from meliad_like.data.readers import LanesReaderConfig, ReaderConfig
 from meliad_like.data.subset import Documents, Subset, beginnings, random_subset
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
-from meliad_like.history.config import HistorySettings
+from meliad_like.history.config import HistoryConfig, HistorySettings
 from meliad_like.history.gains import SpanGains, TargetLosses
-from meliad_like.history.spans import HistoryConfig, separator_token
+from meliad_like.history.spans import Layout
 from meliad_like.history.stride_store import fingerprint
 from meliad_like.run.opening import OpenedCheckpoint, open_as, open_store, saved_config
-
-
-def choose(
-    store: TokenStore,
-    split_name: str,
-    names: Sequence[str] = (),
-    document_tokens: int | None = None,
-    max_tokens: int | None = None,
-) -> Documents:
-    """Some documents of a split, or their beginnings.
-
-    Args:
-        names: names of the documents; none: all.
-        document_tokens: tokens that are read of each document, from its beginning; None: all.
-        max_tokens: largest number of tokens of a random subset of the documents, the same each time; None: all.
-
-    Raises:
-        UserError: there is no document of a name, or max_tokens is less than the shortest document.
-    """
-    split = store.split(split_name)
-    if unknown := set(names) - set(split.names):
-        raise UserError(f"there is no document {min(unknown)!r} in the split {split_name} of {store.folder}")
-    chosen = np.flatnonzero(np.isin(split.names, names)) if names else np.arange(len(split))
-    if max_tokens is not None:
-        lengths = split.lengths[chosen]
-        chosen = chosen[random_subset(np.minimum(lengths, document_tokens or lengths), max_tokens)]
-    documents = Subset(split, chosen)
-    if document_tokens is None:
-        return documents
-    return beginnings(documents, store.vocabulary, document_tokens * len(chosen), shortest=document_tokens)
 
 
 class HistoryRequest(NamedTuple):
@@ -60,9 +30,11 @@ class HistoryRequest(NamedTuple):
     store: str | None = None
     split: str = "test"
     documents: tuple[str, ...] = ()
-    """Names of the documents that are read, and how much of them: as for `choose`."""
+    """Names of the documents that are read; none: all."""
     document_tokens: int | None = None
+    """Tokens that are read of each document, from its beginning; None: all."""
     max_tokens: int | None = None
+    """Largest number of tokens of a random subset of the documents, the same each time; None: all."""
     batch_size: int = 16
     """Windows that are read at once."""
 
@@ -77,18 +49,28 @@ class HistoryRequest(NamedTuple):
         common = {field.name: getattr(saved.data, field.name) for field in dataclasses.fields(ReaderConfig)}
         return self.changes(dataclasses.replace(saved, data=LanesReaderConfig(**common)), settings)
 
-    def open(self) -> "Opened":
-        """Opens all that a command needs.
+    def choose_documents(self, store: TokenStore) -> Documents:
+        """The documents of a store that are read, or their beginnings."""
+        split = store.split(self.split)
+        if unknown := set(self.documents) - set(split.names):
+            raise UserError(f"there is no document {min(unknown)!r} in the split {self.split} of {store.folder}")
+        chosen = np.flatnonzero(np.isin(split.names, self.documents)) if self.documents else np.arange(len(split))
+        if self.max_tokens is not None:
+            lengths = split.lengths[chosen]
+            chosen = chosen[random_subset(np.minimum(lengths, self.document_tokens or lengths), self.max_tokens)]
+        documents = Subset(split, chosen)
+        if self.document_tokens is None:
+            return documents
+        most = self.document_tokens * len(chosen)
+        return beginnings(documents, store.vocabulary, most, shortest=self.document_tokens)
 
-        Raises:
-            UserError: as `open_as`, `open_store`, `choose` and `separator_token`.
-        """
+    def open(self) -> "Opened":
+        """Opens all that a command needs."""
         run, settings = self.config()
         checkpoint, mesh = open_as(self.checkpoint, run, self.step)
         store = open_store(checkpoint, self.checkpoint, self.store, prepare=False)
-        documents = choose(store, self.split, self.documents, self.document_tokens, self.max_tokens)
-        separator = separator_token(settings.history, checkpoint.vocabulary)
-        return Opened(self, checkpoint, mesh, store, documents, settings.history, separator)
+        layout = Layout.of(settings.history, checkpoint.vocabulary)
+        return Opened(self, checkpoint, mesh, store, self.choose_documents(store), layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,30 +82,25 @@ class Opened:
     mesh: Mesh
     store: TokenStore
     documents: Documents
-    config: HistoryConfig
-    separator: int | None
+    layout: Layout
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the model with its parameters."""
         return fingerprint(self.checkpoint.model.for_separate_sequences(1), self.checkpoint.params)
 
-    def losses(self, length: int, max_targets: int) -> TargetLosses:
-        """The model as a reader of windows of some length."""
-        return TargetLosses(
-            self.checkpoint.model,
-            self.checkpoint.params,
-            self.mesh,
-            length=length,
-            max_targets=max_targets,
-            batch_size=self.request.batch_size,
-            loss_slice=self.checkpoint.run.training.loss_slice,
-        )
+    @property
+    def losses(self) -> Callable[..., TargetLosses]:
+        """(length, max_targets) -> the model as a reader of windows of this length."""
+        checkpoint, batch_size = self.checkpoint, self.request.batch_size
+        model, params, loss_slice = checkpoint.model, checkpoint.params, checkpoint.run.training.loss_slice
+        return functools.partial(TargetLosses, model, params, self.mesh, batch_size=batch_size, loss_slice=loss_slice)
 
+    @functools.cached_property
     def windows(self) -> TargetLosses:
         """The model, for predicting the targets of whole windows."""
-        return self.losses(self.config.window_length, self.config.stride)
+        return self.losses(length=self.layout.config.window_length, max_targets=self.layout.config.stride)
 
-    def gains(self, config: HistoryConfig | None = None) -> SpanGains:
-        """The model, for scoring spans; with another config, if one is given."""
-        return SpanGains(self.losses, config or self.config, self.separator)
+    def gains(self, layout: Layout | None = None) -> SpanGains:
+        """The model, for scoring spans; with another layout, if one is given."""
+        return SpanGains(self.losses, layout or self.layout, self.fingerprint)

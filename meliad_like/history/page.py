@@ -1,37 +1,152 @@
-"""The page of documents that were read with spans of their past: which spans, from where, and their worth."""
+"""The page of documents that were read with spans of their past: which spans, from where, and their gains."""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float, Int
 
 from meliad_like.data.readers import label
+from meliad_like.evaluation.report import with_progress
+from meliad_like.history.config import HistoryConfig
+from meliad_like.history.evaluation import BASELINE, read_strides
+from meliad_like.history.gains import Candidates
 from meliad_like.history.opening import Opened
-from meliad_like.history.page_readings import ReadHistory, find_spans, find_terms
 from meliad_like.history.selection import SpanScorer
+from meliad_like.history.spans import Stride
 from meliad_like.studies.page import Chart, Series, TextView, pack, write_page
+from meliad_like.studies.units import Units, make_units
 from meliad_like.tables import Table, signed
 
+TERM = re.compile(r"[^\W\d_]{3,}(?:['’][^\W\d_]+)?")
+BITS = 1 / math.log(2)
 SHOWN_SPANS = 10  # number of those that were selected most often
 WIDTH = 1000  # of a picture, in its own coordinates
 WITH, WITHOUT = "with selected spans", "with only the most recent text"
 
 
-def write_history_page(
-    folder: Path, opened: Opened, scorer: SpanScorer, histories: Sequence[ReadHistory], num_terms: int
-) -> None:
-    """Writes `index.html` and `summary.json` into a folder, which is made if needed.
+@dataclasses.dataclass(frozen=True)
+class ReadHistory:
+    """A document that was read with selected spans, and without."""
 
-    Args:
-        opened: the model and the documents, which were read with the spans that the scorer selects.
-        num_terms: number of words that are shown of each document.
+    index: int
+    name: str
+    tokens: Int[np.ndarray, " tokens"]
+    units: Units
+    """Its words."""
+    plain: Float[np.ndarray, " tokens"]
+    """Bits by token without spans, float64; 0 for the first token, which is not predicted."""
+    selected: Float[np.ndarray, " tokens"]
+    """Bits by token with spans."""
+    strides: pd.DataFrame
+    """The strides for which spans were selected: the fields of `Stride`, the bits of the targets without spans
+    (`plain`), and the `gain` of all spans together on them, in bits."""
+    spans: pd.DataFrame
+    """Their spans in the order of the window: `number` of the stride, `end`, `predicted` (the score), and the `gain` of
+    each alone (equation 2), both in nats."""
+
+    @cached_property
+    def bits_by_unit(self) -> tuple[Float[np.ndarray, " units"], Float[np.ndarray, " units"]]:
+        """Bits by word with spans, and without."""
+        return np.add.reduceat(self.selected, self.units.first), np.add.reduceat(self.plain, self.units.first)
+
+    @property
+    def gain_by_unit(self) -> Float[np.ndarray, " units"]:
+        selected, plain = self.bits_by_unit
+        return plain - selected
+
+    @cached_property
+    def terms(self) -> list[str]:
+        """The word of each unit in lower case; "" where it is not a word of three letters or more."""
+        keys = (key.decode("utf-8", "replace") for key in self.units.keys)
+        return [key.lower() if TERM.fullmatch(key) else "" for key in keys]
+
+    def terms_between(self, start: int, stop: int) -> set[str]:
+        """The words that lie within these tokens."""
+        first, last = np.searchsorted(self.units.first, start), np.searchsorted(self.units.stop, stop, side="right")
+        return set(self.terms[first:last]) - {""}
+
+
+def read_histories(opened: Opened, scorer: SpanScorer, on_progress: Callable[[int, int], None]) -> list[ReadHistory]:
+    """Reads documents with the spans that a scorer selects, with none, and with every selected span alone.
+
+    `on_progress`: callback with the numbers of tokens read so far and in all.
     """
+    span_gains, documents, name = opened.gains(), opened.documents, scorer.name
+    histories, ends = [], np.cumsum(documents.lengths)
+    for index, length in enumerate(documents.lengths):
+        tokens, readings = documents.tokens(index, 0, int(length)), []
+        for reading in read_strides(opened.windows, documents, [scorer], opened.layout, index):
+            readings.append(reading)
+            on_progress(int(ends[index] - length) + reading.stride.end, int(ends[-1]))
+        # A document's first token is no target.
+        plain, selected = (
+            np.concatenate([[0.0], *(reading.nats[each] for reading in readings)]) * BITS for each in (BASELINE, name)
+        )
+        selecting = [reading for reading in readings if reading.chosen]
+        strides = pd.DataFrame([reading.stride for reading in selecting], columns=Stride._fields)
+        for column, bits in {"plain": plain, "gain": plain - selected}.items():
+            sums = np.append(0.0, np.cumsum(bits))
+            strides[column] = sums[strides["end"]] - sums[strides["first"]] if len(strides) else 0.0
+        columns = {
+            "end": [reading.chosen[name] for reading in selecting],
+            "predicted": [reading.scores[name] for reading in selecting],
+            "gain": list(span_gains(Candidates(tokens, reading.stride, reading.chosen[name]) for reading in selecting)),
+        }
+        spans = pd.DataFrame({"number": strides["number"], **columns}).explode(list(columns), ignore_index=True)
+        spans = spans.astype({"end": int, "predicted": float, "gain": float})
+        units = make_units(tokens, opened.checkpoint.vocabulary, "word")
+        histories.append(ReadHistory(index, documents.names[index], tokens, units, plain, selected, strides, spans))
+    return histories
+
+
+def find_terms(history: ReadHistory, config: HistoryConfig) -> pd.DataFrame:
+    """The words that are in selected spans and not in the plain window, by the gain of the windows that they came into.
+
+    Ancient History Language Models, section 3.2, Example: the impact of a word is the difference between the losses
+    with the selected and with the original context.
+
+    Returns:
+        For each word: its `text`, `num_windows`, their `gain` in bits and `num_targets`, how often the word is among
+        these targets (`num_predicted`), and the gain on these occurrences alone (`own_gain`).
+    """
+    kept = config.span_length - bool(config.separator)
+    words, found = np.array(history.terms), []
+    ends = history.spans.groupby("number")["end"]
+    strides: Any = history.strides
+    for stride in strides.itertuples():
+        starts = (ends.get_group(stride.number) - config.span_length).tolist()
+        brought = set().union(*(history.terms_between(start, start + kept) for start in starts))
+        targets = slice(*np.searchsorted(history.units.first, (stride.first, stride.end)))
+        for term in brought - history.terms_between(stride.begin, stride.first):
+            own = history.gain_by_unit[targets][words[targets] == term]
+            found.append((term, 1, stride.gain, stride.end - stride.first, len(own), own.sum()))
+    columns = ["text", "num_windows", "gain", "num_targets", "num_predicted", "own_gain"]
+    terms = pd.DataFrame(found, columns=columns).groupby("text", as_index=False).sum()
+    return terms.sort_values(["gain", "own_gain", "text"], ascending=[False, False, True], ignore_index=True)
+
+
+def find_spans(spans: pd.DataFrame) -> pd.DataFrame:
+    """Selected spans, those that were selected most often first: `end`, `num_windows`, `mean_gain` in nats."""
+    found = spans.groupby("end")["gain"].agg(num_windows="size", mean_gain="mean").reset_index()
+    return found.sort_values(["num_windows", "mean_gain", "end"], ascending=[False, False, True])
+
+
+def write_history_page(folder: Path, opened: Opened, scorer: SpanScorer, num_terms: int) -> None:
+    """Reads the documents with the spans that a scorer selects, and writes `index.html` and `summary.json`.
+
+    `num_terms`: number of words that are shown of each document.
+    """
+    histories = with_progress(opened.request.split, lambda progress: read_histories(opened, scorer, progress))
     folder.mkdir(parents=True, exist_ok=True)
-    config, leaks = opened.config, scorer.leaks_the_future
+    config, leaks = opened.layout.config, scorer.leaks_the_future
     details: dict[str, Any] = {
         "checkpoint": opened.request.checkpoint,
         "step": opened.checkpoint.step,
@@ -92,18 +207,14 @@ def _totals(histories: Sequence[ReadHistory]) -> dict[str, Any]:
 
 def _part(history: ReadHistory, opened: Opened, terms: pd.DataFrame, num_terms: int) -> dict[str, Any]:
     """What the page shows of a document for which spans were selected."""
-    config, vocabulary, tokens = opened.config, opened.checkpoint.vocabulary, history.tokens
+    config, vocabulary, tokens = opened.layout.config, opened.checkpoint.vocabulary, history.tokens
     strides: Any = history.strides
     gains = (strides["gain"] / (strides["end"] - strides["first"])).tolist()
 
     def span(end: int, **facts: Any) -> dict[str, Any]:
         start = end - config.span_length
-        return {
-            "start": start,
-            "end": end,
-            "text": vocabulary.decode(tokens[start : end - bool(config.separator)]),
-            **facts,
-        }
+        text = vocabulary.decode(tokens[start : end - bool(config.separator)])
+        return {"start": start, "end": end, "text": text, **facts}
 
     def stride(place: Any, gain: float) -> dict[str, Any]:
         # In the order of the window: the last one is next to the recent text.
@@ -122,6 +233,7 @@ def _part(history: ReadHistory, opened: Opened, terms: pd.DataFrame, num_terms: 
             "text": vocabulary.decode(tokens[place.first : place.end]),
         }
 
+    edges = [*strides["first"], strides["end"].iloc[-1]]
     frequent: Any = find_spans(history.spans)[:SHOWN_SPANS]
     return {
         "gains": Chart(
@@ -129,15 +241,7 @@ def _part(history: ReadHistory, opened: Opened, terms: pd.DataFrame, num_terms: 
             x_label="token",
             y_label="gain, bits per token",
             # Before the first selection there is nothing to gain.
-            series=[
-                Series(
-                    f"better {WITH}|worse",
-                    [0, *strides["first"], strides["end"].iloc[-1]],
-                    [0, *gains],
-                    "bars",
-                    "sign",
-                )
-            ],
+            series=[Series(f"better {WITH}|worse", [0, *edges], [0, *gains], "bars", "sign")],
             caption="Gain of all spans of a stride together. Click or tap to read the text there.",
             document=history.index,
         ),

@@ -1,4 +1,4 @@
-"""Rankings of spans. Those here need no training: random and recent spans, overlap with other text, and oracles.
+"""Rankings of spans. Those here run no model: random and recent spans, and overlap with other text.
 
 Oracles read the targets that the spans help to predict (Ancient History Language Models, section 2, Oracles, and
 section 3.1): they show how much there is to gain, and leak the future.
@@ -11,16 +11,12 @@ import numpy as np
 from jaxtyping import Float, Int, Real
 
 from meliad_like.errors import UserError
-from meliad_like.history.gains import Candidates, SpanGains
-from meliad_like.history.spans import HistoryConfig, Stride, candidates, necessary_prefix, random_numbers
+from meliad_like.history.config import HistoryConfig
+from meliad_like.history.spans import Stride, candidates, necessary_prefix, random_numbers, select
 
 
 class SpanScorer(Protocol):
-    """A ranking of the spans that may come into a window.
-
-    Two optional attributes are sums over all calls so far: `flops`, the operations of a model, and `compile_seconds`,
-    which do not count as time spent on ranking.
-    """
+    """A ranking of the spans that may come into a window."""
 
     name: str
     """Name in tables."""
@@ -30,6 +26,10 @@ class SpanScorer(Protocol):
     """Whether candidates cost forward passes, so that `HistoryConfig.max_candidates` limits their number."""
     fingerprint: str
     """Fingerprint of the model that is run; "" where the config alone decides the scores."""
+    flops: float
+    """Operations of the model in all calls so far."""
+    compile_seconds: float
+    """Time of compilation in all calls so far, which does not count as time spent on ranking."""
 
     def scores(
         self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
@@ -41,25 +41,25 @@ class SpanScorer(Protocol):
         ...
 
 
-def rank(
+def choose(
     scorer: SpanScorer, name: str, document: Int[np.ndarray, " tokens"], stride: Stride, config: HistoryConfig
-) -> tuple[Int[np.ndarray, " m"], Float[np.ndarray, " m"]]:
-    """The ends of the candidates that a scorer ranks, and their scores; `name` is that of the document.
+) -> tuple[Int[np.ndarray, " spans"], Float[np.ndarray, " spans"]]:
+    """The ends of the spans that a scorer selects, and their scores, in the order of the window.
 
-    Raises:
-        UserError: a score is not finite.
+    Args:
+        name: name of the document.
+
+    Raises a UserError if a score is not finite.
     """
     ends = candidates(stride, config, all_of_them=not scorer.runs_a_model)
     scores = scorer.scores(document, stride, ends)
     check_finite(scores, scorer.name, stride, name)
-    return ends, scores
+    chosen = select(scores, ends, config)
+    return chosen, scores[np.searchsorted(ends, chosen)]
 
 
 def check_finite(scores: np.ndarray, scorer: str, stride: Stride, document: str) -> None:
-    """
-    Raises:
-        UserError: a score is not finite.
-    """
+    """Raises a UserError if a score is not finite."""
     if not np.isfinite(scores).all():
         raise UserError(
             f"{scorer} gives no finite scores to spans for the tokens {stride.first:,} to {stride.end - 1:,} of "
@@ -76,6 +76,8 @@ class Ranking:
     config: HistoryConfig
     runs_a_model: ClassVar[bool] = False
     fingerprint: ClassVar[str] = ""
+    flops: ClassVar[float] = 0.0
+    compile_seconds: ClassVar[float] = 0.0
 
     @property
     def leaks_the_future(self) -> bool:
@@ -104,28 +106,6 @@ RANKINGS = {
 }
 """Functions of (config, document, stride, ends): random numbers that depend on the seed and on the stride's place in
 its split; the position in the document; the tokens shared with the necessary prefix; those shared with the targets."""
-
-
-class ScoreOracle:
-    """The spans that alone help most to predict the targets (equation 2)."""
-
-    name = "score_oracle"
-    leaks_the_future = True
-    runs_a_model = True
-
-    def __init__(self, gains: SpanGains, fingerprint: str = ""):
-        """`fingerprint`: that of the model which gives the gains."""
-        self._gains, self.fingerprint = gains, fingerprint
-
-    @property
-    def flops(self) -> float:
-        return self._gains.losses.flops
-
-    def scores(
-        self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
-    ) -> Float[np.ndarray, " m"]:
-        (gains,) = self._gains([Candidates(document, stride, ends)])
-        return gains
 
 
 def overlap(

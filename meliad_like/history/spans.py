@@ -14,100 +14,18 @@ Which spans there are is arithmetic on lengths, and does not depend on any token
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, UInt
 
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.validation import check_choices, check_not_negative, check_positive
-
-
-@dataclasses.dataclass(frozen=True)
-class HistoryConfig:
-    """Which spans of a document's past come into a window, and how; the defaults are those of the paper's code."""
-
-    window_length: int = 1024
-    """Tokens of a window, targets included."""
-    history_length: int = 512
-    """Tokens of a window that selected spans may fill, a multiple of span_length."""
-    span_length: int = 64
-    """Tokens of a span, separator included."""
-    span_stride: int | None = None
-    """Distance in tokens between the beginnings of successive candidates; None: half a span."""
-    stride: int = 256
-    """Targets of a window. Spans are selected once for all of them."""
-    separator: str = "\n\n"
-    """Text of one token that replaces the last token of each span; "": spans stay unchanged."""
-    order: Literal["ascending", "document", "descending"] = "ascending"
-    """Order of the spans in the window. `ascending`: the best one comes last, next to the recent text; `descending`: it
-    comes first; `document`: spans keep their order in the document."""
-    deduplicate: bool = False
-    """Whether a span is left out when it shares tokens with a better one. The released code keeps it."""
-    candidates: Literal["before_prefix", "before_window"] = "before_prefix"
-    """`before_prefix`: all spans before the last recent_length tokens, also those in the window's first history_length
-    tokens. `before_window`: only spans that are not in the window already."""
-    first_selection: int | None = None
-    """Spans are selected for windows that begin at this position of the document or later, and never for the first
-    window; None: at window_length, as in the released code."""
-    max_candidates: int | None = None
-    """Largest number of candidates of a stride that a model reads, a random subset; None: all. Rankings that run no
-    model choose among all candidates."""
-    baseline: Literal["bare", "contiguous"] = "bare"
-    """What the gain of a span is measured against (equation 2): the recent text alone (`bare`), or the recent text and
-    the span_length tokens before it (`contiguous`), as in the released scores."""
-    selector_context: Literal["prefix_only", "released_code"] = "prefix_only"
-    """What a learned selector reads beside a span: the necessary prefix, or, as in the released code, the recent text
-    with its targets. The latter leaks the future, and exists for comparison only."""
-    overlap: Literal["multiset", "set", "jaccard"] = "multiset"
-    """How the overlap of a span with other text is measured: number of common tokens with repetitions, number of
-    different common tokens, or the latter divided by the number of different tokens in either."""
-    first_token: Literal["left_out", "released_code"] = "left_out"
-    """How a document's first token, which nothing precedes, is counted: not at all, or, as in the released code, with
-    the mean loss of the document's first stride."""
-    seed: int = 0
-    """Seed of random spans and of random subsets of candidates."""
-
-    def __post_init__(self):
-        check_choices(self)
-        check_positive(self, ("window_length", "history_length", "span_length", "stride"))
-        check_not_negative(self, ("seed",))
-        optional = ("span_stride", "first_selection", "max_candidates")
-        check_positive(self, [name for name in optional if getattr(self, name) is not None])
-        if self.history_length % self.span_length:
-            raise UserError(
-                f"history_length={self.history_length} must be a multiple of span_length={self.span_length}"
-            )
-        if self.history_length + self.stride > self.window_length:
-            raise UserError(
-                f"history_length={self.history_length} and stride={self.stride} must fit together into "
-                f"window_length={self.window_length}"
-            )
-        if self.span_length == 1 and self.separator:
-            raise UserError("span_length=1 leaves nothing but the separator: bind HistoryConfig.separator = ''")
-
-    @property
-    def num_spans(self) -> int:
-        """Largest number of spans in a window."""
-        return self.history_length // self.span_length
-
-    @property
-    def recent_length(self) -> int:
-        """Tokens at the end of a window that spans never replace, targets included."""
-        return self.window_length - self.history_length
-
-    @property
-    def prefix_length(self) -> int:
-        """Tokens of the necessary prefix: those of the recent text before the targets."""
-        return self.recent_length - self.stride
+from meliad_like.history.config import HistoryConfig
 
 
 class Stride(NamedTuple):
-    """Targets of a document that are predicted together, and what is read for them; positions are in the document.
-
-    The same fields hold arrays where a table of strides is computed at once (`stride_table`).
-    """
+    """Targets of a document that are predicted together, and what is read for them; positions are in the document."""
 
     document: int
     """Index of the document in its split."""
@@ -151,81 +69,51 @@ def whole_documents(documents: Any, most: int = 2) -> Callable[[int], Int[np.nda
     return lru_cache(maxsize=most)(lambda document: documents.tokens(document, 0, int(documents.lengths[document])))
 
 
-def num_strides(length: int, config: HistoryConfig) -> int:
-    """Number of strides of a document."""
+def num_strides(length: Any, config: HistoryConfig) -> Any:
+    """Number of strides of a document, or of each of several documents."""
     return -(-length // config.stride)
 
 
-def stride_table(
-    length: int, config: HistoryConfig, document: int = 0, numbers: Int[np.ndarray, " n"] | None = None
-) -> Stride:
-    """Strides of a document: a `Stride` whose fields are arrays, with one entry for each.
+def stride_of(number: int, length: int, config: HistoryConfig, document: int = 0) -> Stride:
+    """A stride of a document of `length` tokens.
 
     Every token is in exactly one stride; the first token of the first stride is no target.
-
-    Args:
-        length: number of tokens of the document.
-        document: index of the document in its split.
-        numbers: which strides; None: all.
     """
-    number = np.arange(num_strides(length, config)) if numbers is None else numbers
     first = number * config.stride
     # A last stride with fewer targets has a shorter window with the same beginning, as in the released code.
-    begin = np.maximum(first + config.stride - config.window_length, 0)
-    end = np.minimum(first + config.stride, length)
-    table: Any = Stride(
-        document=np.full_like(number, document),
-        number=number,
-        begin=begin,
-        first=first,
-        end=end,
-        recent_start=np.where(begin > 0, begin + config.history_length, 0),
-        candidates_end=np.maximum(end - config.recent_length, 0),
-        selects=False,
-    )
+    begin = max(first + config.stride - config.window_length, 0)
+    end = min(first + config.stride, length)
+    recent_start = begin + config.history_length if begin else 0
+    stride = Stride(document, number, begin, first, end, recent_start, max(end - config.recent_length, 0), False)
     earliest = config.window_length if config.first_selection is None else config.first_selection
-    return table._replace(selects=(begin >= earliest) & (num_candidates(table, config) > 0))
+    return stride._replace(selects=begin >= earliest and bool(_candidate_range(stride, config)))
 
 
-def strides(
-    length: int, config: HistoryConfig, document: int = 0, numbers: Int[np.ndarray, " n"] | None = None
-) -> Iterator[Stride]:
-    """The strides of a document, first to last; arguments as for `stride_table`."""
-    table: Any = stride_table(length, config, document, numbers)
-    return map(Stride._make, zip(*(column.tolist() for column in table)))
+def strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[Stride]:
+    """The strides of a document, first to last; `document` is its index in its split."""
+    return (stride_of(number, length, config, document) for number in range(num_strides(length, config)))
 
 
-def stride_of(number: int, length: int, config: HistoryConfig, document: int = 0) -> Stride:
-    """One stride of a document, without a table of those before it."""
-    return next(strides(length, config, document, np.array([number])))
-
-
-def is_scored(stride: Stride, config: HistoryConfig) -> Any:
-    """Whether the candidates of a stride are scored to train a selector; an array for a table of strides.
+def is_scored(stride: Stride, config: HistoryConfig) -> bool:
+    """Whether the candidates of a stride are scored to train a selector.
 
     These are the strides with a full number of targets and a candidate; they begin earlier than selection does.
     """
-    return (stride.num_targets == config.stride) & (num_candidates(stride, config) > 0)
+    return stride.num_targets == config.stride and bool(_candidate_range(stride, config))
 
 
-def _candidate_range(stride: Stride, config: HistoryConfig) -> tuple[Any, Any, Any]:
-    """Arguments of `np.arange` for the ends of the candidates of a stride, without the limit of max_candidates."""
+def _candidate_range(stride: Stride, config: HistoryConfig) -> range:
+    """The ends of the candidates of a stride, without the limit of max_candidates."""
     stop = stride.candidates_end
     if config.candidates == "before_window":
-        stop = np.minimum(stop, stride.begin + 1)
-    return config.span_length, stop, config.span_stride or max(config.span_length // 2, 1)
-
-
-def num_candidates(stride: Stride, config: HistoryConfig) -> Any:
-    """Number of candidates of a stride that a model reads; an array for a table of strides."""
-    first, stop, step = _candidate_range(stride, config)
-    count = np.maximum(-(-(stop - first) // step), 0)
-    return count if config.max_candidates is None else np.minimum(count, config.max_candidates)
+        stop = min(stop, stride.begin + 1)
+    return range(config.span_length, stop, config.span_stride or max(config.span_length // 2, 1))
 
 
 def candidates(stride: Stride, config: HistoryConfig, *, all_of_them: bool = False) -> Int[np.ndarray, " m"]:
     """Where at most `max_candidates` candidates of a stride end (exclusive), or all of them; int64, ascending."""
-    ends = np.arange(*_candidate_range(stride, config))
+    found = _candidate_range(stride, config)
+    ends = np.arange(found.start, found.stop, found.step)
     if all_of_them or config.max_candidates is None or len(ends) <= config.max_candidates:
         return ends
     drawn = random_numbers(stride, config.seed, len(ends))
@@ -256,37 +144,6 @@ def select(
     return {"ascending": best_first[::-1], "descending": best_first, "document": np.sort(best_first)}[config.order]
 
 
-def span_tokens(
-    document: Int[np.ndarray, " tokens"],
-    ends: Int[np.ndarray, " spans"],
-    config: HistoryConfig,
-    separator: int | None,
-) -> Int[np.ndarray, "spans span_length"]:
-    """The tokens of spans, int32, each with the separator (`separator_token`) in its last place."""
-    length = config.span_length
-    tokens = np.asarray(document)[np.asarray(ends, np.int64)[:, None] + np.arange(-length, 0)].astype(np.int32)
-    if separator is not None:
-        tokens[:, -1] = separator
-    return tokens
-
-
-def window(
-    document: Int[np.ndarray, " tokens"],
-    stride: Stride,
-    ends: Int[np.ndarray, " spans"],
-    config: HistoryConfig,
-    separator: int | None,
-) -> Window:
-    """The window of a stride, with the spans of `select` in place of its first tokens (section 2, figure 1).
-
-    Fewer spans than there is room for leave more of the recent text where it is, and no spans all of it.
-    """
-    tokens = np.array(document[stride.begin : stride.end], np.int32)
-    tokens[: len(ends) * config.span_length] = span_tokens(document, ends, config, separator).reshape(-1)
-    # Nothing precedes a document's first token.
-    return Window(tokens, min(stride.num_targets, len(tokens) - 1))
-
-
 def necessary_prefix(
     document: Int[np.ndarray, " tokens"], stride: Stride, config: HistoryConfig
 ) -> Int[np.ndarray, " prefix"]:
@@ -294,18 +151,41 @@ def necessary_prefix(
     return np.asarray(document[max(stride.first - config.prefix_length, 0) : stride.first], np.int32)
 
 
-def separator_token(config: HistoryConfig, vocabulary: Vocabulary) -> int | None:
-    """The separator's token; None where there is no separator.
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The contents of spans and windows, in the tokens of a vocabulary."""
 
-    Raises:
-        UserError: it is not exactly one token of this vocabulary.
-    """
-    if not config.separator:
-        return None
-    tokens = vocabulary.encode(config.separator)
-    if len(tokens) != 1:
-        raise UserError(
-            f"HistoryConfig.separator={config.separator!r} is {len(tokens)} tokens of this vocabulary and must be one: "
-            r"bind HistoryConfig.separator = '\n', or '' for none"
-        )
-    return int(tokens[0])
+    config: HistoryConfig
+    separator: int | None
+    """The token of `HistoryConfig.separator`; None: spans stay unchanged."""
+
+    @classmethod
+    def of(cls, config: HistoryConfig, vocabulary: Vocabulary) -> "Layout":
+        """Raises a UserError if the separator is not exactly one token of this vocabulary."""
+        tokens = vocabulary.encode(config.separator) if config.separator else [None]
+        if len(tokens) != 1:
+            raise UserError(
+                f"HistoryConfig.separator={config.separator!r} is {len(tokens)} tokens of this vocabulary and must be "
+                r"one: bind HistoryConfig.separator = '\n', or '' for none"
+            )
+        return cls(config, tokens[0] if tokens[0] is None else int(tokens[0]))
+
+    def span_tokens(
+        self, document: Int[np.ndarray, " tokens"], ends: Int[np.ndarray, " spans"]
+    ) -> Int[np.ndarray, "spans span_length"]:
+        """The tokens of spans, int32, each with the separator in its last place."""
+        places = np.asarray(ends, np.int64)[:, None] + np.arange(-self.config.span_length, 0)
+        tokens = np.asarray(document)[places].astype(np.int32)
+        if self.separator is not None:
+            tokens[:, -1] = self.separator
+        return tokens
+
+    def window(self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " spans"]) -> Window:
+        """The window of a stride, with the spans of `select` in place of its first tokens (section 2, figure 1).
+
+        Fewer spans than there is room for leave more of the recent text where it is, and no spans all of it.
+        """
+        tokens = np.array(document[stride.begin : stride.end], np.int32)
+        tokens[: len(ends) * self.config.span_length] = self.span_tokens(document, ends).reshape(-1)
+        # Nothing precedes a document's first token.
+        return Window(tokens, min(stride.num_targets, len(tokens) - 1))

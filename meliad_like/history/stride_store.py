@@ -8,6 +8,7 @@ Making them can be interrupted at any time and resumed with the same command.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,23 +17,15 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import pandas as pd
-from jaxtyping import Int
 
 from meliad_like.config import bound_values, rebuild
 from meliad_like.data.subset import Documents, Subset
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
+from meliad_like.history.config import HistoryConfig
 from meliad_like.history.selection import check_finite
-from meliad_like.history.spans import (
-    HistoryConfig,
-    Stride,
-    candidates,
-    index_in_split,
-    is_scored,
-    stride_of,
-    stride_table,
-)
-from meliad_like.resumable import Journal, check_same, read_json, read_json_lines, write_json
+from meliad_like.history.spans import Stride, candidates, index_in_split, is_scored, strides
+from meliad_like.resumable import Journal, read_json, read_json_lines, write_json
 
 INFO_NAME = "store.json"
 DATA_NAME = "numbers.jsonl"
@@ -62,14 +55,10 @@ class StoreInfo:
     leaks_the_future: bool = False
     """Whether selections were made by reading the targets."""
 
-    def strides(self) -> Int[np.ndarray, "n 2"]:
-        """The strides that have numbers: document, and number of the stride in it."""
-        found = []
-        for document, length in enumerate(self.lengths):
-            table: Any = stride_table(length, self.config, document)
-            kept = is_scored(table, self.config) if self.what == "scores" else table.selects
-            found.append(np.stack([table.document, table.number], axis=1)[kept])
-        return np.concatenate(found)
+    def strides(self) -> list[Stride]:
+        """The strides that have numbers, whose `document` is an index in `documents`."""
+        every = itertools.chain(*(strides(length, self.config, i) for i, length in enumerate(self.lengths)))
+        return [s for s in every if (is_scored(s, self.config) if self.what == "scores" else s.selects)]
 
     @property
     def documents_fingerprint(self) -> str:
@@ -107,62 +96,45 @@ class StrideStore:
     def __init__(self, folder: str | Path, info: StoreInfo | None = None):
         """
         Args:
-            info: contents of the store, to write to it; it is made if there is none. None: to read it.
+            info: contents of the store, to make it or to resume that. None: to read it.
 
-        Raises:
-            UserError: there is none, it holds something else, or it is damaged.
+        Raises a UserError if there is none, it holds something else, or it is damaged.
         """
         self.folder = folder = Path(folder).expanduser()
-        saved = _read_info(folder)
-        if saved is None and info is None:
-            raise UserError(f"there is no store of scores or selections at {folder}")
-        if saved and info:
-            check_same(folder, saved.identity, info.identity)
-        self.info: StoreInfo = info or saved  # type: ignore[assignment]  # one of them is there
+        self.info = info or _read_info(folder)
         self.strides = self.info.strides()
-        """Document and number of each stride that has numbers."""
-        if not len(self.strides):
+        """The strides that have numbers."""
+        if not self.strides:
             raise UserError(
                 f"no document of {self.info.split} is long enough for a window of "
                 f"window_length={self.info.config.window_length} with spans of its past"
             )
+        self.numbers: list[list[float]] = read_json_lines(folder / DATA_NAME)[1][1:]
+        """The numbers of the first strides, as far as they were made."""
         if info is not None:
             self._journal = Journal(folder / DATA_NAME, info.identity)
             write_json(folder / INFO_NAME, bound_values(info))
-        self.numbers: list[list[float]] = read_json_lines(folder / DATA_NAME)[1][1:]
-        """The numbers of the first strides, as far as they were made."""
-
-    def stride(self, index: int) -> Stride:
-        """A stride that has numbers."""
-        document, number = self.strides[index].tolist()
-        return stride_of(number, self.info.lengths[document], self.info.config, document)
 
     def rows(self) -> pd.DataFrame:
         """All scores as `score`, with the `document`, the number of the `stride` in it, and the `end` of the span.
 
-        Raises:
-            UserError: numbers are missing.
+        Raises a UserError if numbers are missing.
         """
         self.check_complete()
-        counts = list(map(len, self.numbers))
-        ends = [candidates(self.stride(index), self.info.config) for index in range(len(counts))]
-        rows = pd.DataFrame(np.repeat(self.strides, counts, axis=0), columns=["document", "stride"])
-        return rows.assign(end=np.concatenate(ends), score=np.concatenate(self.numbers).astype(np.float32))
-
-    @property
-    def num_missing(self) -> int:
-        """Number of the strides that lack numbers."""
-        return len(self.strides) - len(self.numbers)
+        rows = pd.DataFrame({
+            "document": [stride.document for stride in self.strides],
+            "stride": [stride.number for stride in self.strides],
+            "end": [candidates(stride, self.info.config) for stride in self.strides],
+            "score": self.numbers,
+        })  # fmt: skip
+        return rows.explode(["end", "score"], ignore_index=True).astype({"end": np.int64, "score": np.float32})
 
     def check_complete(self) -> None:
-        """
-        Raises:
-            UserError: numbers are missing.
-        """
-        if self.num_missing:
+        """Raises a UserError if numbers are missing."""
+        if missing := len(self.strides) - len(self.numbers):
             raise UserError(
-                f"{self.num_missing:,} of {len(self.strides):,} strides have no {self.info.what} yet in "
-                f"{self.folder}: run the command that makes them again"
+                f"{missing:,} of {len(self.strides):,} strides have no {self.info.what} yet in {self.folder}: run the "
+                "command that makes them again"
             )
 
     def fill(
@@ -176,22 +148,17 @@ class StrideStore:
             make: from strides to their numbers, in the same order.
             on_progress: callback with the numbers of strides that are done, and of all.
 
-        Raises:
-            UserError: a score is not finite; the numbers made before are kept.
+        Raises a UserError if a score is not finite; the numbers made before are kept.
         """
-        missing = [self.stride(index) for index in range(len(self.numbers), len(self.strides))]
-        for stride, numbers in zip(missing, make(missing), strict=True):
+        missing = self.strides[len(self.numbers) :]
+        for stride, numbers in zip(missing, make(missing) if missing else (), strict=True):
             check_finite(numbers, "the model", stride, self.info.documents[stride.document])
             self.numbers.append(numbers.tolist())
             self._journal.write(self.numbers[-1])
             on_progress(len(self.numbers), len(self.strides))
 
     def documents(self, store: TokenStore) -> Subset:
-        """The documents of the strides.
-
-        Raises:
-            UserError: it is another token store.
-        """
+        """The documents of the strides. Raises a UserError if it is another token store."""
         info = self.info
         if store.fingerprint != info.store:
             raise UserError(
@@ -212,11 +179,11 @@ def fingerprint(model: Any, params: Any) -> str:
     return digest.hexdigest()
 
 
-def _read_info(folder: Path) -> StoreInfo | None:
+def _read_info(folder: Path) -> StoreInfo:
     path = folder / INFO_NAME
     try:
         return rebuild(StoreInfo, read_json(path))
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        raise UserError(f"there is no store of scores or selections at {folder}") from None
     except UserError as error:
         raise UserError(f"{path} is damaged, or of another version: {error}: make it again") from None

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.config import JointSelectorConfig, LightSelectorConfig
-from meliad_like.history.spans import HistoryConfig
+from meliad_like.history.config import HistoryConfig, JointSelectorConfig, LightSelectorConfig
 
 NAME = "ancient_history"
 PAPER = ("WikiText-2, GPT2 large", "WikiText-2, GPT2 small", "S2ORC, GPT2 large", "S2ORC, GPT2 small")
@@ -94,8 +93,7 @@ SCALES = {
 def rows_of(scale: str, chosen: tuple[str, ...]) -> list[HistoryRow]:
     """The chosen rows and those that every evaluation has, or all rows of the scale.
 
-    Raises:
-      UserError: there is no row of a name.
+    Raises a UserError if there is no row of a name.
     """
     by_name = {row.name: row for row in ROWS}
     if unknown := [name for name in chosen if name not in by_name]:

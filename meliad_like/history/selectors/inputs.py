@@ -21,9 +21,9 @@ from meliad_like.data.schedule import permutation
 from meliad_like.data.subset import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.config import Part, SelectorConfig
+from meliad_like.history.config import HistoryConfig, Part, SelectorConfig
 from meliad_like.history.selectors.model import Params, Selector
-from meliad_like.history.spans import HistoryConfig, Stride, separator_token, span_tokens, stride_of, whole_documents
+from meliad_like.history.spans import Layout, Stride, stride_of, whole_documents
 from meliad_like.remote import write_whole
 
 
@@ -40,26 +40,20 @@ class Texts(NamedTuple):
 class SelectorInputs:
     """From places in documents to what a selector reads."""
 
-    history: HistoryConfig
-    separator: int | None
-    """`spans.separator_token` of the vocabulary."""
+    layout: Layout
     context_length: int
     """Largest number of tokens that are read beside a span."""
 
     @property
     def leaks_the_future(self) -> bool:
         """Whether the selector sees the targets."""
-        return self.history.selector_context == "released_code"
+        return self.layout.config.selector_context == "released_code"
 
     @cached_property
     def widths(self) -> dict[Part, int]:
         """Largest number of tokens of each part."""
-        span = self.history.span_length
+        span = self.layout.config.span_length
         return {"pair": span + self.context_length, "span": span, "context": self.context_length}
-
-    def num_tokens(self, selector: SelectorConfig) -> int:
-        """Largest number of tokens that a selector reads at once."""
-        return max(self.widths[part] for part in selector.parts)
 
     def texts(
         self, part: Part, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
@@ -72,7 +66,7 @@ class SelectorInputs:
         """
         rows = [np.zeros((1 if part == "context" else len(ends), 0), np.int32)]
         if part != "context":
-            rows.append(span_tokens(document, ends, self.history, self.separator))
+            rows.append(self.layout.span_tokens(document, ends))
         if part != "span":
             stop = stride.end if self.leaks_the_future else stride.first
             context = document[max(stop - self.context_length, 0) : stop].astype(np.int32)
@@ -85,8 +79,7 @@ class SelectorInputs:
 def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vocabulary) -> SelectorInputs:
     """What a selector of this config reads.
 
-    Raises:
-      UserError: the separator is not one token of the vocabulary, or there is nothing to read beside a span.
+    Raises a UserError if the separator is not one token of the vocabulary, or there is nothing to read beside a span.
     """
     length = history.prefix_length if selector.context_tokens is None else selector.context_tokens
     if history.selector_context == "released_code":
@@ -101,25 +94,23 @@ def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vo
             f"history_length={history.history_length} and stride={history.stride} leave no prefix in "
             f"window_length={history.window_length} for the selector to read: bind SelectorConfig.context_tokens"
         )
-    return SelectorInputs(history, separator_token(history, vocabulary), length)
+    return SelectorInputs(Layout.of(history, vocabulary), length)
 
 
-class DocumentTexts:
-    """Texts at any places of some documents, for training; called from several threads at once."""
+def document_texts(inputs: SelectorInputs, documents: Documents) -> Callable[[Part, pd.DataFrame], Texts]:
+    """A function from a part and some places to one text for each place; it can be called from several threads."""
+    # Each row of a batch may be of another document.
+    whole, config = whole_documents(documents, most=64), inputs.layout.config
 
-    def __init__(self, inputs: SelectorInputs, documents: Documents):
-        self._inputs = inputs
-        # Each row of a batch may be of another document.
-        self._document = whole_documents(documents, most=64)
-
-    def __call__(self, part: Part, places: pd.DataFrame) -> Texts:
-        """One text of this part for each place: `document`, number of the `stride`, `end` of the span."""
-        read = []
+    def read(part: Part, places: pd.DataFrame) -> Texts:
+        found = []
         for document, number, end in places[["document", "stride", "end"]].to_numpy().tolist():
-            tokens = self._document(document)
-            stride = stride_of(number, len(tokens), self._inputs.history, document)
-            read.append(self._inputs.texts(part, tokens, stride, np.array([end])))
-        return Texts(*(np.concatenate(column) for column in zip(*read, strict=True)))
+            tokens = whole(document)
+            stride = stride_of(number, len(tokens), config, document)
+            found.append(inputs.texts(part, tokens, stride, np.array([end])))
+        return Texts(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+    return read
 
 
 Inputs = dict[Part, Any]
@@ -162,31 +153,19 @@ class PairsReader:
         return PairsBatch(self._inputs(rows), self._scores[rows])
 
 
-def held_out(pairs: pd.DataFrame, every: int, most: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
+def held_out(pairs: pd.DataFrame, every: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Pairs for training and for validation; the latter are those of the documents whose index `every` divides.
 
-    With `most`, only some of the latter (`some_strides`).
-
-    Raises:
-      UserError: one part is empty.
+    Raises a UserError if one part is empty.
     """
     held = pairs["document"] % every == 0
-    parts = pairs[~held], pairs[held]
-    for name, part in zip(("train on", "hold out"), parts, strict=True):
-        if part.empty:
+    for name, part in {"train on": ~held, "hold out": held}.items():
+        if not part.any():
             raise UserError(
                 f"of {pairs['document'].nunique():,} scored documents there is none to {name} with "
                 f"SelectorTrainingConfig.validation_every={every}: score more documents, or bind another number"
             )
-    return parts[0], parts[1] if most is None else some_strides(parts[1], most)
-
-
-def some_strides(pairs: pd.DataFrame, most: int) -> pd.DataFrame:
-    """All pairs of some evenly spaced strides: about `most` pairs, of at least one stride."""
-    stride = pairs.groupby(STRIDE).ngroup()
-    total = int(stride.max()) + 1
-    count = min(max(round(total * most / len(pairs)), 1), total)
-    return pairs[stride.isin(np.arange(count) * total // count)]
+    return pairs[~held], pairs[held]
 
 
 def agreement(predicted: Float[np.ndarray, " n"], pairs: pd.DataFrame, num_spans: int) -> dict[str, float]:
@@ -232,12 +211,12 @@ class Vectors(NamedTuple):
         return {part: np.asarray(self.values[part][index[rows]]) for part, index in self.index.items()}
 
 
-def moments(values: Float[np.ndarray, "n *e"], rows_at_once: int = 10_000) -> dict[str, Array]:
-    """Mean and standard deviation over the rows, float32; the rows may be a memory map larger than the memory."""
+def moments(values: Float[np.ndarray, "n *e"]) -> dict[str, Array]:
+    """Mean and standard deviation over the rows, float32."""
     mean = np.mean(values, axis=0, dtype=np.float64)
-    starts = range(0, len(values), rows_at_once)
-    squares = sum(np.square(values[start : start + rows_at_once] - mean).sum(axis=0) for start in starts)
-    deviation = np.sqrt(squares / len(values))
+    # In pieces, because the rows may be a memory map larger than the memory.
+    pieces = np.array_split(values, len(values) // 10_000 + 1)
+    deviation = np.sqrt(sum(np.square(piece - mean).sum(axis=0) for piece in pieces) / len(values))
     # A constant feature becomes 0, whatever its size.
     deviation = np.where(deviation > 1e-6, deviation, 1.0)
     return {"mean": jnp.asarray(mean, jnp.float32), "deviation": jnp.asarray(deviation, jnp.float32)}
@@ -247,7 +226,7 @@ def encode_places(
     selector: Selector,
     params: Params,
     places: pd.DataFrame,
-    texts: DocumentTexts,
+    texts: Callable[[Part, pd.DataFrame], Texts],
     folder: Path,
     batch_size: int,
     on_progress: Callable[[int, int], None],

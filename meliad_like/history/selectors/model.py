@@ -1,13 +1,9 @@
 """Selectors: models that predict how much a span of the distant past helps to predict the next tokens.
 
 Both predict the gain of equation 2 of Ancient History Language Models (Koncel-Kedziorski and Smith 2021), in nats, and
-use a pretrained decoder as their encoder:
-
-- `joint`, the paper's (section 2): the decoder reads `[span; context]`, and the last token's vector goes through
-  Linear, ReLU, Linear. Every candidate of every stride is read together with all of the context.
-- `light`: span and context are read separately, so that a span is read once per document and the context once per
-  stride, and a candidate of a stride costs a scalar product of two vectors of `head_width`. The paper leaves it as
-  future work.
+use a pretrained decoder as their encoder. `joint`, the paper's (section 2), reads `[span; context]`, and the last
+token's vector goes through Linear, ReLU, Linear. `light` reads span and context separately, so that a span is read once
+per document and the context once per stride, and multiplies two vectors of `head_width` (docs/ancient_history.md).
 
 The parameters are a tree: `encoder` (those of the decoder), `standard` (means and standard deviations of its vectors
 and of the scores, which are not trained) and `head`.
@@ -15,6 +11,7 @@ and of the scores, which are not trained) and `head`.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.config import Part, SelectorConfig
+from meliad_like.history.config import Part, SelectorConfig
 from meliad_like.layers.basic import fan_in
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -30,12 +27,14 @@ from meliad_like.models.pretrained.config import PretrainedConfig
 Params = dict[str, Any]
 
 
-def encoder_config(config: SelectorConfig, pretrained: PretrainedConfig, num_tokens: int) -> PretrainedConfig:
-    """The config of the decoder in a selector that reads up to `num_tokens` tokens at once.
+def encoder_config(
+    config: SelectorConfig, pretrained: PretrainedConfig, widths: Mapping[Part, int]
+) -> PretrainedConfig:
+    """The config of the decoder in a selector that reads at most this number of tokens of each part.
 
-    Raises:
-      UserError: the decoder has fewer layers or positions.
+    Raises a UserError if the decoder has fewer layers or positions.
     """
+    num_tokens = max(widths[part] for part in config.parts)
     if config.encoder_layers > pretrained.num_layers:
         raise UserError(
             f"SelectorConfig.encoder_layers={config.encoder_layers} is more than the {pretrained.num_layers} layers of "

@@ -9,9 +9,8 @@ metrics.jsonl
 """
 
 import functools
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +24,11 @@ from meliad_like.config import bound_values, rebuild
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.config import HistorySettings
-from meliad_like.history.selectors.config import SELECTORS, Part
+from meliad_like.history.config import SELECTORS, HistoryConfig, HistorySettings, Part
+from meliad_like.history.gains import TimedFunction
 from meliad_like.history.selectors.inputs import SelectorInputs, Texts, encode_batch, make_inputs
 from meliad_like.history.selectors.model import Params, Selector
-from meliad_like.history.spans import HistoryConfig, Stride
+from meliad_like.history.spans import Stride
 from meliad_like.history.stride_store import fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.resumable import read_json
@@ -53,7 +52,7 @@ def selector_metadata(selector: Selector, inputs: SelectorInputs, vocabulary: Vo
     """What decides a selector, for `selector.json` and every checkpoint."""
     kind = {"HistorySettings.selector": SELECTORS.name_of(selector.config)}
     return {
-        "settings": bound_values(inputs.history) | kind | bound_values(selector.config),
+        "settings": bound_values(inputs.layout.config) | kind | bound_values(selector.config),
         "encoder": bound_values(selector.encoder_config),
         "vocabulary_size": selector.vocabulary_size,
         "vocabulary_fingerprint": vocabulary.fingerprint,
@@ -71,11 +70,15 @@ def save_encoder(folder: Path, params: Params) -> None:
 def open_selector(folder: str | Path) -> OpenedSelector:
     """Opens the working folder of a training: the best parameters, or the newest where none were evaluated.
 
-    Raises:
-      UserError: there is no selector, or it is of another version.
+    Raises a UserError if there is no selector, or it is of another version.
     """
     folder = Path(folder).expanduser()
-    saved = read_metadata(folder)
+    try:
+        saved = read_json(folder / FILE_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"there is no selector in {folder}: python -m meliad_like.history train_selector --output=DIR makes one"
+        ) from None
     try:
         settings = rebuild(HistorySettings, saved.get("settings"))
         encoder_config = rebuild(PretrainedConfig, saved.get("encoder"))
@@ -98,37 +101,6 @@ def _restore(folder: Path, abstract: Params) -> tuple[Params, int]:
     with Checkpoints(folder, read_only=True) as checkpoints:
         params, metadata = checkpoints.restore_params(placed)
     return params, metadata.get("step", 0)
-
-
-def read_metadata(folder: Path) -> dict[str, Any]:
-    """The contents of `selector.json`.
-
-    Raises:
-      UserError: there is none, or it is no JSON.
-    """
-    try:
-        return read_json(folder / FILE_NAME)
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            f"there is no selector in {folder}: python -m meliad_like.history train_selector --output=DIR makes one"
-        ) from None
-
-
-class _Program:
-    """A function of parameters and arrays, compiled once for each shape; measures the time of compilation."""
-
-    def __init__(self, function: Callable[..., jax.Array]):
-        self.compile_seconds = 0.0
-        self._function = jax.jit(function)
-        self._compiled: dict[tuple, jax.stages.Compiled] = {}
-
-    def __call__(self, params: Params, *arrays: Any) -> jax.Array:
-        shapes = tuple(array.shape for array in jax.tree.leaves(arrays))
-        if shapes not in self._compiled:
-            began = time.perf_counter()
-            self._compiled[shapes] = self._function.lower(params, *arrays).compile()
-            self.compile_seconds += time.perf_counter() - began
-        return self._compiled[shapes](params, *arrays)
 
 
 class LearnedSelector:
@@ -158,8 +130,8 @@ class LearnedSelector:
         def project(part, params, tokens, length):
             return selector.project(params, part, selector.encode(params["encoder"], tokens, length))
 
-        self._project = {part: _Program(functools.partial(project, part)) for part in selector.config.parts}
-        self._score = _Program(selector.score)
+        self._project = {part: TimedFunction(functools.partial(project, part)) for part in selector.config.parts}
+        self._score = TimedFunction(selector.score)
 
     @property
     def compile_seconds(self) -> float:
@@ -169,20 +141,15 @@ class LearnedSelector:
     def scores(
         self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
     ) -> Float[np.ndarray, " m"]:
-        """See `SpanScorer`."""
         if stride.document != self._document:
             self._spans, self._document = {}, stride.document
-        texts = {part: self._inputs.texts(part, document, stride, ends) for part in self._selector.config.parts}
-        projected = {
-            part: self._known(text) if part == "span" else self._encoded(part, text) for part, text in texts.items()
-        }
         # Rows are padded to the next power of two, so that few programs are compiled.
-        size = 2 ** (len(ends) - 1).bit_length()
-        padded = {
-            part: jnp.asarray(rows if part == "context" else np.pad(rows, ((0, size - len(rows)), (0, 0))))
-            for part, rows in projected.items()
-        }
-        return np.asarray(self._score(self._params, padded))[: len(ends)]
+        padding, projected = 2 ** (len(ends) - 1).bit_length() - len(ends), {}
+        for part in self._selector.config.parts:
+            texts = self._inputs.texts(part, document, stride, ends)
+            rows = self._known(texts) if part == "span" else self._encoded(part, texts)
+            projected[part] = jnp.asarray(rows if part == "context" else np.pad(rows, ((0, padding), (0, 0))))
+        return self._score(self._params, projected)[: len(ends)]
 
     def _known(self, spans: Texts) -> Float[np.ndarray, "m w"]:
         """The projected vectors of spans; only spans whose tokens are new are read."""
@@ -205,29 +172,24 @@ class LearnedSelector:
 def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store: TokenStore) -> list[LearnedSelector]:
     """Selectors from the folders of their trainings, for the documents of any store with the same vocabulary.
 
-    Selectors with the same name get their folder added to it.
-
-    Raises:
-      UserError: there is no selector, it is given twice, or it was trained with another vocabulary or other spans.
+    Selectors with the same name get their folder added to it. Raises a UserError if a folder is given twice, or if its
+    selector was trained with another vocabulary or other spans.
     """
-    places = [Path(folder).expanduser().resolve() for folder in folders]
-    if twice := [place for place, count in Counter(places).items() if count > 1]:
-        raise UserError(f"the selector {twice[0]} is given twice")
-    selectors = [_open(folder, history, store) for folder in folders]
-    names = Counter(selector.name for selector in selectors)
-    for selector, place in zip(selectors, places, strict=True):
+    selectors: dict[Path, LearnedSelector] = {}
+    for folder in folders:
+        place, opened = Path(folder).expanduser().resolve(), open_selector(folder)
+        if place in selectors:
+            raise UserError(f"the selector {place} is given twice")
+        store.check_vocabulary(opened.vocabulary.fingerprint, f"the selector {folder}")
+        for name in ("span_length", "separator"):
+            theirs, ours = getattr(opened.inputs.layout.config, name), getattr(history, name)
+            if theirs != ours:
+                raise UserError(
+                    f"the selector {folder} was trained on spans with HistoryConfig.{name}={theirs!r}, and here it is "
+                    f"{ours!r}"
+                )
+        selectors[place] = LearnedSelector(opened)
+    names = Counter(selector.name for selector in selectors.values())
+    for place, selector in selectors.items():
         selector.name += f":{place}" if names[selector.name] > 1 else ""
-    return selectors
-
-
-def _open(folder: str | Path, history: HistoryConfig, store: TokenStore) -> LearnedSelector:
-    opened = open_selector(folder)
-    store.check_vocabulary(opened.vocabulary.fingerprint, f"the selector {folder}")
-    for name in ("span_length", "separator"):
-        theirs, ours = getattr(opened.inputs.history, name), getattr(history, name)
-        if theirs != ours:
-            raise UserError(
-                f"the selector {folder} was trained on spans with HistoryConfig.{name}={theirs!r}, and here it is "
-                f"{ours!r}"
-            )
-    return LearnedSelector(opened)
+    return list(selectors.values())

@@ -1,8 +1,8 @@
 """Training of a selector: squared error on scored spans (Ancient History Language Models, section 2)."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,24 @@ from meliad_like.data.subset import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
-from meliad_like.history.selectors.config import SelectorTrainingConfig
+from meliad_like.history.config import SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import (
-    DocumentTexts,
     Inputs,
     PairsBatch,
     PairsReader,
     SelectorInputs,
     agreement,
+    document_texts,
     encode_places,
     held_out,
     moments,
 )
 from meliad_like.history.selectors.model import Params, Selector
-from meliad_like.history.selectors.scorer import FILE_NAME, read_metadata, save_encoder, selector_metadata
+from meliad_like.history.selectors.scorer import FILE_NAME, save_encoder, selector_metadata
 from meliad_like.mesh import lane_sharding
 from meliad_like.optimization.optimizers import leave_fixed, make_optimizer
 from meliad_like.registry import bound_fields, bound_values
-from meliad_like.resumable import check_same, write_json
+from meliad_like.resumable import check_same, read_json, write_json
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.training.checkpoints import Checkpoints, keep_best
 from meliad_like.training.loop import Hook, open_session, run_steps
@@ -97,20 +97,16 @@ class SelectorTraining:
         self.leaks = self.inputs.leaks_the_future
         self.metadata = selector_metadata(self.selector, self.inputs, self.vocabulary) | {"trained_on": self.trained_on}
         self._gathered: list[StepMetrics] = []
+        self._predict = jax.jit(partial(predict, self.selector))
 
     def run(self) -> int:
         """Trains until `num_steps`, resuming from the folder's newest checkpoint.
 
-        Returns:
-          The exit status: 0, or `EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
-
-        Raises:
-          UserError: the folder holds another selector's training, there are too few documents or too many devices, or
-            the loss is not finite.
+        Returns the exit status: 0, or `EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
         """
         self._begin()
         config, workdir, last_step = self.config, self.workdir, self.config.num_steps
-        parts = held_out(self.pairs, config.validation_every, config.validation_pairs)
+        parts = held_out(self.pairs, config.validation_every)
         feeds, standard = self._feeds(parts)
         reader = PairsReader(parts[0]["score"].to_numpy(), feeds[0], config.batch_size, config.seed)
         program = self._program(reader.batch(0, range(config.batch_size)))
@@ -134,9 +130,6 @@ class SelectorTraining:
                     if step not in checkpoints.steps():
                         checkpoints.save(step, state, self.metadata | {"step": step})
 
-                evaluate = functools.partial(
-                    self.evaluate, jax.jit(functools.partial(predict, self.selector)), parts[1], feeds[1], writer
-                )
                 _, stopped = run_steps(
                     session,
                     program.compile_step(),
@@ -146,10 +139,10 @@ class SelectorTraining:
                     last_step,
                     num_steps=last_step,
                     log_every=config.log_every,
-                    report=functools.partial(self.report, writer),
+                    report=partial(self.report, writer),
                     # Both are called after the last step in any case.
                     hooks=[
-                        Hook(config.evaluate_every or last_step, evaluate),
+                        Hook(config.evaluate_every or last_step, partial(self.evaluate, parts[1], feeds[1], writer)),
                         Hook(config.checkpoint_every or last_step, save),
                     ],
                     save=save,
@@ -162,14 +155,14 @@ class SelectorTraining:
         if path.exists():
             fields = bound_fields(self.config)
             may_change = [f"training.{name}" for name, field, _ in fields if "resumable" in field.metadata]
-            check_same(self.workdir, read_metadata(self.workdir), metadata, may_change)
+            check_same(self.workdir, read_json(path), metadata, may_change)
         self.workdir.mkdir(parents=True, exist_ok=True)
         save_vocabulary(self.vocabulary, self.workdir)
         write_json(path, metadata)
 
     def _feeds(self, parts: tuple[pd.DataFrame, pd.DataFrame]) -> tuple[list[Feed], Params]:
         """What the selector reads of the pairs for training and for validation, and the moments of fixed vectors."""
-        texts = DocumentTexts(self.inputs, self.documents)
+        texts = document_texts(self.inputs, self.documents)
 
         def read(pairs: pd.DataFrame) -> Feed:
             return lambda rows: {part: texts(part, pairs.iloc[rows]) for part in self.selector.config.parts}
@@ -180,7 +173,7 @@ class SelectorTraining:
         vectors = []
         for name, pairs in zip(("train", "validation"), parts, strict=True):
             folder, most = self.workdir / "vectors" / name, self.config.encode_batch
-            encode = functools.partial(encode_places, self.selector, self.encoder, pairs, texts, folder, most)
+            encode = partial(encode_places, self.selector, self.encoder, pairs, texts, folder, most)
             vectors.append(with_progress(f"texts for {name}", encode))
         standard = {part: moments(values) for part, values in vectors[0].values.items()}
         return [each.take for each in vectors], standard | {"scores": moments(parts[0]["score"].to_numpy())}
@@ -223,8 +216,7 @@ class SelectorTraining:
     def report(self, writer: MetricsWriter, step: int, metrics: StepMetrics, state: TrainState) -> None:
         """Logs the averages of the steps since the last log.
 
-        Raises:
-          UserError: the loss or the update of the step is not finite.
+        Raises a UserError if the loss or the update of the step is not finite.
         """
         metrics = jax.device_get(metrics)
         self._gathered.append(metrics)
@@ -241,15 +233,7 @@ class SelectorTraining:
             writer.show(step, label(f"loss {figures['loss']:.4f}", self.leaks))
             self._gathered = []
 
-    def evaluate(
-        self,
-        predict: Callable[[Params, Inputs], Array],
-        pairs: pd.DataFrame,
-        feed: Feed,
-        writer: MetricsWriter,
-        step: int,
-        state: TrainState,
-    ) -> None:
+    def evaluate(self, pairs: pd.DataFrame, feed: Feed, writer: MetricsWriter, step: int, state: TrainState) -> None:
         """Logs how well the scores of the pairs that are held out are predicted, and keeps the best parameters."""
         size = -(-min(self.config.encode_batch, len(pairs)) // self._num_shards) * self._num_shards
         predicted, lanes = [], lane_sharding(self.mesh, size)
@@ -257,9 +241,9 @@ class SelectorTraining:
             for start in range(0, len(pairs), size):
                 # The last batch is filled up with the first pairs, so that one program serves all batches.
                 rows = np.arange(start, start + size) % len(pairs)
-                predicted.append(np.asarray(predict(state.params, jax.device_put(feed(rows), lanes))))
+                predicted.append(np.asarray(self._predict(state.params, jax.device_put(feed(rows), lanes))))
         values = np.concatenate(predicted)[: len(pairs)].astype(np.float64)
-        figures = agreement(values, pairs, self.inputs.history.num_spans)
+        figures = agreement(values, pairs, self.inputs.layout.config.num_spans)
         kind = label("validation", self.leaks)
         writer.write(step, figures, kind=kind)
         writer.say(
