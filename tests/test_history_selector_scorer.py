@@ -163,7 +163,7 @@ def test_a_home_folder_is_found(folders, monkeypatch):
     ("text", "message"),
     [
         ('{"selector": {', "selector.json is not JSON: "),
-        ('{"selector": {}, "history": 3}', "selector.json is of another version: .* 3 where history should be an obj"),
+        ('{"settings": 3}', "selector.json is of another version: the saved config is 3, no object; train the selector"),
     ],
 )
 def test_a_damaged_selector_is_named(tmp_path, text, message):
@@ -177,12 +177,12 @@ def test_a_selector_of_another_version_is_named(folders):
     saved = path.read_text()
     changed = json.loads(saved)
     # A field that was added later has its default.
-    del changed["selector"]["encoder_layers"]
+    del changed["settings"]["LightSelectorConfig.encoder_layers"]
     path.write_text(json.dumps(changed))
     assert open_selector(folders / "light").selector.config.encoder_layers == 0
-    changed["selector"]["depth"] = 2
+    changed["settings"]["LightSelectorConfig.depth"] = 2
     path.write_text(json.dumps(changed))
-    with pytest.raises(UserError, match="selector.json is of another version: .* field selector.depth.*; train"):
+    with pytest.raises(UserError, match="selector.json is of another version: .*LightSelectorConfig has no parameter depth.*; train"):
         open_selector(folders / "light")
     path.write_text(saved)
 
