@@ -163,7 +163,7 @@ def test_a_home_folder_is_found(folders, monkeypatch):
     ("text", "message"),
     [
         ('{"selector": {', "selector.json is not JSON: "),
-        ('{"settings": 3}', "selector.json is of another version: the saved config is 3, no object; train the selector"),
+        ('{"settings": 3}', "selector.json is of another version: the saved config is 3, no object; train the"),
     ],
 )
 def test_a_damaged_selector_is_named(tmp_path, text, message):
@@ -182,7 +182,8 @@ def test_a_selector_of_another_version_is_named(folders):
     assert open_selector(folders / "light").selector.config.encoder_layers == 0
     changed["settings"]["LightSelectorConfig.depth"] = 2
     path.write_text(json.dumps(changed))
-    with pytest.raises(UserError, match="selector.json is of another version: .*LightSelectorConfig has no parameter depth.*; train"):
+    message = "selector.json is of another version: .*LightSelectorConfig has no parameter depth.*; train"
+    with pytest.raises(UserError, match=message):
         open_selector(folders / "light")
     path.write_text(saved)
 

@@ -151,8 +151,6 @@ def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int]
     """Evaluates the score oracle and the controls at all pairs of lengths that fit together (section 3).
 
     The folder gets search.json, search.md, and what is finished of each pair. The paper searches on training documents.
-
-    Raises a UserError if no pair fits.
     """
     opened = request.open()
     found: list[dict[str, Any]] = []

@@ -128,8 +128,7 @@ def evaluate(
         journal: gets the sums of each document; what it holds is not read again.
         on_progress: callback with the numbers of tokens read so far and in all.
 
-    Raises:
-        UserError: as `read_strides`; or no document has a second token.
+    Raises a UserError as `read_strides` does, or if no document has a second token.
     """
     if not np.any(np.asarray(documents.lengths) > 1):
         raise UserError("no document has a second token: there is nothing to predict")

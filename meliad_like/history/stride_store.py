@@ -84,7 +84,7 @@ def info_of(
     maker: str,
     leaks: bool = False,
 ) -> StoreInfo:
-    """The `StoreInfo` of documents of a split, as `choose` returns them."""
+    """The `StoreInfo` of documents of a split of a store, or of some of them."""
     indices = tuple(index_in_split(documents, i) for i in range(len(documents.lengths)))
     names, lengths = tuple(documents.names), tuple(int(length) for length in documents.lengths)
     return StoreInfo(what, config, maker, store.fingerprint, split, names, lengths, indices, leaks)
