@@ -22,7 +22,7 @@ __all__ = ["one_device", "runs"]  # fixtures
 @pytest.fixture(scope="module")
 def compared(runs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
-    compare.run(request(runs("fixed_skip"), folder, others=(runs("slide_12l"),)))
+    compare.run(request(runs("fixed_skip"), folder, other=(runs("slide_12l"),)))
     return folder
 
 
@@ -104,7 +104,7 @@ def test_curves_by_position():
 
 def test_context_curve_of_two_settings(runs, tmp_path):
     context_curve.run(
-        request(runs("fixed_skip"), tmp_path, gin_params=("RecurrentStates.clear_states = True",), documents=("two",))
+        request(runs("fixed_skip"), tmp_path, gin_param=("RecurrentStates.clear_states = True",), document=("two",))
     )
     rows = list(csv.DictReader((tmp_path / "curves.csv").open(newline="")))
     saved = json.loads((tmp_path / "summary.json").read_text())
@@ -122,7 +122,7 @@ def test_missing_things_are_named(runs, tmp_path):
     with pytest.raises(UserError, match="compare needs one other model: --other=DIR, or --gin_param"):
         compare.run(request(first, tmp_path))
     with pytest.raises(UserError, match="--document=none is not in test, which has 3: "):
-        compare.run(request(first, tmp_path, others=(first,), documents=("none",)))
+        compare.run(request(first, tmp_path, other=(first,), document=("none",)))
     with pytest.raises(UserError, match="--clear_every=40 must be a multiple of the window, 16 tokens"):
         clear_state.run(request(first, tmp_path, clear_every=40))
     with pytest.raises(UserError, match="--clear_every=1600: none of the documents is longer"):

@@ -9,7 +9,7 @@ import pytest
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.studies.comparison import compare
+from meliad_like.studies.compare import compare
 from meliad_like.studies.units import Units, categories, is_title, make_units
 
 VOCABULARY = ByteVocabulary()

@@ -21,7 +21,7 @@ from meliad_like.history.gains import Candidates
 from meliad_like.history.opening import Opened
 from meliad_like.history.selection import SpanScorer
 from meliad_like.history.spans import Stride
-from meliad_like.studies.page import Chart, Series, TextView, pack, write_page
+from meliad_like.studies.page import Chart, Series, TextView, write_page
 from meliad_like.studies.units import Units, make_units
 from meliad_like.tables import Table, signed
 
@@ -162,8 +162,7 @@ def write_history_page(folder: Path, opened: Opened, scorer: SpanScorer, num_ter
     documents = [_summary(history, found[:num_terms]) for history, found in zip(histories, terms, strict=True)]
     summary = {"selection": scorer.name, "leaks_the_future": leaks, **details, "documents": documents}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    gains = np.concatenate([history.gain_by_unit for history in histories])
-    texts = [pack(history.units, *history.bits_by_unit) for history in histories]
+    texts = [(history.units, *history.bits_by_unit) for history in histories]
     write_page(
         folder / "index.html",
         "history.html",
@@ -179,7 +178,7 @@ def write_history_page(folder: Path, opened: Opened, scorer: SpanScorer, num_ter
             None if history.strides.empty else _part(history, opened, found, num_terms)
             for history, found in zip(histories, terms, strict=True)
         ],
-        view=TextView(WITH, WITHOUT, gains, texts),
+        view=TextView(WITH, WITHOUT, texts),
         details=details,
     )
 

@@ -50,9 +50,6 @@ USED_BY = {
 }
 """The flags that not all studies have."""
 
-FLAGS_OF_FIELDS = {"others": "other", "gin_params": "gin_param", "documents": "document"}
-"""The flags of those fields of `readings.StudyRequest` that have another name."""
-
 
 def main(study: str) -> None:
     if command_line.GIN_FILE.value:
@@ -61,7 +58,7 @@ def main(study: str) -> None:
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.studies.readings import StudyRequest
 
-    values = {name: flags.FLAGS[FLAGS_OF_FIELDS.get(name, name)].value for name in StudyRequest._fields}
+    values = {name: flags.FLAGS[name].value for name in StudyRequest._fields}
     if values["num_documents"] is None and study != "context_curve":
         values["num_documents"] = 5
     output = Path(values["output"])

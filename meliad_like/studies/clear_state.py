@@ -8,7 +8,7 @@ from meliad_like.config import with_changes
 from meliad_like.errors import UserError
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.studies.compare import ComparisonPage
+from meliad_like.studies.compare import write_comparison
 from meliad_like.studies.page import Chart, Series
 from meliad_like.studies.readings import Reading, StudyRequest, choose, open_subject, read
 
@@ -16,13 +16,8 @@ MAX_BINS = 64
 
 
 def run(request: StudyRequest) -> None:
-    """Writes the study into the folder `request.output`.
-
-    Raises:
-      UserError: the model has no states; k is no multiple of its window, or no document is longer than k; or a
-        checkpoint, store, split or document is missing.
-    """
-    subject = open_subject(request.checkpoint, request.gin_params, request.step)
+    """Also raises UserError if the model has no states, k is no multiple of its window, or no document is longer."""
+    subject = open_subject(request.checkpoint, request.gin_param, request.step)
     model = subject.run.model
     cleared_model = model.cleared() if isinstance(model, DecoderConfig) else None
     if cleared_model is None:
@@ -55,7 +50,11 @@ def run(request: StudyRequest) -> None:
     early, late = None, None
     if means.sum() > 0:
         early, late = (part.sum() / means.sum() for part in (means[: len(means) // 8], means[len(means) // 2 :]))
-    ComparisonPage(request, chosen, kept, cleared, clear_every=every).write(
+    write_comparison(
+        request,
+        chosen,
+        kept,
+        cleared,
         f"{subject.label}: states kept against cleared every {every:,} tokens",
         {
             "clear_every": every,
@@ -63,6 +62,7 @@ def run(request: StudyRequest) -> None:
             "gain_by_position_in_segment_bits": [edges.tolist(), means.tolist()],
         },
         "clear_state.html",
+        clear_every=every,
         every=every,
         largest=largest,
         by_position=by_position,

@@ -70,11 +70,6 @@ def curves(losses: Sequence[Sequence[Float[np.ndarray, " targets"]]], first_bin:
 
 
 def run(request: StudyRequest) -> None:
-    """Writes the study into the folder `request.output`.
-
-    Raises:
-      UserError: a checkpoint, store, split or document is missing, or a checkpoint has another vocabulary.
-    """
     subjects = open_compared(request)
     chosen = choose(subjects, request)
     readings = [read(subject, chosen) for subject in subjects]

@@ -6,6 +6,7 @@ same first token (which the context's window predicts), as if a document began t
 """
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from jaxtyping import Int
 from meliad_like.errors import UserError
 from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.studies.page import write_page
-from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject, with_distinct_labels
+from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_compared
 from meliad_like.tables import Table
 
 TOPICAL = re.compile(r"[^\W\d_]{5,}")
@@ -42,30 +43,23 @@ class Passage(NamedTuple):
 
 
 def run(request: StudyRequest) -> None:
-    """Writes the study into the folder `request.output`.
-
-    Raises:
-      UserError: a model's windows overlap, the context is not of whole windows, no document is long enough, or a
-        checkpoint, store, split or document is missing.
-    """
-    subjects = [open_subject(request.checkpoint, request.gin_params, request.step)]
-    subjects += [open_subject(folder, request.gin_params, request.other_step) for folder in request.others]
-    subjects = with_distinct_labels(subjects)
+    """Also raises UserError if windows overlap, the context is not of whole windows, or no document is long enough."""
+    subjects = open_compared(request, change_all=True)
     context_tokens = request.context_tokens or subjects[0].run.model.window_length
     for subject in subjects:
         _check(subject, context_tokens)
     chosen = choose(subjects, request)
-    places = _places(chosen, context_tokens + request.num_tokens, request.num_contexts)
+    length = context_tokens + request.num_tokens
+    places = _places(chosen, length, request.num_contexts)
     if not places:
         raise UserError(
-            f"no document has the {context_tokens + request.num_tokens:,} tokens of a context and its continuation: "
-            "lower --context_tokens or --num_tokens"
+            f"no document has the {length:,} tokens of a context and its continuation: lower --context_tokens or "
+            "--num_tokens"
         )
-    writers = {subject.label: _Writer(subject, context_tokens, request.num_tokens) for subject in subjects}
+    writers = {subject.label: _writer(subject, context_tokens, request.num_tokens) for subject in subjects}
     decode, passages = chosen.store.vocabulary.decode, []
     for document, start in places:
-        tokens = chosen.documents.tokens(document, start, start + context_tokens + request.num_tokens)
-        context, original = np.split(tokens, [context_tokens])
+        context, original = np.split(chosen.documents.tokens(document, start, start + length), [context_tokens])
         written = {label: write(context) for label, write in writers.items()}
         passages.append(Passage(document, start, decode(context), decode(original), written))
     _write(request, subjects, chosen, passages, context_tokens)
@@ -77,30 +71,30 @@ def shared_words(context: str, continuation: str) -> float:
     return len(words & known) / len(words) if words else float("nan")
 
 
-class _Writer:
-    """Continues contexts with one model; compiled once, because all contexts have the same length."""
+def _writer(
+    subject: Subject, context_tokens: int, num_tokens: int
+) -> Callable[[Int[np.ndarray, " n"]], dict[str, str]]:
+    """A function that continues contexts, of this length and therefore compiled once, by REMEMBERED and FORGOTTEN."""
+    opened = subject.opened
+    generator = Generator(
+        opened.model,
+        opened.params,
+        segment_length=context_tokens,
+        end_of_document=opened.vocabulary.end_of_document,
+        sampling=SamplingConfig(temperature=0.0),
+        stop_at_end=False,
+    )
 
-    def __init__(self, subject: Subject, context_tokens: int, num_tokens: int):
-        opened = subject.opened
-        self._vocabulary, self._num_tokens = opened.vocabulary, num_tokens
-        self._generator = Generator(
-            opened.model,
-            opened.params,
-            segment_length=context_tokens,
-            end_of_document=opened.vocabulary.end_of_document,
-            sampling=SamplingConfig(temperature=0.0),
-            stop_at_end=False,
-        )
+    def continue_with(context: np.ndarray, num_tokens: int) -> list[int]:
+        place = generator.read(generator.begin(0), context)
+        return [token for tokens, _ in generator.write(place, num_tokens) for token in tokens]
 
-    def __call__(self, context: Int[np.ndarray, " n"]) -> dict[str, str]:
-        """The continuations by REMEMBERED and FORGOTTEN."""
-        remembered = self._continue(context, self._num_tokens)
-        forgotten = remembered[:1] + self._continue(np.array(remembered[:1]), self._num_tokens - 1)
-        return {REMEMBERED: self._vocabulary.decode(remembered), FORGOTTEN: self._vocabulary.decode(forgotten)}
+    def write(context: Int[np.ndarray, " n"]) -> dict[str, str]:
+        remembered = continue_with(context, num_tokens)
+        forgotten = remembered[:1] + continue_with(np.array(remembered[:1]), num_tokens - 1)
+        return {REMEMBERED: opened.vocabulary.decode(remembered), FORGOTTEN: opened.vocabulary.decode(forgotten)}
 
-    def _continue(self, context: Int[np.ndarray, " n"], num_tokens: int) -> list[int]:
-        place = self._generator.read(self._generator.begin(0), context)
-        return [token for tokens, _ in self._generator.write(place, num_tokens) for token in tokens]
+    return write
 
 
 def _check(subject: Subject, context_tokens: int) -> None:

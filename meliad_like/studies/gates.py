@@ -124,12 +124,8 @@ def time_constants(kept: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
 
 
 def run(request: StudyRequest) -> None:
-    """Writes the study into the folder `request.output`.
-
-    Raises:
-      UserError: the model has no states; or a checkpoint, store, split or document is missing.
-    """
-    subject = open_subject(request.checkpoint, request.gin_params, request.step)
+    """Also raises UserError if the model has no states."""
+    subject = open_subject(request.checkpoint, request.gin_param, request.step)
     window = subject.run.model.window_length
     chosen = choose([subject], request)
     lengths = chosen.documents.lengths

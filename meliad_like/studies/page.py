@@ -69,20 +69,16 @@ class Chart:
 class TextView:
     """The documents' texts, coloured by the difference of two models' losses (`reader.js`)."""
 
-    def __init__(self, first: str, other: str, gains: Float[np.ndarray, " units"], packed: Sequence[bytes]):
-        """
-        Args:
-          first, other: labels of the models.
-          gains: of all units; the default strength of colours follows from them.
-          packed: the documents, from `pack`.
-        """
+    def __init__(self, first: str, other: str, documents: Sequence[tuple[Units, np.ndarray, np.ndarray]]):
+        """`first`, `other`: labels of the models; `documents`: units, and the bits that each model pays for them."""
         self.first, self.other, self.strengths = first, other, FULL_COLOURS
+        gains = np.concatenate([other_bits - first_bits for _, first_bits, other_bits in documents])
         usual = max(np.quantile(np.abs(gains), 0.99) / 2, 1e-9)
         self.strength = min(FULL_COLOURS, key=lambda bits: abs(np.log(bits / usual)))
-        self.packed = [base64.b64encode(content).decode() for content in packed]
+        self.packed = [base64.b64encode(_pack(*document)).decode() for document in documents]
 
 
-def pack(units: Units, first_bits: Float[np.ndarray, " units"], other_bits: Float[np.ndarray, " units"]) -> bytes:
+def _pack(units: Units, first_bits: Float[np.ndarray, " units"], other_bits: Float[np.ndarray, " units"]) -> bytes:
     """The text and its losses as `reader.js` unpacks them.
 
     gzip of the number of units and of bytes (uint32), then of each unit its number of tokens, its number of bytes, and

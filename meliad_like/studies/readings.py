@@ -22,26 +22,22 @@ from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
 
 
 class StudyRequest(NamedTuple):
-    """What the command line asks for; its flags have the same names, or those of `__main__.FLAGS_OF_FIELDS`."""
+    """What the command line asks for, by the names of its flags (`__main__`)."""
 
     checkpoint: str
     step: int | None
-    others: Sequence[str]
+    other: Sequence[str]
     other_step: int | None
-    gin_params: Sequence[str]
+    gin_param: Sequence[str]
     store: str | None
     split: str
-    documents: Sequence[str]
-    """Names; none: `num_documents` random ones."""
+    document: Sequence[str]
     num_documents: int | None
-    """None: all."""
+    """None: all, if no `document` is named."""
     unit: str
-    """`word`, `token`, or `auto`: words of a byte vocabulary, otherwise tokens."""
     top: int
     clear_every: int | None
-    """Tokens; None: a segment of the training."""
     context_tokens: int | None
-    """None: a window."""
     num_contexts: int
     num_tokens: int
     output: Path
@@ -77,11 +73,7 @@ class Subject(NamedTuple):
 
 
 def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None = None) -> Subject:
-    """Opens a checkpoint. Its label is the run's folder, the step if it is given, and what is changed.
-
-    Raises:
-      UserError: as `open_with`.
-    """
+    """Opens a checkpoint. Its label is the run's folder, the step if it is given, and what is changed."""
     changes = read_changes((), gin_params)
     opened, mesh = open_with(folder, changes, step)
     path = Path(folder)
@@ -91,17 +83,16 @@ def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None =
     return Subject(label, folder, changed, opened, mesh)
 
 
-def open_compared(request: StudyRequest) -> list[Subject]:
-    """The checkpoint and the models to compare it with: others, or the same one with the requested settings."""
-    subjects = [open_subject(request.checkpoint, step=request.step)]
-    if request.gin_params and not request.others:
-        subjects.append(open_subject(request.checkpoint, request.gin_params, request.step))
-    subjects += [open_subject(folder, request.gin_params, request.other_step) for folder in request.others]
-    return with_distinct_labels(subjects)
+def open_compared(request: StudyRequest, change_all: bool = False) -> list[Subject]:
+    """The checkpoint and the models to compare it with, all with different labels.
 
-
-def with_distinct_labels(subjects: list[Subject]) -> list[Subject]:
-    """The subjects, with folders and steps as labels if two of them have the same label."""
+    The requested settings are those of the others; without others, of a second copy of the checkpoint. With
+    `change_all` they are those of every model.
+    """
+    subjects = [open_subject(request.checkpoint, request.gin_param if change_all else (), request.step)]
+    if request.gin_param and not (request.other or change_all):
+        subjects.append(open_subject(request.checkpoint, request.gin_param, request.step))
+    subjects += [open_subject(folder, request.gin_param, request.other_step) for folder in request.other]
     if len({subject.label for subject in subjects}) == len(subjects):
         return subjects
     return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
@@ -141,19 +132,16 @@ def choose(subjects: Sequence[Subject], request: StudyRequest) -> Chosen:
     """The documents to read, of the requested store or of the one that the first model was trained with.
 
     Without names they are random, and the same ones each time.
-
-    Raises:
-      UserError: there is no such store, split or document, or a model has another vocabulary than the store.
     """
     store = open_store(subjects[0].opened, subjects[0].folder, request.store, prepare=False)
     for subject in subjects[1:]:
         store.check_vocabulary(subject.opened.vocabulary.fingerprint, f"the checkpoint {subject.folder}")
     split = store.split(request.split)
-    for name in request.documents:
+    for name in request.document:
         if name not in split.names:
             some = ", ".join(split.names[:5])
             raise UserError(f"--document={name} is not in {request.split}, which has {len(split)}: {some}, ...")
-    chosen = [split.names.index(name) for name in request.documents]
+    chosen = [split.names.index(name) for name in request.document]
     if not chosen:
         order = random_order(len(split))
         # A document of one token has nothing to predict.

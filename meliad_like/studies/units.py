@@ -9,10 +9,21 @@ from jaxtyping import Bool, Int
 
 from meliad_like.data.vocabulary import Vocabulary
 
-PLACES = ("window", "segment", "earlier", "never")
-"""Places of the last equal unit, the nearest first; see `Units.places`."""
-CATEGORIES = ("title", "name", "identifier", "word", "sign")
-"""The kinds of words, see `categories`."""
+PLACES = {
+    "window": "in the window",
+    "segment": "in the segment",
+    "earlier": "before the segment",
+    "never": "never before",
+}
+"""Places of the last equal unit, the nearest first (see `Units.places`), and their names on a page."""
+CATEGORIES = {
+    "title": "titles",
+    "name": "names",
+    "identifier": "identifiers",
+    "word": "other words",
+    "sign": "signs and white space",
+}
+"""The kinds of words (see `categories`), and their names on a page."""
 
 WORD = re.compile(r"\w{1,200}|\s{1,200}|.", re.DOTALL)
 NUMBERED_TITLE = re.compile(
