@@ -46,10 +46,10 @@ def main() -> int:
     console = Console()
     with console.status("compiling"):
         found = list(needs(run, size, topology, PROGRAMS.value, QUICK.value))
-    console.print(report.table(found, topology).to_rich())
+    console.print(report.table(found).to_rich())
     if OUTPUT.value:
-        Path(OUTPUT.value).write_text(json.dumps(report.to_json(found, topology), indent=2) + "\n")
-    too_large = [f"{need.name} ({need.total / GIB:,.1f} GiB)" for need in found if not report.fits(need, topology)]
+        Path(OUTPUT.value).write_text(json.dumps(report.to_json(found), indent=2) + "\n")
+    too_large = [f"{need.name} ({need.total / GIB:,.1f} GiB)" for need in found if not need.fits]
     if not too_large:
         return 0
     print(f"does not fit: {', '.join(too_large)}")

@@ -16,7 +16,7 @@ from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.planning.collectives import Traffic, traffic
 from meliad_like.planning.programs import Need, needs, refused_bytes
-from meliad_like.planning.report import alternatives, fits, limit, nearest_that_fits, seconds, to_json
+from meliad_like.planning.report import alternatives, nearest_that_fits, to_json
 from meliad_like.planning.topology import GIB, Chip, Topology, describe
 
 HLO = """HloModule step, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
@@ -154,21 +154,22 @@ def test_a_quick_plan_says_the_same_of_memory(run, planned):
 
 
 def need_of(total_gib, **changes):
-    plain = Need("training", {"parameters": 0}, int(total_gib * GIB), 0, 0, {}, 1e12, 0.0)
+    plain = Need("training", TOPOLOGY, {"parameters": 0}, int(total_gib * GIB), 0, 0, {}, 1e12, 0.0)
     return plain._replace(**changes)
 
 
 TOPOLOGY = Topology("v4:2", [None] * 2, "TPU v4", Chip(32 * GIB, 1e12, 1e11), 1e14)
+UNKNOWN = TOPOLOGY._replace(chip=None)
 
 
 def test_what_fits_and_what_limits():
-    assert fits(need_of(31), TOPOLOGY)
-    assert not fits(need_of(33), TOPOLOGY)
-    assert fits(need_of(1e6), TOPOLOGY._replace(chip=None))
+    assert need_of(31).fits
+    assert not need_of(33).fits
+    assert need_of(1e6, topology=UNKNOWN).fits
     linked = need_of(1, collectives={"all-reduce": Traffic(1, int(1e11))})
-    assert seconds(linked, TOPOLOGY) == {"arithmetic": 0.01, "memory": 2 * GIB / 1e12, "links": 1.0}
-    assert seconds(linked, TOPOLOGY._replace(chip=None)) == {}
-    written = to_json([linked], TOPOLOGY)
+    assert linked.seconds == {"arithmetic": 0.01, "memory": 2 * GIB / 1e12, "links": 1.0}
+    assert linked._replace(topology=UNKNOWN).seconds == {}
+    written = to_json([linked])
     assert json.loads(json.dumps(written))["programs"][0]["fits"]
 
 
@@ -219,7 +220,7 @@ def test_the_nearest_settings_that_fit(run, monkeypatch):
         return (3 if run.mesh.fsdp == 2 else 1) * GIB
 
     def needs(run, vocabulary_size, topology, programs, quick):
-        yield need_of(3 if run.mesh.fsdp == 4 else 1)
+        yield need_of(3 if run.mesh.fsdp == 4 else 1, topology=topology)
 
     monkeypatch.setattr("meliad_like.planning.report.least_bytes", least_bytes)
     monkeypatch.setattr("meliad_like.planning.report.needs", needs)
@@ -233,11 +234,11 @@ def test_the_nearest_settings_that_fit(run, monkeypatch):
 
 def test_chips_whose_memory_only_the_compiler_knows(run, monkeypatch):
     def needs(run, vocabulary_size, topology, programs, quick):
-        yield need_of(1, gave_up=run.model.remat != "layers")
+        yield need_of(1, topology=topology, gave_up=run.model.remat != "layers")
 
     monkeypatch.setattr("meliad_like.planning.report.least_bytes", lambda *_: 3 * GIB)
     monkeypatch.setattr("meliad_like.planning.report.needs", needs)
-    unknown = TOPOLOGY._replace(chip=None, devices=[None] * 8)
+    unknown = UNKNOWN._replace(devices=[None] * 8)
     assert nearest_that_fits(run, 256, unknown) == "DecoderConfig.remat = 'layers'"
 
 
@@ -250,9 +251,9 @@ def test_a_compiler_that_gives_up_says_what_it_would_need():
     assert refused_bytes(f"{temporary} available HBM (30.75G).", 4 * GIB) == 32.5 * GIB
     assert refused_bytes("INTERNAL: something else", 0) is None
     need = need_of(1, gave_up=True)
-    assert not fits(need, TOPOLOGY)
-    assert limit(need, TOPOLOGY) == "memory's size"
-    assert limit(need_of(1), TOPOLOGY) == "arithmetic"
+    assert not need.fits
+    assert need.limited_by == "memory's size"
+    assert need_of(1).limited_by == "arithmetic"
 
 
 @pytest.mark.parametrize(

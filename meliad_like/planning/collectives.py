@@ -33,13 +33,10 @@ class Traffic(NamedTuple):
 
 
 def traffic(hlo: str) -> dict[str, Traffic]:
-    """Collectives by kind.
+    """Collectives by kind in the text of a compiled program, as `compiled.as_text()` gives it.
 
     The body of a loop counts as often as it runs, if the compiler says so, or if the loop's condition compares a
     counter from 0 with a constant (as in every `jax.lax.scan`). All branches of a condition count.
-
-    Args:
-      hlo: the text of a compiled program, as `compiled.as_text()` gives it.
     """
     # (kind, bytes, chain): the chain is equal in all fusions that belong to one asynchronous collective.
     found: dict[str, list[tuple[str, int, tuple[str, ...] | None]]] = {}

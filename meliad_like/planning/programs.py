@@ -31,6 +31,7 @@ class Need(NamedTuple):
     """What one program needs on each device, in bytes."""
 
     name: str
+    topology: Topology
     parts: dict[str, int]
     """Arguments, which stay in memory: parameters, optimizer state, carry, batch."""
     activations: int
@@ -50,6 +51,31 @@ class Need(NamedTuple):
     def total(self) -> int:
         return sum(self.parts.values()) + self.activations + self.results + self.code
 
+    @property
+    def fits(self) -> bool:
+        """True if the memory of a device is not known, unless the compiler gave up."""
+        return not self.gave_up and (self.topology.chip is None or self.total <= self.topology.chip.memory)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The least time of a run of the program, by resource; empty for unknown devices."""
+        chip, peak_flops = self.topology.chip, self.topology.peak_flops
+        if chip is None or peak_flops is None:
+            return {}
+        linked = sum(traffic.num_bytes for traffic in self.collectives.values())
+        return {
+            "arithmetic": self.flops / peak_flops,
+            # The state is read and, but for parameters outside of training, written; activations are both.
+            "memory": (sum(self.parts.values()) + 2 * self.activations) / chip.memory_bandwidth,
+            "links": linked / chip.link_bandwidth,
+        }
+
+    @property
+    def limited_by(self) -> str:
+        """The resource that limits the program; empty for unknown devices."""
+        times = self.seconds
+        return max(times, key=lambda name: times[name], default="") if self.fits else "memory's size"
+
 
 def needs(
     run: RunConfig, vocabulary_size: int, topology: Topology, programs: Sequence[str] = PROGRAMS, quick: bool = False
@@ -57,14 +83,11 @@ def needs(
     """Compiles the programs of a run of one stage, in turn.
 
     With `quick` the compiler makes the least effort, and needs half the time or less; activations are then up to 20
-    percent larger (docs/planning.md).
-
-    Raises:
-      UserError: the mesh does not fit the devices, the lanes or the model.
+    percent larger (docs/planning.md). Raises UserError if the mesh does not fit the devices, the lanes or the model.
     """
     mesh, num_lanes = make_mesh(run.mesh, topology.devices), run.data.num_lanes
     program = make_program(run, vocabulary_size, mesh)
-    model, state, batch = program.model, program.abstract_state, _sharded_batch(program)
+    model, state, batch = program.model, program.abstract_state, program.abstract_batch
     lanes, carry = lane_sharding(mesh, num_lanes), _decoding_carry(model, state.params, num_lanes, mesh)
     token = jax.ShapeDtypeStruct((num_lanes,), jnp.int32, sharding=lanes)
     evaluate = jax.jit(
@@ -111,7 +134,7 @@ def _need(
     except jax.errors.JaxRuntimeError as error:
         if (activations := refused_bytes(str(error), sum(parts.values()))) is None:
             raise
-        return Need(name, parts, activations, 0, 0, {}, flops, time.perf_counter() - began, gave_up=True)
+        return Need(name, topology, parts, activations, 0, 0, {}, flops, time.perf_counter() - began, gave_up=True)
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -121,6 +144,7 @@ def _need(
     peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
     return Need(
         name=name,
+        topology=topology,
         parts=parts,
         activations=memory.temp_size_in_bytes if topology.kind == "cpu" else peak,
         results=results,
@@ -142,7 +166,7 @@ def refused_bytes(message: str, held: int) -> int | None:
 def state_parts(program: Program) -> dict[str, int]:
     """Bytes on a device between training steps, by kind; known without compiling."""
     state = program.abstract_state
-    trees = (state.params, state.optimizer_state, state.carry, _sharded_batch(program))
+    trees = (state.params, state.optimizer_state, state.carry, program.abstract_batch)
     return {name: _size_on_device(tree) for name, tree in zip(PARTS, trees, strict=True)}
 
 
@@ -150,11 +174,6 @@ def least_bytes(run: RunConfig, vocabulary_size: int, topology: Topology) -> int
     """The least memory of a training step on each device: arguments and gradients. Nothing is compiled."""
     parts = state_parts(make_program(run, vocabulary_size, make_mesh(run.mesh, topology.devices)))
     return sum(parts.values()) + parts["parameters"]
-
-
-def _sharded_batch(program: Program) -> Any:
-    shards = lane_sharding(program.mesh, program.abstract_batch.inputs.shape[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shards), program.abstract_batch)
 
 
 def _size_on_device(tree: Any) -> int:

@@ -1,8 +1,8 @@
 """The report of a plan: memory, traffic and time of each program on each device, and the nearest settings that fit."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from meliad_like.config import RunConfig
@@ -15,34 +15,9 @@ from meliad_like.tables import Table
 SPARING: dict[str, tuple[str, ...]] = {"none": ("dots", "layers"), "dots": ("layers",)}
 
 
-def fits(need: Need, topology: Topology) -> bool:
-    """Whether a program fits; True if the memory of a device is not known, unless the compiler gave up."""
-    return not need.gave_up and (topology.chip is None or need.total <= topology.chip.memory)
-
-
-def limit(need: Need, topology: Topology) -> str:
-    """The resource that limits the program; empty for unknown devices."""
-    if not fits(need, topology):
-        return "memory's size"
-    times = seconds(need, topology)
-    return max(times, key=lambda name: times[name]) if times else ""
-
-
-def seconds(need: Need, topology: Topology) -> dict[str, float]:
-    """The least time of a run of the program, by resource; empty for unknown devices."""
-    if topology.chip is None or topology.peak_flops is None:
-        return {}
-    linked = sum(traffic.num_bytes for traffic in need.collectives.values())
-    return {
-        "arithmetic": need.flops / topology.peak_flops,
-        # The state is read and, but for parameters outside of training, written; activations are both.
-        "memory": (sum(need.parts.values()) + 2 * need.activations) / topology.chip.memory_bandwidth,
-        "links": linked / topology.chip.link_bandwidth,
-    }
-
-
-def table(planned: Sequence[Need], topology: Topology) -> Table:
+def table(planned: Sequence[Need]) -> Table:
     """A row for each figure, and a column for each program."""
+    topology = planned[0].topology
     rows: dict[str, list[str]] = {part: [_gib(need.parts.get(part)) for need in planned] for part in PARTS}
     rows |= {name: [_gib(getattr(need, name)) for need in planned] for name in ("activations", "results", "code")}
     rows["total"] = [_gib(need.total) for need in planned]
@@ -52,30 +27,28 @@ def table(planned: Sequence[Need], topology: Topology) -> Table:
         found = [need.collectives.get(kind) for need in planned]
         rows[kind] = ["" if t is None else f"{t.count:,} of {t.num_bytes / 1e6:,.1f} MB" for t in found]
     rows["TFLOP"] = [f"{need.flops / 1e12:,.4f}" for need in planned]
-    times = [seconds(need, topology) for need in planned]
-    rows |= {f"ms of {name}, at least": [f"{1e3 * t[name]:,.3f}" for t in times] for name in times[0]}
-    if times[0]:
-        rows["limited by"] = [limit(need, topology) for need in planned]
+    for name in planned[0].seconds:
+        rows[f"ms of {name}, at least"] = [f"{1e3 * need.seconds[name]:,.3f}" for need in planned]
+    if planned[0].seconds:
+        rows["limited by"] = [need.limited_by for need in planned]
     rows["compiled in"] = [f"{need.compile_seconds:.0f} s" for need in planned]
     title = f"On each of {len(topology.devices)} devices ({topology.kind}, {topology.name})"
     return Table(title, ("", *(need.name for need in planned)), [(name, *cells) for name, cells in rows.items()])
 
 
-def to_json(planned: Sequence[Need], topology: Topology) -> dict[str, Any]:
+def to_json(planned: Sequence[Need]) -> dict[str, Any]:
     """The figures of a plan for JSON."""
-
-    def program(need: Need) -> dict[str, Any]:
-        return need._asdict() | {
-            "total": need.total,
-            "limited_by": limit(need, topology),
-            "fits": fits(need, topology),
-            "seconds": seconds(need, topology),
-            "collectives": {kind: traffic._asdict() for kind, traffic in need.collectives.items()},
-        }
-
+    topology = planned[0].topology
+    derived = ("total", "limited_by", "fits", "seconds")
+    programs = [
+        {name: value for name, value in need._asdict().items() if name != "topology"}
+        | {name: getattr(need, name) for name in derived}
+        | {"collectives": {kind: traffic._asdict() for kind, traffic in need.collectives.items()}}
+        for need in planned
+    ]
     memory = topology.chip and topology.chip.memory
     devices = {"devices": len(topology.devices), "kind": topology.kind, "memory_bytes": memory}
-    return {"topology": topology.name, **devices, "programs": [program(need) for need in planned]}
+    return {"topology": topology.name, **devices, "programs": programs}
 
 
 def _gib(num_bytes: float | None) -> str:
@@ -101,7 +74,7 @@ def nearest_that_fits(
             if least_bytes(other, vocabulary_size, topology) > memory:
                 continue
             on_try(bindings)
-            if all(fits(need, topology) for need in needs(other, vocabulary_size, topology, programs, quick)):
+            if all(need.fits for need in needs(other, vocabulary_size, topology, programs, quick)):
                 return bindings
         except UserError:
             # The mesh doesn't divide the lanes or the model.
@@ -109,35 +82,29 @@ def nearest_that_fits(
     return None
 
 
-def alternatives(run: RunConfig, num_devices: int) -> list[tuple[str, RunConfig]]:
+def alternatives(run: RunConfig, num_devices: int) -> Iterator[tuple[str, RunConfig]]:
     """The nearest settings that need less memory, as bindings and as a run; the cheapest first."""
-    found: list[tuple[str, RunConfig]] = []
-
-    def add(bindings: str, **changes) -> None:
-        found.append((bindings, dataclasses.replace(run, **changes)))
-
     model = run.model
     for remat in SPARING.get(model.remat, ()):
-        model = dataclasses.replace(run.model, remat=remat)
-        add(f"{type(model).__name__}.remat = {remat!r}", model=model)
+        model = replace(run.model, remat=remat)
+        yield f"{type(model).__name__}.remat = {remat!r}", replace(run, model=model)
     name = f" with {type(model).__name__}.remat = 'layers'" if model is not run.model else ""
     parts = run.training.gradient_accumulation
     shards = num_devices // (run.mesh.tensor * run.mesh.sequence)
     while run.data.num_lanes % (2 * parts * shards) == 0:
         parts *= 2
-        training = dataclasses.replace(run.training, gradient_accumulation=parts)
-        add(f"TrainingConfig.gradient_accumulation = {parts}{name}", training=training, model=model)
+        training = replace(run.training, gradient_accumulation=parts)
+        yield f"TrainingConfig.gradient_accumulation = {parts}{name}", replace(run, training=training, model=model)
     fsdp = run.mesh.fsdp
     # The number of copies then follows from the number of devices.
     data = "" if run.mesh.data == -1 else " with MeshConfig.data = -1"
     while shards % (2 * fsdp) == 0:
         fsdp *= 2
-        mesh = dataclasses.replace(run.mesh, data=-1, fsdp=fsdp)
-        add(f"MeshConfig.fsdp = {fsdp}{data}{name}", mesh=mesh, model=model)
+        mesh = replace(run.mesh, data=-1, fsdp=fsdp)
+        yield f"MeshConfig.fsdp = {fsdp}{data}{name}", replace(run, mesh=mesh, model=model)
     # Last, because fewer lanes, with fewer tokens in each step, are another training.
     tokens, parts = run.data.tokens_per_step, run.training.gradient_accumulation
     while tokens // run.data.segment_length % (2 * parts * shards) == 0:
         tokens //= 2
-        fewer = dataclasses.replace(run.data, tokens_per_step=tokens)
-        add(f"ReaderConfig.tokens_per_step = {tokens}{name}", data=fewer, model=model)
-    return found
+        fewer = replace(run.data, tokens_per_step=tokens)
+        yield f"ReaderConfig.tokens_per_step = {tokens}{name}", replace(run, data=fewer, model=model)

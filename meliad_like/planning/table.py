@@ -19,7 +19,11 @@ from absl import flags
 from meliad_like import command_line
 from meliad_like.config import RunConfig, parse, shipped_files
 from meliad_like.errors import UserError
+from meliad_like.planning import report
+from meliad_like.planning.programs import needs
+from meliad_like.planning.topology import describe
 from meliad_like.remote import write_whole
+from meliad_like.run.setup import vocabulary_size
 from meliad_like.tables import Table
 
 RESULTS = flags.DEFINE_string("results", "runs/planning", "Folder of results.json and table.md.")
@@ -79,8 +83,6 @@ class Entry(NamedTuple):
 
 def entries(settings: Sequence[Setting] = SETTINGS) -> Iterator[Entry]:
     """All runs of the tables, folder by folder and, in a folder, topology by topology."""
-    from meliad_like.run.setup import vocabulary_size
-
     for setting in settings:
         files = [file for file in shipped_files() if file.rpartition("/")[0] == setting.folder and file not in PARTS]
         runs = {file: parse([file, *setting.others]) for file in files}
@@ -91,16 +93,13 @@ def entries(settings: Sequence[Setting] = SETTINGS) -> Iterator[Entry]:
 
 def compile_entry(entry: Entry) -> dict[str, Any]:
     """What a training step needs, as `plan --output` writes it; or the reason why there is no such step."""
-    from meliad_like.planning import report
-    from meliad_like.planning.programs import needs
-    from meliad_like.planning.topology import describe
 
     topology = describe(entry.topology)
     try:
         found = list(needs(entry.run, entry.vocabulary_size, topology, ("training",), quick=True))
     except UserError as error:
         return {"error": str(error)}
-    return report.to_json(found, topology)
+    return report.to_json(found)
 
 
 def make_tables(entries: Sequence[Entry], results: dict[str, Any]) -> str:

@@ -49,13 +49,9 @@ class Topology(NamedTuple):
 
 
 def describe(name: str) -> Topology:
-    """The devices of a slice.
+    """The devices of a slice, as the TPU compiler names it by its chips (`v4:2x2x4`); or `cpu:8`, before jax starts.
 
-    Args:
-      name: a slice by its chips, as the TPU compiler names it (`v4:2x2x4`); or `cpu:8`, before jax has started.
-
-    Raises:
-      UserError: there is no such slice, or no TPU compiler.
+    Raises UserError if there is no such slice, or no TPU compiler.
     """
     generation, _, shape = name.partition(":")
     if not re.fullmatch(r"\d+(x\d+)*", shape):

@@ -38,7 +38,7 @@ class Program(NamedTuple):
     train_step: jax.stages.Wrapped
     """(state, batch) -> (state, metrics), jitted; the state's buffers are donated."""
     abstract_batch: Any
-    """The shapes of the batch of a step, over all hosts."""
+    """The shapes of the batch of a step, over all hosts, with their shardings."""
 
     def compile_step(self, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
         """The step compiled (with options of XLA) for these shapes and shardings; it rejects all others."""
@@ -121,7 +121,7 @@ def lay_out(
             in_shardings=(shardings, lanes),
             out_shardings=(shardings, replicated(mesh)),
         ),
-        abstract_batch=abstract_batch,
+        abstract_batch=jax.tree.map(lambda x: x.update(sharding=lanes), abstract_batch),
     )
 
 
