@@ -21,7 +21,7 @@ import pandas as pd
 from absl import app, flags
 
 from meliad_like.experiments.experiment import LOG_NAME
-from meliad_like.experiments.processes import environment, run_processes
+from meliad_like.experiments.processes import run_processes
 from meliad_like.experiments.report import RESULT_NAME
 from meliad_like.resumable import write_json
 from meliad_like.tables import Table, with_error
@@ -93,18 +93,14 @@ def run_all() -> int:
     """Starts every run that has no result, `jobs` at a time, each in a process of its own; the exit status."""
     folder = Path(FOLDER.value)
     arguments = [f"--folder={folder}", *(f"--gin_param={value}" for value in GIN_PARAM.value)]
-    commands, failed = {}, []
+    commands = {}
     for run in product(TASKS.value, ROWS, SEEDS.value):
         workdir = folder / name_of(*run)
         if not (workdir / RESULT_NAME).exists():
             command = [sys.executable, __file__, *arguments, f"--one={','.join(run)}"]
             commands[workdir.name] = (command, workdir / LOG_NAME)
 
-    def say(name: str, status: int) -> None:
-        print(f"failed {name} (see {commands[name][1]})" if status else f"finished {name}", flush=True)
-        failed.extend([name] if status else [])
-
-    stopped = run_processes(commands, JOBS.value, environment(folder, side_by_side=JOBS.value > 1), say)
+    stopped, failed = run_processes(commands, folder, JOBS.value)
     return stopped or int(bool(failed))
 
 

@@ -22,7 +22,7 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import environment, run_processes
-from meliad_like.experiments.report import Report, Results, gather
+from meliad_like.experiments.report import Results, gather
 from meliad_like.experiments.scales import SCALES, Scale
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
 from meliad_like.experiments.tables import TABLES
@@ -102,7 +102,7 @@ def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys)
     assert "from step 3 to 5" in capsys.readouterr().out
     assert job(5).result["num_steps"] == 5
 
-    with pytest.raises(UserError, match="belongs to another config: DecoderConfig.window_length is 16 there"):
+    with pytest.raises(UserError, match="DecoderConfig.window_length is 16 there.*; choose another --folder"):
         _ = job(5, "DecoderConfig.window_length = 32").finished
     with pytest.raises(UserError, match="split 'test' has no documents"):
         job(5, split="test").train_and_evaluate()
@@ -161,9 +161,8 @@ def test_vocabularies_that_are_too_large_for_a_scale_are_made_when_they_are_name
 
 def test_statuses_of_processes_are_reported(tmp_path):
     commands = {f"{i}": (["sh", "-c", f"echo here; exit {i}"], tmp_path / "new" / f"{i}.txt") for i in range(4)}
-    statuses = {}
-    assert run_processes(commands, 2, dict(os.environ), statuses.__setitem__) == 0
-    assert statuses == {"0": 0, "1": 1, "2": 2, "3": 3}
+    status, failed = run_processes(commands, tmp_path, 2)
+    assert (status, sorted(failed)) == (0, [f"{i} (see {tmp_path}/new/{i}.txt)" for i in (1, 2, 3)])
     assert (tmp_path / "new" / "3.txt").read_text() == "here\n"
 
 
@@ -180,12 +179,10 @@ def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path, number):
     before = signal.getsignal(number)
     thread = threading.Thread(target=stop)
     thread.start()
-    statuses = {}
-    assert run_processes(commands, 1, dict(os.environ), statuses.__setitem__) == 75
+    assert run_processes(commands, tmp_path, 1) == (75, [])
     thread.join()
     assert (tmp_path / "one.txt").read_text() == "begun\nsaved\n"
     assert not (tmp_path / "two.txt").exists()
-    assert statuses == {}
     assert signal.getsignal(number) is before
 
 
@@ -233,9 +230,9 @@ def test_times_and_memory_of_rows_are_written_for_the_table(tmp_path, monkeypatc
     row = json.loads((tmp_path / "step_time.json").read_text())["rows"]["slide_12l"]
     # Parameters, momentum and second moments, in float32.
     assert row["memory_bytes"] > 3 * 4 * row["parameters"]
-    results, timed = gather(TABLES["table1"], tmp_path, [0], "test"), TABLES["table1"].row("slide_12l")
-    assert results.mean(timed, "milliseconds") == pytest.approx(1e3 * row["seconds"][0])
-    assert np.isnan(results.mean(timed, "step_time"))  # its baseline was not timed
+    results = gather(TABLES["table1"], tmp_path, [0], "test")
+    assert results.mean("slide_12l", "milliseconds") == pytest.approx(1e3 * row["seconds"][0])
+    assert np.isnan(results.mean("slide_12l", "step_time"))  # its baseline was not timed
 
 
 def test_a_table_of_partial_results(tmp_path):
@@ -286,26 +283,25 @@ def test_a_mean_does_not_leave_out_the_run_that_was_not_finite(tmp_path):
     content = json.loads(path.read_text())
     content["splits"]["test"]["bits_per_byte"] = None
     path.write_text(json.dumps(content))
-    table = TABLES["table1"]
-    results = gather(table, tmp_path, [0, 1], "test")
-    assert results.mean(table.row("slide_13l"), "bits_per_byte") == 1.25
+    results = gather(TABLES["table1"], tmp_path, [0, 1], "test")
+    assert results.mean("slide_13l", "bits_per_byte") == 1.25
     for measure in ("bits_per_byte", "difference"):
-        assert np.isnan(results.mean(table.row("fixed_skip"), measure))
-        assert np.isnan(results.error(table.row("fixed_skip"), measure))
-    draw(table, results, tmp_path / "drawn.png")
+        assert np.isnan(results.mean("fixed_skip", measure))
+        assert np.isnan(results.error("fixed_skip", measure))
+    draw(results, tmp_path / "drawn.png")
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_has_a_picture_of_whatever_is_there(tmp_path, name):
     table = TABLES[name]
-    draw(table, gather(table, tmp_path, [0], "test"), tmp_path / "empty.png")
+    draw(gather(table, tmp_path, [0], "test"), tmp_path / "empty.png")
     for row in table.rows[:-1]:
-        if not row.shares:
+        if not row.trained_as:
             write_result(tmp_path, row.name, 0, 2.0)
     results = gather(table, tmp_path, [0], "test")
-    draw(table, results, tmp_path / "full.png")
+    draw(results, tmp_path / "full.png")
     assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size
-    text = Report(table, results, "tiny").to_markdown()
+    text = results.to_markdown("tiny")
     assert all(f"| {row.label} |" in text for row in table.rows)
 
 
@@ -346,7 +342,6 @@ def test_rows_that_were_not_trained_for_as_long_are_named():
     runs = pd.DataFrame([{**facts, "tokens_per_step": 64, "num_steps": steps} for steps in (30, 30, 31, 31)], index)
     lengths = "30 steps of 64 tokens: slide_12l; 31 steps of 64 tokens: slide_13l"
     mixed, same = (
-        Report(TABLES["table1"], Results((), each, each, each, ()), "tiny")._notes()
-        for each in (runs, runs.assign(num_steps=30))
+        Results(TABLES["table1"], (), each, each, each, ()).notes("tiny") for each in (runs, runs.assign(num_steps=30))
     )
     assert f"**Not all rows were trained for as long:** {lengths}." in mixed and len(same) == len(mixed) - 1

@@ -244,8 +244,8 @@ def test_the_report(tmp_path):
 
 
 def test_the_picture(tmp_path):
-    draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
+    draw(gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
     for i, row in enumerate(TABLE.rows):
         write_result(tmp_path, row, 60.0 - i)
-    draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
+    draw(gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
     assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size

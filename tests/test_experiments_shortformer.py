@@ -237,8 +237,8 @@ def test_the_report(tmp_path):
 
 
 def test_the_picture(tmp_path):
-    draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
+    draw(gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
     for row in TABLE.rows:
         write_result(tmp_path, row.name, 0, 7.5, single_tokens_per_second=900.0)
-    draw(TABLE, gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
+    draw(gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
     assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size

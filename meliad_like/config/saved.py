@@ -58,7 +58,7 @@ def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     return {key: (value, after[key]) for key, value in before.items() if key in after and value != after[key]}
 
 
-def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
+def check_workdir(run: RunConfig, workdir: str | epath.Path, flag: str = "--workdir") -> None:
     """Raises a UserError if a folder holds a run that differs in a field that is not `resumable`.
 
     A folder without a checkpoint belongs to nobody.
@@ -78,7 +78,7 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path) -> None:
         if name in changed and field.metadata.get("resumable", lambda old, new: False)(saved, run):
             del changed[name]
     old, new = ({name: values[i] for name, values in changed.items()} for i in (0, 1))
-    check_same(path.parent, old, new, way_out="choose another --workdir")
+    check_same(path.parent, old, new, way_out=f"choose another {flag}")
 
 
 def save(run: RunConfig, workdir: str | epath.Path) -> None:

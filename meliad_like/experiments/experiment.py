@@ -25,8 +25,8 @@ from meliad_like.data.vocabulary import SETTINGS_NAME
 from meliad_like.errors import UserError
 from meliad_like.experiments.evaluations import by_document, by_protocol, facts
 from meliad_like.experiments.pictures import draw
-from meliad_like.experiments.processes import environment, run_processes
-from meliad_like.experiments.report import STEP_TIME_NAME, Report, gather, read_timing, result_file
+from meliad_like.experiments.processes import run_processes
+from meliad_like.experiments.report import STEP_TIME_NAME, Results, gather, read_timing, result_file
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import TimedStep, in_shares, make_step, time_in_turn
 from meliad_like.experiments.tables import Row, Table
@@ -151,19 +151,10 @@ class Experiment:
 
     def _start(self, workers: dict[str, tuple[str, Path]]) -> int:
         """Starts processes by name, each with the argument of --worker and the file for its output."""
-        began, done = time.perf_counter(), 0
-
-        def report_end(name: str, status: int) -> None:
-            nonlocal done
-            done += 1
-            if status:
-                self.failed.append(f"{name} (see {workers[name][1]})")
-            word = "failed" if status else "finished"
-            print(f"{word} {name}, {done} of {len(workers)} after {time.perf_counter() - began:,.0f} s", flush=True)
-
         commands = {name: ([*self.command, f"--worker={worker}"], log) for name, (worker, log) in workers.items()}
-        variables = environment(self.folder, self._side_by_side > 1)
-        return run_processes(commands, self._side_by_side, variables, report_end)
+        status, failed = run_processes(commands, self.folder, self._side_by_side)
+        self.failed.extend(failed)
+        return status
 
     @property
     def timed(self) -> bool:
@@ -174,11 +165,12 @@ class Experiment:
         runs = {row.run_name: self.run(row, seed=0) for row in self.rows}
         steps: dict[str, TimedStep] = {}
         shares: dict[str, dict[str, float]] = {}
+        parts: dict[Any, str] = {}
         for name, run in runs.items():
             for stage in (stages := stages_of(run)):
                 # Stages that are the same in everything that takes time are timed once.
-                same = (step for step in steps if _same_step(steps[step].run, stage.run))
-                part = next(same, name if len(stages) == 1 else f"{name}, stage {stage.index + 1}")
+                same = stage.run.model, stage.run.data, stage.run.optimizer
+                part = parts.setdefault(same, name if len(stages) == 1 else f"{name}, stage {stage.index + 1}")
                 if part not in steps:
                     steps[part] = make_step(stage.run, vocabulary_size(run), make_mesh(run.mesh))
                     print(f"compiled {part} in {steps[part].compile_seconds:.1f} s", flush=True)
@@ -191,30 +183,24 @@ class Experiment:
         }
         write_json(self.folder / STEP_TIME_NAME, timing)
 
-    def report(self) -> str:
-        """Writes Markdown, CSV and picture of the results that exist; returns the Markdown.
-
-        Raises:
-          UserError: there is no folder.
-        """
+    def results(self) -> Results:
+        """The results that exist; UserError if there is no folder."""
         if not self.folder.is_dir():
             raise UserError(f"nothing was evaluated yet in {self.folder}: the same command without --report does that")
-        report, path = self._report(), self.folder / self.table.name
-        markdown = report.to_markdown()
+        return gather(self.table, self.folder, self.seeds, self.split, self.rows)
+
+    def report(self) -> str:
+        """Writes Markdown, CSV and picture of the results that exist; returns the Markdown."""
+        results, path = self.results(), self.folder / self.table.name
+        markdown = results.to_markdown(self.scale_name)
         path.with_suffix(".md").write_text(markdown)
-        report.frame.to_csv(path.with_suffix(".csv"), index=False)
-        draw(self.table, report.results, path.with_suffix(".png"))
+        results.frame.to_csv(path.with_suffix(".csv"), index=False)
+        draw(results, path.with_suffix(".png"))
         return markdown
 
     def for_terminal(self) -> RichTable:
         """The report, in few enough columns for a terminal."""
-        return self._report().for_terminal().to_rich()
-
-    def _report(self) -> Report:
-        results = gather(self.table, self.folder, self.seeds, self.split)
-        # Extra rows that nobody asked for are not shown as missing.
-        rows = [row for row in self.table.rows if results.num_runs(row) or row in self.rows or not row.extra]
-        return Report(self.table, results._replace(rows=rows), self.scale_name)
+        return self.results().for_terminal().to_rich()
 
 
 @dataclass(frozen=True)
@@ -247,9 +233,7 @@ class Job:
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens to evaluate, of the beginnings of documents; None: the whole split."""
-        tokens = self.experiment.max_tokens
-        return self.experiment.scale.max_tokens if tokens is None else tokens
+        return self.experiment.max_tokens or self.experiment.scale.max_tokens
 
     @property
     def result(self) -> dict[str, Any]:
@@ -258,12 +242,8 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """Whether it is trained and evaluated on the split.
-
-        Raises:
-          UserError: the folder holds another run.
-        """
-        config.check_workdir(self.trained, self.workdir)
+        """Whether it is trained and evaluated on the split; UserError if the folder holds another run."""
+        config.check_workdir(self.trained, self.workdir, "--folder")
         result = self.result
         done = result["splits"].get(self.experiment.split, {"max_tokens": math.nan})
         return done.get("max_tokens") == self.max_tokens and result["num_steps"] >= self.trained.training.num_steps
@@ -271,11 +251,8 @@ class Job:
     def train_and_evaluate(self) -> int:
         """Trains (or resumes) in this process, evaluates the split, and adds the figures to the row's result.
 
-        Returns:
-          The exit status: 0, or `EXIT_STATUS` after SIGTERM with everything saved.
-
-        Raises:
-          UserError: as `run.training.train`; the split has no documents, or another process works in this folder.
+        Returns the exit status of `run.training.train`, and raises its errors; also UserError if the split has no
+        documents or another process works in this folder.
         """
         workdir, split, began = self.workdir, self.experiment.split, time.perf_counter()
         workdir.mkdir(parents=True, exist_ok=True)
@@ -313,11 +290,7 @@ class Job:
 
 
 def fields_of(folder: Path) -> dict[str, Any]:
-    """The values that a pretrained model gives to fields of the decoder and the vocabulary, by `Class.field`.
-
-    Raises:
-      UserError: there is no pretrained model in the folder.
-    """
+    """The values that a pretrained model gives to fields of the decoder and the vocabulary, by `Class.field`."""
     checkpoints = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     if not checkpoints.is_dir():
         raise UserError(f"there is no pretrained model at --load_dir={folder}: {HOW_TO_GET_ONE}")
@@ -345,7 +318,3 @@ def device_name() -> str:
     """The name of this machine's device; for a CPU its number of cores."""
     device = jax.devices()[0]
     return f"CPU with {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
-
-
-def _same_step(run: RunConfig, other: RunConfig) -> bool:
-    return (run.model, run.data, run.optimizer) == (other.model, other.data, other.optimizer)

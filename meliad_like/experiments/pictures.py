@@ -11,14 +11,14 @@ from matplotlib.ticker import EngFormatter
 
 from meliad_like.evaluation.pictures import COLOURS
 from meliad_like.experiments.report import Results
-from meliad_like.experiments.tables import Panel, Row, Table
+from meliad_like.experiments.tables import Panel
 
 FRONT = "#222222"
 
 
-def draw(table: Table, results: Results, path: Path) -> None:
+def draw(results: Results, path: Path) -> None:
     """Draws our figures and the paper's, on axes of their own where they are of different documents."""
-    panels = table.panels
+    panels = results.table.panels
     if not panels[0].x:
         picture = Figure(figsize=(4.2 * len(panels) + 3, 0.32 * len(results.rows) + 1.4), dpi=120, layout="constrained")
         row_of_axes = np.atleast_1d(picture.subplots(1, len(panels), sharey=True))
@@ -46,24 +46,23 @@ def _draw_by_figure(axes: Axes, results: Results, panel: Panel, where: str) -> N
     """Lines over a figure of the rows."""
     by_name = {row.name: row for row in results.rows}
 
-    def point(row: Row) -> tuple[float, float, float]:
+    def point(name: str, paper_x: float = math.nan) -> tuple[float, float, float]:
         """x, y and the error of y; NaN for what is not known, which is not drawn."""
         if where != "here":
-            return panel.paper_x.get(row.name, math.nan), row.paper.get(panel.paper, math.nan), 0.0
-        x = results.mean(row, panel.x) / panel.unit
-        return x, results.mean(row, panel.measure), results.error(row, panel.measure)
+            return paper_x, by_name[name].paper.get(panel.paper, math.nan), 0.0
+        return results.mean(name, panel.x), results.mean(name, panel.measure), results.error(name, panel.measure)
 
     points = [np.zeros((0, 2))]
     for i, (name, rows) in enumerate(panel.lines.items()):
-        line = np.array([point(by_name[row]) for row in rows if row in by_name]).reshape(-1, 3)
+        line = np.array([point(row, x) for row, x in rows.items() if row in by_name]).reshape(-1, 3)
         # The legend has no lines without figures.
         if np.isfinite(line[:, :2]).all(axis=1).any():
             x, y, error = line.T
             axes.errorbar(x, y, yerr=error, fmt="o-", color=COLOURS[i % len(COLOURS)], capsize=3, label=name)
             points.append(line[:, :2])
     if panel.reference in by_name:
-        row = by_name[panel.reference]
-        axes.axhline(point(row)[1], color="grey", linestyle="--", label=row.label)
+        label = by_name[panel.reference].label
+        axes.axhline(point(panel.reference)[1], color="grey", linestyle="--", label=label)
     if panel.front:
         known = np.concatenate(points)
         known = known[np.isfinite(known).all(axis=1)]
@@ -73,7 +72,7 @@ def _draw_by_figure(axes: Axes, results: Results, panel: Panel, where: str) -> N
     if panel.logarithmic:
         axes.set_xscale("log")
         ticks: list[float] = []
-        for x in sorted(x for x in np.concatenate(points)[:, 0].tolist() if math.isfinite(x)):
+        for x in sorted(filter(math.isfinite, np.concatenate(points)[:, 0].tolist())):
             if not ticks or x > 1.2 * ticks[-1]:
                 ticks.append(x)
         axes.set_xticks(ticks, [_short(x) for x in ticks], rotation=30)
@@ -88,8 +87,8 @@ def _draw_by_figure(axes: Axes, results: Results, panel: Panel, where: str) -> N
 def _draw_by_row(axes: Axes, results: Results, panel: Panel) -> None:
     """One place for each row; the paper's points on an axis of their own at the top, if they can't be compared."""
     places = range(len(results.rows))
-    errors = [results.error(row, panel.measure) for row in results.rows]
-    values = [results.mean(row, panel.measure) for row in results.rows]
+    errors = [results.error(row.name, panel.measure) for row in results.rows]
+    values = [results.mean(row.name, panel.measure) for row in results.rows]
     axes.errorbar(values, places, xerr=errors, fmt="o", color=COLOURS[0], capsize=3)
     axes.set_yticks(places, [row.label for row in results.rows])
     axes.grid(alpha=0.25)

@@ -3,10 +3,10 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from meliad_like.training.processes import EXIT_STATUS
 
@@ -14,7 +14,7 @@ from meliad_like.training.processes import EXIT_STATUS
 def environment(folder: Path, side_by_side: bool) -> dict[str, str]:
     """The environment variables of a process that trains or measures times, perhaps with others at the same time.
 
-    The processes share a cache of compiled programs in the table's folder.
+    The processes share a cache of compiled programs in the folder.
     """
     # As in launch/environment.sh.
     variables = {
@@ -31,23 +31,23 @@ def environment(folder: Path, side_by_side: bool) -> dict[str, str]:
 
 
 def run_processes(
-    commands: Mapping[str, tuple[Sequence[str], Path]],
-    max_processes: int,
-    variables: Mapping[str, str],
-    on_end: Callable[[str, int], Any],
-) -> int:
-    """Runs commands in parallel, waits for all of them, and returns 0, or `EXIT_STATUS` after a signal.
+    commands: Mapping[str, tuple[Sequence[str], Path]], folder: Path, max_processes: int
+) -> tuple[int, list[str]]:
+    """Runs commands in parallel in their `environment`, waits for all of them, and prints which ended.
 
     SIGTERM and Ctrl-C are passed on, so that every process saves and ends, and no further one is started.
 
     Args:
       commands: by name, each with the file that its output is appended to.
       max_processes: the most that run at the same time.
-      variables: the environment.
-      on_end: called with the name and exit status of each command that ended.
+
+    Returns:
+      0, or `EXIT_STATUS` after a signal; and the commands that failed, with their files.
     """
     running: set[subprocess.Popen] = set()
-    stopping = False
+    ended: list[str] = []
+    failed: list[str] = []
+    stopping, began, variables = False, time.perf_counter(), environment(folder, max_processes > 1)
 
     def stop(*_) -> None:
         nonlocal stopping
@@ -71,7 +71,10 @@ def run_processes(
         status = process.wait()
         running.discard(process)
         if not stopping:
-            on_end(name, status)
+            ended.append(name)
+            failed.extend([f"{name} (see {log_path})"] if status else [])
+            how, seconds = "failed" if status else "finished", time.perf_counter() - began
+            print(f"{how} {name}, {len(ended)} of {len(commands)} after {seconds:,.0f} s", flush=True)
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -80,4 +83,4 @@ def run_processes(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return EXIT_STATUS if stopping else 0
+    return EXIT_STATUS if stopping else 0, failed

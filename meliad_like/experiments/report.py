@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "num_states": ("states", ",.0f"),
     "vocabulary_size": ("vocabulary", ",.0f"),
     "parameters": ("parameters", ",.0f"),
+    "parameters_without_embedding": ("parameters without embedding", ",.0f"),
     "num_tokens": ("token count", ",.0f"),
     "tokens_per_word": ("scale factor", ".4f"),
     "bits_per_token": ("bits per token", ".4f"),
@@ -60,30 +60,91 @@ WITH_ERROR = (
 class Results(NamedTuple):
     """The figures of a table's rows, as far as they are known."""
 
+    table: Table
     rows: Sequence[Row]
+    """Those to report."""
     runs: pd.DataFrame
     """One line for each row and seed (the index): figures of the evaluation, and facts of the config."""
     means: pd.DataFrame
-    """Over the seeds, by row and measure; of measures that runs don't have, those of the timed steps."""
+    """Over the seeds, by row and measure; of measures that runs don't have, those of the timed steps. NaN for what is
+    not known, or was not finite in one of the runs."""
     errors: pd.DataFrame
     """Standard errors of the means; NaN of fewer than two runs."""
     timed_on: Sequence[str]
     """The devices that steps were timed on."""
 
-    def mean(self, row: Row, measure: str) -> float:
-        """NaN for what is not known, or was not finite in one of the runs."""
-        return _cell(self.means, row, measure)
+    def mean(self, row: str, measure: str) -> float:
+        return float(self.means.at[row, measure])
 
-    def error(self, row: Row, measure: str) -> float:
-        """The standard error of the mean; NaN for what is not known."""
-        return _cell(self.errors, row, measure)
+    def error(self, row: str, measure: str) -> float:
+        return float(self.errors.at[row, measure])
 
-    def num_runs(self, row: Row) -> int:
-        return list(self.runs.index.get_level_values("row")).count(row.name)
+    @property
+    def measures(self) -> list[str]:
+        """The columns of figures, in the order of COLUMNS."""
+        return [name for name in COLUMNS if name in self.table.measures]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One line for each row, with numbers: means of the measures, their standard errors, the paper's figures."""
+        names = [row.name for row in self.rows]
+        frame = pd.DataFrame({"row": names, "model": [row.label for row in self.rows]}, index=names)
+        for measure in self.measures:
+            frame[measure] = self.means[measure]
+            if measure in WITH_ERROR:
+                frame[f"{measure}_error"] = self.errors[measure]
+        frame["runs"] = self.runs.groupby(level="row").size().reindex(names, fill_value=0)
+        papers = pd.DataFrame([row.paper for row in self.rows], names, self.table.paper_columns)
+        return pd.concat([frame, papers.add_prefix("paper: ")], axis=1)
+
+    def for_terminal(self) -> TextTable:
+        """The rows that have figures, and of these the losses and times: few enough columns for a terminal."""
+        frame = self.frame[self.frame["runs"] > 0]
+        measures = [name for name in (*WITH_ERROR, "step_time") if name in frame and frame[name].notna().any()]
+        return _text(frame, measures, [])._replace(title=self.table.title)
+
+    def to_markdown(self, scale: str) -> str:
+        """All figures, with what the runs have in common above them."""
+        times = " and step times" if "step_time" in self.measures else ""
+        explained = (
+            f"Differences in bits per byte (of runs with the same seed){times} are relative to: {_baselines(self)}. ± "
+            "is the standard error of the mean over the runs. `-` is a figure that is missing, or that was not finite "
+            "in one of the runs."
+        )
+        table = _text(self.frame, self.measures, self.table.paper_columns).to_markdown().rstrip()
+        grids = [text for grid in self.table.grids if (text := _grid(grid, self))]
+        return "\n\n".join([f"# {self.table.title}", *self.notes(scale), table, explained, *grids]) + "\n"
+
+    def notes(self, scale: str) -> list[str]:
+        """Documents, steps, seeds and machines: what all the runs that are there have in common."""
+        runs, lines = self.runs, []
+        if not runs.empty:
+            one, seeds = runs.iloc[0], sorted(set(runs.index.get_level_values("seed")))
+            whole = pd.isna(one["max_tokens"])
+            documents = f"{one['num_documents']:,} documents, " if whole else f"{one['num_tokens']:,} tokens, "
+            lines += [
+                f"Scale {scale}: {_span(runs['num_steps'])} steps of {_span(runs['tokens_per_step'])} tokens; "
+                f"seeds {', '.join(map(str, seeds))}. Evaluated on {'all' if whole else 'a part'} of {one['split']}: "
+                f"{documents}{one['num_bytes']:,} bytes.",
+                f"Trained on {', '.join(sorted(set(runs['device'])))}; a run took {runs['seconds'].min():,.0f} to "
+                f"{runs['seconds'].max():,.0f} s.",
+            ]
+            lengths = [
+                f"{steps:,} steps of {tokens:,} tokens: {', '.join(group.index.unique('row'))}"
+                for (steps, tokens), group in runs.groupby(["num_steps", "tokens_per_step"])
+            ]
+            if len(lengths) > 1:
+                lines.append(f"**Not all rows were trained for as long:** {'; '.join(lengths)}.")
+        if self.timed_on:
+            lines.append(f"Steps were timed in turn on {', '.join(self.timed_on)}.")
+        return lines
 
 
-def gather(table: Table, folder: Path, seeds: Iterable[int], split: str) -> Results:
-    """Reads every result that is there, for every row of the table, of runs with these seeds evaluated on the split."""
+def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, wanted: Sequence[Row] = ()) -> Results:
+    """Reads every result that is there, for every row of the table, of runs with these seeds evaluated on the split.
+
+    Extra rows that have no result are reported as missing only if they are `wanted`.
+    """
     places = [(row, seed) for seed in seeds for row in table.rows]
     found = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
     found = {place: figures for place, figures in found.items() if figures}
@@ -98,9 +159,16 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str) -> Resu
         difference = _differences(runs["bits_per_byte"].astype(float), table).groupby(level="row")
         means["difference"], errors["difference"] = difference.mean(skipna=False), difference.sem(skipna=False)
     timing = read_timing(folder)
-    timed = pd.DataFrame({row.name: _timed(timing, row, table) for row in table.rows}).T
+    means = means.combine_first(pd.DataFrame({row.name: _timed(timing, row, table) for row in table.rows}).T)
+    names = [row.name for row in table.rows]
+    means, errors = (
+        each.reindex(names, columns=each.columns.union([*COLUMNS])).astype(float) for each in (means, errors)
+    )
+    means[[*IN_MILLIONS]] /= 1e6
+    trained = {row for row, _ in found}
+    rows = [row for row in table.rows if row.name in trained or row in wanted or not row.extra]
     devices = sorted({timing[row.run_name]["device"] for row in table.rows if row.run_name in timing})
-    return Results(table.rows, runs, means.combine_first(timed), errors, devices)
+    return Results(table, rows, runs, means, errors, devices)
 
 
 def _differences(values: pd.Series, table: Table) -> pd.Series:
@@ -142,115 +210,46 @@ def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> Mapping[str, fl
     return numbers | {"training_tokens_per_second": speed, "milliseconds": 1e3 * seconds, "step_time": relative}
 
 
-def _cell(frame: pd.DataFrame, row: Row, measure: str) -> float:
-    return float(frame.at[row.name, measure]) if row.name in frame.index and measure in frame else math.nan
-
-
 def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-class Report:
-    """The report of the results of a table."""
+def _text(frame: pd.DataFrame, measures: Sequence[str], papers: Sequence[str]) -> TextTable:
+    columns = {"model": frame["model"]}
+    for measure in measures:
+        header, form = COLUMNS[measure]
+        errors = frame.get(f"{measure}_error", pd.Series(math.nan, frame.index))
+        columns[header] = [with_error(*pair, form) for pair in zip(frame[measure], errors, strict=True)]
+    columns["runs"] = frame["runs"]
+    for name in papers:
+        columns[f"paper: {name}"] = ["" if math.isnan(x) else f"{x:,.10g}" for x in frame[f"paper: {name}"]]
+    return TextTable.of(pd.DataFrame(columns))
 
-    def __init__(self, table: Table, results: Results, scale: str):
-        self._table, self.results, self._scale = table, results, scale
-        self._measures = [name for name in COLUMNS if name in table.measures]
 
-    @cached_property
-    def frame(self) -> pd.DataFrame:
-        """One line for each row, with numbers: means of the measures, their standard errors, the paper's figures."""
-        results, lines = self.results, []
-        for row in results.rows:
-            line: dict[str, object] = {"row": row.name, "model": row.label}
-            for measure in self._measures:
-                line[measure] = results.mean(row, measure) / (1e6 if measure in IN_MILLIONS else 1)
-                if measure in WITH_ERROR:
-                    line[f"{measure}_error"] = results.error(row, measure)
-            line["runs"] = results.num_runs(row)
-            lines.append(line | {f"paper: {name}": row.paper.get(name) for name in self._table.paper_columns})
-        return pd.DataFrame(lines)
-
-    def for_terminal(self) -> TextTable:
-        """The rows that have figures, and of these the losses and times: few enough columns for a terminal."""
-        frame = self.frame[self.frame["runs"] > 0]
-        measures = [name for name in (*WITH_ERROR, "step_time") if name in frame and frame[name].notna().any()]
-        return self._text(frame, measures, [])._replace(title=self._table.title)
-
-    def to_markdown(self) -> str:
-        """All figures, with what the runs have in common above them."""
-        times = " and step times" if "step_time" in self._measures else ""
-        explained = (
-            f"Differences in bits per byte (of runs with the same seed){times} are relative to: {self._baselines()}. ± "
-            "is the standard error of the mean over the runs. `-` is a figure that is missing, or that was not finite "
-            "in one of the runs."
-        )
-        table = self._text(self.frame, self._measures, self._table.paper_columns).to_markdown().rstrip()
-        grids = [text for grid in self._table.grids if (text := _grid(grid, self.results))]
-        return "\n\n".join([f"# {self._table.title}", *self._notes(), table, explained, *grids]) + "\n"
-
-    def _text(self, frame: pd.DataFrame, measures: Sequence[str], papers: Sequence[str]) -> TextTable:
-        columns = {"model": frame["model"]}
-        for measure in measures:
-            header, form = COLUMNS[measure]
-            errors = frame.get(f"{measure}_error", pd.Series(math.nan, frame.index))
-            columns[header] = [with_error(*pair, form) for pair in zip(frame[measure], errors, strict=True)]
-        columns["runs"] = frame["runs"]
-        for name in papers:
-            figures = pd.to_numeric(frame[f"paper: {name}"])
-            columns[f"paper: {name}"] = ["" if math.isnan(value) else f"{value:,.10g}" for value in figures]
-        return TextTable.of(pd.DataFrame(columns))
-
-    def _notes(self) -> list[str]:
-        """Documents, steps, seeds and machines: what all the runs that are there have in common."""
-        runs, lines = self.results.runs, []
-        if not runs.empty:
-            one, seeds = runs.iloc[0], sorted(set(runs.index.get_level_values("seed")))
-            whole = pd.isna(one["max_tokens"])
-            documents = f"{one['num_documents']:,} documents, " if whole else f"{one['num_tokens']:,} tokens, "
-            lines += [
-                f"Scale {self._scale}: {_span(runs['num_steps'])} steps of {_span(runs['tokens_per_step'])} tokens; "
-                f"seeds {', '.join(map(str, seeds))}. Evaluated on {'all' if whole else 'a part'} of {one['split']}: "
-                f"{documents}{one['num_bytes']:,} bytes.",
-                f"Trained on {', '.join(sorted(set(runs['device'])))}; a run took {runs['seconds'].min():,.0f} to "
-                f"{runs['seconds'].max():,.0f} s.",
-            ]
-            lengths = [
-                f"{steps:,} steps of {tokens:,} tokens: {', '.join(group.index.unique('row'))}"
-                for (steps, tokens), group in runs.groupby(["num_steps", "tokens_per_step"])
-            ]
-            if len(lengths) > 1:
-                lines.append(f"**Not all rows were trained for as long:** {'; '.join(lengths)}.")
-        if self.results.timed_on:
-            lines.append(f"Steps were timed in turn on {', '.join(self.results.timed_on)}.")
-        return lines
-
-    def _baselines(self) -> str:
-        """What rows are compared with, by the labels of both where there are several."""
-        labels = {row.name: row.label for row in self.results.rows}
-        compared: dict[str, list[str]] = {}
-        for row in self.results.rows:
-            if row.baseline != row.name:
-                compared.setdefault(labels[row.baseline], []).append(row.label)
-        if self._table.against or len(compared) == 1:
-            return self._table.against or next(iter(compared))
-        return "; ".join(f"{baseline} ({' / '.join(names)})" for baseline, names in compared.items())
+def _baselines(results: Results) -> str:
+    """What rows are compared with, by the labels of both where there are several."""
+    labels = {row.name: row.label for row in results.rows}
+    compared: dict[str, list[str]] = {}
+    for row in results.rows:
+        if row.baseline != row.name:
+            compared.setdefault(labels[row.baseline], []).append(row.label)
+    if results.table.against or len(compared) == 1:
+        return results.table.against or next(iter(compared))
+    return "; ".join(f"{baseline} ({' / '.join(names)})" for baseline, names in compared.items())
 
 
 def _grid(grid: Grid, results: Results) -> str:
     """Markdown without the lines and columns that have none of our figures; empty if there are none at all."""
-    by_name = {row.name: row for row in results.rows}
+    papers = {row.name: row.paper.get(grid.paper, math.nan) for row in results.rows}
     names = pd.DataFrame(grid.rows).T
-    ours = names.map(lambda name: results.mean(by_name[name], grid.measure) if name in by_name else math.nan)
+    ours = names.map(lambda name: results.mean(name, grid.measure))
     names = names.loc[ours.notna().any(axis=1), ours.notna().any(axis=0)]
     if names.empty:
         return ""
 
     def cell(name: str) -> str:
-        if name not in by_name:
-            return ""
-        mean = number(results.mean(by_name[name], grid.measure), COLUMNS[grid.measure][1])
-        return f"{mean} ({by_name[name].paper[grid.paper]:,.10g})"
+        mean = number(results.mean(name, grid.measure), COLUMNS[grid.measure][1])
+        return f"{mean} ({papers[name]:,.10g})" if name in papers else ""
 
     cells = names.map(cell).rename_axis("").reset_index()
     return TextTable.of(cells, f"{grid.title} (in brackets the paper's)").to_markdown().rstrip()

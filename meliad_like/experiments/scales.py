@@ -137,15 +137,8 @@ def configure(
 ) -> RunConfig:
     """The run of a row at a scale.
 
-    Args:
-      row: its files are at the paper's size.
-      scale: how they become smaller.
-      gin_files: the task, and options for all rows; their lengths are those of the paper's size, too.
-      gin_params: bindings that win over everything, and are not scaled.
-      fixed: values by `Class.field` that win over files, and are not scaled.
-
-    Raises:
-      UserError: as `config.parse`.
+    `gin_files` are the task and options for all rows, with the lengths of the paper's size, as the row's own files.
+    Values in `fixed`, by `Class.field`, win over files, `gin_params` over everything; neither is scaled.
     """
     files, fixed, bound = [*row.files, *gin_files], dict(fixed or {}), config.bound_by(gin_params)
     if row.vocabulary_size:

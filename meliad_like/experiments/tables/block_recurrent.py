@@ -1,16 +1,20 @@
 """The rows of tables 1, 3, 4 and 5 of Block-Recurrent Transformers (arXiv:2203.07852), and the paper's own figures."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 
 from meliad_like.config import shipped_files
 from meliad_like.experiments.tables.table import MEASURES, Panel, Row, Table
 
-FOLDER = "block_recurrent"
+TOKENS = "PG19 tokens"
+
+
+def _row(name: str, label: str, baseline: str, paper: Mapping[str, float], folder: str = "", **more) -> Row:
+    return Row(name, label, (f"block_recurrent/{folder}{name}.gin",), baseline, paper, **more)
 
 
 def _table1() -> Table:
-    columns = ("step time", "PG19 bytes", "PG19 tokens", "arXiv", "GitHub")
-    figures: Sequence[tuple] = (
+    columns = ("step time", "PG19 bytes", TOKENS, "arXiv", "GitHub")
+    figures = (
         ("xl_512", "XL:512", 0.88, 1.01, 3.62, 1.45, 1.21),
         ("xl_1024", "XL:1024", 1.20, 0.997, 3.59, 1.37, 1.08),
         ("xl_2048", "XL:2048", 2.11, 0.990, 3.58, 1.31, 1.01),
@@ -26,49 +30,38 @@ def _table1() -> Table:
         ("feedback_fixed_skip", "Feedback:fixed:skip", 1.35, 0.935, 3.49, 1.24),
         ("memorizing_64k", "Memorizing Trans. 64k", 1.94, 0.950, 3.53, 1.22),
     )
-    rows = tuple(
-        Row(name, label, (f"{FOLDER}/{name}.gin",), "slide_13l", dict(zip(columns, values)))
-        for name, label, *values in figures
-    )
-    rows += tuple(_further_rows())
-    panels = (Panel("bits_per_byte", "PG19 bytes"), Panel("step_time", "step time", comparable=True))
-    return Table("table1", "Table 1: recurrence and its baselines", rows, panels)
-
-
-def _further_rows() -> Iterator[Row]:
-    """Mechanisms that came after the paper, each in a gin file of `gin/mechanism`, at the same sizes."""
+    rows = [_row(name, label, "slide_13l", dict(zip(columns, values))) for name, label, *values in figures]
+    # Mechanisms that came after the paper, each in a gin file of its own, at the same sizes.
     for file in shipped_files():
         if file.startswith("mechanism/"):
             name = file.removeprefix("mechanism/").removesuffix(".gin")
-            yield Row(name, name.replace("_", " ").capitalize(), (file,), "slide_13l")
+            rows.append(Row(name, name.replace("_", " ").capitalize(), (file,), "slide_13l"))
+    panels = (Panel("bits_per_byte", "PG19 bytes"), Panel("step_time", "step time", comparable=True))
+    return Table("table1", "Table 1: recurrence and its baselines", tuple(rows), panels)
 
 
 def _table3() -> Table:
-    column, folder = "PG19 tokens", f"{FOLDER}/table3"
     windows = {128: (3.58, 3.69), 256: (3.54, 3.64), 512: (3.53, 3.60)}
     states = {128: 3.54, 256: 3.535, 512: 3.53, 1024: 3.51, 2048: 3.55}
-    models = {"recurrent": "Rec:fixed:skip", "slide": "Slide:12L"}
     rows, by_window = [], {}
-    for i, (kind, model) in enumerate(models.items()):
-        by_window[f"{model}, by window"] = names = [f"{kind}_window_{window}" for window in windows]
-        for name, (window, values) in zip(names, windows.items(), strict=True):
-            label, baseline = f"{model}, window {window}", f"slide_window_{window}"
-            rows.append(Row(name, label, (f"{folder}/{name}.gin",), baseline, {column: values[i]}))
+    for i, (kind, model) in enumerate({"recurrent": "Rec:fixed:skip", "slide": "Slide:12L"}.items()):
+        by_window[f"{model}, by window"] = {f"{kind}_window_{window}": window for window in windows}
+        for window, values in windows.items():
+            name, label = f"{kind}_window_{window}", f"{model}, window {window}"
+            rows.append(_row(name, label, f"slide_window_{window}", {TOKENS: values[i]}, "table3/"))
     for number, value in states.items():
-        name, shares = f"states_{number}", "recurrent_window_512" if number == 512 else ""
-        label, files = f"Rec:fixed:skip, {number} states", (f"{folder}/{name}.gin",)
-        rows.append(Row(name, label, files, "states_512", {column: value}, shares))
-    window_of = {f"{kind}_window_{window}": window for kind in models for window in windows}
-    states_of = {f"states_{number}": number for number in states}
+        name, label = f"states_{number}", f"Rec:fixed:skip, {number} states"
+        same = "recurrent_window_512" if number == 512 else ""
+        rows.append(_row(name, label, "states_512", {TOKENS: value}, "table3/", trained_as=same))
+    by_states = {"Rec:fixed:skip, by states": {f"states_{number}": number for number in states}}
     panels = (
-        Panel("bits_per_token", column, "window_length", by_window, window_of),
-        Panel("bits_per_token", column, "num_states", {"Rec:fixed:skip, by states": [*states_of]}, states_of),
+        Panel("bits_per_token", TOKENS, "window_length", by_window),
+        Panel("bits_per_token", TOKENS, "num_states", by_states),
     )
     return Table("table3", "Table 3: the window's size and the number of states", tuple(rows), panels)
 
 
 def _table4() -> Table:
-    column = "PG19 tokens"
     figures = {
         "40m": (40.6e6, 3.96, 4.03),
         "81m": (81.2e6, 3.79, 3.86),
@@ -77,18 +70,15 @@ def _table4() -> Table:
         "650m": (650e6, 3.29, 3.39),
         "1300m": (1.3e9, 3.22, 3.31),
     }
-    models = {"recurrent": "Rec:fixed:skip", "xl": "XL:512"}
-    # Of the four smaller sizes and of the two larger ones.
-    num_layers = {"recurrent": (12, 24), "xl": (13, 26)}
-    rows, paper_x, lines = [], {}, {}
-    for i, (kind, model) in enumerate(models.items()):
-        lines[model] = [f"{kind}_{size}" for size in figures]
-        for name, (size, (parameters, *values)) in zip(lines[model], figures.items(), strict=True):
-            label = f"{model}, {num_layers[kind][parameters > 5e8]} layers, {size.upper()}"
-            paper = {"parameters": parameters, column: values[i]}
-            rows.append(Row(name, label, (f"{FOLDER}/table4/{name}.gin",), f"xl_{size}", paper))
-            paper_x[name] = parameters
-    panel = Panel("bits_per_token", column, "parameters_without_embedding", lines, paper_x)
+    rows, lines = [], {}
+    # The last two are the numbers of layers of the four smaller sizes and of the two larger ones.
+    for i, (kind, model, *layers) in enumerate((("recurrent", "Rec:fixed:skip", 12, 24), ("xl", "XL:512", 13, 26))):
+        lines[model] = {f"{kind}_{size}": parameters for size, (parameters, *_) in figures.items()}
+        for size, (parameters, *values) in figures.items():
+            label = f"{model}, {layers[parameters > 5e8]} layers, {size.upper()}"
+            paper = {"parameters": parameters, TOKENS: values[i]}
+            rows.append(_row(f"{kind}_{size}", label, f"xl_{size}", paper, "table4/"))
+    panel = Panel("bits_per_token", TOKENS, "parameters_without_embedding", lines)
     return Table("table4", "Table 4 and figure 3: sizes", tuple(rows), (panel,))
 
 
@@ -105,25 +95,17 @@ def _table5() -> Table:
         "sentencepiece_96k": (96_000, 9_711_259, 1.3940, 3.801, 39.36),
         "sentencepiece_128k": (128_000, 9_638_472, 1.3835, 3.830, 39.37),
     }
-    rows = tuple(
-        Row(
-            name,
-            name.replace("_", " ").replace("sentencepiece", "SentencePiece"),
-            (f"{FOLDER}/table5/{name}.gin",),
-            "bytes",
-            dict(zip(columns, values)),
-            vocabulary_size=size,
-        )
-        for name, (size, *values) in figures.items()
-    )
-    paper_x = {row.name: row.vocabulary_size for row in rows}
-    measured = {"tokens_per_word": "scale factor", "bits_per_token": "bits per token"}
-    panels = tuple(
-        Panel(measure, paper, "vocabulary_size", {"Rec:fixed:skip": [*paper_x]}, paper_x)
-        for measure, paper in measured.items()
+    rows = []
+    for name, (size, *values) in figures.items():
+        label, paper = name.replace("_", " ").replace("sentencepiece", "SentencePiece"), dict(zip(columns, values))
+        rows.append(_row(name, label, "bytes", paper, "table5/", vocabulary_size=size))
+    line = {"Rec:fixed:skip": {row.name: row.vocabulary_size for row in rows}}
+    panels = (
+        Panel("tokens_per_word", "scale factor", "vocabulary_size", line),
+        Panel("bits_per_token", "bits per token", "vocabulary_size", line),
     )
     measures = (*MEASURES, "vocabulary_size", "num_tokens", "tokens_per_word", "word_perplexity")
-    return Table("table5", "Table 5 and figure 7: vocabularies", rows, panels, measures)
+    return Table("table5", "Table 5 and figure 7: vocabularies", tuple(rows), panels, measures)
 
 
 TABLES = {table.name: table for table in (_table1(), _table3(), _table4(), _table5())}

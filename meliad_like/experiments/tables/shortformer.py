@@ -4,12 +4,12 @@ Perplexities and speeds are of the development set, by disjoint segments (the pa
 otherwise, on a V100. The sliding window (S.W.) has a stride of 512.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 
 from meliad_like.experiments.scales import Scale
 from meliad_like.experiments.tables.table import Grid, Panel, Row, Table
 
-FOLDER = "shortformer"
 PERPLEXITY, TRAINING, SEGMENTS, SINGLE = "perplexity", "training, tokens/s", "tokens/s", "token by token, tokens/s"
 SLIDING, SINGLE_PERPLEXITY, TIME = "perplexity, sliding", "perplexity, token by token", "step time"
 TEST, TEST_SLIDING = "test perplexity", "test perplexity, sliding"
@@ -114,54 +114,39 @@ SCALES = {
 }
 
 
-def _row(name: str, label: str, file: str, paper: Mapping[str, float], **more) -> Row:
+def _row(name: str, label: str, file: str, paper: Mapping[str, float], extra: bool = False) -> Row:
     """`file`: the names of its files, separated by spaces."""
-    return Row(name, label, tuple(f"{FOLDER}/{part}.gin" for part in file.split()), "baseline", paper, **more)
+    return Row(name, label, tuple(f"shortformer/{part}.gin" for part in file.split()), "baseline", paper, extra=extra)
 
 
-def _baselines() -> Iterator[Row]:
-    """Table 1, the longest first."""
+def _rows() -> Iterator[Row]:
+    # Table 1, the longest first.
     for length, figures in sorted(TABLE_1.items(), reverse=True):
         paper = dict(zip((TRAINING, PERPLEXITY, SEGMENTS, SINGLE_PERPLEXITY, SINGLE), figures))
         name, file, label = f"baseline_{length}", f"table1/length_{length}", f"Baseline, L {length}"
         if length == 3072:
-            paper |= {TIME: 1.0, SLIDING: 17.92, TEST: 19.40, TEST_SLIDING: 18.70}
-            yield _row("baseline", label, file, paper)
-        else:
-            yield _row(name, label, file, paper, extra=True)
-
-
-def _staged() -> Iterator[Row]:
-    """Tables 2 and 8; of one row the paper has more figures."""
+            name, paper = "baseline", paper | {TIME: 1.0, SLIDING: 17.92, TEST: 19.40, TEST_SLIDING: 18.70}
+        yield _row(name, label, file, paper, extra=length != 3072)
+    # Tables 2 and 8; of one row the paper has more figures.
     more = {TRAINING: 17_600, SEGMENTS: 14_700, SINGLE: 5, SLIDING: 16.89, TEST_SLIDING: 17.56}
     for epochs, perplexities in TABLE_2.items():
         for length, perplexity, time in zip(FIRST_LENGTHS, perplexities, TABLE_8[epochs]):
-            paper = {PERPLEXITY: perplexity, TIME: time} | (more if (length, epochs) == (128, 50) else {})
-            yield _row(
-                f"staged_{length}_{epochs}",
-                f"Staged: L {length} for {epochs} epochs",
-                f"table2/first_length_{length} table2/epochs_{epochs}",
-                paper,
-                extra=length not in (64, 128, 512) or epochs not in (50, 100, 150),
-            )
-
-
-def _cached() -> Iterator[Row]:
-    """Table 3, unequal lengths, and infused positions or a cache alone (section 5)."""
+            name, label = f"staged_{length}_{epochs}", f"Staged: L {length} for {epochs} epochs"
+            paper = {PERPLEXITY: perplexity, TIME: time} | (more if name == "staged_128_50" else {})
+            file, extra = f"table2/first_length_{length} table2/epochs_{epochs}", epochs not in (50, 100, 150)
+            yield _row(name, label, file, paper, extra or length not in (64, 128, 512))
+    # Table 3, unequal lengths, and infused positions or a cache alone (section 5).
     for length, figures in TABLE_3.items():
         name, label, extra = f"infused_cache_{length}", f"PIA + cache, L {length}", length not in (128, 256, 512, 1024)
         paper = dict(zip((TRAINING, PERPLEXITY, SEGMENTS, SINGLE), figures)) | ({TEST: 18.55} if length == 512 else {})
-        yield _row(name, label, f"table3/length_{length}", paper, extra=extra)
+        yield _row(name, label, f"table3/length_{length}", paper, extra)
     for cache in (256, 1024):
         yield _row(f"infused_cache_512_{cache}", f"PIA + cache, L 512, L' {cache}", f"unequal/cache_{cache}", {})
     in_order = "infused_no_cache_in_order"
     yield _row("infused_no_cache", "PIA, no cache", "infused_no_cache", {PERPLEXITY: 19.35})
     yield _row(in_order, "PIA, no cache, in order", in_order, {PERPLEXITY: 19.44}, extra=True)
     yield _row("cache_not_infused", "Cache, no PIA", "cache_not_infused", {PERPLEXITY: 41.59})
-
-
-def _shortformers() -> Iterator[Row]:
-    """Table 4."""
+    # Table 4.
     for length, (speed, perplexity) in TABLE_4.items():
         paper = {TRAINING: speed, PERPLEXITY: perplexity, SEGMENTS: 14_500, SINGLE: 46}
         paper |= {TEST: 18.15} if length == 128 else {}
@@ -179,42 +164,27 @@ def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
     }
 
     def speed(x: str, column: str, label: str) -> Panel:
-        paper_x = {name: paper[name][column] for name in best}
-        points = {label: (name,) for name, label in best.items()}
-        return Panel("perplexity", PERPLEXITY, x, points, paper_x, x_label=label)
+        points = {label: {name: paper[name][column]} for name, label in best.items()}
+        return Panel("perplexity", PERPLEXITY, x, points, x_label=label)
 
-    first = {f"first L {n}": [f"staged_{n}_{epochs}" for epochs in TABLE_2] for n in FIRST_LENGTHS}
-    share = {f"staged_{n}_{epochs}": epochs / 205 for n in FIRST_LENGTHS for epochs in TABLE_2}
-    cached = {f"infused_cache_{n}": n for n in TABLE_3}
-    plain = {f"baseline_{n}": n for n in TABLE_1 if n < 3072} | {"baseline": 3072}
+    first = {f"first L {n}": {f"staged_{n}_{epochs}": epochs / 205 for epochs in TABLE_2} for n in FIRST_LENGTHS}
+    by_length = {
+        "PIA + cache, L' = L": {f"infused_cache_{n}": n for n in TABLE_3},
+        "Baseline, L": {f"baseline_{n}": n for n in TABLE_1 if n < 3072} | {"baseline": 3072},
+    }
+    stages, lengths = "share of the steps at the first length (table 2)", "segment length L (tables 1 and 3)"
+    against = functools.partial(Panel, "perplexity", PERPLEXITY, reference="baseline")
     return (
         speed("training_tokens_per_second", TRAINING, "training, tokens a second (figure 3)"),
         speed("tokens_per_second", SEGMENTS, "evaluation by segments, tokens a second"),
         speed("single_tokens_per_second", SINGLE, "token by token, tokens a second"),
-        Panel(
-            "perplexity",
-            PERPLEXITY,
-            "share_of_first_stage",
-            first,
-            share,
-            reference="baseline",
-            logarithmic=False,
-            x_label="share of the steps at the first length (table 2)",
-        ),
-        Panel(
-            "perplexity",
-            PERPLEXITY,
-            "segment_length",
-            {"PIA + cache, L' = L": [*cached], "Baseline, L": [*plain]},
-            cached | plain,
-            reference="baseline",
-            x_label="segment length L (tables 1 and 3)",
-        ),
+        against("share_of_first_stage", first, logarithmic=False, x_label=stages),
+        against("segment_length", by_length, x_label=lengths),
     )
 
 
 def _table() -> Table:
-    rows = (*_baselines(), *_staged(), *_cached(), *_shortformers())
+    rows = tuple(_rows())
     cells = {f"{epochs} epochs": {f"L {n}": f"staged_{n}_{epochs}" for n in FIRST_LENGTHS} for epochs in TABLE_2}
     grids = (
         Grid("Table 2: perplexity by epochs and length of the first stage", "perplexity", PERPLEXITY, cells),

@@ -1,6 +1,6 @@
 """The parts of a table: rows, which are runs, their figures, and pictures of these."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meliad_like.errors import UserError
@@ -27,8 +27,6 @@ class Row:
     """The row that it is compared with: by step time, and by bits per byte within a seed."""
     paper: Mapping[str, float] = field(default_factory=dict)
     """The paper's figures by the names of its columns."""
-    shares: str = ""
-    """The row with the same model, whose runs this row shares."""
     vocabulary_size: int = 0
     """The size of the row's own vocabulary; 0: it has the task's."""
     trained_as: str = ""
@@ -39,7 +37,7 @@ class Row:
     @property
     def run_name(self) -> str:
         """The name of its training."""
-        return self.trained_as or self.shares or self.name
+        return self.trained_as or self.name
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,8 @@ class Panel:
     """The paper's column of that measure; "": the paper gives no numbers."""
     x: str = ""
     """The measure on the horizontal axis; "": no lines, but one place for each row."""
-    lines: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The names of the rows on each line, by its label; a line of one row is a point."""
-    paper_x: Mapping[str, float] = field(default_factory=dict)
-    """x of the paper's rows, as far as the paper gives it."""
+    lines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By the label of a line the names of the rows on it, with the paper's x, or NaN; a line of one row is a point."""
     comparable: bool = False
     """Whether the paper's figures and ours are of the same thing."""
     reference: str = ""
@@ -66,8 +62,6 @@ class Panel:
     """Whether x has a logarithmic axis."""
     x_label: str = ""
     """The label of x; "": its name."""
-    unit: float = 1.0
-    """Our x is divided by it."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +95,7 @@ class Table:
     """Whether training begins with a pretrained model, whose folder the user gives."""
 
     def row(self, name: str) -> Row:
-        """The row of this name.
-
-        Raises:
-          UserError: there is none.
-        """
+        """The row of this name, or UserError."""
         for row in self.rows:
             if row.name == name:
                 return row
