@@ -21,6 +21,7 @@ setup(
     package_dir={"meliad_like.gin_files": "gin"},
     package_data={
         "meliad_like.gin_files": ["**/*.gin"],
+        "meliad_like.experiments.tables": ["*.csv"],
         "meliad_like.studies": ["*.css", "*.js", "templates/*.html"],
         "meliad_like.history": ["templates/*.html"],
     },

@@ -162,7 +162,7 @@ def test_wheel_contains_every_module_and_gin_file(tmp_path):
         env=os.environ | {"PIP_NO_INDEX": "1"},
     )
     (wheel,) = tmp_path.glob("*.whl")
-    suffixes = (".py", ".css", ".js", ".html")
+    suffixes = (".py", ".css", ".csv", ".js", ".html")
     expected = {str(p.relative_to(ROOT)) for p in ROOT.glob("meliad_like/**/*") if p.suffix in suffixes}
     expected |= {f"meliad_like/gin_files/{path.relative_to(ROOT / 'gin')}" for path in ROOT.glob("gin/**/*.gin")}
     with zipfile.ZipFile(wheel) as archive:

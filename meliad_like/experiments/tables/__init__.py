@@ -1,4 +1,4 @@
-"""The tables, by the names of their subjects: their rows, and the papers' figures.
+"""The tables, by the names of their subjects. Rows with their gin files and published figures: TABLE.csv.
 
 table            the classes of a row, a picture and a table
 block_recurrent  tables 1, 3, 4 and 5 of Block-Recurrent Transformers

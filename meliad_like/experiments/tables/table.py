@@ -1,7 +1,13 @@
 """The parts of a table: rows, which are runs, their figures, and pictures of these."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from typing import Any
+
+import pandas as pd
 
 from meliad_like.errors import UserError
 from meliad_like.experiments.scales import SCALES, Scale
@@ -38,6 +44,25 @@ class Row:
     def run_name(self) -> str:
         """The name of its training."""
         return self.trained_as or self.name
+
+
+def read_rows(table: str) -> tuple[Row, ...]:
+    """The rows of a table from its CSV file, whose columns are the fields of `Row` and those of the paper's figures."""
+    frame = pd.read_csv(str(resources.files(__package__) / f"{table}.csv"))
+    papers = frame.columns.difference([field.name for field in fields(Row)], sort=False)
+    rows = []
+    for line in frame.to_dict("records"):
+        known: dict[str, Any] = {str(name): value for name, value in line.items() if not pd.isna(value)}
+        paper = {name: known.pop(name) for name in papers if name in known}
+        rows.append(Row(**known | {"files": tuple(known["files"].split())}, paper=paper))
+    return tuple(rows)
+
+
+def line(rows: Sequence[Row], pattern: str, x: str = "") -> dict[str, float]:
+    """The names of the rows that match, with the paper's x: its figure in this column, or the number in the name that
+    is the pattern's group."""
+    found = ((row, match) for row in rows if (match := re.fullmatch(pattern, row.name)))
+    return {row.name: row.paper.get(x, math.nan) if x else float(match[1]) for row, match in found}
 
 
 @dataclass(frozen=True)
