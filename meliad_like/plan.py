@@ -37,7 +37,6 @@ def main() -> int:
 
     from meliad_like.planning import report
     from meliad_like.planning.programs import needs
-    from meliad_like.planning.report import nearest_that_fits
     from meliad_like.planning.topology import GIB, describe
     from meliad_like.run.setup import vocabulary_size
 
@@ -56,7 +55,7 @@ def main() -> int:
     if not SEARCH.value:
         return 1
     with console.status("searching") as status:
-        bindings = nearest_that_fits(
+        bindings = report.nearest_that_fits(
             run, size, topology, PROGRAMS.value, QUICK.value, lambda bindings: status.update(f"trying {bindings}")
         )
     if bindings:

@@ -93,7 +93,6 @@ def entries(settings: Sequence[Setting] = SETTINGS) -> Iterator[Entry]:
 
 def compile_entry(entry: Entry) -> dict[str, Any]:
     """What a training step needs, as `plan --output` writes it; or the reason why there is no such step."""
-
     topology = describe(entry.topology)
     try:
         found = list(needs(entry.run, entry.vocabulary_size, topology, ("training",), quick=True))

@@ -6,7 +6,7 @@ an lstm gate depends on what is read, and its g is averaged over the documents.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 from jaxtyping import Array, Float, Int
+from rich.console import Console
+from rich.progress import track
 
 from meliad_like.errors import UserError
-from meliad_like.evaluation.report import with_progress
 from meliad_like.mechanisms.base import Watched
 from meliad_like.models.model import Model
 from meliad_like.studies.page import Chart, Series, write_page
-from meliad_like.studies.readings import Chosen, StudyRequest, choose, open_subject
+from meliad_like.studies.readings import StudyRequest, choose, open_subject
 from meliad_like.tables import Table
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
@@ -132,22 +133,19 @@ def run(request: StudyRequest) -> None:
     if lengths.max() < window:
         raise UserError(f"gates: no document has a whole block of {window} tokens")
     tracer = Tracer(subject.opened.model, subject.opened.params)
-
-    def trace_all(on_progress: Callable[[int, int], None]) -> list[Trace]:
-        traces = []
-        for document, done in enumerate(lengths.cumsum().tolist()):
-            traces.append(tracer.read(chosen.whole(document)))
-            on_progress(done, int(lengths.sum()))
-        return traces
-
-    traces = with_progress(subject.label, trace_all)
+    progress = track(range(len(lengths)), subject.label, console=Console(stderr=True), transient=True)
+    traces = [tracer.read(chosen.whole(document)) for document in progress]
     if not tracer.shapes:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
     means = tracer.gates.means()
     kept = {name: forget for name, (forget, _) in means.items()}
     measured = {name: values for name, values in means.items() if name in tracer.gates.varying}
-    _write_numbers(request, chosen, subject.details(), kept, measured, traces)
     constants = {name: time_constants(share) for name, share in kept.items()}
+    np.savez_compressed(request.output / "gates.npz", **_arrays(kept, measured, traces))
+    shares = [*QUANTILES.values()]
+    saved = {"model": subject.details(), "documents": list(chosen.documents.names), "quantiles": shares}
+    quantiles = {name: np.quantile(blocks, shares).tolist() for name, blocks in constants.items()}
+    chosen.write_summary(request.output, saved | {"time_constants_blocks": quantiles})
     by_channel = {
         f"{name}, {kind}": values
         for name, both in measured.items()
@@ -237,22 +235,12 @@ def _title(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _write_numbers(
-    request: StudyRequest,
-    chosen: Chosen,
-    model: dict[str, Any],
-    kept: Shares,
-    measured: Shares,
-    traces: Sequence[Trace],
-) -> None:
-    arrays = {f"{name} kept": share for name, share in kept.items()}
+def _arrays(kept: Shares, measured: Shares, traces: Sequence[Trace]) -> dict[str, Any]:
+    """The contents of `gates.npz`."""
+    arrays: dict[str, Any] = {f"{name} kept": share for name, share in kept.items()}
     arrays |= {f"{name} forget and input": values for name, values in measured.items()}
     for index, trace in enumerate(traces):
         for layer, states in trace.items():
             arrays |= {f"document {index} {layer} {_title(name)}": states[name] for name in ("change", "from_initial")}
             arrays[f"document {index} {layer} similarity"] = states[list(LAGS)].to_numpy().T
-    np.savez_compressed(request.output / "gates.npz", lags=np.array(LAGS), **arrays)
-    quantiles = [*QUANTILES.values()]
-    constants = {name: np.quantile(time_constants(share), quantiles).tolist() for name, share in kept.items()}
-    details = {"model": model, "documents": list(chosen.documents.names), "quantiles": quantiles}
-    chosen.write_summary(request.output, details | {"time_constants_blocks": constants})
+    return arrays | {"lags": np.array(LAGS)}
