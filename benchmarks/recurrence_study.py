@@ -19,7 +19,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from absl import app, flags
+from matplotlib.figure import Figure
 
+from meliad_like.evaluation.pictures import read_metrics
 from meliad_like.experiments.experiment import LOG_NAME
 from meliad_like.experiments.processes import run_processes
 from meliad_like.experiments.report import RESULT_NAME
@@ -128,23 +130,21 @@ def summary(results: dict[str, dict]) -> str:
 
 def plot(results: dict[str, dict]) -> None:
     """Left of each pair: training, as the difference within a pair of seeds. Right: by position in the document."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     folder = Path(FOLDER.value)
-    figure, axes = plt.subplots(len(TASKS.value), 2, figsize=(11, 3.6 * len(TASKS.value)), squeeze=False)
+    figure = Figure(figsize=(11, 3.6 * len(TASKS.value)), dpi=120, layout="constrained")
+    axes = figure.subplots(len(TASKS.value), 2, squeeze=False)
     for (left, right), task in zip(axes, TASKS.value, strict=True):
         differences = []
         for seed in SEEDS.value:
-            curves = [training_curve(folder / name_of(task, row, seed)) for row in ROWS]
-            steps = curves[0][0]
-            differences.append(smooth(curves[1][1] - curves[0][1]))
-            left.plot(steps, differences[-1], color="tab:blue", alpha=0.3, linewidth=1)
-        left.plot(steps, np.mean(differences, axis=0), color="tab:blue", label="fixed:skip minus Slide:13L")
+            slide, recurrent = (
+                read_metrics(folder / name_of(task, row, seed), "bits_per_byte")["train"] for row in ROWS
+            )
+            # A running mean over 9 logs, shorter at the ends.
+            differences.append((recurrent - slide).rolling(9, center=True, min_periods=1).mean())
+            left.plot(differences[-1], color="tab:blue", alpha=0.3, linewidth=1)
+        left.plot(pd.concat(differences, axis=1).mean(axis=1), color="tab:blue", label="fixed:skip minus Slide:13L")
         left.axhline(0, color="black", linewidth=0.8)
-        low, high = np.percentile(np.concatenate([d[len(d) // 8 :] for d in differences]), [1, 99])
+        low, high = np.percentile(pd.concat([d.iloc[len(d) // 8 :] for d in differences]), [1, 99])
         left.set(
             xlabel="step",
             ylabel="bits per byte",
@@ -158,20 +158,7 @@ def plot(results: dict[str, dict]) -> None:
             right.plot(curves[0, :, 0] + 1, curves[:, :, 1].mean(axis=0), style, marker="o", markersize=3, label=label)
         right.set(xscale="log", xlabel="position in the document", ylabel="bits per byte", title=f"{task}: test split")
         right.legend()
-    figure.tight_layout()
-    figure.savefig(folder / "study.png", dpi=120)
-
-
-def training_curve(workdir: Path) -> tuple[np.ndarray, np.ndarray]:
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    points = [(line["step"], line["bits_per_byte"]) for line in lines if line["kind"] == "train"]
-    return np.array([p[0] for p in points]), np.array([p[1] for p in points])
-
-
-def smooth(values: np.ndarray, width: int = 9) -> np.ndarray:
-    """A running mean over `width` logs, shorter at the ends."""
-    kernel = np.ones(min(width, len(values)))
-    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+    figure.savefig(folder / "study.png")
 
 
 def main(_) -> None:

@@ -52,27 +52,26 @@ def _draw_by_figure(axes: Axes, results: Results, panel: Panel, where: str) -> N
             return paper_x, by_name[name].paper.get(panel.paper, math.nan), 0.0
         return results.mean(name, panel.x), results.mean(name, panel.measure), results.error(name, panel.measure)
 
-    points = [np.zeros((0, 2))]
+    points = np.zeros((0, 2))
     for i, (name, rows) in enumerate(panel.lines.items()):
         line = np.array([point(row, x) for row, x in rows.items() if row in by_name]).reshape(-1, 3)
+        known = np.isfinite(line[:, :2]).all(axis=1)
         # The legend has no lines without figures.
-        if np.isfinite(line[:, :2]).all(axis=1).any():
+        if known.any():
             x, y, error = line.T
             axes.errorbar(x, y, yerr=error, fmt="o-", color=COLOURS[i % len(COLOURS)], capsize=3, label=name)
-            points.append(line[:, :2])
+            points = np.concatenate([points, line[known, :2]])
     if panel.reference in by_name:
         label = by_name[panel.reference].label
         axes.axhline(point(panel.reference)[1], color="grey", linestyle="--", label=label)
     if panel.front:
-        known = np.concatenate(points)
-        known = known[np.isfinite(known).all(axis=1)]
-        front = known[on_front(known)]
+        front = points[on_front(points)]
         front = front[np.argsort(front[:, 0])]
         axes.plot(*front.T, "o", color=FRONT, fillstyle="none", markersize=11, linestyle=":", label="Pareto front")
     if panel.logarithmic:
         axes.set_xscale("log")
         ticks: list[float] = []
-        for x in sorted(filter(math.isfinite, np.concatenate(points)[:, 0].tolist())):
+        for x in sorted(points[:, 0].tolist()):
             if not ticks or x > 1.2 * ticks[-1]:
                 ticks.append(x)
         axes.set_xticks(ticks, [_short(x) for x in ticks], rotation=30)
