@@ -50,9 +50,8 @@ def score(request: HistoryRequest, folder: Path) -> None:
     """Makes a store of scores, or resumes it, and prints a summary."""
     opened = request.open()
     config, tokens = opened.layout.config, whole_documents(opened.documents)
-    store = StrideStore(
-        folder, info_of(opened.documents, opened.store, request.split, config, "scores", opened.fingerprint)
-    )
+    info = info_of(opened.documents, opened.store, request.split, config, "scores", opened.fingerprint)
+    store = StrideStore(folder, info)
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
         return opened.gains()(Candidates(tokens(s.document), s, candidates(s, config)) for s in strides)

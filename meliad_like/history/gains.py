@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -15,8 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from meliad_like.history.spans import Layout, Stride, Window
 from meliad_like.layers.losses import token_losses
-from meliad_like.layers.sharding import MESH_AXES_OF
-from meliad_like.mesh import lane_sharding, replicated
+from meliad_like.mesh import lane_sharding, lane_shards, replicated
 from meliad_like.models.model import Model
 
 
@@ -69,7 +67,7 @@ class TargetLosses:
 
         Raises a UserError if the model does not read windows of this length.
         """
-        shards = math.prod(mesh.shape[axis] for axis in MESH_AXES_OF["lanes"] or ())
+        shards = lane_shards(mesh)
         rows = -(-batch_size // shards)
         reading = model.for_separate_sequences(length)
         block = reading.config.window_length

@@ -35,7 +35,7 @@ from meliad_like.history.selectors.inputs import (
 )
 from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.selectors.scorer import FILE_NAME, save_encoder, selector_metadata
-from meliad_like.mesh import lane_sharding
+from meliad_like.mesh import lane_sharding, lane_shards
 from meliad_like.optimization.optimizers import leave_fixed, make_optimizer
 from meliad_like.registry import bound_fields, bound_values
 from meliad_like.resumable import check_same, read_json, write_json
@@ -178,16 +178,12 @@ class SelectorTraining:
         standard = {part: moments(values) for part, values in vectors[0].values.items()}
         return [each.take for each in vectors], standard | {"scores": moments(parts[0]["score"].to_numpy())}
 
-    @property
-    def _num_shards(self) -> int:
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-
     def _program(self, batch: PairsBatch) -> Program:
         """The selector and its step on the mesh."""
-        selector, config = self.selector, self.config
-        if config.batch_size % self._num_shards:
+        selector, config, shards = self.selector, self.config, lane_shards(self.mesh)
+        if config.batch_size % shards:
             raise UserError(
-                f"SelectorTrainingConfig.batch_size={config.batch_size} must be a multiple of the {self._num_shards} "
+                f"SelectorTrainingConfig.batch_size={config.batch_size} must be a multiple of the {shards} "
                 "devices that share a batch"
             )
         optimizer = make_optimizer(config.optimizer, optax.constant_schedule(1.0))
@@ -235,7 +231,8 @@ class SelectorTraining:
 
     def evaluate(self, pairs: pd.DataFrame, feed: Feed, writer: MetricsWriter, step: int, state: TrainState) -> None:
         """Logs how well the scores of the pairs that are held out are predicted, and keeps the best parameters."""
-        size = -(-min(self.config.encode_batch, len(pairs)) // self._num_shards) * self._num_shards
+        shards = lane_shards(self.mesh)
+        size = -(-min(self.config.encode_batch, len(pairs)) // shards) * shards
         predicted, lanes = [], lane_sharding(self.mesh, size)
         with jax.set_mesh(self.mesh):
             for start in range(0, len(pairs), size):
