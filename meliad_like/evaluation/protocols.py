@@ -55,7 +55,7 @@ class Window(NamedTuple):
 
 
 def sliding_windows(lengths: np.ndarray, n: int, stride: int) -> Iterator[Window]:
-    """The windows, of at most `n` inputs, of documents of these `lengths`; every token is a target exactly once.
+    """The windows, of at most `n` inputs, of documents of these `lengths`; each target is in one of them.
 
     Each window scores `stride` new tokens, with the n - stride tokens before them as context. Windows that would begin
     before their document begin with it; because predictions don't depend on later tokens, all such windows are one.

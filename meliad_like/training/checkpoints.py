@@ -25,7 +25,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from meliad_like.errors import UserError, is_full_disk, refusals
 from meliad_like.remote import is_remote, one_line
-from meliad_like.resumable import read_json
+from meliad_like.resumable import check_same, read_json
 from meliad_like.training.processes import agreed
 
 COMMIT_SUCCESS_FILE = "commit_success.txt"  # The name of orbax's marker of a complete checkpoint on gs://.
@@ -33,7 +33,7 @@ FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
 
 
 class Checkpoints:
-    """The checkpoints of a run, one folder per step. `close` or a `with` statement waits for the last save.
+    """The checkpoints of a run, one folder per step. Its `with` statement waits for the last save.
 
     With several processes, all of them must make the same calls.
     """
@@ -88,7 +88,6 @@ class Checkpoints:
         """
         assert not self._read_only
         arrays = _named_arrays(state)
-        shapes = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
         params, rest = _split(arrays)
         with self._refusals_reported():
             self._manager.wait_until_finished()
@@ -98,7 +97,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(params),
                     rest=ocp.args.StandardSave(rest),
-                    metadata=ocp.args.JsonSave({"metadata": dict(metadata), "arrays": shapes}),
+                    metadata=ocp.args.JsonSave({"metadata": dict(metadata), "arrays": _shapes(arrays)}),
                 ),
                 # The training loop decides when to save.
                 force=True,
@@ -124,7 +123,8 @@ class Checkpoints:
         if not targets["rest"]:
             del targets["rest"]
             shapes = {name: shape for name, shape in shapes.items() if _is_parameter(name)}
-        self._compare_shapes(step, shapes, wanted)
+        way_out = "choose another folder, or a run with the same parameters and optimizer"
+        check_same(self.folder / str(step), shapes, _shapes(wanted), way_out=way_out)
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**{name: ocp.args.StandardRestore(item) for name, item in targets.items()})
         )
@@ -154,9 +154,18 @@ class Checkpoints:
 
     def move_aside_after(self, step: int | None) -> None:
         """Renames checkpoints to `damaged-STEP`: those after `step`, or all of them."""
-        for other in self.steps():
-            if step is None or other > step:
-                self._move_aside(other)
+        for damaged in self.steps():
+            if self._read_only or (step is not None and damaged <= step):
+                continue
+            if jax.process_index() == 0:
+                aside = self.folder / f"damaged-{damaged}"
+                if aside.exists():
+                    aside.rmtree()
+                (self.folder / str(damaged)).rename(aside)
+                logging.warning("checkpoint %s is moved aside, to %s", self.folder / str(damaged), aside.name)
+            multihost_utils.sync_global_devices(f"damaged checkpoint {damaged} moved aside")
+            self._damage.pop(damaged, None)
+            self._manager.reload()
 
     def check(self) -> None:
         """Raises a UserError that the background save has met so far (a full disk), without waiting for its end."""
@@ -168,33 +177,15 @@ class Checkpoints:
         with self._refusals_reported():
             self._manager.wait_until_finished()
 
-    def close(self) -> None:
-        """Waits for the last save, and ends the background threads."""
-        with self._refusals_reported():
-            self._manager.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
-        self.close()
+        with self._refusals_reported():
+            self._manager.close()
 
     def _read_json(self, step: int) -> dict[str, Any]:
         return self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
-
-    def _compare_shapes(self, step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-        if unmatched := sorted(saved.keys() ^ wanted.keys()):
-            holder, other = ("the checkpoint", "this run") if unmatched[0] in saved else ("this run", "the checkpoint")
-            raise UserError(
-                f"checkpoint {self.folder / str(step)}: {holder} has {unmatched[0]}, {other} has not; they differ in "
-                f"{len(unmatched)} name(s)"
-            )
-        for name, (shape, dtype) in saved.items():
-            if (tuple(shape), dtype) != (wanted[name].shape, str(wanted[name].dtype)):
-                raise UserError(
-                    f"checkpoint {self.folder / str(step)}: {name} is {dtype}{tuple(shape)} there, "
-                    f"and {wanted[name].dtype}{wanted[name].shape} in this run"
-                )
 
     def _usable(self, step: int | None) -> int:
         """The given step, after a check for damage, or the newest step that is not damaged."""
@@ -216,19 +207,6 @@ class Checkpoints:
             damage = find_damage(self.folder / str(step)) if jax.process_index() == 0 else None
             self._damage[step] = agreed(damage, "as process 0 found")
         return self._damage[step]
-
-    def _move_aside(self, step: int) -> None:
-        if self._read_only:
-            return
-        if jax.process_index() == 0:
-            aside = self.folder / f"damaged-{step}"
-            if aside.exists():
-                aside.rmtree()
-            (self.folder / str(step)).rename(aside)
-            logging.warning("checkpoint %s is moved aside, to %s", self.folder / str(step), aside.name)
-        multihost_utils.sync_global_devices(f"damaged checkpoint {step} moved aside")
-        self._damage.pop(step, None)
-        self._manager.reload()
 
     def _delete_unfinished(self) -> None:
         """Deletes unfinished checkpoints of a killed run on gs://, where a file marks a complete checkpoint."""
@@ -294,6 +272,10 @@ def _named_arrays(tree: Any) -> dict[str, Any]:
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)
     }
+
+
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
 
 
 def _split(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
