@@ -9,13 +9,15 @@ of all its kinds, and a kind of which anything is bound outside `base.gin` is ad
 import dataclasses
 import math
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any, Literal, Union
 
 from meliad_like.config.bindings import Binding, Bindings, nearest
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, default_of
+
+Maker = Callable[[], Any]
 
 
 def build(bindings: Bindings, *roots: Any) -> tuple[Any, ...]:
@@ -26,34 +28,10 @@ def build(bindings: Bindings, *roots: Any) -> tuple[Any, ...]:
     UserError if a binding is wrong or nothing reads it, or if the values don't go together.
     """
     builder = _Builder(bindings)
-    nodes = [builder.node(root) for root in roots]
+    makers = [builder.maker(root) for root in roots]
+    # Nothing is made, and so validated, until every binding is known to be read.
     builder.check_all_read(roots)
-    return tuple(node.make() for node in nodes)
-
-
-class _Node(NamedTuple):
-    """A config before it is made: nothing is validated until every binding is known to be read."""
-
-    config_class: type
-    arguments: dict[str, Any]
-
-    def make(self) -> Any:
-        return self.config_class(**{name: _make(value) for name, value in self.arguments.items()})
-
-
-def _make(value: Any) -> Any:
-    if isinstance(value, _Node):
-        return value.make()
-    if isinstance(value, tuple) and value and isinstance(value[0], _Node):
-        return tuple(map(_make, value))
-    return value
-
-
-class _Choice(NamedTuple):
-    """Which kinds a field has."""
-
-    names: tuple[str, ...]
-    origin: str
+    return tuple(make() for make in makers)
 
 
 class _Builder:
@@ -61,33 +39,33 @@ class _Builder:
         self._bindings = bindings
         self._read: set[str] = set()
         self._built: dict[str, type] = {}
-        self._choices: dict[str, _Choice] = {}
+        self._choices: dict[str, tuple[tuple[str, ...], str]] = {}
+        """The names of the kinds that a field has, and where they were chosen."""
 
-    def node(self, start: Any) -> _Node:
-        """What becomes of a class, or of a config, with all that is bound of it and of what is inside it."""
+    def maker(self, start: Any) -> Maker:
+        """Makes a class, or a changed config, with all that is bound of it and of what is inside it."""
         config_class = start if isinstance(start, type) else type(start)
         self._built |= {base.__name__: base for base in _classes(config_class)}
-        types, arguments = field_types(config_class), {}
+        types, values, makers = field_types(config_class), {}, {}
         for field in dataclasses.fields(config_class):
             key, binding = self._find(config_class, field.name)
             value = default_of(field) if isinstance(start, type) else getattr(start, field.name)
             if (registry := field.metadata.get("registry")) is not None:
                 make = self._members if field.metadata["many"] else self._kind
-                arguments[field.name] = make(registry, key, binding, value)
+                makers[field.name] = make(registry, key, binding, value)
             elif dataclasses.is_dataclass(types[field.name]):
                 if binding is not None:
                     name = types[field.name].__name__
                     raise UserError(f"{binding.origin}: {key} has fields of its own: bind {name}.FIELD = ...")
-                arguments[field.name] = self.node(types[field.name] if value is dataclasses.MISSING else value)
+                makers[field.name] = self.maker(types[field.name] if value is dataclasses.MISSING else value)
             elif binding is not None:
                 try:
-                    value = fit(binding.value, types[field.name], key)
+                    values[field.name] = fit(binding.value, types[field.name], key)
                 except UserError as error:
                     raise UserError(f"{binding.origin}: {error}") from None
-                arguments[field.name] = value
             elif value is not dataclasses.MISSING:
-                arguments[field.name] = value
-        return _Node(config_class, arguments)
+                values[field.name] = value
+        return lambda: config_class(**values, **{name: make() for name, make in makers.items()})
 
     def _find(self, config_class: type, name: str) -> tuple[str, Binding | None]:
         """The binding of a field: of --gin_param before files before base.gin, then of the class before its bases."""
@@ -97,15 +75,15 @@ class _Builder:
         key = min(bound, key=lambda key: self._bindings[key].rank, default=keys[0])
         return key, self._bindings.get(key)
 
-    def _kind(self, registry: Registry, key: str, binding: Binding | None, default: Any) -> _Node:
+    def _kind(self, registry: Registry, key: str, binding: Binding | None, default: Any) -> Maker:
         if binding is None:
-            self._choices[key] = _Choice((registry.name_of(default),), "the default")
-            return self.node(default)
+            self._choices[key] = (registry.name_of(default),), "the default"
+            return self.maker(default)
         chosen = self._chosen(registry, key, binding, binding.value)
-        self._choices[key] = _Choice((binding.value,), binding.origin)
-        return self.node(default if type(default) is chosen else chosen)
+        self._choices[key] = (binding.value,), binding.origin
+        return self.maker(default if type(default) is chosen else chosen)
 
-    def _members(self, registry: Registry, key: str, binding: Binding | None, default: tuple[Any, ...]) -> tuple:
+    def _members(self, registry: Registry, key: str, binding: Binding | None, default: tuple[Any, ...]) -> Maker:
         members = {registry.name_of(member): member for member in default}
         if binding is not None:
             names = binding.value if isinstance(binding.value, (list, tuple)) else [binding.value]
@@ -115,8 +93,9 @@ class _Builder:
         for name in sorted(registry):
             if registry[name].__name__ in bound:
                 members.setdefault(name, registry[name])
-        self._choices[key] = _Choice(tuple(members), "the default" if binding is None else binding.origin)
-        return tuple(map(self.node, members.values()))
+        self._choices[key] = tuple(members), "the default" if binding is None else binding.origin
+        makers = list(map(self.maker, members.values()))
+        return lambda: tuple(make() for make in makers)
 
     def _chosen(self, registry: Registry, key: str, binding: Binding, name: Any) -> type:
         if not isinstance(name, str) or name not in registry:
@@ -169,7 +148,7 @@ class _Builder:
                 if (registry := field.metadata.get("registry")) is not None:
                     key, _ = self._find(config_class, field.name)
                     for name in registry:
-                        here = key in self._choices and name in self._choices[key].names
+                        here = key in self._choices and name in self._choices[key][0]
                         yield from walk(registry[name], choice if choice or here else (key, name))
                 elif dataclasses.is_dataclass(types[field.name]):
                     yield from walk(types[field.name], choice)

@@ -1,7 +1,6 @@
 """Writing of text: a prompt and a saved carry in, a stream of complete characters out."""
 
 import hashlib
-import json
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -98,7 +97,7 @@ def carry_identity(opened: OpenedCheckpoint) -> dict[str, Any]:
         # A sample of the parameters distinguishes two trainings, and is fast for large models.
         digest.update(np.asarray(leaf.reshape(-1)[:SAMPLED]).tobytes())
     others = {"step": opened.step, "vocabulary": opened.vocabulary.fingerprint, "parameters": digest.hexdigest()}
-    return json.loads(json.dumps(bound_values(opened.run.model) | others))
+    return bound_values(opened.run.model) | others
 
 
 def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
