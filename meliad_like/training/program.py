@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
 from meliad_like.config import RunConfig
-from meliad_like.data.batch import Batch, empty_batch
+from meliad_like.data.batch import empty_batch
 from meliad_like.errors import UserError
 from meliad_like.mesh import (
     carry_shardings,
@@ -68,7 +68,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
         lambda key: init_state(model, optimizer, num_lanes, key),
         run.training.seed,
         make_train_step(model, optimizer, run.training),
-        abstract_batch(run),
+        empty_batch(num_lanes, run.data.segment_length, run.model.window_length),
         num_lanes,
     )
 
@@ -80,7 +80,7 @@ def lay_out(
     init: Callable[[PRNGKeyArray], TrainState],
     seed: int,
     train_step: Callable[[TrainState, Any], tuple[TrainState, Any]],
-    abstract_batch: Any,
+    batch: Any,
     num_lanes: int,
 ) -> Program:
     """Lays out any training on a mesh. It compiles nothing.
@@ -90,7 +90,7 @@ def lay_out(
       axes: a tree like the parameters, with the logical axes of each.
       init: key of `seed` -> the state before the first step.
       train_step: (state, batch) -> (state, metrics), as made by `training.step`.
-      abstract_batch: the shapes of the batch of a step, over all hosts, whose arrays have `num_lanes` rows.
+      batch: an example of the batch of a step, over all hosts, whose arrays have `num_lanes` rows.
     """
     lanes = lane_sharding(mesh, num_lanes)
 
@@ -121,11 +121,5 @@ def lay_out(
             in_shardings=(shardings, lanes),
             out_shardings=(shardings, replicated(mesh)),
         ),
-        abstract_batch=jax.tree.map(lambda x: x.update(sharding=lanes), abstract_batch),
+        abstract_batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lanes), batch),
     )
-
-
-def abstract_batch(run: RunConfig) -> Batch:
-    """The shapes of the batch of a step, over all hosts."""
-    batch = empty_batch(run.data.num_lanes, run.data.segment_length, run.model.window_length)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

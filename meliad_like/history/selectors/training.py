@@ -194,9 +194,8 @@ class SelectorTraining:
             return TrainState(count, params, optimizer.init(params), {}, count, jnp.zeros((), bool))
 
         step = make_step(squared_error(selector), optimizer, TrainingConfig(seed=config.seed))
-        abstract_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
         axes, seed, lanes = selector.axes, config.seed, config.batch_size
-        return lay_out(selector, self.mesh, axes, init, seed, step, abstract_batch, lanes)
+        return lay_out(selector, self.mesh, axes, init, seed, step, batch, lanes)
 
     def _starting_state(self, program: Program, standard: Params, checkpoints: Checkpoints) -> TrainState:
         """The newest checkpoint, or a fresh state with the pretrained encoder or the moments of its vectors."""
