@@ -63,7 +63,7 @@ def test_a_damaged_config_is_named_with_the_way_out(tmp_path, content):
     path.write_bytes(content)
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     with pytest.raises(
-        UserError, match=rf"^{re.escape(str(path))}: the saved config .*; if it is damaged, delete it: "
+        UserError, match=rf"^{re.escape(str(path))}: the saved config:? .*; if it is damaged, delete it: "
     ):
         config.check_workdir(config.parse(), tmp_path)
     path.unlink()
