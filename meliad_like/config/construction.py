@@ -107,7 +107,7 @@ class _Builder:
         for key, binding in self._bindings.items():
             if key in self._read or binding.of_base or binding.optional:
                 continue
-            class_name, _, parameter = key.rpartition(".")
+            class_name, _, parameter = key.rpartition(".") if "." in key else (key, "", "")
             if class_name in self._built:
                 parameters = list(self._built[class_name].__dataclass_fields__)
                 raise UserError(
@@ -117,7 +117,7 @@ class _Builder:
             if class_name not in others:
                 known = [*self._built, *others]
                 raise UserError(
-                    f"{binding.origin}: unknown class {class_name or key}{nearest(class_name or key, known)}"
+                    f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}"
                 )
             choice_key, name = others[class_name]
             if self._was_replaced(choice_key, name, binding):
