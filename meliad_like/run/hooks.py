@@ -120,7 +120,7 @@ class Reporter:
         save: Callable[[int, TrainState], None],
         workdir: object,
     ):
-        """`save` is for the state before a step that is not finite, and the name of the `workdir` for messages."""
+        """`save` saves the state before a step that is not finite; messages name the `workdir`."""
         run = setup.run
         self._setup, self._writer, self._batches, self._save, self._workdir = setup, writer, batches, save, workdir
         self._leaks = setup.reader.leaks_the_future
