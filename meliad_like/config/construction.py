@@ -116,9 +116,7 @@ class _Builder:
             others = dict(self._others(roots))
             if class_name not in others:
                 known = [*self._built, *others]
-                raise UserError(
-                    f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}"
-                )
+                raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}")
             choice_key, name = others[class_name]
             if self._was_replaced(choice_key, name, binding):
                 continue

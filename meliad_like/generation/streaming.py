@@ -16,6 +16,7 @@ from meliad_like.errors import DAMAGED_NPZ, UserError
 from meliad_like.models.model import Model
 from meliad_like.remote import replacing
 from meliad_like.resumable import check_same
+from meliad_like.training.checkpoints import named_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +223,7 @@ def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity
 
     `identity`: properties of the checkpoint that computed the carry, for JSON, which `load_reading` compares.
     """
-    arrays = {name: np.asarray(leaf) for name, leaf in _named(reading.carry).items()}
+    arrays = {name: np.asarray(leaf) for name, leaf in named_arrays({"carry": reading.carry}).items()}
     facts = {
         "identity": identity,
         "token": reading.token,
@@ -246,7 +247,7 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
                 path, facts["identity"], identity, way_out="choose the checkpoint that wrote it (--checkpoint, --step)"
             )
             # numpy loads bfloat16 as raw bytes.
-            leaves = [file[name].view(leaf.dtype) for name, leaf in _named(abstract_carry).items()]
+            leaves = [file[name].view(leaf.dtype) for name, leaf in named_arrays({"carry": abstract_carry}).items()]
             key = file["key"]
     except FileNotFoundError:
         raise UserError(f"there is no saved carry {path}") from None
@@ -259,8 +260,3 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
     carry = jax.tree.unflatten(jax.tree.structure(abstract_carry), leaves)
     reading = Reading(jax.device_put(carry), facts["token"], jax.device_put(key), facts["num_read"], facts["ended"])
     return reading, bytes.fromhex(facts["unfinished"])
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree.leaves_with_path({"carry": tree})
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

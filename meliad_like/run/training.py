@@ -44,8 +44,9 @@ def train(
             f"--profile_steps={first}:{last} begins after TrainingConfig.num_steps={run.training.num_steps}"
         )
     setups = [set_up(run, stage) for stage in stages_of(run)]
-    _check_parameters(setups)
     for setup in setups:
+        if setup.model.abstract_params != setups[-1].model.abstract_params:
+            raise UserError(f"stage {setup.stage.index + 1} would need other parameters than the last stage")
         check_hooks(setup)
     # Checked by every process before the first one writes: if one process alone failed, the others would wait for it.
     configuration.check_workdir(run, folder)
@@ -100,12 +101,6 @@ def _train_stages(
     session.checkpoints.wait()
     say(f"done: {num_steps:,} steps; checkpoints and metrics are in {session.folder}")
     return 0
-
-
-def _check_parameters(setups: Sequence[Setup]) -> None:
-    for setup in setups:
-        if setup.model.abstract_params != setups[-1].model.abstract_params:
-            raise UserError(f"stage {setup.stage.index + 1} would need other parameters than the last stage")
 
 
 def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: Ownership) -> tuple[TrainState, bool]:

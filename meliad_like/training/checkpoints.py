@@ -87,7 +87,7 @@ class Checkpoints:
           metadata: a value that JSON can represent.
         """
         assert not self._read_only
-        arrays = _named_arrays(state)
+        arrays = named_arrays(state)
         params, rest = _split(arrays)
         with self._refusals_reported():
             self._manager.wait_until_finished()
@@ -117,7 +117,7 @@ class Checkpoints:
         newest, step = step is None, self._usable(step)
         if newest:
             self.move_aside_after(step)
-        saved, wanted = self._read_json(step), _named_arrays(abstract_state)
+        saved, wanted = self._read_json(step), named_arrays(abstract_state)
         targets = dict(zip(("params", "rest"), _split(wanted)))
         shapes = saved["arrays"]
         if not targets["rest"]:
@@ -128,7 +128,7 @@ class Checkpoints:
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**{name: ocp.args.StandardRestore(item) for name, item in targets.items()})
         )
-        arrays = {name: array for item in targets for name, array in _named_arrays(restored[item]).items()}
+        arrays = {name: array for item in targets for name, array in named_arrays(restored[item]).items()}
         leaves = [arrays[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), saved["metadata"]
 
@@ -267,7 +267,7 @@ def _no_error_of_orbax(record: standard_logging.LogRecord) -> bool:
     return record.levelno < standard_logging.ERROR or f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-def _named_arrays(tree: Any) -> dict[str, Any]:
+def named_arrays(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by the names of their paths, in the order of the tree."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)
