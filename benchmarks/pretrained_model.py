@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meliad_like.conversion.pretrained_files import read_gguf, read_huggingface
+from meliad_like.conversion.pretrained import read_gguf, read_huggingface
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model

@@ -13,10 +13,9 @@ import numpy as np
 from absl import app, flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meliad_like.data.lanes import LanesReader
 from meliad_like.data.loading import load_batches
-from meliad_like.data.readers import ReaderConfig
-from meliad_like.data.subset import Documents
+from meliad_like.data.readers import LanesReader, ReaderConfig
+from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore
 
 STORE = flags.DEFINE_string("store", None, "Token store; without one, documents are made up.")
@@ -28,21 +27,20 @@ SECONDS = flags.DEFINE_float("seconds", 5.0, "How long each of the two measureme
 SYNTHETIC_VOCABULARY_SIZE = 32000
 
 
-class SyntheticSplit:
+def synthetic_split(folder: str) -> Documents:
     """1000 documents of 2 to 100,000 random tokens, 16 bits each, in a memory-mapped file: about 100 MB."""
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(2, 100_000, size=1000)
+    begins = np.cumsum(lengths) - lengths
+    path = pathlib.Path(folder) / "tokens.bin"
+    generator.integers(0, SYNTHETIC_VOCABULARY_SIZE, size=lengths.sum(), dtype=np.uint16).tofile(path)
+    stored = np.memmap(path, np.uint16, "r")
 
-    def __init__(self, folder: str):
-        generator = np.random.default_rng(0)
-        self.lengths = generator.integers(2, 100_000, size=1000)
-        self.names = [str(index) for index in range(self.lengths.size)]
-        self._begins = np.cumsum(self.lengths) - self.lengths
-        path = pathlib.Path(folder) / "tokens.bin"
-        generator.integers(0, SYNTHETIC_VOCABULARY_SIZE, size=self.lengths.sum(), dtype=np.uint16).tofile(path)
-        self._tokens = np.memmap(path, np.uint16, "r")
+    def read(document: int, start: int, stop: int) -> np.ndarray:
+        return stored[begins[document] + start : begins[document] + stop].astype(np.int32)
 
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        begin = self._begins[document]
-        return self._tokens[begin + start : begin + stop].astype(np.int32)
+    indices = np.arange(lengths.size)
+    return Documents([str(index) for index in indices], lengths, lengths, lengths, read, indices)
 
 
 def measure(next_batch, seconds: float) -> tuple[float, float]:
@@ -56,11 +54,9 @@ def measure(next_batch, seconds: float) -> tuple[float, float]:
     return count * tokens / elapsed, 1000 * elapsed / count
 
 
-def report(split: Documents, vocabulary_size: int) -> None:
+def report(split: Documents) -> None:
     config = ReaderConfig(segment_length=SEGMENT_LENGTH.value, tokens_per_step=TOKENS_PER_STEP.value)
-    reader = LanesReader(
-        split, config.num_lanes, config.segment_length, WINDOW_LENGTH.value, vocabulary_size=vocabulary_size
-    )
+    reader = LanesReader(split, config.num_lanes, config.segment_length, WINDOW_LENGTH.value)
     print(
         f"{len(split.lengths)} documents, {split.lengths.sum():,} tokens; {config.num_lanes} lanes of "
         f"{config.segment_length} tokens, window {WINDOW_LENGTH.value}; {reader.padding_share:.2%} padding"
@@ -77,11 +73,10 @@ def report(split: Documents, vocabulary_size: int) -> None:
 
 def main(_) -> None:
     if STORE.value:
-        store = TokenStore(STORE.value)
-        report(store.split("train"), store.vocabulary.size)
+        report(TokenStore(STORE.value).split("train"))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            report(SyntheticSplit(folder), SYNTHETIC_VOCABULARY_SIZE)
+            report(synthetic_split(folder))
 
 
 if __name__ == "__main__":

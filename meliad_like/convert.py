@@ -48,7 +48,7 @@ def main(subject: str) -> None:
 
         convert_from_fairseq(INPUT.value, command_line.read_config(), OUTPUT.value)
     else:
-        from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained, convert_to_huggingface
+        from meliad_like.conversion.pretrained import convert_from_pretrained, convert_to_huggingface
 
         if REVERSE.value:
             convert_to_huggingface(INPUT.value, OUTPUT.value)

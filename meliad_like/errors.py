@@ -6,6 +6,8 @@ import shlex
 import sys
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -43,6 +45,17 @@ def out_of_memory(error: RuntimeError) -> str | None:
         "ReaderConfig.tokens_per_step or ReaderConfig.segment_length, or bind DecoderConfig.remat = 'layers'; "
         "python -m meliad_like.plan finds settings that fit"
     )
+
+
+@contextmanager
+def reading(path: object, what: str, *damaged: type[Exception]) -> Iterator[None]:
+    """Errors while a file is read become UserErrors; of the types `damaged` if it is not a `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except damaged as error:
+        raise UserError(f"{path} is damaged, or no {what}: {' '.join(str(error).split())[:150]}") from None
 
 
 def bucket_errors() -> tuple[type[Exception], ...]:

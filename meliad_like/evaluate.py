@@ -13,7 +13,7 @@ from meliad_like.remote import check_output
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from meliad_like.data.subset import Documents
+    from meliad_like.data.split import Documents
     from meliad_like.run.opening import OpenedCheckpoint
 
 CHECKPOINT = flags.DEFINE_string(
@@ -117,13 +117,12 @@ def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Document
 
     from rich.console import Console
 
-    from meliad_like.data.subset import Concatenated
     from meliad_like.evaluation import protocols, report
     from meliad_like.resumable import write_json
 
     run, model = opened.run, opened.model
     if CONCATENATED.value:
-        split = Concatenated(split, model.vocabulary_size, opened.vocabulary.end_of_document)
+        split = split.concatenated(opened.vocabulary.end_of_document)
 
     def evaluate(protocol: protocols.ProtocolName, progress: Callable[[int, int], None]) -> protocols.ProtocolScore:
         return protocols.evaluate(

@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from meliad_like.errors import UserError, is_full_disk
+from meliad_like.errors import UserError, is_full_disk, reading
 from meliad_like.remote import write_whole
 
 ABSENT = "absent"
@@ -56,6 +56,15 @@ def write_json(path: epath.PathLike, content: Any) -> None:
 def read_json(path: Path | epath.Path) -> Any:
     """Parses a JSON file; text that is not JSON is a UserError."""
     return parse_json(path.read_bytes(), str(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Parses a JSON file; one that can't be read, or holds no object, is a UserError."""
+    with reading(path, "JSON file"):
+        saved = read_json(path)
+    if not isinstance(saved, dict):
+        raise UserError(f"{path} is no JSON object")
+    return saved
 
 
 def parse_json(text: str | bytes, place: str) -> Any:

@@ -2,21 +2,17 @@
 
 import numpy as np
 
+from meliad_like.data.split import Documents
+
 STRIDE = 1000
 
 
-class FakeSplit:
+class FakeSplit(Documents):
     """Token `position` of document `document` is STRIDE * document + position."""
 
     def __init__(self, lengths):
-        self.lengths = np.array(lengths, np.int64)
-        self.num_bytes = self.num_words = self.lengths
-        self.names = [f"document_{index}" for index in range(len(lengths))]
+        lengths, indices = np.array(lengths, np.int64), np.arange(len(lengths))
+        super().__init__([f"document_{index}" for index in indices], lengths, lengths, lengths, self.read, indices)
 
-    @property
-    def vocabulary_size(self):
-        return STRIDE * len(self.lengths)
-
-    def tokens(self, document, start, stop):
-        assert 0 <= start < stop <= self.lengths[document]
+    def read(self, document, start, stop):
         return np.arange(start, stop, dtype=np.int32) + STRIDE * document

@@ -178,7 +178,7 @@ def test_unusable_files(tmp_path):
     damaged[first : first + 40] = bytes(40)
     (tmp_path / "damaged.npz").write_bytes(damaged)
     for name in ("text.npz", "empty.npz", "one.npy", "damaged.npz"):
-        with pytest.raises(UserError, match=f"{name} is no npz file, or it is damaged"):
+        with pytest.raises(UserError, match=f"{name} is damaged, or no npz file"):
             read_meliad(tmp_path / name)
     half = {name: array.astype(ml_dtypes.bfloat16) for name, array in reference_arrays(CONFIG).items()}
     np.savez(tmp_path / "half.npz", **half)

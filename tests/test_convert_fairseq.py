@@ -72,7 +72,7 @@ def test_a_file_is_read_and_not_run(tmp_path, capsys):
     for name, array in read.items():
         np.testing.assert_array_equal(array, STATE[name].astype(np.float16).astype(np.float32))
     torch.save({"model": model, "more": _Program()}, tmp_path / "bad.pt")
-    with pytest.raises(UserError, match="bad.pt is no checkpoint of weights and settings"):
+    with pytest.raises(UserError, match="bad.pt is damaged, or no checkpoint of weights and settings"):
         fairseq.read_fairseq(tmp_path / "bad.pt")
     assert "was run" not in capsys.readouterr().out
 

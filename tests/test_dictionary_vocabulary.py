@@ -10,7 +10,6 @@ from meliad_like.data.dictionary_vocabulary import (
 )
 from meliad_like.data.files_source import TextSource
 from meliad_like.data.preparation import prepare
-from meliad_like.data.subset import Concatenated
 from meliad_like.data.vocabulary import load_vocabulary
 from meliad_like.errors import UserError
 
@@ -58,7 +57,7 @@ def test_documents_become_fairseqs_stream(tmp_path):
     config = DictionaryVocabularyConfig()
     store = prepare(source, config, tmp_path / "store", num_workers=1)
     store.check_settings(source, config)
-    stream = Concatenated(store.split("train"), store.vocabulary.size, store.vocabulary.end_of_document)
+    stream = store.split("train").concatenated(store.vocabulary.end_of_document)
     assert stream.tokens(0, 0, int(stream.lengths[0])).tolist() == [2, 4, 5, 2, 4, 2, 4, 2, 2, 6, 2]
 
 
@@ -77,5 +76,5 @@ def test_a_bad_line_is_named(file, text, message):
 
 
 def test_a_missing_dictionary(tmp_path):
-    with pytest.raises(UserError, match="cannot read the dictionary .*none.txt: No such file"):
+    with pytest.raises(UserError, match="cannot read .*none.txt: No such file"):
         read_dictionary(tmp_path / "none.txt")

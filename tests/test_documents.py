@@ -2,7 +2,7 @@ import gzip
 import json
 
 import pytest
-import zstandard
+from backports import zstd
 
 from meliad_like.data.documents import SOURCES, open_source, source_fingerprint
 from meliad_like.data.files_source import RepositoriesSource, TextSource
@@ -114,7 +114,7 @@ def test_json_lines(tmp_path, ending):
         if ending.endswith("gz"):
             data = gzip.compress(data)
         elif ending.endswith("zst"):  # two frames, as parallel writers make them
-            data = zstandard.compress(data[:10]) + zstandard.compress(data[10:])
+            data = zstd.compress(data[:10]) + zstd.compress(data[10:])
         (tmp_path / f"{name}.{ending}").write_bytes(data)
     found = documents(kind="jsonl", folder=str(tmp_path), name_field="id")
     assert found == {("test", "n0"): "c", ("train", "n0"): "a\nb", ("train", "n1"): "é" * 300_000}
@@ -130,7 +130,7 @@ def test_json_lines_beside_those_named_after_splits(tmp_path):
     assert listed == {("train", "train.jsonl:1"): "a", ("validation", "val.jsonl:1"): "a"}
 
 
-@pytest.mark.parametrize("compress, ending", [(gzip.compress, "gz"), (zstandard.compress, "zst")])
+@pytest.mark.parametrize("compress, ending", [(gzip.compress, "gz"), (zstd.compress, "zst")])
 def test_json_lines_cut_short(tmp_path, compress, ending):
     path = tmp_path / f"a.jsonl.{ending}"
     path.write_bytes(compress(jsonl(*map(str, range(9999))))[:-9])
@@ -171,8 +171,11 @@ def test_fingerprint_follows_contents_not_place(tmp_path):
         ({"empty": "ignore"}, "empty='ignore' is not one of stop, skip"),
         ({"test_share": 0.6, "validation_share": 0.4}, "validation_share=0.4 and test_share=0.6 must"),
         ({"test_documents": ("a",), "validation_documents": ("a",)}, "a is both in validation_documents and in test"),
-        ({"kind": "text", "folder": "/nowhere"}, "no folder of documents at FolderSourceConfig.folder = '/nowhere'"),
-        ({"kind": "jsonl"}, "no folder of documents at FolderSourceConfig.folder = ''"),
+        (
+            {"kind": "text", "folder": "/nowhere"},
+            "no folder of documents at FolderSourceConfig.folder = '/nowhere': name yours with --gin_param=",
+        ),
+        ({"kind": "jsonl"}, "FolderSourceConfig.folder = '': name yours with --gin_param=\"FolderSourceConfig.folder"),
     ],
 )
 def test_bad_settings(settings, message):

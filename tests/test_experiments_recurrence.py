@@ -13,8 +13,7 @@ from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
 from meliad_like.config.bindings import shipped_files
-from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained
-from meliad_like.conversion.pretrained_files import Pretrained, write_huggingface
+from meliad_like.conversion.pretrained import Pretrained, convert_from_pretrained, write_huggingface
 from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig, _byte_characters
 from meliad_like.errors import UserError

@@ -12,7 +12,6 @@ from tiny_run import mesh_of_the_first_devices
 from meliad_like import config
 from meliad_like.config.bindings import shipped_files
 from meliad_like.config.run import stages_of
-from meliad_like.data.subset import beginnings
 from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.report import gather
@@ -187,14 +186,14 @@ def test_a_part_of_the_documents_is_their_beginnings():
         def decode_bytes(self, tokens):
             return b"".join(b"%d " % (token % 1000) for token in tokens)
 
-    part = beginnings(Split([10, 3000, 3000]), Numbers(), 30)
+    part = Split([10, 3000, 3000]).beginnings(Numbers(), 30)
     # Too little for more than one document, which is whole, and has its own bytes.
     assert (part.lengths.tolist(), part.num_bytes.tolist(), part.num_words.tolist()) == ([10], [70], [7])
-    part = beginnings(Split([10, 500, 900]), Numbers(), 2400)
+    part = Split([10, 500, 900]).beginnings(Numbers(), 2400)
     assert (part.lengths.tolist(), part.names) == ([10, 500], ["document_0", "document_1"])
-    part = beginnings(Split([10, 30, 9]), Numbers(), 3000)
+    part = Split([10, 30, 9]).beginnings(Numbers(), 3000)
     assert part.num_bytes.tolist() == [70, 80, 90]
-    part = beginnings(Split([10, 3000, 9]), Numbers(), 3012)
+    part = Split([10, 3000, 9]).beginnings(Numbers(), 3012)
     assert (part.lengths.tolist(), part.num_words.tolist()) == ([10, 1004, 9], [7, 1004, 9])
     assert part.tokens(1, 0, 3).tolist() == [1000, 1001, 1002]
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meliad_like.conversion.parameters import GPT2, to_tensors
-from meliad_like.conversion.pretrained_files import read_huggingface
+from meliad_like.conversion.parameters import to_tensors
+from meliad_like.conversion.pretrained import read_huggingface
+from meliad_like.conversion.pretrained_formats import GPT2
 from meliad_like.evaluation.protocols import sliding_windows
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model

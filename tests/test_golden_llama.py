@@ -11,8 +11,9 @@ import safetensors.numpy
 from make_golden_llama import CONFIGS, FROM, PATH, outputs, tensors, tokens
 from test_golden_gpt2 import read
 
-from meliad_like.conversion.parameters import LLAMA, to_tensors
-from meliad_like.conversion.pretrained_files import read_huggingface
+from meliad_like.conversion.parameters import to_tensors
+from meliad_like.conversion.pretrained import read_huggingface
+from meliad_like.conversion.pretrained_formats import LLAMA
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
 

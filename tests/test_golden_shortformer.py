@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meliad_like.conversion.fairseq import fairseq_name, from_fairseq
+from meliad_like.conversion.fairseq import from_fairseq, place
 from meliad_like.errors import UserError
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import sinusoids
@@ -83,7 +83,7 @@ def test_what_is_cached_after_a_segment(results, s):
 @pytest.mark.parametrize("s", SEGMENTS)
 def test_gradients_of_a_segment(results, s):
     for path, ours in jax.tree.leaves_with_path(results[s][4]):
-        name = fairseq_name(jax.tree_util.keystr(path, simple=True, separator="/"))
+        name = place(jax.tree_util.keystr(path, simple=True, separator="/")).name
         theirs = FORWARD[f"seg{s}_grad/decoder.{name}"]
         theirs = theirs if ours.shape == theirs.shape and "embeddings" in name and ".0.weight" in name else theirs.T
         # A bias of the keys moves all scores of a query alike: its gradient is 0, and theirs and ours are rounding.

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pandas as pd
 import pytest
+from fake_split import FakeSplit
 
 from meliad_like.errors import UserError
 from meliad_like.history import evaluation as evaluation_module
@@ -35,13 +36,12 @@ MODEL = Model(
 )  # fmt: skip
 
 
-class Documents:
+class Documents(FakeSplit):
     def __init__(self, lengths):
+        super().__init__(lengths)
         chance = np.random.default_rng(0)
-        self.lengths = np.asarray(lengths)
         self.num_bytes = 3 * self.lengths
         self.num_words = self.lengths // 2
-        self.names = [f"document_{i}" for i in range(len(lengths))]
         self.all_tokens = [chance.integers(0, 40, size=length).astype(np.int32) for length in lengths]
 
     def tokens(self, document, start, stop):

@@ -12,7 +12,6 @@ from history_place import make_place
 from tiny_run import mesh_of_the_first_devices, read_metrics
 
 from meliad_like import config
-from meliad_like.data.readers import ReaderInputs
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
@@ -36,11 +35,8 @@ READER = ["TrainingConfig.num_steps = 2", "TrainingConfig.log_every = 1"]
 
 
 def make(lengths, num_lanes=1, split=FakeSplit, config=CONFIG, **changes):
-    documents = split(lengths)
-    return HistoryReader(
-        documents, num_lanes, 24, 4, vocabulary_size=documents.vocabulary_size, layout=Layout(config, None),
-        selection=first_spans, **{"shuffle": False, "epochs": 1, **changes},
-    )  # fmt: skip
+    fields = {"layout": Layout(config, None), "selection": first_spans, "shuffle": False, "epochs": 1, **changes}
+    return HistoryReader(split(lengths), num_lanes, 24, 4, **fields)
 
 
 def reading(history, selection, selections=""):
@@ -129,7 +125,7 @@ def test_the_shipped_files_read_bytes(name):
         f"ancient_history/train_{name}.gin",
     ]
     run, store = config.parse(files, []), SimpleNamespace(vocabulary=ByteVocabulary())
-    reader = run.data.make(ReaderInputs(Letters([3000]), store, "train", 1, 512, shuffle=False, epochs=1))
+    reader = run.data.evaluation_reader(store, "train", 512)(Letters([3000]), 1)
     inputs = np.concatenate([reader.batch(step, [0]).inputs for step in range(reader.num_steps)])
     # Windows that end at 2048 and later have eight spans, each with a line break in its last place.
     assert (inputs == 10).sum() == 5 * 8
@@ -149,7 +145,7 @@ def test_every_document_is_copied_from_the_store_once():
 
 def test_padding_share():
     # 11 targets, and six windows of three but for the last of two.
-    assert make([29]).padding_share == pytest.approx(1 - 28 / (7 * 12))
+    assert make([29]).padding_share == pytest.approx(1 - 28 / (8 * 12))
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +222,9 @@ def test_selections_made_in_advance(place, tmp_path):
     commands.select(request, tmp_path / "train", ["recent"])
     run, store = run_of(place), TokenStore(place[0] / "store")
     configs = [reading(run.data.history, *kind) for kind in (("file", tmp_path), ("recent",), ("random",))]
-    inputs = ReaderInputs(store.split("train"), store, "train", 1, 24)
-    readers = [dataclasses.replace(config, segment_length=24, tokens_per_step=24).make(inputs) for config in configs]
+    fields = {"documents": store.split("train"), "num_lanes": 1, "window_length": 24}
+    configs = [dataclasses.replace(config, segment_length=24, tokens_per_step=24) for config in configs]
+    readers = [config.make(store, "train", **fields) for config in configs]
     batches = [[reader.batch(step, [0]).inputs for step in range(20)] for reader in readers]
     np.testing.assert_array_equal(batches[0], batches[1])
     assert np.not_equal(batches[0], batches[2]).any()

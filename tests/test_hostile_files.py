@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import zstandard
+from backports import zstd
 from fuzzing import FEW
 from hypothesis import assume, example, given, settings
 from test_checkpoints import abstract, assert_same_bits, make_state, save_all
@@ -127,7 +127,7 @@ JSON_VALUES = st.recursive(
 @example([b'{"text": ' + b"1" * 5000 + b"}"], "", None, "")
 def test_json_lines(tmp_path_factory, lines, suffix, damage, name_field):
     path = tmp_path_factory.mktemp("lines") / f"documents.jsonl{suffix}"
-    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[suffix]
     path.write_bytes(compress(b"\n".join(lines)))
     if damage is not None:
         harm(path, *damage)

@@ -12,16 +12,15 @@ import pytest
 from fake_split import FakeSplit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meliad_like.data.lanes import LanesReader
 from meliad_like.data.loading import load_batches
+from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
 
 LENGTHS = np.random.default_rng(2).integers(2, 90, size=30)
 
 
 def make_reader(num_lanes=8, **arguments):
-    split = FakeSplit(LENGTHS)
-    return LanesReader(split, num_lanes, 16, 4, **{"vocabulary_size": split.vocabulary_size, **arguments})
+    return LanesReader(FakeSplit(LENGTHS), num_lanes, 16, 4, **arguments)
 
 
 @pytest.fixture
@@ -66,8 +65,12 @@ def test_a_finite_reader_ends(sharding):
 
 
 def test_an_error_in_the_background_reaches_the_consumer_as_itself(sharding):
-    batches = load_batches(make_reader(vocabulary_size=10), sharding)
-    with batches, pytest.raises(UserError, match="is not in the vocabulary of 10"):
+    class Damaged(FakeSplit):
+        def tokens(self, document, start, stop):
+            raise UserError("a token is not in the vocabulary")
+
+    batches = load_batches(LanesReader(Damaged(LENGTHS), 8, 16, 4), sharding)
+    with batches, pytest.raises(UserError, match="a token is not in the vocabulary"):
         next(batches)
 
 

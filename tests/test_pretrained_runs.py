@@ -12,8 +12,13 @@ from tiny_run import mesh_of_the_first_devices, read_metrics
 
 from meliad_like import config
 from meliad_like.config import from_json, read_changes
-from meliad_like.conversion.pretrained_checkpoint import convert_from_pretrained, convert_to_huggingface
-from meliad_like.conversion.pretrained_files import Pretrained, read_huggingface, write_huggingface
+from meliad_like.conversion.pretrained import (
+    Pretrained,
+    convert_from_pretrained,
+    convert_to_huggingface,
+    read_huggingface,
+    write_huggingface,
+)
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import READERS
 from meliad_like.data.tokenizers_vocabulary import _byte_characters, read_tokenizer
@@ -264,7 +269,7 @@ def test_what_contradicts_is_named(place, tmp_path):
 
     refused("num_layers = 5, but .*theirs has 2", "PretrainedConfig.num_layers = 5")
     refused("window_length=100 is more than the max_positions=12", "PretrainedConfig.window_length = 100")
-    refused("257 tokens and its vocabulary 258", "VocabularyConfig.size_multiple = 2")
+    refused("257 tokens and the vocabulary of the config 258", "VocabularyConfig.size_multiple = 2")
     # Segments are as long as it says.
     refused("PretrainedConfig.window_length='long' must be int", "PretrainedConfig.window_length = 'long'")
     with pytest.raises(UserError, match="windows with overlap=2 need RunConfig.data='windows', not 'lanes'"):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from fake_split import FakeSplit
 
-from meliad_like.data.subset import Concatenated
 from meliad_like.errors import UserError
 from meliad_like.evaluation.protocols import evaluate, sliding_windows
 from meliad_like.mesh import MeshConfig, make_mesh
@@ -58,7 +57,7 @@ def run(name, protocol, mesh, concatenated=True, segment_length=W, **arguments):
     model = Model(CONFIGS[name], V)
     params = jax.device_put(model.init(jax.random.key(0)), jax.NamedSharding(mesh, jax.P()))
     split = Split(LENGTHS)
-    split = Concatenated(split, V, V - 1) if concatenated else split
+    split = split.concatenated(V - 1) if concatenated else split
     return model, evaluate(model, params, split, protocol, segment_length=segment_length, mesh=mesh, **arguments)
 
 
@@ -66,7 +65,7 @@ def reference(name, windows):
     """The nats of the last targets of windows of the stream, each read separately with an empty carry."""
     model = Model(CONFIGS[name], V)
     params = model.init(jax.random.key(0))
-    stream = Concatenated(Split(LENGTHS), V, V - 1).tokens(0, 0, sum(LENGTHS) + 1)
+    stream = Split(LENGTHS).concatenated(V - 1).tokens(0, 0, sum(LENGTHS) + 1)
     module, total = model.bind(params), 0.0
     for first, last, repeated in windows:
         length = -(-(last - first) // W) * W

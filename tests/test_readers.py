@@ -6,18 +6,14 @@ import numpy as np
 import pytest
 from fake_split import STRIDE, FakeSplit
 
-from meliad_like.data.lanes import LanesReader
-from meliad_like.data.readers import ReaderConfig
+from meliad_like.data.readers import LanesReader, ReaderConfig
 from meliad_like.errors import UserError
 
 RANDOM_LENGTHS = np.random.default_rng(0).integers(1, 60, size=40)
 
 
 def reader_of(lengths, num_lanes=4, segment_length=16, window_length=4, **arguments):
-    split = FakeSplit(lengths)
-    return LanesReader(
-        split, num_lanes, segment_length, window_length, **{"vocabulary_size": split.vocabulary_size, **arguments}
-    )
+    return LanesReader(FakeSplit(lengths), num_lanes, segment_length, window_length, **arguments)
 
 
 def evaluation_reader(lengths, num_lanes=4, **arguments):
@@ -124,19 +120,6 @@ def test_padding_share_of_a_finite_reader_is_what_the_masks_say(num_lanes, epoch
     reader = reader_of(RANDOM_LENGTHS, num_lanes, shuffle=False, epochs=epochs)
     masks = [reader.batch(step, range(num_lanes)).loss_mask for step in range(reader.num_steps)]
     assert reader.padding_share == pytest.approx(1 - np.mean(masks))
-
-
-@pytest.mark.parametrize("bad", [-1, 70])
-def test_a_token_out_of_range_is_named(bad):
-    class BadSplit(FakeSplit):
-        def tokens(self, document, start, stop):
-            tokens = super().tokens(document, start, stop)
-            return np.where(tokens == 13, np.int32(bad), tokens)
-
-    reader = LanesReader(BadSplit([40]), 1, 8, 4, vocabulary_size=70)
-    reader.batch(0, [0])
-    with pytest.raises(UserError, match=f"token {bad} at position 13 of document document_0 is not in the vocabulary"):
-        reader.batch(1, [0])
 
 
 def test_segment_must_be_a_multiple_of_the_window():

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fake_split import FakeSplit
 from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 
-from meliad_like.conversion.parameters import GPT2, LLAMA, to_tensors
-from meliad_like.data.lanes import LanesReader
+from meliad_like.conversion.parameters import to_tensors
+from meliad_like.conversion.pretrained_formats import GPT2, LLAMA
+from meliad_like.data.readers import LanesReader
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -27,9 +29,9 @@ RECURRENT = {"mechanisms": (SUMMARY,)}
 TOKENS = np.random.default_rng(0).integers(0, V, 60).astype(np.int32)
 
 
-class Document:
-    names, lengths = ("document",), np.array([len(TOKENS)])
-    tokens = staticmethod(lambda document, start, stop: TOKENS[start:stop])
+class Document(FakeSplit):
+    def tokens(self, document, start, stop):
+        return TOKENS[start:stop]
 
 
 def make(architecture="gpt2", **changes):
@@ -43,12 +45,11 @@ def make(architecture="gpt2", **changes):
 
 def reader(model, windows=3):
     return LanesReader(
-        Document(),  # type: ignore[arg-type]
+        Document([len(TOKENS)]),
         1,
         windows * W,
         W,
         overlap=model.config.overlap,
-        vocabulary_size=V,
         shuffle=False,
         epochs=1,
     )

@@ -8,7 +8,6 @@ import pytest
 from history_place import make_place
 
 from meliad_like.data.readers import LanesReaderConfig
-from meliad_like.data.subset import Subset
 from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.experiments.evaluations import by_document
@@ -28,7 +27,7 @@ def place(tmp_path_factory):
 def test_studies_and_tables_read_a_run_of_ancient_history_with_its_spans(place, tmp_path):
     opened, mesh = open_with(place / "model")
     store = TokenStore(opened.run.data.store)
-    documents = Subset(store.split("test"), np.array([1, 0]))
+    documents = store.split("test").subset(np.array([1, 0]))
 
     def evaluate(run):
         evaluator = make_evaluator(run, opened.model, store, "test", mesh, documents=documents)
@@ -49,8 +48,8 @@ def test_studies_and_tables_read_a_run_of_ancient_history_with_its_spans(place, 
 
 def test_a_subset_of_a_subset_knows_the_places_in_the_split(place):
     split = TokenStore(place / "store").split("train")
-    some = Subset(split, np.array([2, 0, 1]))
-    fewer = Subset(some, np.array([2, 0]))
+    some = split.subset(np.array([2, 0, 1]))
+    fewer = some.subset(np.array([2, 0]))
     assert fewer.indices.tolist() == [1, 2] and fewer.names == [split.names[1], split.names[2]]
     np.testing.assert_array_equal(fewer.tokens(1, 0, 5), split.tokens(2, 0, 5))
 

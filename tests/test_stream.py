@@ -5,8 +5,7 @@ import pytest
 from fake_split import STRIDE, FakeSplit
 
 from meliad_like import config
-from meliad_like.data.readers import LanesReaderConfig, ShuffledReaderConfig, StreamReaderConfig
-from meliad_like.data.stream import StreamReader
+from meliad_like.data.readers import LanesReaderConfig, ShuffledReaderConfig, StreamReader, StreamReaderConfig
 from meliad_like.data.token_store import Totals
 from meliad_like.errors import UserError
 from meliad_like.run.hooks import bytes_per_target
@@ -19,10 +18,7 @@ READERS = (StreamReaderConfig, ShuffledReaderConfig, LanesReaderConfig)
 
 def make(num_lanes=2, segment_length=8, window_length=4, seed=0, lengths=LENGTHS, **arguments):
     split = FakeSplit(lengths)
-    return StreamReader(
-        split, num_lanes, segment_length, window_length, seed,
-        vocabulary_size=split.vocabulary_size, end_of_document=END, **arguments,
-    )  # fmt: skip
+    return StreamReader(split, num_lanes, segment_length, window_length, seed, end_of_document=END, **arguments)
 
 
 def test_lanes_read_contiguous_shards():
@@ -97,12 +93,6 @@ def test_a_batch_depends_on_seed_and_step_alone():
         np.testing.assert_array_equal(at_once.batch(step, [1]).inputs, batches[step].inputs[1:])
     other = make(shuffle=True, seed=4)
     assert any((other.batch(step, range(2)).inputs != batches[step].inputs).any() for step in range(3))
-
-
-def test_a_token_out_of_range_is_named():
-    reader = StreamReader(FakeSplit([4, 9]), 1, 8, 4, vocabulary_size=1003, end_of_document=0)
-    with pytest.raises(UserError, match="token 1003 at position 3 of document document_1 is not in the vocabulary"):
-        reader.batch(0, [0])
 
 
 def test_the_kind_of_reader_is_checked():

@@ -128,14 +128,14 @@ def test_what_is_refused(folder, tmp_path):
 
     named = read_tokenizer(folder)[0].replace("<|endoftext|>", "<end>")
     refused(folder, "no token 'stop': set TokenizersVocabularyConfig.end_token", end_token="stop")
-    refused(tmp_path / "nowhere", "cannot read the tokenizer .*nowhere: No such file")
+    refused(tmp_path / "nowhere", "cannot read .*nowhere: No such file")
     refused(write_gguf(folder, tmp_path / "a.gguf", pre="qwen2"), "can't honour its tokenizer 'gpt2' .* 'qwen2'")
     refused(write_gguf(folder, tmp_path / "b.gguf", model="llama"), "can't honour its tokenizer 'llama'")
     refused(write_gguf(folder, tmp_path / "c.gguf", pre=""), "can't honour its tokenizer 'gpt2' .* 'default'")
     (folder / "merges.txt").write_text("t q\n")
     refused(folder, "merges.txt: the merge 't q' is not of tokens of its vocabulary")
     (folder / "merges.txt").write_bytes(b"\xff\xfe")
-    refused(folder, "merges.txt is no tokenizer: it is not UTF-8")
+    refused(folder, "merges.txt is damaged, or no tokenizer: 'utf-8' codec")
     (tmp_path / TOKENIZER_NAME).write_text(named)
     refused(
         tmp_path / TOKENIZER_NAME,

@@ -10,7 +10,7 @@ import pytest
 from fake_split import FakeSplit
 
 from meliad_like import config
-from meliad_like.data.lanes import LanesReader
+from meliad_like.data.readers import LanesReader
 from meliad_like.models.model import Model
 from meliad_like.training.step import init_state, make_train_step
 
@@ -42,7 +42,7 @@ def fresh():
 def batches():
     """Documents of very different lengths: the lanes' numbers of targets differ, and documents begin inside."""
     split = FakeSplit(np.array([200, 9, 130, 17, 40, 33, 2, 90]))
-    reader = LanesReader(split, NUM_LANES, 64, 16, vocabulary_size=split.vocabulary_size)
+    reader = LanesReader(split, NUM_LANES, 64, 16)
     made = [reader.batch(step, range(NUM_LANES)) for step in range(6)]
     return [batch._replace(inputs=batch.inputs % 50, targets=batch.targets % 50) for batch in made]
 

@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary, SentencePieceVocabularyConfig
-from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary, load_vocabulary
+from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary, StreamingDecoder, load_vocabulary
 from meliad_like.errors import UserError
 
 TEXTS = [Path(module.__file__).read_text() for module in (argparse, textwrap)]
@@ -66,14 +66,14 @@ def test_ids(vocabulary):
 
 def test_stream_gives_whole_characters(vocabulary):
     text = "é \u6f22\U0001f600."
-    stream = vocabulary.stream()
+    stream = StreamingDecoder(vocabulary)
     parts = [stream.push(token) for token in vocabulary.encode(text)]
     assert "".join(parts) + stream.finish() == text
     assert "\ufffd" not in "".join(parts)
 
 
 def test_stream_that_ends_within_a_character(vocabulary):
-    stream = vocabulary.stream()
+    stream = StreamingDecoder(vocabulary)
     for token in vocabulary.encode("\U0001f600")[:-1]:
         assert stream.push(token) == ""
     assert stream.finish() == "\ufffd"
@@ -158,9 +158,9 @@ def test_padding_follows_the_end(foreign_model):
         ({"size_multiple": 0}, "size_multiple=0 must be at least 1"),
         (
             {"model_file": "/no.model"},
-            "cannot read the SentencePiece model /no.model: No such",
+            "cannot read /no.model: No such",
         ),
-        ({"model_file": __file__}, "test_vocabulary.py is not a SentencePiece model"),
+        ({"model_file": __file__}, "test_vocabulary.py is damaged, or no SentencePiece model"),
     ],
 )
 def test_bad_settings(settings, message):

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from fake_split import STRIDE, FakeSplit
 
-from meliad_like.data.lanes import LanesReader
+from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
 
 
 def make(lengths, num_lanes=1, windows=3, w=10, **changes):
     split = FakeSplit(lengths)
-    settings = {"overlap": 3, "vocabulary_size": split.vocabulary_size, "shuffle": False, "epochs": 1, **changes}
+    settings = {"overlap": 3, "shuffle": False, "epochs": 1, **changes}
     return LanesReader(split, num_lanes, windows * w, w, **settings)
 
 
@@ -114,5 +114,3 @@ def test_what_does_not_fit():
         make([20], overlap=10)
     with pytest.raises(UserError, match="no document has a token to predict"):
         make([1])
-    with pytest.raises(UserError, match="is not in the vocabulary of 5"):
-        make([20], vocabulary_size=5).batch(0, [0])

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from meliad_like.config import RunConfig
-from meliad_like.conversion.parameters import fill_parameters
-from meliad_like.errors import UserError
+from meliad_like.conversion.parameters import Place, fill_parameters
+from meliad_like.errors import UserError, reading
 from meliad_like.models.model import Model
 from meliad_like.models.shortformer import ShortformerConfig
 from meliad_like.run.opening import write_checkpoint
@@ -31,23 +31,18 @@ _LAYER = {
     "feedforward_output": "fc2",
 }
 _LEAF = {"kernel": "weight", "scale": "weight", "bias": "bias"}
-# The embedding has a table and a projection for each band.
-_SHARED = {
-    r"adaptive_softmax\.head\.word_proj\.weight": "embed_tokens.embeddings.0.0.weight",
-    r"adaptive_softmax\.tail\.(\d+)\.2\.weight": "embed_tokens.embeddings.{}.0.weight",
-    r"adaptive_softmax\.tail\.(\d+)\.0\.weight": "embed_tokens.embeddings.{}.1.weight",
-}
 # Buffers without learned numbers: versions of modules, and tensors that only mark a device.
 _BUFFER = re.compile(r"(.+\.)?(version|_float_tensor)")
 
 
-def fairseq_name(path: str) -> str:
-    """Fairseq's name, without its `decoder.`, of our parameter, for example `layers/0/key/kernel`."""
+def place(path: str) -> Place:
+    """The place, without its `decoder.`, of our parameter, for example of `layers/0/key/kernel`."""
     if match := re.fullmatch(r"layers/(\d+)/(\w+)/(\w+)", path):
-        return f"layers.{match[1]}.{_LAYER[match[2]]}.{_LEAF[match[3]]}"
+        return Place(f"layers.{match[1]}.{_LAYER[match[2]]}.{_LEAF[match[3]]}", transposed=True)
     if match := re.fullmatch(r"vocabulary/bands/(\d+)/(embedding|projection)", path):
-        return f"embed_tokens.embeddings.{match[1]}.{int(match[2] == 'projection')}.weight"
-    return {"vocabulary/clusters/kernel": "adaptive_softmax.head.class_proj.weight"}[path]
+        projection = match[2] == "projection"
+        return Place(f"embed_tokens.embeddings.{match[1]}.{int(projection)}.weight", transposed=projection)
+    return {"vocabulary/clusters/kernel": Place("adaptive_softmax.head.class_proj.weight", transposed=True)}[path]
 
 
 def from_fairseq(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> dict[str, Any]:
@@ -59,22 +54,15 @@ def from_fairseq(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> 
             if not np.array_equal(theirs[name], theirs[shared]):
                 raise UserError(f"decoder.{name} differs from decoder.{shared}: only tied softmaxes are supported")
             learned.discard(name)
-
-    def read(path: str, name: str, leaf: Any) -> np.ndarray:
-        return theirs[name] if _is_table(name) else theirs[name].T
-
-    return fill_parameters(template, learned, fairseq_name, read, "the checkpoint")
-
-
-def _is_table(name: str) -> bool:
-    """Whether the rows of an array are words. Such arrays, and vectors, are not transposed."""
-    return bool(re.fullmatch(r"embed_tokens\.embeddings\.\d+\.0\.weight", name))
+    return fill_parameters(template, learned, place, theirs.__getitem__, "the checkpoint")
 
 
 def _shared_with(name: str) -> str | None:
-    for pattern, shared in _SHARED.items():
-        if match := re.fullmatch(pattern, name):
-            return shared.format(*(int(group) + 1 for group in match.groups()))
+    """The array of the embedding, a table or a projection of a band, of which a softmax's array is a copy."""
+    if name == "adaptive_softmax.head.word_proj.weight":
+        return "embed_tokens.embeddings.0.0.weight"
+    if match := re.fullmatch(r"adaptive_softmax\.tail\.(\d+)\.([02])\.weight", name):
+        return f"embed_tokens.embeddings.{int(match[1]) + 1}.{int(match[2] == '0')}.weight"
     return None
 
 
@@ -84,14 +72,10 @@ def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:
         import torch  # type: ignore[import-not-found]  # an extra
     except ImportError:
         raise UserError("reading fairseq's checkpoints needs PyTorch: pip install -e '.[fairseq]'") from None
-    try:
-        # The file also contains the settings of the training.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path} is no checkpoint of weights and settings: {str(error).splitlines()[0]}") from None
+    damaged = pickle.UnpicklingError, RuntimeError, EOFError
+    settings = torch.serialization.safe_globals([argparse.Namespace])  # of the training, which the file also contains
+    with reading(path, "checkpoint of weights and settings", *damaged), settings:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(saved, dict) or "model" not in saved:
         raise UserError(f"{path} is no checkpoint of fairseq: there is no model in it")
     return {name: tensor.float().numpy() for name, tensor in saved["model"].items()}

@@ -15,10 +15,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from meliad_like.config import RunConfig
-from meliad_like.conversion.parameters import by_name, fill_parameters
-from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import Vocabulary
-from meliad_like.errors import DAMAGED_NPZ, UserError
+from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
+from meliad_like.errors import DAMAGED_NPZ, UserError, reading
 from meliad_like.mechanisms.positions import Infused
 from meliad_like.models.base import MODELS
 from meliad_like.models.decoder import DecoderConfig
@@ -78,23 +76,22 @@ _LAYER = {
 _TOP = {"embedding": "embed/embedding", "final_norm/scale": "final_layernorm/scale"}
 
 
-def meliad_name(path: str) -> str:
-    """The reference's name of our parameter, for example of `layers/0/heads/key/kernel`."""
+def _place(path: str) -> Place:
     if not (match := re.fullmatch(r"layers/(\d+)/(.+)", path)):
-        return _TOP[path]
+        return Place(_TOP[path])
     if match[2] not in _LAYER:
         raise UserError(f"the reference has no parameter like our {path}: it lacks that mechanism")
-    return f"transformer{match[1]}/{_LAYER[match[2]]}"
+    return Place(f"transformer{match[1]}/{_LAYER[match[2]]}")
 
 
 def from_meliad(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> dict[str, Any]:
     """Our parameter tree, in the shapes of `template`, filled from the reference's parameters by their names."""
-    return fill_parameters(template, theirs, meliad_name, lambda path, name, leaf: theirs[name], "the checkpoint")
+    return fill_parameters(template, theirs, _place, theirs.__getitem__, "the checkpoint")
 
 
 def to_meliad(params: dict[str, Any]) -> dict[str, np.ndarray]:
     """The reference's flat parameters from ours; the inverse of `from_meliad`."""
-    return {meliad_name(path): leaf for path, leaf in by_name(params).items()}
+    return to_tensors(_place, params)
 
 
 def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
@@ -108,13 +105,8 @@ def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
     if path.is_dir():
         arrays = _read_orbax(path)
     else:
-        try:
-            with np.load(path) as file:
-                arrays = dict(file)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-        except DAMAGED_NPZ:
-            raise UserError(f"{path} is no npz file, or it is damaged") from None
+        with reading(path, "npz file", *DAMAGED_NPZ), np.load(path) as file:
+            arrays = dict(file)
         for name, array in arrays.items():
             if array.dtype.type is np.void:
                 # An npz file stores only the size of such numbers, not their type.
@@ -147,19 +139,10 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
 
 
 def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) -> None:
-    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning.
-
-    Tokens keep their ids, so the vocabulary must be the one that the reference was trained with.
-    """
+    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning."""
     _check_family(run, "--gin_file")
     theirs = read_meliad(path)
-    vocabulary = _vocabulary(run)
-    num_tokens = len(theirs[EMBEDDING])
-    if num_tokens != vocabulary.size:
-        raise UserError(
-            f"{path} has {num_tokens} tokens and the vocabulary of the config {vocabulary.size}: set "
-            f"VocabularyConfig, its size_multiple={num_tokens} if only unused ids are missing"
-        )
+    vocabulary = vocabulary_of(run, len(theirs[EMBEDDING]), path)
     params = from_meliad(theirs, Model(run.model, vocabulary.size).abstract_params)
     write_checkpoint(folder, params, run, vocabulary)
 
@@ -184,14 +167,3 @@ def _check_family(run: RunConfig, origin: str) -> None:
         raise UserError(f"{origin}: the reference has decoders alone, and this model is a {MODELS.name_of(run.model)}")
     if isinstance(run.model.position, Infused):
         raise UserError(f"{origin}: the reference has no infused positions, and this model has")
-
-
-def _vocabulary(run: RunConfig) -> Vocabulary:
-    if not run.vocabulary.trained:
-        return run.vocabulary.make()
-    if not run.data.store:
-        raise UserError(
-            "the vocabulary of the config would have to be trained: set FileVocabularyConfig.model_file, or "
-            "ReaderConfig.store to a token store that has it"
-        )
-    return TokenStore(run.data.store).vocabulary

@@ -1,15 +1,15 @@
-"""The batch of a training step, and the interfaces of the readers that make batches and of what they read."""
+"""The batch of a training step, and the interface of the readers that make batches."""
 
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from meliad_like.errors import UserError
+from meliad_like.data.split import Documents
 
 AnyArray: TypeAlias = np.ndarray | jax.Array
 
@@ -31,28 +31,6 @@ class Batch(NamedTuple):
     """Offset, in tokens, of the block's first input in its document."""
 
 
-class Documents(Protocol):
-    """The interface of a split of a token store, and of the views of it (`subset.py`)."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64[documents]: the number of tokens of each document, its end included."""
-        ...
-
-    @property
-    def num_bytes(self) -> np.ndarray: ...
-
-    @property
-    def num_words(self) -> np.ndarray: ...
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: the tokens of a document in this range."""
-        ...
-
-
 @dataclasses.dataclass(eq=False)
 class Reader(abc.ABC):
     """Batches by step. The batch of a step is a pure function of the reader's fields and the step."""
@@ -67,8 +45,6 @@ class Reader(abc.ABC):
     seed: int = 0
     """The seed that, with the epoch's number, determines the order."""
     _: dataclasses.KW_ONLY
-    vocabulary_size: int
-    """Token ids must be below it."""
     epochs: int | None = None
     """How often each document is read; None: endlessly."""
 
@@ -87,11 +63,7 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, step: int, lanes: Sequence[int]) -> Batch:
-        """Rows `lanes` of the batch of a step (numpy), in this order. Called from several threads at once.
-
-        Raises:
-          UserError: a token id is not in the vocabulary.
-        """
+        """Rows `lanes` of the batch of a step (numpy), in this order. Called from several threads at once."""
 
 
 def empty_batch(num_lanes: int, segment_length: int, window_length: int) -> Batch:
@@ -105,16 +77,3 @@ def empty_batch(num_lanes: int, segment_length: int, window_length: int) -> Batc
         document=np.full(blocks, -1, np.int32),
         position=np.zeros(blocks, np.int32),
     )
-
-
-def check_tokens(tokens: np.ndarray, vocabulary_size: int, first: int, document: str) -> None:
-    """
-    Raises:
-      UserError: one of these tokens, the first of which is at position `first` of its document, is out of range.
-    """
-    if tokens.max() >= vocabulary_size or tokens.min() < 0:
-        place = int(np.flatnonzero((tokens >= vocabulary_size) | (tokens < 0))[0])
-        raise UserError(
-            f"token {tokens[place]} at position {first + place} of document {document} "
-            f"is not in the vocabulary of {vocabulary_size}: prepare the token store again"
-        )

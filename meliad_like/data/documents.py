@@ -121,7 +121,7 @@ class SourceConfig:
         2. `found_in`: the split that the document's folder or file is named after.
         3. A hash of the document's name, so that a document stays in its split when the collection grows.
         """
-        if self.validation_documents or self.test_documents:
+        if self.listed:
             if name in self.test_documents:
                 return "test"
             return "validation" if name in self.validation_documents else "train"
@@ -159,7 +159,10 @@ class FolderSourceConfig(SourceConfig):
         """The folder's absolute path. Raises a UserError if there is no such folder."""
         path = Path(self.folder).expanduser().absolute()
         if not self.folder or not path.is_dir():
-            raise UserError(f"there is no folder of documents at FolderSourceConfig.folder = {self.folder!r}")
+            raise UserError(
+                f"there is no folder of documents at FolderSourceConfig.folder = {self.folder!r}: name yours with "
+                "--gin_param=\"FolderSourceConfig.folder='DIR'\""
+            )
         return path
 
 

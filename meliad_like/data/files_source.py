@@ -35,8 +35,8 @@ STANDARD_LIBRARY_TEST = ("logging", "urllib")
 
 
 @dataclass(frozen=True)
-class FilesSourceConfig(FolderSourceConfig):
-    """The fields of sources whose documents are made of a folder's files."""
+class FilesSourceConfig(SourceConfig):
+    """The fields of sources whose documents are made of files."""
 
     suffixes: tuple[str, ...] = ()
     """Suffixes of the files to read; (): those of the kind of source."""
@@ -46,7 +46,7 @@ class FilesSourceConfig(FolderSourceConfig):
 
 @SOURCES.register("text")
 @dataclass(frozen=True)
-class TextSource(FilesSourceConfig):
+class TextSource(FolderSourceConfig, FilesSourceConfig):
     """A folder of text files (`.txt`), one document per file; its name is its path without the suffix, below the folder
     (or the split's folder)."""
 
@@ -56,7 +56,7 @@ class TextSource(FilesSourceConfig):
 
 @SOURCES.register("repositories")
 @dataclass(frozen=True)
-class RepositoriesSource(FilesSourceConfig):
+class RepositoriesSource(FolderSourceConfig, FilesSourceConfig):
     """Source trees, one document per sub-folder, all its files by path, each under a line `# file: path`."""
 
     def open(self) -> Source:
@@ -65,16 +65,11 @@ class RepositoriesSource(FilesSourceConfig):
 
 @SOURCES.register("standard_library")
 @dataclass(frozen=True)
-class StandardLibrarySource(SourceConfig):
+class StandardLibrarySource(FilesSourceConfig):
     """Python's own source (`.py`), one document per package or module; files that are not UTF-8 are left out.
 
     Without lists of names, `STANDARD_LIBRARY_VALIDATION` and `STANDARD_LIBRARY_TEST` are held out.
     """
-
-    suffixes: tuple[str, ...] = ()
-    """Suffixes of the files to read; (): `.py`."""
-    exclude: tuple[str, ...] = ()
-    """Patterns of names of files and folders to leave out."""
 
     def open(self) -> Source:
         root, config = Path(sysconfig.get_paths()["stdlib"]).absolute(), self
@@ -105,7 +100,7 @@ def _by_folder(files: Sequence[str], single_files: bool = False) -> Groups:
 
 
 def _open(
-    config: FilesSourceConfig | StandardLibrarySource,
+    config: FilesSourceConfig,
     root: Path,
     suffixes: Sequence[str],
     group: Callable[[Sequence[str]], Groups],

@@ -6,7 +6,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, reading
 
 ROWS = 4096  # Rows of a tensor that are dequantised at once, which takes several times their memory.
 
@@ -52,11 +52,6 @@ class GGUFFile:
 
 def open_gguf(path: str | Path) -> GGUFFile:
     """Maps a file and reads its metadata. Raises a UserError if it is missing, truncated, or not a GGUF file."""
-    path = Path(path)
-    try:
-        return GGUFFile(path, gguf.GGUFReader(path))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        # The reader's errors if the header or the tensors are truncated.
-        raise UserError(f"{path} is truncated, or no GGUF file: {error}") from None
+    # The reader's errors if the header or the tensors are truncated.
+    with reading(path, "GGUF file", ValueError, IndexError, KeyError, OverflowError):
+        return GGUFFile(Path(path), gguf.GGUFReader(path))

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from typing import Self
+from contextlib import AbstractContextManager
 
 import grain
 import jax
@@ -14,14 +14,11 @@ from meliad_like.data.batch import Batch, Reader
 
 def local_lanes(sharding: jax.sharding.Sharding, num_lanes: int) -> np.ndarray:
     """The rows of a batch that this process's devices hold, in ascending order; lanes are the sharding's first axis."""
-    held = np.zeros(num_lanes, bool)
-    for index in sharding.addressable_devices_indices_map((num_lanes,)).values():
-        assert index is not None
-        held[index] = True
-    return np.flatnonzero(held)
+    indices = sharding.addressable_devices_indices_map((num_lanes,)).values()
+    return np.unique(np.concatenate([np.arange(num_lanes)[index] for index in indices]))
 
 
-class BatchIterator(Iterator[Batch]):
+class BatchIterator(Iterator[Batch], AbstractContextManager):
     """Batches on the devices, in the order of their steps. `close` or a `with` statement ends its threads."""
 
     def __init__(self, batches: "grain.DatasetIterator[Batch]"):
@@ -40,9 +37,6 @@ class BatchIterator(Iterator[Batch]):
     def close(self) -> None:
         self._batches.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
 
@@ -58,10 +52,7 @@ def load_batches(
 ) -> BatchIterator:
     """Iterates over batches from `start_step` on. Each host makes only the lanes that its devices hold.
 
-    Args:
-      sharding: sharding of the batch's arrays along the lane axis, the first one (`mesh.lane_sharding`).
-      start_step: the step of the first batch.
-      num_threads, batches_ahead, device_batches_ahead: as in `ReaderConfig`.
+    The last three arguments are as in `ReaderConfig`; `sharding` is that of the lanes (`mesh.lane_sharding`).
     """
     lanes = local_lanes(sharding, reader.num_lanes).tolist()
 

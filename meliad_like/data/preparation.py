@@ -4,11 +4,11 @@ import collections
 import functools
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -26,17 +26,15 @@ from meliad_like.data.documents import (
     open_source,
     source_fingerprint,
 )
+from meliad_like.data.split import count_words
 from meliad_like.data.token_store import (
     FORMAT_VERSION,
     STORE_NAME,
     SplitWriter,
-    StoreInfo,
     TokenStore,
     Totals,
     absolute_folder,
-    count_words,
     files_fingerprint,
-    read_info,
     token_dtype,
     write_info,
 )
@@ -47,6 +45,7 @@ from meliad_like.remote import is_remote
 from meliad_like.resumable import check_same, locked, whole_folder
 from meliad_like.tables import Table
 
+Result = TypeVar("Result")
 SHOWN = 10  # The number of reasons for left-out documents that are printed.
 
 
@@ -77,37 +76,37 @@ def prepare(
     folder = Path(folder).expanduser().absolute()
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)
-    prints = {"source": source_fingerprint(source, opened), "vocabulary": vocabulary.settings_fingerprint}
+    contents = source_fingerprint(source, opened)
     # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):
         if folder.exists() and any(folder.iterdir()):
             if not (folder / STORE_NAME).exists():
                 raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
-            TokenStore(folder).check_settings(source, vocabulary)
+            store = TokenStore(folder)
+            store.check_settings(source, vocabulary)
             # Documents without a folder to look at, such as those of another Python, differ in their contents alone.
-            saved, wanted = {"source": read_info(folder).source}, {"source": prints["source"]}
-            check_same(folder, saved, wanted, way_out="delete the token store, or choose another --store")
+            way_out = "delete the token store, or choose another --store"
+            check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
             console.print(f"reusing the token store {folder}")
         else:
             with whole_folder(folder) as incomplete:
                 made = _make_vocabulary(source, opened, vocabulary, console)
                 made.save(incomplete)
-                splits, checksums, skipped = _write(incomplete, source, opened, made, num_workers, console)
+                splits, skipped = _write(incomplete, source, opened, made, num_workers, console)
                 _check_splits(source, opened, splits, len(skipped), for_training)
-                info = StoreInfo(
-                    fingerprint=fingerprint([FORMAT_VERSION, prints["source"], made.fingerprint]),
-                    source=prints["source"],
+                write_info(
+                    incomplete,
+                    fingerprint=fingerprint([FORMAT_VERSION, contents, made.fingerprint]),
+                    source=contents,
                     source_settings=source.settings_fingerprint,
                     folder=absolute_folder(source),
                     files=files_fingerprint(opened),
                     vocabulary=made.fingerprint,
-                    vocabulary_settings=prints["vocabulary"],
+                    vocabulary_settings=vocabulary.settings_fingerprint,
                     dtype=token_dtype(made.size),
                     splits=splits,
-                    checksums=checksums,
-                    skipped=tuple(skipped),
+                    skipped=skipped,
                 )
-                write_info(incomplete, info)
     store = TokenStore(folder)
     for warning in _warnings(source, opened, store):
         console.print(warning, style="yellow")
@@ -122,50 +121,50 @@ def _make_vocabulary(
         return vocabulary.make()
 
     def texts() -> Iterator[str]:
-        with _progress(console, "reading documents for the vocabulary") as progress:
-            num_bytes, task = 0, progress.add_task("", total=source.num_documents, size="")
-            for reference in source.references():
-                document = _read(reference, config)
-                if not isinstance(document, str) and document.split == "train":
-                    yield document.text
-                    num_bytes += len(document.text.encode())
-                progress.update(task, advance=1, size=f"{num_bytes / 1e6:,.1f} MB")
-        console.print(f"learning the vocabulary from {num_bytes / 1e6:,.1f} MB")
+        read = (_read(reference, config) for reference in source.references())
+        what = "reading documents for the vocabulary"
+        for document in _with_progress(read, source, console, what, lambda document: len(document.text.encode())):
+            if not isinstance(document, str) and document.split == "train":
+                yield document.text
+        console.print("learning the vocabulary")
 
     return vocabulary.make(texts())
 
 
-def _progress(console: Console, what: str) -> Progress:
+def _with_progress(
+    results: Iterator[Result | str], source: Source, console: Console, what: str, num_bytes: Callable[[Result], int]
+) -> Iterator[Result | str]:
+    """The results, or reasons why there are none, of all documents of a source, while a progress bar shows them."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[size]}"))
-    return Progress(*columns, TimeRemainingColumn(), console=console)
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        total, task = 0, progress.add_task("", total=source.num_documents, size="")
+        for result in results:
+            yield result
+            total += 0 if isinstance(result, str) else num_bytes(result)
+            progress.update(task, advance=1, size=f"{total / 1e6:,.1f} MB")
 
 
 def _write(
     folder: Path, config: SourceConfig, source: Source, vocabulary: Vocabulary, num_workers: int, console: Console
-) -> tuple[dict[str, Totals], dict[str, str], list[str]]:
-    """Writes all documents in order. Returns each split's totals and checksum, and the reasons of what was left out."""
-    writers = {split: SplitWriter(folder / split, vocabulary, token_dtype(vocabulary.size)) for split in SPLITS}
-    skipped, names, num_bytes = [], set(), 0
-    with _progress(console, "tokenising") as progress:
-        task = progress.add_task("", total=source.num_documents, size="")
-        for result in encode_all(config, source, folder, num_workers):
-            if isinstance(result, str):
-                skipped.append(result)
-            else:
-                writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
-                skipped += result.skipped
-                num_bytes += result.num_bytes
-                names.add(result.name)
-            progress.update(task, advance=1, size=f"{num_bytes / 1e6:,.1f} MB")
+) -> tuple[dict[str, Totals], list[str]]:
+    """Writes all documents in order. Returns each split's totals, and the reasons of what was left out."""
+    writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
+    skipped, names = [], set()
+    encoded = encode_all(config, source, folder, num_workers)
+    for result in _with_progress(encoded, source, console, "tokenising", lambda result: result.num_bytes):
+        if isinstance(result, str):
+            skipped.append(result)
+        else:
+            writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
+            skipped += result.skipped
+            names.add(result.name)
     left_out = f" ({len(skipped)} were left out)" if skipped else ""
     if unknown := config.listed - names:
         raise UserError(
             f"validation_documents or test_documents names {min(unknown)!r}, which is no document of the "
             f"source{left_out}"
         )
-    closed = {split: writer.close() for split, writer in writers.items()}
-    totals = {split: total for split, (total, _) in closed.items()}
-    return totals, {split: checksum for split, (_, checksum) in closed.items()}, skipped
+    return {split: writer.close() for split, writer in writers.items()}, skipped
 
 
 def _check_splits(
@@ -230,9 +229,7 @@ def encode_all(
 ) -> Iterator[Encoded | str]:
     """Encodes all documents. Yields each in the order of the source, or the reason why it is left out.
 
-    Args:
-      vocabulary_folder: where each worker loads the vocabulary from.
-      num_workers: number of processes; 0: one per core; 1: this process does the work.
+    Each of `num_workers` processes loads the vocabulary. 0: one per core; 1: this process does the work.
     """
     if not num_workers:
         num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,12 +2,16 @@
 reader."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
-from meliad_like.data.batch import Documents, Reader
-from meliad_like.data.lanes import LanesReader
-from meliad_like.data.stream import StreamReader
+import numpy as np
+from absl import logging
+
+from meliad_like.data.batch import Batch, Reader, empty_batch
+from meliad_like.data.schedule import Run, Schedule, permutation
+from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, resumable
@@ -19,25 +23,169 @@ def label(name: str, leaks_the_future: bool) -> str:
     return f"{name} (leaks the future)" if leaks_the_future else name
 
 
-class ReaderInputs(NamedTuple):
-    """The arguments of a reader besides its config."""
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ScheduledReader(Reader):
+    """A reader whose lanes read documents of their own, one after the other, window by window."""
 
-    documents: Documents
-    """All documents of a split of the store, or some of them."""
-    store: TokenStore
-    split: str
-    """The name of the split."""
-    num_lanes: int
-    """Over all hosts."""
-    window_length: int
-    """Tokens in a block of the model (w)."""
-    overlap: int = 0
-    """Tokens that each of the model's windows repeats of the one before."""
-    seed: int = 0
-    """The seed that, with the epoch's number, determines the order of the documents."""
     shuffle: bool = True
-    epochs: int | None = None
-    """How often each document is read; None: endlessly."""
+    """As in `Schedule`; for evaluation `shuffle=False, epochs=1`."""
+
+    def _set_windows(self, targets: np.ndarray, windows: np.ndarray, length: int) -> None:
+        """Plans the reading: the numbers of targets and of windows of each document, and the tokens of a window."""
+        self._targets, self._windows = targets, windows
+        self._windows_in_segment = self.segment_length // length
+        self._schedule = Schedule(windows, self.num_lanes, self.seed, shuffle=self.shuffle, epochs=self.epochs)
+
+    @property
+    def num_steps(self) -> int | None:
+        return self._schedule.num_steps(self._windows_in_segment)
+
+    @property
+    def padding_share(self) -> float:
+        num_steps = self.num_steps
+        if num_steps is None or self.epochs is None:
+            num_windows = self._windows.sum()
+            return 1 - float(self._targets.sum() * self._windows_in_segment / (num_windows * self.segment_length))
+        return 1 - float(self.epochs * self._targets.sum() / (num_steps * self.num_lanes * self.segment_length))
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LanesReader(ScheduledReader):
+    """Each lane reads documents one after the other, one segment a step.
+
+    A document of L tokens gives L - 1 inputs and, one further, L - 1 targets. It begins on the next block boundary
+    after the document before it, so that at most one block's rest is padding. Documents of fewer than two tokens have
+    no target and are left out, with a warning.
+
+    With an overlap, each window (block) repeats the last tokens of the window before it, and only new tokens are
+    targets: Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 4.2. Window i of a document has
+    the inputs from token i (w - overlap) on. So every token after a document's first is still predicted exactly once,
+    and all but those of the first window see at least overlap + 1 tokens.
+    """
+
+    overlap: int = 0
+    """The number of tokens that a window repeats."""
+    whole_segments: bool = False
+    """Whether a document begins with a segment, not only with a block; the rest of its last one is padding."""
+    separate: bool = False
+    """Whether each segment is a separate sequence, whose first window repeats nothing: the document is cut into
+    sequences without overlap."""
+
+    def __post_init__(self) -> None:
+        n, w = self.segment_length, self.window_length
+        if n % w:
+            raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
+        if not 0 <= self.overlap < w:
+            raise UserError(f"overlap={self.overlap} must be at least 0 and below window_length={w}")
+        # Of a separate sequence.
+        self._targets_in_sequence = self.overlap + n // w * (w - self.overlap)
+        targets = np.maximum(self.documents.lengths - 1, 0)
+        if (empty := np.flatnonzero(targets == 0)).size:
+            logging.warning(
+                "left out %d documents of fewer than two tokens, the first is %s",
+                empty.size,
+                self.documents.names[empty[0]],
+            )
+        # The first window has w targets, and each later one as many as it has new tokens.
+        windows = np.where(targets > 0, 1 + -(-np.maximum(targets - w, 0) // (w - self.overlap)), 0)
+        if self.separate:
+            windows = -(-targets // self._targets_in_sequence) * (n // w)
+        elif self.whole_segments:
+            windows = -(-windows // (n // w)) * (n // w)
+        self._set_windows(targets, windows, w)
+
+    def batch(self, step: int, lanes: Sequence[int]) -> Batch:
+        c, w = self._windows_in_segment, self.window_length
+        batch = empty_batch(len(lanes), self.segment_length, w)
+        for row, lane in enumerate(lanes):
+            for run in self._schedule.runs(lane, step * c, c):
+                begin, tokens = self._tokens(run)
+                for i in range(run.num_blocks):
+                    first, follows = self._window(run.offset + i)
+                    length = min(w, int(self._targets[run.document]) - first)
+                    repeated = self.overlap if follows else 0
+                    if length <= repeated:
+                        continue  # the rest of a sequence, or of a segment, that is longer than its document
+                    block = run.block - step * c + i
+                    places = np.s_[row, block * w : block * w + length]
+                    window = tokens[first - begin : first - begin + length + 1]
+                    batch.inputs[places], batch.targets[places] = window[:-1], window[1:]
+                    batch.loss_mask[row, block * w + repeated : block * w + length] = True
+                    batch.start[row, block], batch.document[row, block] = not follows, run.document
+                    batch.position[row, block] = first
+        return batch
+
+    def _window(self, index: int) -> tuple[int, bool]:
+        """(first input of a document's window, whether it follows another one)."""
+        first = 0
+        if self.separate:
+            sequence, index = divmod(index, self._windows_in_segment)
+            first = sequence * self._targets_in_sequence
+        return first + index * (self.window_length - self.overlap), index > 0
+
+    def _tokens(self, run: Run) -> tuple[int, np.ndarray]:
+        """The position in the document of the first input of a run, and the tokens from there to its last target."""
+        first, _ = self._window(run.offset)
+        last, _ = self._window(run.offset + run.num_blocks - 1)
+        stop = min(last + self.window_length, int(self._targets[run.document])) + 1
+        return first, self.documents.tokens(run.document, first, stop)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class StreamReader(Reader):
+    """The documents as one stream of tokens in the store's order, in one contiguous shard for each lane.
+
+    The first input is the end of a document, which none precedes, and the inputs after it are the stream: so every
+    token of every document is a target once an epoch, the first ones and the ends included. Nothing is reset where
+    documents meet. Shards are equally long; the last lanes come to the end of the stream first, and wait for the
+    others. Then a new epoch begins, and the lanes' carry is reset.
+    """
+
+    end_of_document: int
+    """What the stream's first token is predicted from."""
+    shuffle: bool = False
+    """Whether segments are read in a new random order each epoch instead, with a reset before each of them."""
+
+    def __post_init__(self) -> None:
+        self._stream = self.documents.concatenated(self.end_of_document)
+        self._num_tokens = int(self._stream.lengths[0]) - 1
+        self._begins = np.cumsum(self.documents.lengths) - self.documents.lengths
+        # The last segment may not be full.
+        self._num_segments = -(-self._num_tokens // self.segment_length)
+        self.steps_per_epoch = -(-self._num_segments // self.num_lanes)
+        # Threads may work on two epochs at once.
+        self._order = functools.lru_cache(2)(functools.partial(permutation, self._num_segments, self.seed))
+
+    @property
+    def num_steps(self) -> int | None:
+        return None if self.epochs is None else self.epochs * self.steps_per_epoch
+
+    @property
+    def padding_share(self) -> float:
+        return 1 - self._num_tokens / (self.steps_per_epoch * self.num_lanes * self.segment_length)
+
+    def batch(self, step: int, lanes: Sequence[int]) -> Batch:
+        n, w = self.segment_length, self.window_length
+        batch = empty_batch(len(lanes), n, w)
+        epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
+        batch.start[:, 0] = self.shuffle or step_of_epoch == 0
+        for row, lane in enumerate(lanes):
+            segment = (
+                step_of_epoch * self.num_lanes + lane if self.shuffle else lane * self.steps_per_epoch + step_of_epoch
+            )
+            if segment >= self._num_segments:
+                continue
+            if self.shuffle:
+                segment = int(self._order(epoch)[segment])
+            first, last = segment * n, min((segment + 1) * n, self._num_tokens)
+            tokens = self._stream.tokens(0, first, last + 1)
+            places = np.s_[row, : last - first]
+            batch.inputs[places], batch.targets[places], batch.loss_mask[places] = tokens[:-1], tokens[1:], True
+            blocks = np.arange(first, last, w)
+            document = np.searchsorted(self._begins, blocks, side="right") - 1
+            batch.document[row, : len(blocks)] = document
+            batch.position[row, : len(blocks)] = blocks - self._begins[document]
+        return batch
 
 
 READERS = Registry("reader")
@@ -91,25 +239,24 @@ class ReaderConfig:
         """Tokens that windows repeat in training, where those of the model's evaluations repeat `overlap`."""
         return overlap
 
-    def make(self, inputs: ReaderInputs) -> Reader:
-        """The reader. Raises a UserError if the documents can't be read in this way."""
-        raise NotImplementedError
+    def make(self, store: TokenStore, split: str, overlap: int = 0, **fields: Any) -> Reader:
+        """The reader of some documents of a split.
 
-    def _fields(self, inputs: ReaderInputs) -> dict[str, Any]:
-        """The fields that all readers have."""
-        if inputs.overlap and not self.repeats_windows:
+        Args:
+          overlap: tokens that each of the model's windows repeats of the one before.
+          fields: the other fields of `Reader`, and `shuffle`.
+
+        Raises:
+          UserError: the documents can't be read in this way.
+        """
+        if overlap and not self.repeats_windows:
             raise UserError(
-                f"windows with overlap={inputs.overlap} need RunConfig.data='windows', not {READERS.name_of(self)!r}"
+                f"windows with overlap={overlap} need RunConfig.data='windows', not {READERS.name_of(self)!r}"
             )
-        return {
-            "documents": inputs.documents,
-            "num_lanes": inputs.num_lanes,
-            "segment_length": self.segment_length,
-            "window_length": inputs.window_length,
-            "seed": inputs.seed,
-            "vocabulary_size": inputs.store.vocabulary.size,
-            "epochs": inputs.epochs,
-        }
+        return self._reader(store, split, overlap, {**fields, "segment_length": self.segment_length})
+
+    def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
+        raise NotImplementedError
 
     def evaluation_reader(
         self, store: TokenStore, split: str, window_length: int
@@ -117,9 +264,8 @@ class ReaderConfig:
         """(documents of a split, number of lanes) -> how an evaluation reads them; None: in order."""
         if not self.used_by_evaluations:
             return None
-        return lambda documents, num_lanes: self.make(
-            ReaderInputs(documents, store, split, num_lanes, window_length, shuffle=False, epochs=1)
-        )
+        fields = {"window_length": window_length, "shuffle": False, "epochs": 1}
+        return lambda documents, num_lanes: self.make(store, split, documents=documents, num_lanes=num_lanes, **fields)
 
 
 @READERS.register("lanes")
@@ -127,8 +273,8 @@ class ReaderConfig:
 class LanesReaderConfig(ReaderConfig):
     """Each lane reads whole documents, and is reset when a document begins."""
 
-    def make(self, inputs: ReaderInputs) -> Reader:
-        return LanesReader(**self._fields(inputs), shuffle=inputs.shuffle)
+    def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
+        return LanesReader(**fields)
 
 
 @READERS.register("windows")
@@ -147,13 +293,8 @@ class WindowsReaderConfig(ReaderConfig):
     def training_overlap(self, overlap: int) -> int:
         return 0 if self.train_disjoint else overlap
 
-    def make(self, inputs: ReaderInputs) -> Reader:
-        return LanesReader(
-            **self._fields(inputs),
-            overlap=self.training_overlap(inputs.overlap),
-            shuffle=inputs.shuffle,
-            separate=not self.segments_follow,
-        )
+    def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
+        return LanesReader(**fields, overlap=self.training_overlap(overlap), separate=not self.segments_follow)
 
 
 @READERS.register("stream")
@@ -163,17 +304,14 @@ class StreamReaderConfig(ReaderConfig):
 
     first_tokens_are_targets = True
 
-    def make(self, inputs: ReaderInputs) -> Reader:
-        return StreamReader(**self._fields(inputs), end_of_document=inputs.store.vocabulary.end_of_document)
+    def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
+        return StreamReader(**fields, end_of_document=store.vocabulary.end_of_document)
 
 
 @READERS.register("shuffled")
 @dataclasses.dataclass(frozen=True)
-class ShuffledReaderConfig(ReaderConfig):
+class ShuffledReaderConfig(StreamReaderConfig):
     """Segments of the stream in a random order, with a reset before each segment."""
 
-    first_tokens_are_targets = True
-
-    def make(self, inputs: ReaderInputs) -> Reader:
-        end = inputs.store.vocabulary.end_of_document
-        return StreamReader(**self._fields(inputs), end_of_document=end, shuffle=True)
+    def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
+        return super()._reader(store, split, overlap, {**fields, "shuffle": True})

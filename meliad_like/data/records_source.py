@@ -2,19 +2,23 @@
 
 import functools
 import gzip
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import zstandard
+from typing import Any
 
 from meliad_like.data.documents import SOURCES, SPLITS, Document, FolderSourceConfig, Reference, Source, decode
 from meliad_like.data.files_source import list_files, named_splits
 from meliad_like.errors import UserError
 from meliad_like.resumable import parse_json
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 # tensorflow_datasets is imported in functions: it takes a second, and worker processes import this module.
 INFO_NAME = "dataset_info.json"
@@ -32,17 +36,17 @@ class RecordsSourceConfig(FolderSourceConfig):
 
     def document(self, record: Mapping[str, Any], place: str, found_in: str | None) -> Document:
         """The document of a record; its place is its name where no field gives one."""
-        for field in filter(None, (self.text_field, self.name_field)):
+
+        def value(field: str) -> Any:
             if field not in record:
                 raise UserError(f"{place} has no field {field!r}; it has {', '.join(map(repr, record))}")
-        name, text = record[self.name_field] if self.name_field else place, record[self.text_field]
-        name, text = (
-            decode(value, f"{place}: the field {field!r}") if isinstance(value, bytes) else value
-            for value, field in ((name, self.name_field), (text, self.text_field))
-        )
+            found = record[field]
+            return decode(found, f"{place}: the field {field!r}") if isinstance(found, bytes) else found
+
+        text, name = value(self.text_field), str(value(self.name_field)) if self.name_field else place
         if not isinstance(text, str):
             raise UserError(f"{place}: the field {self.text_field!r} is no text but {type(text).__name__}")
-        return Document(str(name), self.split_of(str(name), found_in), text)
+        return Document(name, self.split_of(name, found_in), text)
 
 
 @SOURCES.register("jsonl")
@@ -89,35 +93,12 @@ def _split_of_file(file: str) -> str | None:
 
 def read_lines(path: Path) -> Iterator[bytes]:
     """The file's lines, decompressed, each with its line end."""
+    open_file: Any = {".gz": gzip.open, ".zst": zstd.open}.get(path.suffix, open)
     try:
-        with path.open("rb") as file:
-            if path.suffix == ".gz":
-                yield from gzip.GzipFile(fileobj=file)
-            elif path.suffix == ".zst":
-                rest = b""
-                for text in _decompress(file):
-                    *lines, rest = (rest + text).split(b"\n")
-                    yield from (line + b"\n" for line in lines)
-                if rest:
-                    yield rest
-            else:
-                yield from file
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        with open_file(path, "rb") as file:
+            yield from file
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
         raise UserError(f"{path} cannot be decompressed: {error}") from None
-
-
-def _decompress(file: BinaryIO) -> Iterator[bytes]:
-    """Decompresses frame after frame. zstandard's own stream reader takes a file that is cut short for its end."""
-    frame = None
-    while compressed := file.read(1 << 16):
-        while compressed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(compressed)
-            compressed = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame is not None:
-        raise EOFError("the file is cut short")
 
 
 @SOURCES.register("tfds")

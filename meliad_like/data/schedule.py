@@ -4,6 +4,7 @@ Documents form a stream, epoch after epoch, and each is assigned to the lane tha
 depend on the order of queries, so every host computes the same one, and a resumed run continues at the right place.
 """
 
+import dataclasses
 import heapq
 import threading
 from array import array
@@ -30,55 +31,45 @@ class Run(NamedTuple):
     document: int
     offset: int
     """The index of the first block in the document."""
-    epoch: int
 
 
+@dataclasses.dataclass(eq=False)
 class Schedule:
     """Assigns documents to lanes, lazily, as far as queries need.
 
     It stores 16 bytes for each assigned document, is thread-safe, and can be queried in any order.
     """
 
-    def __init__(
-        self,
-        document_blocks: np.ndarray,
-        num_lanes: int,
-        seed: int,
-        *,
-        shuffle: bool = True,
-        epochs: int | None = None,
-    ):
-        """
-        Args:
-          document_blocks: int64[documents], the documents' lengths in blocks; documents of 0 blocks are left out.
-          seed: non-negative seed; with the epoch's number it determines the order of that epoch.
-          shuffle: a new random order each epoch; otherwise the longest documents come first, which lets the lanes of a
-            finite schedule finish at nearly the same time.
-          epochs: how often each document is read; None: endlessly.
-        """
-        self.num_lanes = num_lanes
-        self._document_blocks = document_blocks
-        self._documents = np.flatnonzero(document_blocks)
+    document_blocks: np.ndarray
+    """int64[documents]: the documents' lengths in blocks. Documents of 0 blocks are left out."""
+    num_lanes: int
+    seed: int
+    """With the epoch's number, the seed determines the order of that epoch; it is not negative."""
+    _: dataclasses.KW_ONLY
+    shuffle: bool = True
+    """A new random order each epoch; otherwise the longest documents come first, which lets the lanes of a finite
+    schedule finish at nearly the same time."""
+    epochs: int | None = None
+    """How often each document is read; None: endlessly."""
+
+    def __post_init__(self) -> None:
+        self._documents = np.flatnonzero(self.document_blocks)
         if not self._documents.size:
             raise UserError("no document has a token to predict: prepare a token store from longer documents")
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epochs = epochs
         self._epochs_dealt = 0
         # One integer per lane, (block at which it is free) * num_lanes + lane, so that ties go to the lowest lane.
-        self._free = list(range(num_lanes))
-        self._starts = [array("q") for _ in range(num_lanes)]
-        # Assigned documents are stored as epoch * number of documents + document.
-        self._dealt = [array("q") for _ in range(num_lanes)]
-        self._ends = [0] * num_lanes
+        self._free = list(range(self.num_lanes))
+        self._starts = [array("q") for _ in range(self.num_lanes)]
+        self._dealt = [array("q") for _ in range(self.num_lanes)]
+        self._ends = [0] * self.num_lanes
         self._lock = threading.Lock()
 
     def num_steps(self, blocks_in_step: int) -> int | None:
         """The number of steps, of `blocks_in_step` blocks per lane, until the last lane is done; None: endless."""
-        if self._epochs is None:
+        if self.epochs is None:
             return None
         with self._lock:
-            while self._epochs_dealt < self._epochs:
+            while self._epochs_dealt < self.epochs:
                 self._deal_epoch()
             return -(-max(self._ends) // blocks_in_step)
 
@@ -86,33 +77,30 @@ class Schedule:
         """The runs in the lane's blocks [first, first + count), in order; idle blocks have none."""
         with self._lock:
             # Later assignments never change a lane's past, so the progress of other lanes does not matter.
-            while self._ends[lane] < first + count and self._epochs_dealt != self._epochs:
+            while self._ends[lane] < first + count and self._epochs_dealt != self.epochs:
                 self._deal_epoch()
             starts, dealt = self._starts[lane], self._dealt[lane]
             found = []
             for index in range(max(bisect_right(starts, first) - 1, 0), len(starts)):
                 if starts[index] >= first + count:
                     break
-                epoch, document = divmod(dealt[index], len(self._document_blocks))
+                document = dealt[index]
                 block = max(first, starts[index])
-                end = min(first + count, starts[index] + int(self._document_blocks[document]))
+                end = min(first + count, starts[index] + int(self.document_blocks[document]))
                 if block < end:
-                    found.append(Run(block, end - block, document, block - starts[index], epoch))
+                    found.append(Run(block, end - block, document, block - starts[index]))
             return found
 
     def _deal_epoch(self) -> None:
-        order = self._order(self._epochs_dealt)
-        first = self._epochs_dealt * len(self._document_blocks)
+        if self.shuffle:
+            order = self._documents[permutation(self._documents.size, self.seed, self._epochs_dealt)]
+        else:
+            order = self._documents[np.argsort(-self.document_blocks[self._documents], kind="stable")]
         free, num_lanes = self._free, self.num_lanes
-        for document, blocks in zip(order.tolist(), self._document_blocks[order].tolist(), strict=True):
+        for document, blocks in zip(order.tolist(), self.document_blocks[order].tolist(), strict=True):
             start, lane = divmod(free[0], num_lanes)
             heapq.heapreplace(free, free[0] + blocks * num_lanes)
             self._starts[lane].append(start)
-            self._dealt[lane].append(first + document)
+            self._dealt[lane].append(document)
             self._ends[lane] = start + blocks
         self._epochs_dealt += 1
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self._shuffle:
-            return self._documents[np.argsort(-self._document_blocks[self._documents], kind="stable")]
-        return self._documents[permutation(self._documents.size, self._seed, epoch)]

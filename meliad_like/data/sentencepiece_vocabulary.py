@@ -10,7 +10,7 @@ import numpy as np
 import sentencepiece
 
 from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, reading
 from meliad_like.validation import check_positive
 
 ModelType = Literal["unigram", "bpe"]
@@ -84,13 +84,9 @@ def read_model(path: str | Path) -> bytes:
     """The contents of a SentencePiece model file, or of that in the folder of a saved vocabulary."""
     path = Path(path).expanduser()
     path = path / MODEL_NAME if path.is_dir() else path
-    try:
+    with reading(path, "SentencePiece model", RuntimeError):
         model = path.read_bytes()
         sentencepiece.SentencePieceProcessor().LoadFromSerializedProto(model)
-    except OSError as error:
-        raise UserError(f"cannot read the SentencePiece model {path}: {error.strerror}") from None
-    except RuntimeError:
-        raise UserError(f"{path} is not a SentencePiece model") from None
     return model
 
 

@@ -7,7 +7,7 @@
     validation/, test/    the same
 
 The folder may lie in an object store (gs://...), which can't be memory mapped: a split is then copied to the local disk
-when it is opened for the first time.
+when it is opened for the first time, into `meliad_like/stores` in `$XDG_CACHE_HOME`, by default in `~/.cache`.
 """
 
 import hashlib
@@ -22,21 +22,22 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from meliad_like.data.documents import SPLITS, Source, SourceConfig, open_source, source_fingerprint
+from meliad_like.data.documents import Source, SourceConfig, open_source, source_fingerprint
+from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import MissingStoreError, UserError, refusals
 from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path, copy_folder, is_remote, one_line, size_of
-from meliad_like.resumable import locked, read_json, whole_folder
+from meliad_like.resumable import locked, read_json, whole_folder, write_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 STORE_NAME = "store.json"
 DOCUMENTS_NAME = "documents.json"
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the documents of a split."""
+    """Sums over the documents of a split, and their checksum."""
 
     documents: int = 0
     """The number of documents."""
@@ -46,6 +47,8 @@ class Totals:
     """The number of bytes of the documents' text in UTF-8."""
     words: int = 0
     """The number of words, as `count_words` counts them."""
+    checksum: str = ""
+    """SHA-256 of the split's `DOCUMENTS_NAME`."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,9 @@ class StoreInfo:
     vocabulary_settings: str
     """Fingerprint of the vocabulary's settings."""
     dtype: str
-    """Type of the tokens on disk."""
+    """The type of the tokens on disk."""
     splits: dict[str, Totals]
-    """Totals of each split."""
-    checksums: dict[str, str]
-    """SHA-256 of each split's `DOCUMENTS_NAME`."""
-    skipped: tuple[str, ...]
+    skipped: list[str]
     """The reasons why documents, or files of documents, were left out."""
 
 
@@ -90,47 +90,6 @@ def absolute_folder(source: SourceConfig) -> str:
 def short(fingerprint: str) -> str:
     """A fingerprint shortened for messages."""
     return fingerprint[:12]
-
-
-def count_words(text: str) -> int:
-    """The number of words, separated by whitespace.
-
-    PG-19's authors publish counts (train 1,973,136,207, validation 3,007,061, test 6,966,499: Rae et al.,
-    arXiv:1911.05507, Table 2, and the README of google-deepmind/pg19) but not their code. Their word-level perplexity
-    divides by "the number of tokens" of untokenised text, and Appendix I of arXiv:2203.07852 says
-    that "the word count ignores whitespace": that is, runs of characters that are not whitespace.
-    """
-    return len(text.split())
-
-
-class Split:
-    """The documents of one split."""
-
-    def __init__(self, folder: epath.Path, columns: dict[str, Any], tokens: np.ndarray):
-        """`columns`: contents of `DOCUMENTS_NAME`; `tokens`: of all documents."""
-        self.names: list[str] = columns["names"]
-        """A name for each document."""
-        self.lengths = np.asarray(columns["tokens"], np.int64)
-        """int64[documents]: the number of tokens of each document, its end included."""
-        self.num_bytes = np.asarray(columns["bytes"], np.int64)
-        """int64[documents]: the number of bytes of each document's text in UTF-8."""
-        self.num_words = np.asarray(columns["words"], np.int64)
-        """int64[documents]: the number of words of each document (`count_words`)."""
-        self._folder = folder
-        self._tokens = tokens
-        self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: the tokens of a document in this range, copied out of the memory map."""
-        if not 0 <= document < len(self):
-            raise IndexError(f"document {document} of {len(self)} in {self._folder}")
-        if not 0 <= start <= stop <= self.lengths[document]:
-            raise IndexError(f"tokens {start} to {stop} of a document with {self.lengths[document]} in {self._folder}")
-        first = self._starts[document]
-        return self._tokens[first + start : first + stop].astype(np.int32)
 
 
 class TokenStore:
@@ -168,8 +127,11 @@ class TokenStore:
         """The sums over a split's documents; zero for a split without documents."""
         return self.info.splits[split]
 
-    def split(self, name: str) -> Split:
-        """The documents of a split. Raises a UserError if the split does not exist, is empty or is damaged."""
+    def split(self, name: str) -> Documents:
+        """The documents of a split. Raises a UserError if the split does not exist, is empty or is damaged.
+
+        Reading a token that is not in the vocabulary raises one, too.
+        """
         if name not in self.info.splits or not self.info.splits[name].documents:
             present = ", ".join(split for split, totals in self.info.splits.items() if totals.documents)
             why = "has no documents" if name in self.info.splits else "is unknown"
@@ -177,15 +139,29 @@ class TokenStore:
         folder = self._local_copy(name) if is_remote(self.folder) else self.folder / name
         self._opened.setdefault(folder / "tokens.bin", _size_and_time(folder / "tokens.bin"))
         path = folder / DOCUMENTS_NAME
-        columns = path.read_bytes() if path.exists() else b""
-        if hashlib.sha256(columns).hexdigest() != self.info.checksums[name]:
+        saved = path.read_bytes() if path.exists() else b""
+        if hashlib.sha256(saved).hexdigest() != self.info.splits[name].checksum:
             raise UserError(f"{path} is damaged or missing: prepare the token store again")
-        return Split(folder, json.loads(columns), np.memmap(folder / "tokens.bin", self.info.dtype, "r"))
+        names, *columns = json.loads(saved).values()
+        lengths, num_bytes, num_words = (np.asarray(column, np.int64) for column in columns)
+        stored, begins = np.memmap(folder / "tokens.bin", self.info.dtype, "r"), np.cumsum(lengths) - lengths
+
+        def read(document: int, start: int, stop: int) -> np.ndarray:
+            tokens = stored[begins[document] + start : begins[document] + stop].astype(np.int32)
+            if (wrong := np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary.size))).size:
+                raise UserError(
+                    f"token {tokens[wrong[0]]} at position {start + wrong[0]} of document {names[document]} is not in "
+                    f"the vocabulary of {self.vocabulary.size}: prepare the token store again"
+                )
+            return tokens
+
+        return Documents(names, lengths, num_bytes, num_words, read, np.arange(len(names)))
 
     def _local_copy(self, split: str) -> epath.Path:
         """The folder of a copy of a split in an object store, made once for all processes of this machine."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         # A store that was prepared again gets its own copy.
-        copy = cache_folder() / self.fingerprint / split
+        copy = cache / "meliad_like" / "stores" / self.fingerprint / split
         with locked(copy.parent / f".{split}.lock"):
             if not copy.exists():
                 print(f"copying {self.folder / split} to {copy}", file=sys.stderr)
@@ -252,11 +228,6 @@ class TokenStore:
             )
 
 
-def cache_folder() -> Path:
-    """The folder of copies of stores: `meliad_like/stores` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "meliad_like" / "stores"
-
-
 def read_info(folder: Path | epath.Path) -> StoreInfo:
     """Reads `store.json`. Raises a UserError if the store is missing or damaged, or has another version."""
     path = folder / STORE_NAME
@@ -273,7 +244,7 @@ def read_info(folder: Path | epath.Path) -> StoreInfo:
     if version is None or saved.pop("checksum", None) != fingerprint(saved):
         raise UserError(f"{path} is damaged: prepare the store again")
     splits = {split: Totals(**totals) for split, totals in saved["splits"].items()}
-    return StoreInfo(**{**saved, "splits": splits, "skipped": tuple(saved["skipped"])})
+    return StoreInfo(**saved | {"splits": splits})
 
 
 def _size_and_time(path: epath.Path) -> tuple[int, int]:
@@ -284,32 +255,26 @@ def _size_and_time(path: epath.Path) -> tuple[int, int]:
 class SplitWriter:
     """Appends documents to a split. It keeps three numbers and a name per document in memory, but no tokens."""
 
-    def __init__(self, folder: Path, vocabulary: Vocabulary, dtype: str):
+    def __init__(self, folder: Path, vocabulary: Vocabulary):
         folder.mkdir(parents=True)
         self._folder = folder
-        self._vocabulary = vocabulary
-        self._dtype = dtype
+        self._end_of_document, self._dtype = vocabulary.end_of_document, token_dtype(vocabulary.size)
         self._columns: dict[str, list] = {"names": [], "tokens": [], "bytes": [], "words": []}
         self._file = (folder / "tokens.bin").open("wb")
 
     def write(self, name: str, tokens: np.ndarray, num_bytes: int, num_words: int) -> None:
         """Appends a document; `tokens` is int32[n] without the end of the document."""
-        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self._vocabulary.size):
-            wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary.size)][0]
-            raise UserError(
-                f"token {wrong} of document {name} is out of range for a vocabulary of {self._vocabulary.size}"
-            )
-        self._file.write(np.append(tokens, self._vocabulary.end_of_document).astype(self._dtype).tobytes())
+        self._file.write(np.append(tokens, self._end_of_document).astype(self._dtype).tobytes())
         for column, value in zip(self._columns.values(), (name, tokens.size + 1, num_bytes, num_words), strict=True):
             column.append(value)
 
-    def close(self) -> tuple[Totals, str]:
-        """Writes the names and numbers of all documents, and returns the sums and the checksum."""
+    def close(self) -> Totals:
+        """Writes the names and numbers of all documents, and returns their sums."""
         self._file.close()
         content = json.dumps(self._columns).encode()
         (self._folder / DOCUMENTS_NAME).write_bytes(content)
         names, *numbers = self._columns.values()
-        return Totals(len(names), *map(sum, numbers)), hashlib.sha256(content).hexdigest()
+        return Totals(len(names), *map(sum, numbers), checksum=hashlib.sha256(content).hexdigest())
 
 
 def token_dtype(vocabulary_size: int) -> str:
@@ -317,9 +282,8 @@ def token_dtype(vocabulary_size: int) -> str:
     return "<u2" if vocabulary_size <= 2**16 else "<u4"
 
 
-def write_info(folder: Path, info: StoreInfo) -> None:
-    """Writes `store.json`, which makes the folder a store; must be called last."""
-    assert set(info.splits) == set(SPLITS)
-    saved = {**asdict(info), "skipped": list(info.skipped)}
+def write_info(target: Path, **fields: Any) -> None:
+    """Writes the fields of `StoreInfo` into `store.json`, which makes the folder a store; must be called last."""
+    saved = asdict(StoreInfo(**fields))
     saved |= {"version": FORMAT_VERSION, "checksum": fingerprint(saved)}
-    (folder / STORE_NAME).write_text(json.dumps(saved, indent=2) + "\n")
+    write_json(target / STORE_NAME, saved)

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary, read_text
 from meliad_like.errors import UserError
-from meliad_like.resumable import parse_json
+from meliad_like.resumable import read_object
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -96,7 +95,7 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
     elif (path / TOKENIZER_NAME).exists():
         tokenizer = read_text(path / TOKENIZER_NAME, "tokenizer")
         if (path / TOKENIZER_CONFIG_NAME).exists():
-            token = _load(path / TOKENIZER_CONFIG_NAME).get("eos_token") or ""
+            token = read_object(path / TOKENIZER_CONFIG_NAME).get("eos_token") or ""
             end = token["content"] if isinstance(token, dict) else token
     elif (path / "vocab.json").exists():
         tokenizer = _from_merges(path / "vocab.json", path / "merges.txt")
@@ -110,7 +109,7 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
 def _from_merges(vocabulary: Path, merges: Path) -> str:
     lines = read_text(merges, "tokenizer").splitlines()
     pairs = [line for line in lines if line and not line.startswith("#version")]
-    return _byte_level(_load(vocabulary), pairs, [DEFAULT_END], [], (), str(merges))
+    return _byte_level(read_object(vocabulary), pairs, [DEFAULT_END], [], (), str(merges))
 
 
 def _from_gguf(path: Path) -> tuple[str, str]:
@@ -170,10 +169,3 @@ def _byte_characters() -> dict[int, str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def _load(path: Path) -> dict[str, Any]:
-    loaded = parse_json(read_text(path, "tokenizer"), str(path))
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path} is no JSON object")
-    return loaded

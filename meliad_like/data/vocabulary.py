@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from etils import epath
 
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, reading
 from meliad_like.registry import Registry, changed_settings, fingerprint
 from meliad_like.remote import local_files, write_whole
 from meliad_like.resumable import check_fields, read_json
@@ -90,10 +90,6 @@ class Vocabulary:
             raise UserError(f"token {wrong} is out of range for a vocabulary of {self.size}: it is of another one")
         return b"".join(self._pieces[token] for token in ids if token < len(self._pieces))
 
-    def stream(self, unfinished: bytes = b"") -> "StreamingDecoder":
-        """A decoder that takes one id at a time; `unfinished` bytes of an earlier decoder come first."""
-        return StreamingDecoder(self, unfinished)
-
     def save(self, folder: str | Path) -> None:
         """Writes what `load_vocabulary` reads into an existing local folder."""
         write_whole(Path(folder) / SETTINGS_NAME, json.dumps(self._settings, indent=2) + "\n")
@@ -102,7 +98,10 @@ class Vocabulary:
 
 
 class StreamingDecoder:
-    """Decodes one token at a time and holds back the bytes of a character until it is complete."""
+    """Decodes one token at a time and holds back the bytes of a character until it is complete.
+
+    The `unfinished` bytes of an earlier decoder come first.
+    """
 
     def __init__(self, vocabulary: Vocabulary, unfinished: bytes = b""):
         self._vocabulary = vocabulary
@@ -129,6 +128,8 @@ class VocabularyConfig:
 
     size_multiple: int = 1
     """Rounds the size up to a multiple that is efficient on the hardware; the additional ids are never used."""
+
+    size: ClassVar[int] = 32_000
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -158,7 +159,7 @@ class VocabularyConfig:
     @property
     def expected_size(self) -> int:
         """The number of tokens, or an estimate if the vocabulary has to be learned first."""
-        return self.make().size
+        return round_up(self.size, self.size_multiple) if self.trained else self.make().size
 
 
 @dataclass(frozen=True)
@@ -168,15 +169,9 @@ class FileVocabularyConfig(VocabularyConfig):
     model_file: str = ""
     """The file to load; "": none."""
 
-    size: ClassVar[int] = 32_000
-
     @property
     def trained(self) -> bool:
         return not self.model_file
-
-    @property
-    def expected_size(self) -> int:
-        return round_up(self.size, self.size_multiple) if self.trained else super().expected_size
 
 
 @VOCABULARIES.register("bytes")
@@ -201,13 +196,9 @@ class ByteVocabulary(Vocabulary):
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file. `what` it is, is said where it can't be read."""
-    try:
+    """The text of a file. `what` it is, is said where it is not UTF-8."""
+    with reading(path, what, UnicodeDecodeError):
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is no {what}: it is not UTF-8") from None
 
 
 def round_up(size: int, multiple: int) -> int:

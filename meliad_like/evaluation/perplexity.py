@@ -24,9 +24,9 @@ from jaxtyping import Bool, Float, Int
 
 from meliad_like.config import RunConfig
 from meliad_like.data.batch import AnyArray, Batch, Reader
-from meliad_like.data.lanes import LanesReader
 from meliad_like.data.loading import load_batches
-from meliad_like.data.subset import Documents, Subset, random_subset
+from meliad_like.data.readers import LanesReader
+from meliad_like.data.split import Documents, random_subset
 from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.mesh import carry_shardings, lane_sharding, lane_shards, replicated
@@ -85,7 +85,7 @@ class Evaluator:
         )
         """The indices in the split of the evaluated documents."""
         self._documents_in_split = len(split.lengths)
-        self._split = Subset(split, self.documents)
+        self._split = split.subset(self.documents)
         self._window = window = model.config.window_length
         model.config.check_sequence(segment_length, mesh.shape["sequence"])
         self._targets = np.maximum(self._split.lengths - 1, 0)
@@ -98,8 +98,7 @@ class Evaluator:
         if read is None:
             lengths, overlap = (segment_length, window), 0 if decoding else model.config.overlap
             order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": whole_segments}
-            size = model.vocabulary_size
-            self._reader = LanesReader(self._split, num_lanes, *lengths, vocabulary_size=size, overlap=overlap, **order)
+            self._reader = LanesReader(self._split, num_lanes, *lengths, overlap=overlap, **order)
         else:
             self._reader = read(self._split, num_lanes)
         self.num_lanes = self._reader.num_lanes

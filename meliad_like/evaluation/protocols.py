@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from meliad_like.data.batch import Batch, check_tokens, empty_batch
-from meliad_like.data.subset import Documents
+from meliad_like.data.batch import Batch, empty_batch
+from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.evaluation.scores import Score
@@ -86,7 +86,6 @@ class SlidingReader:
             if index < len(self._windows):
                 document, first, length, repeated = self._windows[index]
                 tokens = self._documents.tokens(document, first, first + length + 1)
-                check_tokens(tokens, self._model.vocabulary_size, first, self._documents.names[document])
                 batch.inputs[row, :length], batch.targets[row, :length] = tokens[:-1], tokens[1:]
                 batch.loss_mask[row, repeated:length] = True
                 batch.start[row, 0], batch.document[row] = True, document
@@ -110,7 +109,7 @@ def evaluate(
     """Predicts every token of every document once.
 
     Args:
-        split: the documents; `Concatenated` turns them into one document, without resets.
+        split: the documents; `Documents.concatenated` turns them into one document, without resets.
         segment_length: number of tokens read at once, or length of a sliding window; a multiple of the window length.
         stride: number of new tokens of a sliding window.
         num_windows: number of sliding windows that are read in parallel, rounded up to what the mesh needs.

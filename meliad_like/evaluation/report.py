@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from meliad_like.data.readers import label
-from meliad_like.data.subset import Documents
+from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.protocols import ProtocolScore

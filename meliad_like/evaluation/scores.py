@@ -41,7 +41,7 @@ class TextScore(Score):
     num_bytes: int
     """The number of bytes in UTF-8."""
     num_words: int
-    """The number of words, as `data.token_store.count_words` counts them."""
+    """The number of words, as `data.split.count_words` counts them."""
 
     @property
     def bits_per_byte(self) -> float:

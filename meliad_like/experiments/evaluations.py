@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.config.run import stages_of
-from meliad_like.data.subset import Concatenated, Documents
+from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation import protocols, report
 from meliad_like.evaluation.perplexity import make_evaluator
@@ -79,9 +79,7 @@ def by_protocol(trained: OpenedCheckpoint, mesh: Mesh, documents: Documents, few
         mesh=mesh,
         loss_slice=trained.run.training.loss_slice,
     )
-    all_tokens, few_tokens = (
-        Concatenated(part, model.vocabulary_size, trained.vocabulary.end_of_document) for part in (documents, few)
-    )
+    all_tokens, few_tokens = (part.concatenated(trained.vocabulary.end_of_document) for part in (documents, few))
     score, num_bytes = evaluate(all_tokens, "segments"), int(np.sum(documents.num_bytes))
     figures = {
         "bits_per_token": score.bits_per_token,

@@ -18,7 +18,6 @@ from meliad_like.config import RunConfig, with_changes
 from meliad_like.config.run import stages_of
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import label
-from meliad_like.data.subset import beginnings
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME
 from meliad_like.data.vocabulary import SETTINGS_NAME
@@ -281,10 +280,10 @@ class Job:
         opened = open_checkpoint(best if self.trained.training.keep_best else self.workdir, mesh=mesh)
         opened = opened._replace(run=self.evaluated, model=Model(self.evaluated.model, opened.vocabulary.size))
         whole = store.split(experiment.split)
-        documents = whole if self.max_tokens is None else beginnings(whole, opened.vocabulary, self.max_tokens)
+        documents = whole if self.max_tokens is None else whole.beginnings(opened.vocabulary, self.max_tokens)
         if experiment.table.by_protocol:
             num_single = self.evaluated.data.segment_length + experiment.scale.timed_tokens
-            return by_protocol(opened, mesh, documents, beginnings(whole, opened.vocabulary, num_single))
+            return by_protocol(opened, mesh, documents, whole.beginnings(opened.vocabulary, num_single))
         name = f"{experiment.split}_{self.row.name}" if self.row.trained_as else experiment.split
         return by_document(opened, mesh, store, experiment.split, documents, self.workdir / f"{name}.json")
 

@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from meliad_like.data.batch import Reader
-from meliad_like.data.readers import READERS, ReaderConfig, ReaderInputs
+from meliad_like.data.readers import READERS, ReaderConfig
+from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.models.base import ActivationDtype
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adam
@@ -219,13 +220,12 @@ class AncientHistoryReaderConfig(ReaderConfig):
                 f"this one reads windows of window_length={block}"
             )
 
-    def make(self, inputs: ReaderInputs) -> Reader:
+    def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
         from meliad_like.history.reader import HistoryReader, make_selection
         from meliad_like.history.spans import Layout
 
-        layout = Layout.of(self.history, inputs.store.vocabulary)
-        selection = make_selection(self, inputs.store, inputs.split)
-        return HistoryReader(**self._fields(inputs), shuffle=inputs.shuffle, layout=layout, selection=selection)
+        layout = Layout.of(self.history, store.vocabulary)
+        return HistoryReader(**fields, layout=layout, selection=make_selection(self, store, split))
 
 
 @dataclasses.dataclass(frozen=True)

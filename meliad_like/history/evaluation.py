@@ -17,12 +17,12 @@ import pandas as pd
 from jaxtyping import Float, Int
 
 from meliad_like.data.readers import label
-from meliad_like.data.subset import Documents
+from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.history.config import HistoryConfig
 from meliad_like.history.gains import TargetLosses
 from meliad_like.history.selection import SpanScorer, choose
-from meliad_like.history.spans import Layout, Stride, Window, index_in_split, strides
+from meliad_like.history.spans import Layout, Stride, Window, strides
 from meliad_like.resumable import Journal
 from meliad_like.tables import Table, number
 
@@ -76,7 +76,7 @@ def read_strides(
     def to_read() -> Iterator[Window]:
         length = int(documents.lengths[index])
         tokens = documents.tokens(index, 0, length)
-        for stride in strides(length, layout.config, index_in_split(documents, index)):
+        for stride in strides(length, layout.config, int(documents.indices[index])):
             reading = StrideReading(stride, {}, {}, {}, {})
             waiting.append(reading)
             for selection in selections if stride.selects else ():

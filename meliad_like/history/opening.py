@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig, read_changes
 from meliad_like.data.readers import LanesReaderConfig, ReaderConfig
-from meliad_like.data.subset import Documents, Subset, beginnings, random_subset
+from meliad_like.data.split import Documents, random_subset
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.history.config import HistoryConfig, HistorySettings
@@ -58,11 +58,11 @@ class HistoryRequest(NamedTuple):
         if self.max_tokens is not None:
             lengths = split.lengths[chosen]
             chosen = chosen[random_subset(np.minimum(lengths, self.document_tokens or lengths), self.max_tokens)]
-        documents = Subset(split, chosen)
+        documents = split.subset(chosen)
         if self.document_tokens is None:
             return documents
         most = self.document_tokens * len(chosen)
-        return beginnings(documents, store.vocabulary, most, shortest=self.document_tokens)
+        return documents.beginnings(store.vocabulary, most, shortest=self.document_tokens)
 
     def open(self) -> "Opened":
         """Opens all that a command needs."""

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from meliad_like.data.batch import Batch, Reader, check_tokens, empty_batch
-from meliad_like.data.schedule import Schedule
+from meliad_like.data.batch import Batch, empty_batch
+from meliad_like.data.readers import ScheduledReader
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.history.config import AncientHistoryReaderConfig, HistoryConfig
 from meliad_like.history.selection import Ranking, choose
-from meliad_like.history.spans import Layout, Stride, Window, index_in_split, num_strides, stride_of, whole_documents
+from meliad_like.history.spans import Layout, Stride, Window, num_strides, stride_of, whole_documents
 from meliad_like.history.stride_store import INFO_NAME, StrideStore, info_of
 from meliad_like.resumable import check_same
 
@@ -28,7 +28,7 @@ order. A pure function, called from several threads at once. If it reads the tar
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class HistoryReader(Reader):
+class HistoryReader(ScheduledReader):
     """Each lane reads documents one after the other, window by window, with no context before a window.
 
     A segment is a number of whole windows.
@@ -36,29 +36,17 @@ class HistoryReader(Reader):
 
     layout: Layout
     selection: Selection
-    shuffle: bool = True
 
     def __post_init__(self) -> None:
-        config, lengths = self.layout.config, np.asarray(self.documents.lengths, np.int64)
+        config, lengths = self.layout.config, self.documents.lengths
         self.leaks_the_future = getattr(self.selection, "leaks_the_future", False)
-        self._windows_in_segment = self.segment_length // config.window_length
         self._first_strides = config.window_length // config.stride
         """Strides whose targets are all in a document's first window."""
-        self._targets = np.maximum(lengths - 1, 0)
+        targets = np.maximum(lengths - 1, 0)
         later = num_strides(lengths, config) - self._first_strides
-        self._windows = np.where(self._targets > 0, 1 + np.maximum(later, 0), 0)
-        self._schedule = Schedule(self._windows, self.num_lanes, self.seed, shuffle=self.shuffle, epochs=self.epochs)
+        self._set_windows(targets, np.where(targets > 0, 1 + np.maximum(later, 0), 0), config.window_length)
         # Batches that are prepared ahead may already be in a lane's next document.
         self._document = whole_documents(self.documents, most=2 * self.num_lanes)
-
-    @property
-    def num_steps(self) -> int | None:
-        return self._schedule.num_steps(self._windows_in_segment)
-
-    @property
-    def padding_share(self) -> float:
-        """Share of an epoch's positions that have no target, those of spans and of repeated text included."""
-        return 1 - float(self._targets.sum() / (self._windows.sum() * self.layout.config.window_length))
 
     def batch(self, step: int, lanes: Sequence[int]) -> Batch:
         """Rows `lanes` of the batch of a step, as numpy arrays; `position` is that of the window without spans."""
@@ -70,7 +58,6 @@ class HistoryReader(Reader):
                     stride, (ids, num_targets) = self._window(run.document, run.offset + i)
                     first = (run.block - step * count + i) * length
                     last = first + len(ids) - 1
-                    check_tokens(ids, self.vocabulary_size, stride.begin, self.documents.names[run.document])
                     batch.inputs[row, first : last + 1] = ids
                     batch.targets[row, first:last] = ids[1:]
                     batch.loss_mask[row, last - num_targets : last] = True
@@ -84,7 +71,7 @@ class HistoryReader(Reader):
         """A document's window, and the last stride whose targets it has."""
         length, config = int(self.documents.lengths[document]), self.layout.config
         number = min(self._first_strides + index, num_strides(length, config)) - 1
-        stride = stride_of(number, length, config, index_in_split(self.documents, document))
+        stride = stride_of(number, length, config, int(self.documents.indices[document]))
         tokens, ends = self._document(document)[: stride.end], np.zeros(0, np.int64)
         if stride.selects:
             ends = self.selection(self.documents.names[document], tokens, stride)

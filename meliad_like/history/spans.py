@@ -59,11 +59,6 @@ class Window(NamedTuple):
     """Number of the last tokens that are predicted; less than n, because nothing precedes the first."""
 
 
-def index_in_split(documents: Any, document: int) -> int:
-    """A document's index in its split: random choices depend on it, so that a subset is read as the whole split is."""
-    return int(documents.indices[document]) if hasattr(documents, "indices") else document
-
-
 def whole_documents(documents: Any, most: int = 2) -> Callable[[int], Int[np.ndarray, " tokens"]]:
     """A function from a document's index to all its tokens, which keeps the `most` documents that were read last."""
     return lru_cache(maxsize=most)(lambda document: documents.tokens(document, 0, int(documents.lengths[document])))

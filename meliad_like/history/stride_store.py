@@ -19,12 +19,12 @@ import numpy as np
 import pandas as pd
 
 from meliad_like.config import bound_values, rebuild
-from meliad_like.data.subset import Documents, Subset
+from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
 from meliad_like.history.config import HistoryConfig
 from meliad_like.history.selection import check_finite
-from meliad_like.history.spans import Stride, candidates, index_in_split, is_scored, strides
+from meliad_like.history.spans import Stride, candidates, is_scored, strides
 from meliad_like.resumable import Journal, read_json, read_json_lines, write_json
 
 INFO_NAME = "store.json"
@@ -85,7 +85,7 @@ def info_of(
     leaks: bool = False,
 ) -> StoreInfo:
     """The `StoreInfo` of documents of a split of a store, or of some of them."""
-    indices = tuple(index_in_split(documents, i) for i in range(len(documents.lengths)))
+    indices = tuple(documents.indices.tolist())
     names, lengths = tuple(documents.names), tuple(int(length) for length in documents.lengths)
     return StoreInfo(what, config, maker, store.fingerprint, split, names, lengths, indices, leaks)
 
@@ -157,7 +157,7 @@ class StrideStore:
             self._journal.write(self.numbers[-1])
             on_progress(len(self.numbers), len(self.strides))
 
-    def documents(self, store: TokenStore) -> Subset:
+    def documents(self, store: TokenStore) -> Documents:
         """The documents of the strides. Raises a UserError if it is another token store."""
         info = self.info
         if store.fingerprint != info.store:
@@ -165,7 +165,7 @@ class StrideStore:
                 f"the {info.what} in {self.folder} are of the token store {short(info.store)}, and "
                 f"{store.folder} is {short(store.fingerprint)}"
             )
-        subset = Subset(store.split(info.split), np.array(info.indices))
+        subset = store.split(info.split).subset(np.array(info.indices))
         subset.lengths = np.array(info.lengths)
         return subset
 

@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from meliad_like.config import RunConfig, bound_values
 from meliad_like.config.run import Stage, stages_of
 from meliad_like.data.batch import Reader
-from meliad_like.data.readers import ReaderInputs
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.mesh import make_mesh, replicated
 from meliad_like.models.model import Model
@@ -80,16 +79,14 @@ def make_reader(stage: Stage, store: TokenStore) -> Reader:
     """The reader of the training documents; its step 0 is the first of the stage."""
     run = stage.run
     return run.data.make(
-        ReaderInputs(
-            store.split("train"),
-            store,
-            "train",
-            run.data.num_lanes,
-            run.model.window_length,
-            run.model.overlap,
-            # Each stage has its own order of documents; with one seed all would begin with the same documents.
-            seed=run.training.seed + (stage.index << 32),
-        )
+        store,
+        "train",
+        run.model.overlap,
+        documents=store.split("train"),
+        num_lanes=run.data.num_lanes,
+        window_length=run.model.window_length,
+        # Each stage has its own order of documents; with one seed all would begin with the same documents.
+        seed=run.training.seed + (stage.index << 32),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from meliad_like.config import bound_values
 from meliad_like.data.documents import SPLITS
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.data.vocabulary import StreamingDecoder, Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.streaming import Generator, SamplingConfig, load_reading, save_reading
 from meliad_like.run.opening import OpenedCheckpoint
@@ -76,7 +76,7 @@ def write_text(
     reading = jax.block_until_ready(generator.read(reading, tokens))
     read_seconds = time.perf_counter() - began
 
-    text = vocabulary.stream(b"" if prompt else unfinished)
+    text = StreamingDecoder(vocabulary, b"" if prompt else unfinished)
     moments, counts, place = [], [], reading
     for written, place in generator.write(reading, num_tokens):  # noqa: B007  # the last one is saved
         show("".join(map(text.push, written)))
@@ -126,7 +126,7 @@ def read_document(opened: OpenedCheckpoint, store: str | None, name: str, num_to
         if name in split.names:
             index = split.names.index(name)
             tokens = split.tokens(index, 0, min(num_tokens, int(split.lengths[index]) - 1))
-            return "".join(map(opened.vocabulary.stream().push, tokens.tolist()))
+            return "".join(map(StreamingDecoder(opened.vocabulary).push, tokens.tolist()))
     raise UserError(
         f"the token store {documents.folder} has no document {name!r}; it has {', '.join(splits[0].names[:3])}, ..."
     )

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from meliad_like.config import RunConfig, read_changes
-from meliad_like.data.subset import Subset, random_order
+from meliad_like.data.split import Documents, random_order
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import make_evaluator
@@ -103,7 +103,7 @@ class Chosen(NamedTuple):
 
     store: TokenStore
     split_name: str
-    documents: Subset
+    documents: Documents
     num_in_split: int
 
     @property
@@ -146,7 +146,7 @@ def choose(subjects: Sequence[Subject], request: StudyRequest) -> Chosen:
         order = random_order(len(split))
         # A document of one token has nothing to predict.
         chosen = np.sort(order[split.lengths[order] > 1][: request.num_documents])
-    return Chosen(store, request.split, Subset(split, np.asarray(chosen, np.int64)), len(split))
+    return Chosen(store, request.split, split.subset(np.asarray(chosen, np.int64)), len(split))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import pandas as pd
 from jaxtyping import Array, Float, Int
 
 from meliad_like.data.schedule import permutation
-from meliad_like.data.subset import Documents
+from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.config import HistoryConfig, Part, SelectorConfig

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from meliad_like.config.run import TrainingConfig
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import label
-from meliad_like.data.subset import Documents
+from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress

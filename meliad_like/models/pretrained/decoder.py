@@ -2,7 +2,7 @@
 
 A block of the contract (docs/design.md) is a window. Its positions begin at 0, and its attention ends at its first
 token: nothing passes from one window to the next except, where there is a recurrence, a few vectors. Windows may
-overlap: then the reader (`data/lanes.py`) repeats in each window the last tokens of the one before.
+overlap: then the reader (`data/readers.py`) repeats in each window the last tokens of the one before.
 """
 
 from typing import Any, NamedTuple

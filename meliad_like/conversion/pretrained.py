@@ -1,7 +1,8 @@
-"""Files of pretrained models, read without PyTorch: folders of Hugging Face's transformers, and GGUF files of Llama."""
+"""Pretrained models: folders of Hugging Face's transformers, and GGUF files of Llama, read without PyTorch."""
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,23 +10,22 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from meliad_like.config import field_types, fit
-from meliad_like.conversion.parameters import (
-    GGUF_LLAMA,
-    GPT2,
-    LLAMA,
-    by_name,
-    fill_parameters,
-    read_parameters,
-    to_tensors,
-)
-from meliad_like.conversion.pretrained_config import from_gguf, from_huggingface, to_huggingface
+from meliad_like.config import Changes, RunConfig, bound_values, differences, field_types, fit, parse, read_changes
+from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
+from meliad_like.conversion.pretrained_formats import GGUF_LLAMA, PLACES, from_gguf, from_huggingface, to_huggingface
 from meliad_like.data.gguf_file import open_gguf
-from meliad_like.errors import UserError
+from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
+from meliad_like.data.tokenizers_vocabulary import (
+    TOKENIZER_CONFIG_NAME,
+    TokenizersVocabulary,
+    TokenizersVocabularyConfig,
+)
+from meliad_like.errors import UserError, reading
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.resumable import parse_json, read_json
+from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
+from meliad_like.resumable import parse_json, read_object, write_json
+from meliad_like.run.opening import open_checkpoint, write_checkpoint
 
 CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
@@ -34,7 +34,6 @@ RECURRENCE_NAME = "recurrence.safetensors"
 # The key in that file's metadata of the recurrence's config and the windows with which it was trained.
 RECURRENCE_KEY = "WindowSummary"
 WINDOW_FIELDS = ("window_length", "overlap")
-TABLES = {"gpt2": GPT2, "llama": LLAMA}
 DTYPES = ("F32", "F16", "BF16")
 # Masks and wavelengths that older versions saved with the parameters; the config determines them.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -55,7 +54,7 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     The model includes a recurrence that `write_huggingface` has saved in the folder, and its windows.
     """
     folder = Path(folder)
-    saved = _read_json(folder / CONFIG_NAME)
+    saved = read_object(folder / CONFIG_NAME)
     config = from_huggingface(saved, str(folder / CONFIG_NAME))
     if type(size := saved.get("vocab_size")) is not int:
         raise UserError(f"{folder / CONFIG_NAME} has no vocab_size")
@@ -69,7 +68,8 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     def read(name: str) -> np.ndarray:
         return _read_tensor(files[names[name]], names[name])
 
-    params = read_parameters(TABLES[config.architecture], config, size, names, read, str(folder))
+    template = Model(config, size).abstract_params
+    params = fill_parameters(template, names, PLACES[config.architecture], read, str(folder))
     if (folder / RECURRENCE_NAME).exists():
         config, recurrence = _read_recurrence(folder / RECURRENCE_NAME, config, size)
         params |= {"recurrence": recurrence}
@@ -90,7 +90,7 @@ def read_gguf(path: str | Path) -> Pretrained:
         by_pair = tensor.reshape(-1, config.head_size // 2, 2, tensor.shape[-1])
         return np.swapaxes(by_pair, 1, 2).reshape(tensor.shape)
 
-    params = read_parameters(GGUF_LLAMA, config, size, file.tensors, read, str(path))
+    params = fill_parameters(Model(config, size).abstract_params, file.tensors, GGUF_LLAMA, read, str(path))
     return Pretrained(config, size, params)
 
 
@@ -102,14 +102,14 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
     folder = Path(folder)
     decoder = {name: value for name, value in pretrained.params.items() if name != "recurrence"}
     config = to_huggingface(pretrained.config, pretrained.vocabulary_size, end_of_document)
-    tensors = to_tensors(TABLES[pretrained.config.architecture], decoder)
+    tensors = to_tensors(PLACES[pretrained.config.architecture], decoder)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
     safetensors.numpy.save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
     if "recurrence" in pretrained.params:
         windows = {name: getattr(pretrained.config, name) for name in WINDOW_FIELDS}
         fields = windows | dataclasses.asdict(pretrained.config.summary)
         metadata = {RECURRENCE_KEY: json.dumps(fields)}
-        recurrence = by_name(pretrained.params["recurrence"])
+        recurrence = to_tensors(Place, pretrained.params["recurrence"])
         safetensors.numpy.save_file(recurrence, folder / RECURRENCE_NAME, metadata=metadata)
 
 
@@ -131,16 +131,13 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     template = Model(config, size).abstract_params["recurrence"]
-    params = fill_parameters(
-        template, names, lambda name: name, lambda _, name, leaf: _read_tensor(path, name), str(path)
-    )
-    return config, params
+    return config, fill_parameters(template, names, Place, lambda name: _read_tensor(path, name), str(path))
 
 
 def _files(folder: Path) -> dict[str, Path]:
     """The file of each tensor, by the tensor's name."""
     if (folder / INDEX_NAME).exists():
-        index = _read_json(folder / INDEX_NAME).get("weight_map")
+        index = read_object(folder / INDEX_NAME).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise UserError(f"{folder / INDEX_NAME} has no weight_map from tensors to files")
         files = {name: folder / file for name, file in index.items()}
@@ -152,37 +149,79 @@ def _files(folder: Path) -> dict[str, Path]:
             f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: save the model with transformers' "
             "save_pretrained(folder, safe_serialization=True)"
         )
-    for path in sorted(set(files.values())):
-        with _open(path) as file:
-            present = set(file.keys())
-        if missing := [name for name, place in files.items() if place == path and name not in present]:
-            raise UserError(f"{path} has no tensor {missing[0]}, which {INDEX_NAME} says it has")
     return files
 
 
 def _open(path: Path) -> Any:
-    try:
+    with reading(path, "safetensors file", safetensors.SafetensorError):
         return safetensors.safe_open(path, framework="numpy")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except safetensors.SafetensorError as error:
-        raise UserError(f"{path} is damaged, or no safetensors file: {error}") from None
 
 
 def _read_tensor(path: Path, name: str) -> np.ndarray:
     # The file is mapped again for each tensor; otherwise the pages of earlier tensors would stay in memory.
-    with _open(path) as file:
+    with reading(path, "safetensors file", safetensors.SafetensorError), _open(path) as file:
         # Checked first, because numpy lacks some of the types, such as 8 bits.
         if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
             raise UserError(f"{path}: tensor {name} is {dtype}, and not {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
         return file.get_tensor(name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        saved = read_json(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if not isinstance(saved, dict):
-        raise UserError(f"{path} is no JSON object")
-    return saved
+def convert_from_pretrained(
+    kind: str, path: str | Path, gin_files: Sequence[str], gin_params: Sequence[str], folder: str | Path
+) -> None:
+    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning.
+
+    The file determines the decoder and its recurrence, if it has one. Gin files and bindings may set window, overlap,
+    documents and vocabulary. By default the window is all positions, or the window that the recurrence was
+    trained with, and the vocabulary is the one in the model's folder.
+
+    Args:
+      kind: `huggingface`: a folder of config.json and safetensors; `gguf`: a file.
+    """
+    changes = read_changes(gin_files, gin_params)
+    pretrained = read_gguf(path) if kind == "gguf" else read_huggingface(path)
+    run = run_of(pretrained, path, changes)
+    vocabulary = vocabulary_of(run, pretrained.vocabulary_size, path)
+    write_checkpoint(folder, pretrained.params, run, vocabulary)
+
+
+def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunConfig:
+    """The run config of a pretrained model with the changes of a user, which must not contradict its file."""
+    model = pretrained.config
+    # The segment length of base.gin is for another window.
+    window = changes.value("PretrainedConfig.window_length", model.window_length)
+    segment = changes.value("ReaderConfig.segment_length", window)
+    reader = WindowsReaderConfig if model.summary else LanesReaderConfig
+    start = dataclasses.replace(
+        parse(),
+        model=dataclasses.replace(model, window_length=window),
+        vocabulary=TokenizersVocabularyConfig(model_file=str(path)),
+        data=reader(segment_length=segment, tokens_per_step=segment),
+    )
+    run = changes(start)
+    fixed = {"RunConfig.model", *(f"PretrainedConfig.{name}" for name in DECODER_FIELDS)}
+    if model.summary is not None:
+        fixed |= {"PretrainedConfig.mechanisms", *bound_values(model.summary)}
+        fixed -= {"WindowSummary.scale", "WindowSummary.rate"}
+    for name, (old, new) in differences(start, run).items():
+        if name in fixed:
+            raise UserError(f"{name} = {new!r}, but {path} has {old!r}")
+    return run
+
+
+def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
+    """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer."""
+    opened = open_checkpoint(checkpoint)
+    folder = Path(folder)
+    if not isinstance(opened.run.model, PretrainedConfig):
+        raise UserError(f"{checkpoint} is a {type(opened.run.model).__name__} model: only pretrained ones go back")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}: choose another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    pretrained = Pretrained(opened.run.model, opened.vocabulary.size, opened.params)
+    write_huggingface(pretrained, opened.vocabulary.end_of_document, folder)
+    if isinstance(opened.vocabulary, TokenizersVocabulary):
+        opened.vocabulary.save(folder)
+        # A tokenizer.json doesn't name the end-of-text token, which is needed when the folder is read again.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": opened.vocabulary.end_token}
+        write_json(folder / TOKENIZER_CONFIG_NAME, settings)

@@ -1,13 +1,19 @@
-"""The configs of pretrained models in config.json and in GGUF files. Unsupported fields are refused, never ignored."""
+"""The names of fields and tensors in files of pretrained models: config.json and safetensors, and GGUF files.
 
-import math
+Unsupported fields are refused, never ignored.
+"""
+
+import functools
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import gguf
 import numpy as np
 
-from meliad_like.config import field_types
+from meliad_like.config import field_types, fit
+from meliad_like.conversion.parameters import Place
 from meliad_like.data.gguf_file import GGUFFile
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -98,6 +104,70 @@ GGUF_FIELDS: Table = {
 }
 
 
+def _linear(ours: str, theirs: str, **how: Any) -> dict[str, Place]:
+    return {
+        f"{ours}/kernel": Place(f"{theirs}.weight", **how),
+        f"{ours}/bias": Place(f"{theirs}.bias", part=how.get("part")),
+    }
+
+
+def _norm(ours: str, theirs: str) -> dict[str, Place]:
+    return {f"{ours}/scale": Place(f"{theirs}.weight"), f"{ours}/bias": Place(f"{theirs}.bias")}
+
+
+# `{}` stands for the layer's number.
+_GPT2 = {
+    "embedding": Place("transformer.wte.weight"),
+    "positions": Place("transformer.wpe.weight"),
+    "output_embedding": Place("lm_head.weight"),
+    **_norm("final_norm", "transformer.ln_f"),
+    **_norm("attention_norm", "transformer.h.{}.ln_1"),
+    **_linear("query", "transformer.h.{}.attn.c_attn", part=0),
+    **_linear("key", "transformer.h.{}.attn.c_attn", part=1),
+    **_linear("value", "transformer.h.{}.attn.c_attn", part=2),
+    **_linear("output", "transformer.h.{}.attn.c_proj"),
+    **_norm("feedforward_norm", "transformer.h.{}.ln_2"),
+    **_linear("feedforward_hidden", "transformer.h.{}.mlp.c_fc"),
+    **_linear("feedforward_output", "transformer.h.{}.mlp.c_proj"),
+}
+_LLAMA = {
+    "embedding": Place("model.embed_tokens.weight"),
+    "output_embedding": Place("lm_head.weight"),
+    **_norm("final_norm", "model.norm"),
+    **_norm("attention_norm", "model.layers.{}.input_layernorm"),
+    **_linear("query", "model.layers.{}.self_attn.q_proj", transposed=True),
+    **_linear("key", "model.layers.{}.self_attn.k_proj", transposed=True),
+    **_linear("value", "model.layers.{}.self_attn.v_proj", transposed=True),
+    **_linear("output", "model.layers.{}.self_attn.o_proj", transposed=True),
+    **_norm("feedforward_norm", "model.layers.{}.post_attention_layernorm"),
+    **_linear("feedforward_gate", "model.layers.{}.mlp.gate_proj", transposed=True),
+    **_linear("feedforward_hidden", "model.layers.{}.mlp.up_proj", transposed=True),
+    **_linear("feedforward_output", "model.layers.{}.mlp.down_proj", transposed=True),
+}
+_IN_GGUF = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+
+
+def _gguf_name(name: str) -> str:
+    found = _IN_GGUF.get_name(name.format(0), (".weight", ".bias"))
+    assert found is not None
+    return found.replace("blk.0.", "blk.{}.")
+
+
+_GGUF_LLAMA = {ours: where._replace(name=_gguf_name(where.name)) for ours, where in _LLAMA.items()}
+
+
+def _place(table: Mapping[str, Place], path: str) -> Place:
+    if match := re.fullmatch(r"blocks/(\d+)/(.+)", path):
+        found = table[match[2]]
+        return found._replace(name=found.name.format(match[1]))
+    return table[path]
+
+
+GPT2, LLAMA, GGUF_LLAMA = (functools.partial(_place, table) for table in (_GPT2, _LLAMA, _GGUF_LLAMA))
+"""Functions from the path of a parameter of ours to its place in such a file."""
+PLACES = {"gpt2": GPT2, "llama": LLAMA}
+
+
 def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
     """The config of the decoder in a config.json, whose name is `owner`; its window is all positions."""
     saved = dict(saved)
@@ -137,7 +207,13 @@ def _read(saved: Mapping[str, Any], table: Table, owner: str, **fields: Any) -> 
     types = field_types(PretrainedConfig)
     for name, (key, default) in table.items():
         if (value := saved.get(key)) is not None:
-            fields[name] = _converted(value, types[name], f"{owner}: {key}")
+            if name == "activation":
+                if value not in ACTIVATIONS:
+                    raise UserError(f"{owner}: {key} {value!r} is not one of {', '.join(ACTIVATIONS)}")
+                value = ACTIVATIONS[value]
+            fields[name] = fit(value, types[name], f"{owner}: {key}")
+            if types[name] in (int, float) and fields[name] <= 0:
+                raise UserError(f"{owner}: {key} = {value!r} must be positive")
         elif default is REQUIRED:
             raise UserError(f"{owner} has no {key}")
         else:
@@ -151,18 +227,6 @@ def _read(saved: Mapping[str, Any], table: Table, owner: str, **fields: Any) -> 
         return PretrainedConfig(**fields, window_length=fields["max_positions"])
     except UserError as error:
         raise UserError(f"{owner}: {error}") from None
-
-
-def _converted(value: Any, kind: Any, name: str) -> Any:
-    if kind in (int, float, bool):
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise UserError(f"{name} = {value!r} is no {kind.__name__}")
-        if kind is not bool and not 0 < value < math.inf:
-            raise UserError(f"{name} = {value!r} must be positive")
-        return kind(value)
-    if value not in ACTIVATIONS:
-        raise UserError(f"{name} {value!r} is not one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[value]
 
 
 def to_huggingface(config: PretrainedConfig, vocabulary_size: int, end_of_document: int) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""Documents as tokens: a split of a token store, a subset of it, the beginnings of its documents, or all as one."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Int
+
+from meliad_like.data.schedule import permutation
+from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.errors import UserError
+
+
+@dataclasses.dataclass(eq=False)
+class Documents:
+    """Documents of a split, which are read on demand."""
+
+    names: list[str]
+    lengths: Int[np.ndarray, " documents"]
+    """The number of tokens of each document, its end included."""
+    num_bytes: Int[np.ndarray, " documents"]
+    """The number of bytes of each document's text in UTF-8."""
+    num_words: Int[np.ndarray, " documents"]
+    """The number of words of each document (`count_words`)."""
+    read: Callable[[int, int, int], np.ndarray]
+    """(document, start, stop) -> its tokens in this range, int32."""
+    indices: Int[np.ndarray, " documents"]
+    """The index of each document in its split of the token store. Random choices depend on it."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
+        """int32[stop - start]: the tokens of a document in this range."""
+        if not (0 <= document < len(self) and 0 <= start <= stop <= self.lengths[document]):
+            raise IndexError(f"tokens {start} to {stop} of document {document}")
+        return self.read(document, start, stop)
+
+    def subset(self, members: Int[np.ndarray, " members"]) -> "Documents":
+        """The documents with these indices."""
+        columns = (column[members] for column in (self.lengths, self.num_bytes, self.num_words))
+        return Documents(
+            [self.names[int(document)] for document in members],
+            *columns,
+            read=lambda document, start, stop: self.tokens(int(members[document]), start, stop),
+            indices=self.indices[members],
+        )
+
+    def concatenated(self, end_of_document: int) -> "Documents":
+        """All documents as one: first the end of a document, which none precedes, then their tokens."""
+        ends = 1 + np.cumsum(self.lengths)
+        begins = ends - self.lengths
+
+        def read(_: int, start: int, stop: int) -> np.ndarray:
+            parts = [np.full(int(start == 0 < stop), end_of_document, np.int32)]
+            for document in range(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(begins, stop))):
+                begin, end = int(begins[document]), int(ends[document])
+                parts.append(self.tokens(document, max(start, begin) - begin, min(stop, end) - begin))
+            return np.concatenate(parts)
+
+        num_bytes, num_words = (np.sum(column, keepdims=True) for column in (self.num_bytes, self.num_words))
+        names = ["all documents, one after the other"]
+        return Documents(names, ends[-1:], num_bytes, num_words, read, np.zeros(1, np.int64))
+
+    def beginnings(self, vocabulary: Vocabulary, max_tokens: int, shortest: int = 1000) -> "Documents":
+        """The beginnings of the first documents, because an evaluation of the whole split would take too long.
+
+        Args:
+          vocabulary: gives the number of bytes and words of a beginning.
+          max_tokens: number of tokens of all beginnings together; long documents have equal shares.
+          shortest: a further document is taken only if the share of each is at least this number of tokens.
+        """
+        num_documents = min(max(max_tokens // shortest, 1), len(self))
+        found = self.subset(np.arange(num_documents))
+        whole = found.lengths
+        found.lengths = np.minimum(whole, max(max_tokens // num_documents, 2))
+        for document in np.flatnonzero(found.lengths < whole).tolist():
+            text = vocabulary.decode_bytes(found.tokens(document, 0, int(found.lengths[document])))
+            found.num_bytes[document] = len(text)
+            found.num_words[document] = count_words(text.decode(errors="replace"))
+        return found
+
+
+def count_words(text: str) -> int:
+    """The number of words, separated by whitespace.
+
+    PG-19's authors publish counts (train 1,973,136,207, validation 3,007,061, test 6,966,499: Rae et al.,
+    arXiv:1911.05507, Table 2, and the README of google-deepmind/pg19) but not their code. Their word-level perplexity
+    divides by "the number of tokens" of untokenised text, and Appendix I of arXiv:2203.07852 says
+    that "the word count ignores whitespace": that is, runs of characters that are not whitespace.
+    """
+    return len(text.split())
+
+
+def random_order(num_documents: int) -> Int[np.ndarray, " documents"]:
+    """A random order of the documents of a split, the same one each time."""
+    return permutation(num_documents, 0)
+
+
+def random_subset(lengths: np.ndarray, max_tokens: int) -> Int[np.ndarray, " documents"]:
+    """Indices of random whole documents, the same ones each time, with at most `max_tokens` tokens together; documents
+    that no longer fit are skipped."""
+    chosen, total = [], 0
+    for document in random_order(len(lengths)).tolist():
+        if total + lengths[document] <= max_tokens:
+            chosen.append(document)
+            total += lengths[document]
+    if not chosen:
+        raise UserError(f"max_tokens={max_tokens} is less than the shortest document, which has {lengths.min()} tokens")
+    return np.sort(np.asarray(chosen))
