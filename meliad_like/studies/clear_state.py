@@ -16,7 +16,7 @@ MAX_BINS = 64
 
 
 def run(request: StudyRequest) -> None:
-    """Also raises UserError if the model has no states, k is no multiple of its window, or no document is longer."""
+    """Writes the page; UserError if there are no states, k is no multiple of the window, or no document is longer."""
     subject = open_subject(request.checkpoint, request.gin_param, request.step)
     model = subject.run.model
     cleared_model = model.cleared() if isinstance(model, DecoderConfig) else None

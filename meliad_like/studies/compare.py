@@ -27,7 +27,7 @@ _BITS = ["first_bits", "other_bits"]
 
 
 def run(request: StudyRequest) -> None:
-    """Also raises UserError if there is nothing to compare with."""
+    """Writes the page of two models, or raises UserError if there are not two."""
     if len(request.other) > 1 or not (request.other or request.gin_param):
         raise UserError("compare needs one other model: --other=DIR, or --gin_param=... for the same one's settings")
     first, other = subjects = open_compared(request)

@@ -70,6 +70,7 @@ def curves(losses: Sequence[Sequence[Float[np.ndarray, " targets"]]], first_bin:
 
 
 def run(request: StudyRequest) -> None:
+    """Writes the page of the loss by position."""
     subjects = open_compared(request)
     chosen = choose(subjects, request)
     readings = [read(subject, chosen) for subject in subjects]

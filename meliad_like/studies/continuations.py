@@ -43,7 +43,7 @@ class Passage(NamedTuple):
 
 
 def run(request: StudyRequest) -> None:
-    """Also raises UserError if windows overlap, the context is not of whole windows, or no document is long enough."""
+    """Writes the page; UserError if windows overlap, a context is not whole windows, or no document is long enough."""
     subjects = open_compared(request, change_all=True)
     context_tokens = request.context_tokens or subjects[0].run.model.window_length
     for subject in subjects:

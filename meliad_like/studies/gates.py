@@ -125,7 +125,7 @@ def time_constants(kept: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
 
 
 def run(request: StudyRequest) -> None:
-    """Also raises UserError if the model has no states."""
+    """Writes the page of a model's gates, or raises UserError if it has no states."""
     subject = open_subject(request.checkpoint, request.gin_param, request.step)
     window = subject.run.model.window_length
     chosen = choose([subject], request)
