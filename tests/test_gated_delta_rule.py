@@ -53,7 +53,7 @@ def test_token_by_token_equals_the_plain_loop(rule):
     for t in range(N):
         token = jax.tree.map(lambda x, t=t: x[:, :, t], rule)
         matrix = update(matrix, token)
-        found = jnp.einsum("bhvk,bhk->bhv", matrix, token.query)
+        found = jnp.einsum("bhpk,bhk->bhp", matrix, token.query)
         np.testing.assert_allclose(found, read[:, :, t], atol=1e-5)
     np.testing.assert_allclose(matrix, expected, atol=1e-5)
 
@@ -67,7 +67,7 @@ def test_chunks_and_tokens_have_the_same_gradients(rule):
     def by_token(rule):
         def step(matrix, token):
             matrix = update(matrix, token)
-            return matrix, jnp.einsum("bhvk,bhk->bhv", matrix, token.query)
+            return matrix, jnp.einsum("bhpk,bhk->bhp", matrix, token.query)
 
         return jnp.sum(jax.lax.scan(step, matrix, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), rule))[1] ** 2)
 

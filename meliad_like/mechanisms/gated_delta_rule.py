@@ -8,6 +8,7 @@ with a decay alpha_t and a writing strength beta_t, both between 0 and 1 and rea
 values pass a short convolution along the document and a SiLU, and queries and keys get unit length; the outputs of a
 head pass an RMS norm and a gate (section 3.3). Segments are read in chunks: within a chunk the rule is a triangular
 system of equations (section 3.2), and only S passes from chunk to chunk. The states start at zero with every document.
+In shapes `p` is the size of a value, which equals `k`, and `taps` the length of the convolution.
 """
 
 import dataclasses
@@ -33,9 +34,9 @@ from meliad_like.validation import check_positive
 class DeltaCarry(NamedTuple):
     """What passes from token to token."""
 
-    matrix: Float[Array, "b h v k"]
+    matrix: Float[Array, "b h p k"]
     """The states, float32: from keys (last axis) to values."""
-    recent: Float[Array, "b j i"]
+    recent: Float[Array, "b recent channels"]
     """The last inputs of the convolutions: queries, keys and values of the last `conv_length - 1` tokens."""
 
 
@@ -44,7 +45,7 @@ class Rule(NamedTuple):
 
     query: Float[Array, "b h n k"]
     key: Float[Array, "b h n k"]
-    value: Float[Array, "b h n v"]
+    value: Float[Array, "b h n p"]
     log_decay: Float[Array, "b h n"]
     """Logarithm of alpha."""
     strength: Float[Array, "b h n"]
@@ -82,11 +83,11 @@ class DeltaRuleLayer(Mechanism):
     def begin_segment(self, carry):
         return jax.tree.map(jnp.zeros_like, carry) if self.config.clear_states else carry
 
-    def _inputs(self, normed: Float[Array, "b n d"]) -> Float[Array, "b n i"]:
+    def _inputs(self, normed: Float[Array, "b n d"]) -> Float[Array, "b n channels"]:
         """What the convolutions read."""
         return jnp.concatenate([linear(normed) for linear in (self.query, self.key, self.value)], axis=-1)
 
-    def _rule(self, normed: Float[Array, "b n d"], convolved: Float[Array, "b n i"]) -> Rule:
+    def _rule(self, normed: Float[Array, "b n d"], convolved: Float[Array, "b n channels"]) -> Rule:
         query, key, value = (split_heads(x, self.num_heads) for x in jnp.split(jax.nn.silu(convolved), 3, axis=-1))
         query, key, value = (x.astype(jnp.float32) for x in (unit(query), unit(key), value))
         step = jax.nn.softplus(self.decay(normed).astype(jnp.float32) + self.step_bias[...])
@@ -94,11 +95,11 @@ class DeltaRuleLayer(Mechanism):
         log_decay = -jnp.exp(self.log_rate[...]) * step
         return Rule(query, key, value, *(rearrange(x, "b n h -> b h n") for x in (log_decay, strength)))
 
-    def _filters(self, dtype) -> Float[Array, "j i"]:
+    def _filters(self, dtype) -> Float[Array, "taps channels"]:
         filters = (self.query_filter, self.key_filter, self.value_filter)
         return jnp.concatenate([x[...] for x in filters], axis=-1).astype(dtype)
 
-    def _output(self, read: Float[Array, "b h n v"], normed: Float[Array, "b n d"]) -> Float[Array, "b h n v"]:
+    def _output(self, read: Float[Array, "b h n p"], normed: Float[Array, "b n d"]) -> Float[Array, "b h n p"]:
         """The norm and the gate."""
         read = over_root_mean_square(read, 1e-6) * self.norm_scale[...]
         return (read * jax.nn.silu(split_heads(self.gate(normed), self.num_heads).astype(jnp.float32))).astype(
@@ -112,7 +113,7 @@ class DeltaRuleLayer(Mechanism):
         rule = self._rule(normed, convolve(inputs, recent, self._filters(inputs.dtype), start))
         chunk = math.gcd(self.w, self.config.chunk_length)
         matrix, read = scan_in_order(lambda matrix: read_chunks(rule, matrix, start, chunk), carry.matrix)
-        read = rearrange(self._output(read, normed), "b h (c w) v -> b c h w v", w=self.w)
+        read = rearrange(self._output(read, normed), "b h (c w) p -> b c h w p", w=self.w)
         return read, DeltaCarry(matrix, inputs[:, inputs.shape[1] - carry.recent.shape[1] :])
 
     def decode_step(self, token, carry):
@@ -121,21 +122,21 @@ class DeltaRuleLayer(Mechanism):
         convolved = jnp.sum(window * self._filters(window.dtype), axis=1, keepdims=True)
         rule = self._rule(normed, convolved)
         matrix = update(carry.matrix, jax.tree.map(lambda x: x[:, :, 0], rule))
-        read = jnp.einsum("bhvk,bhnk->bhnv", matrix, rule.query)
+        read = jnp.einsum("bhpk,bhnk->bhnp", matrix, rule.query)
         return self._output(read, normed), DeltaCarry(matrix, window[:, 1:])
 
     def watch(self, before, after, tile, start):
         begun = jnp.where(start[:, None, None, None], 0, before.matrix)
-        before, after = (rearrange(x, "b h v k -> b (h v) k") for x in (begun, after.matrix))
+        before, after = (rearrange(x, "b h p k -> b (h p) k") for x in (begun, after.matrix))
         return Watched(before, after, {})
 
 
 def convolve(
-    inputs: Float[Array, "b n i"],
-    recent: Float[Array, "b j i"],
-    filters: Float[Array, "_ i"],
+    inputs: Float[Array, "b n channels"],
+    recent: Float[Array, "b recent channels"],
+    filters: Float[Array, "taps channels"],
     start: Bool[Array, "b c"],
-) -> Float[Array, "b n i"]:
+) -> Float[Array, "b n channels"]:
     """A causal convolution of every channel, which sees no token of another document.
 
     Args:
@@ -156,7 +157,7 @@ def convolve(
     return result
 
 
-def update(matrix: Float[Array, "b h v k"], rule: Rule) -> Float[Array, "b h v k"]:
+def update(matrix: Float[Array, "b h p k"], rule: Rule) -> Float[Array, "b h p k"]:
     """The states after one token, by the rule as it stands (equation 10).
 
     Args:
@@ -164,18 +165,18 @@ def update(matrix: Float[Array, "b h v k"], rule: Rule) -> Float[Array, "b h v k
         rule: of the token, without the axis of tokens.
     """
     decayed = matrix * jnp.exp(rule.log_decay)[..., None, None]
-    error = rule.value - jnp.einsum("bhvk,bhk->bhv", decayed, rule.key)
-    return decayed + jnp.einsum("bh,bhv,bhk->bhvk", rule.strength, error, rule.key)
+    error = rule.value - jnp.einsum("bhpk,bhk->bhp", decayed, rule.key)
+    return decayed + jnp.einsum("bh,bhp,bhk->bhpk", rule.strength, error, rule.key)
 
 
 def read_chunks(
-    rule: Rule, matrix: Float[Array, "b h v k"], start: Bool[Array, "b c"], chunk: int
-) -> tuple[Float[Array, "b h v k"], Float[Array, "b h n v"]]:
+    rule: Rule, matrix: Float[Array, "b h p k"], start: Bool[Array, "b c"], chunk: int
+) -> tuple[Float[Array, "b h p k"], Float[Array, "b h n p"]]:
     """The states after a segment, and what every token reads.
 
-    With g_i, the decay of a chunk's tokens up to i, the state is S_i = g_i S_0 + sum_{j <= i} g_i / g_j u_j k_j^T. The
-    corrections u solve u_i + beta_i sum_{j < i} g_i / g_j (k_i k_j) u_j = beta_i (v_i - g_i S_0 k_i), a triangular
-    system for each chunk. Its solutions for the v_i and the g_i k_i need no S_0 and are found for all chunks at once.
+    With g_t, the decay of a chunk's tokens up to t, the state is S_t = g_t S_0 + sum_{s <= t} g_t / g_s u_s k_s^T. The
+    corrections u solve u_t + beta_t sum_{s < t} g_t / g_s (k_t k_s) u_s = beta_t (v_t - g_t S_0 k_t), a triangular
+    system for each chunk. Its solutions for the v_t and the g_t k_t need no S_0 and are found for all chunks at once.
 
     Args:
         rule: of the segment's tokens.
@@ -189,12 +190,12 @@ def read_chunks(
     lower = np.tri(chunk, dtype=bool)
     # Masked before the exponential, which would overflow above the diagonal.
     decay = jnp.exp(jnp.where(lower, total[..., :, None] - total[..., None, :], -jnp.inf))
-    products = jnp.einsum("bhmik,bhmjk->bhmij", key, key) * decay * strength[..., None]
+    products = jnp.einsum("...tk,...sk->...ts", key, key) * decay * strength[..., None]
     system = jnp.where(np.tri(chunk, k=-1, dtype=bool), products, 0) + jnp.eye(chunk)
     known = jnp.concatenate([value, key * jnp.exp(total)[..., None]], axis=-1) * strength[..., None]
     solved = jax.scipy.linalg.solve_triangular(system, known, lower=True, unit_diagonal=True)
     of_values, of_keys = jnp.split(solved, [value.shape[-1]], axis=-1)
-    seen = jnp.einsum("bhmik,bhmjk->bhmij", query, key) * decay
+    seen = jnp.einsum("...tk,...sk->...ts", query, key) * decay
     first_chunks = jnp.repeat(start, n // chunk // start.shape[1], axis=1)
     first_chunks &= jnp.arange(n // chunk) % (n // chunk // start.shape[1]) == 0
     end = jnp.exp(total[..., -1:] - total)
@@ -202,16 +203,16 @@ def read_chunks(
     def step(matrix, one):
         query, key, of_values, of_keys, seen, total, end, first = one
         matrix = jnp.where(first[:, None, None, None], 0, matrix)
-        corrections = of_values - jnp.einsum("bhik,bhvk->bhiv", of_keys, matrix)
-        read = jnp.einsum("bhik,bhvk->bhiv", query * jnp.exp(total)[..., None], matrix)
-        read += jnp.einsum("bhij,bhjv->bhiv", seen, corrections)
+        corrections = of_values - jnp.einsum("bhtk,bhpk->bhtp", of_keys, matrix)
+        read = jnp.einsum("bhtk,bhpk->bhtp", query * jnp.exp(total)[..., None], matrix)
+        read += jnp.einsum("bhts,bhsp->bhtp", seen, corrections)
         matrix = matrix * jnp.exp(total[..., -1])[..., None, None]
-        return matrix + jnp.einsum("bhiv,bhik->bhvk", corrections, key * end[..., None]), read
+        return matrix + jnp.einsum("bhtp,bhtk->bhpk", corrections, key * end[..., None]), read
 
     by_chunk = (query, key, of_values, of_keys, seen, total, end)
     xs = (*(jnp.moveaxis(x, 2, 0) for x in by_chunk), first_chunks.T)
     matrix, read = jax.lax.scan(step, matrix, xs)
-    return matrix, rearrange(read, "m b h i v -> b h (m i) v")
+    return matrix, rearrange(read, "chunks b h t p -> b h (chunks t) p")
 
 
 def _log_uniform_rate(key, shape, dtype):

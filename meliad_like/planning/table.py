@@ -104,7 +104,7 @@ def compile_entry(entry: Entry) -> dict[str, Any]:
 def make_tables(entries: Sequence[Entry], results: dict[str, Any]) -> str:
     """Markdown: for each paper a table with a row for the files of one program, and a column for each topology.
 
-    Rows without any result are left out.
+    Rows without any result are left out. A bold size does not fit. Arithmetic limits the time where no word follows it.
     """
     found = pd.DataFrame([(e.file.split("/")[0], e.file, e.topology, e.key) for e in entries])
     found.columns = ["paper", "file", "topology", "key"]
@@ -132,8 +132,9 @@ def _cell(result: dict[str, Any] | None) -> str:
     (need,) = result["programs"]
     size = f"{need['total'] / 2**30:.1f}"
     if not need["fits"]:
-        return f"**{size}**, does not fit"
-    return f"{size}; {1e3 * max(need['seconds'].values()):.0f} ms, {need['limited_by']}"
+        return f"**{size}**"
+    limit = "" if need["limited_by"] == "arithmetic" else f", {need['limited_by']}"
+    return f"{size}; {1e3 * max(need['seconds'].values()):.0f} ms{limit}"
 
 
 def make(folder: Path, words: Sequence[str]) -> None:
