@@ -5,5 +5,5 @@ scales       the same rows on a laptop, on one GPU, or as they are in the paper
 experiment   a table in a folder: trains, evaluates, times and reports its rows, each run in a process of its own
 evaluations, step_time   the figures of a trained row; the time of a step of each row, and the memory that it takes
 report, pictures         what the runs left in their folders, as Markdown, CSV and plots
-ancient_history                   the one table whose rows are not trainings: spans of the past for a frozen model
+ancient_history          the one table whose rows are not trainings: spans of the past for a frozen model
 """
