@@ -23,6 +23,7 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.remote import replacing
 from meliad_like.run.opening import open_checkpoint, write_checkpoint
+from meliad_like.training.checkpoints import named_arrays
 
 # The places of the parameters in checkpoints of different versions of flax; the first match counts.
 ROOTS = ("", "params/", "target/", "target/params/", "optimizer/target/", "optimizer/target/params/")
@@ -132,10 +133,7 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
     # Restored as numpy arrays, whatever devices they were saved from.
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item.tree)
     restored = checkpointer.restore(place, restore_args=as_numpy)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-        for path, leaf in jax.tree.leaves_with_path(restored)
-    }
+    return {name: np.asarray(leaf) for name, leaf in named_arrays(restored).items()}
 
 
 def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) -> None:

@@ -12,6 +12,7 @@ from meliad_like.config import RunConfig
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
+from meliad_like.training.checkpoints import named_arrays
 
 
 class Place(NamedTuple):
@@ -62,34 +63,29 @@ def fill_parameters(
         # Copies are made in the background; wait, so that this array is freed before the next is read.
         return jax.block_until_ready(jnp.asarray(np.ascontiguousarray(array, np.float32)))
 
-    leaves, structure = jax.tree.flatten_with_path(template)
-    filled: list[Any] = [None] * len(leaves)
+    leaves = named_arrays(template)
     # The largest array comes first, while most memory is free.
-    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i][1].size):
-        filled[i] = fill(_path_name(leaves[i][0]), leaves[i][1])
+    largest_first = sorted(leaves, key=lambda path: -leaves[path].size)
+    filled = {path: fill(path, leaves[path]) for path in largest_first}
     if left_over:
         raise UserError(
             f"{owner} has a tensor {min(left_over)} that the model of its config has no place for "
             f"({len(left_over)} such tensors)"
         )
-    return jax.tree.unflatten(structure, filled)
+    return jax.tree.unflatten(jax.tree.structure(template), [filled[path] for path in leaves])
 
 
 def to_tensors(places: Places, params: Any) -> dict[str, np.ndarray]:
     """The arrays of a file by name, made from our parameters; the inverse of `fill_parameters`."""
     arrays: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path(params):
-        name, transposed, part = places(_path_name(path))
+    for path, leaf in named_arrays(params).items():
+        name, transposed, part = places(path)
         value = np.ascontiguousarray(leaf.T if transposed else leaf)
         if part is None:
             arrays[name] = value
         else:
             arrays.setdefault(name, [None] * 3)[part] = value
     return {name: np.concatenate(x, axis=-1) if isinstance(x, list) else x for name, x in arrays.items()}
-
-
-def _path_name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def vocabulary_of(run: RunConfig, num_tokens: int, owner: str | Path) -> Vocabulary:

@@ -62,7 +62,6 @@ def prepare(
     A store appears in `folder` only when it is complete. Progress, warnings and a table go to standard error.
 
     Args:
-      folder: folder of the store, on a local disk.
       num_workers: number of processes that read and tokenise (0: one per core). The store does not depend on it.
       for_training: whether a store without training documents is refused.
 
