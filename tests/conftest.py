@@ -16,6 +16,8 @@ if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+# Read when gcsfs is imported: otherwise it asks Google, at every access, what kind of bucket the fake one is.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # What one process of a test session has compiled (the test runner's, or a subprocess of a test), the others load.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="meliad_like_compiled_")

@@ -5,12 +5,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -281,7 +280,7 @@ def test_killed_while_writing(tmp_path):
         t.checkpoints_lib.write_manifest = kill
         t.save_all({str(tmp_path)!r}, [2])
     """
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    killed = forked.run("-c", textwrap.dedent(program))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert any(path.name.startswith("2.") for path in tmp_path.iterdir())
     assert read_metadata(tmp_path) == {"step": 1}
@@ -331,12 +330,7 @@ def test_two_processes_write_one_checkpoint_and_agree_on_a_damaged_one(tmp_path)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, port, str(process), str(tmp_path)], stderr=subprocess.PIPE, text=True
-        )
-        for process in range(2)
-    ]
+    processes = [forked.Process(["-c", program, port, str(process), str(tmp_path)]) for process in range(2)]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+        result = process.finish()
+        assert result.returncode == 0, result.stderr

@@ -1,11 +1,9 @@
 """Conversion of gin files to RunConfig and back, and the error messages for mistakes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
+import forked
 import pytest
 
 from meliad_like import config
@@ -340,8 +338,7 @@ def test_a_full_memory_is_one_line_with_the_size_and_the_way_out():
 
 
 def run_program(*arguments, program=PROGRAM):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment)
+    return forked.run("-c", program, *arguments)
 
 
 def test_flags_reach_the_config():

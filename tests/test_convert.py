@@ -2,10 +2,9 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import jax
 import ml_dtypes
 import numpy as np
@@ -193,9 +192,7 @@ def test_unusable_files(tmp_path):
 
 
 def convert(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "meliad_like.convert", *map(str, arguments)], capture_output=True, timeout=300, text=True
-    )
+    return forked.run("-m", "meliad_like.convert", *map(str, arguments))
 
 
 def test_command_line(tmp_path):

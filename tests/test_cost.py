@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_run
-from tiny_run import mesh_of_the_first_devices, parse
+from tiny_run import parse, train
 
 from meliad_like import config
 from meliad_like.data.batch import empty_batch
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import make_optimizer
 from meliad_like.optimization.schedules import make_schedule
-from meliad_like.run.training import train
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.step import init_state, make_train_step
 
@@ -39,10 +38,9 @@ def compile_step(row: str, segment_length: int, loss_slice: int) -> jax.stages.C
 
 
 def test_memory_is_linear_in_the_segment():
-    steps = [compile_step("fixed_skip", n, loss_slice=256) for n in (1024, 4096, 16384)]
+    steps = [compile_step("fixed_skip", n, loss_slice=256) for n in (4096, 16384)]
     memory = [step.memory_analysis().temp_size_in_bytes for step in steps]
-    assert memory[0] * 16 == pytest.approx(memory[2], rel=0.15)
-    assert memory[1] * 4 == pytest.approx(memory[2], rel=0.05)
+    assert memory[0] * 4 == pytest.approx(memory[1], rel=0.05)
 
 
 def test_operations_are_linear_in_the_segment():
@@ -67,7 +65,6 @@ def test_decoding_costs_the_same_at_every_position():
 
 
 def test_a_run_compiles_its_step_once_and_later_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
     bindings = [*tiny_run.make_bindings(tmp_path), "TrainingConfig.num_steps = 10", "MeshConfig.data = 1"]
     messages = {}
     write = MetricsWriter.write

@@ -5,9 +5,8 @@ import gzip
 import json
 import lzma
 import math
-import subprocess
-import sys
 
+import forked
 import jax
 import numpy as np
 import pytest
@@ -49,8 +48,7 @@ def workdir(tmp_path_factory):
 
 
 def evaluate(*arguments):
-    command = [sys.executable, "-m", "meliad_like.evaluate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return forked.run("-m", "meliad_like.evaluate", *map(str, arguments))
 
 
 def test_a_checkpoint_folder_and_the_documents_are_enough(workdir, tmp_path):

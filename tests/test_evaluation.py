@@ -2,16 +2,15 @@
 
 import json
 import math
-import pathlib
 import socket
-import subprocess
-import sys
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_split import FakeSplit
+from tiny_run import environment
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
@@ -206,10 +205,7 @@ def test_progress_is_reported(evaluator, params):
 
 
 PROCESS = """
-import os, sys
-os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
-sys.path[:0] = sys.argv[3:]
-import jax
+import jax, sys
 from meliad_like.training.processes import initialize_distributed
 initialize_distributed(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 from test_evaluation import make_evaluator, make_model
@@ -221,14 +217,9 @@ print([document.nats for document in evaluator(params).documents])
 
 
 def test_two_processes_both_know_every_document(expected):
-    tests = pathlib.Path(__file__).parent
     with socket.create_server(("localhost", 0)) as server:
         port = str(server.getsockname()[1])
-    paths = [str(tests), str(tests.parent)]
-    processes = [
-        subprocess.Popen([sys.executable, "-c", PROCESS, port, str(index), *paths], stdout=subprocess.PIPE, text=True)
-        for index in range(2)
-    ]
-    results = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    processes = [forked.Process(["-c", PROCESS, port, str(index)], environment(num_devices=2)) for index in range(2)]
+    results = [json.loads(process.finish().stdout.splitlines()[-1]) for process in processes]
     assert results[0] == results[1]
     np.testing.assert_allclose(results[0], [nats.sum() for nats, _ in expected], rtol=2e-6)

@@ -6,12 +6,11 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
 
+import forked
 import numpy as np
 import pandas as pd
 import pytest
@@ -78,8 +77,7 @@ def write_result(folder, row: str, seed: int, bits: float, split: str = "test") 
 
 
 def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys):
-    for module in ("run.setup", "experiments.experiment"):
-        monkeypatch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
 
     def job(num_steps: int, *more: str, split="validation"):
         # A cosine would depend on the number of steps, and could not be resumed with another one.
@@ -115,9 +113,9 @@ def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys)
 def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path, capsys):
     bindings = (*bindings, "TrainingConfig.num_steps = 2")
     params = [f"--gin_param={b}" for b in bindings]
-    command = [sys.executable, "-m", "meliad_like.experiments", "table1", f"--folder={tmp_path}", "--split=validation"]
-    command += ["--row=slide_12l", "--seeds=3", "--jobs=2", *params]
-    first = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
+    words = ["-m", "meliad_like.experiments", "table1", f"--folder={tmp_path}", "--split=validation"]
+    words += ["--row=slide_12l", "--seeds=3", "--jobs=2", *params]
+    first = tiny_run.run_command(words, num_devices=1)
     assert first.returncode == 0, first.stderr
     assert "0 of 1 runs are finished; 2 side by side\nfinished slide_12l-3, 1 of 1 after " in first.stdout
     assert f"wrote {tmp_path}/table1.md, .csv and .png" in first.stdout
@@ -331,8 +329,7 @@ def test_columns_of_table_5(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):
-    command = [sys.executable, "-m", f"meliad_like.{arguments[0]}", *arguments[1:]]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forked.run("-m", f"meliad_like.{arguments[0]}", *arguments[1:])
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 

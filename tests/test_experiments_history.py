@@ -3,12 +3,10 @@
 import csv
 import dataclasses
 import json
-import subprocess
-import sys
 
+import forked
 import jax
 import pytest
-import tiny_run
 from history_runs import BINDINGS, make_place
 
 from meliad_like.config import with_changes
@@ -144,6 +142,5 @@ def test_selectors_that_can_choose_nothing_have_no_way_to_go(tmp_path, oracle, e
     ],
 )
 def test_the_command_line_is_checked(arguments, message):
-    command = [sys.executable, "-m", "meliad_like.experiments", "ancient_history", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
+    done = forked.run("-m", "meliad_like.experiments", "ancient_history", *arguments)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
+import forked
 import jax
 import numpy as np
 import pytest
-import tiny_run
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
@@ -161,8 +159,7 @@ def test_rows_begin_with_the_pretrained_model_and_its_vocabulary(place):
 
 def test_rows_are_trained_and_evaluated(place, monkeypatch):
     made = experiment(place)
-    for module in ("run.setup", "experiments.experiment"):
-        monkeypatch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
     run = made.run(TABLE.row("baseline_128_0"), 0)
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
     assert [made.work(f"{name},0") for name in ("baseline_128_0", "recurrent_128_30")] == [0, 0]
@@ -208,8 +205,7 @@ def test_what_is_no_pretrained_model_is_named(place, tmp_path):
     ],
 )
 def test_a_model_that_is_missing_or_too_much_is_one_line(arguments, message):
-    command = [sys.executable, "-m", "meliad_like.experiments", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
+    done = forked.run("-m", "meliad_like.experiments", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 

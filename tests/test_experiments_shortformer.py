@@ -130,8 +130,7 @@ def trained(tmp_path_factory):
         repeats=2,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("run.setup", "experiments.experiment"):
-            patch.setattr(f"meliad_like.{module}.make_mesh", mesh_of_the_first_devices)
+        patch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
         assert [made.work(f"{name},0") for name in made.chosen] == [0, 0]
         assert made.work("step_time") == 0
     return made

@@ -1,15 +1,13 @@
 """The commands of ancient history on a tiny model: scores that resume after a stop, evaluations, a search."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 from history_place import make_place
-from tiny_run import ROOT, environment
+from tiny_run import run_command
 
 from meliad_like.config import read_changes
 from meliad_like.errors import UserError
@@ -245,8 +243,7 @@ def test_the_summary_of_scores():
 
 
 def run(*arguments):
-    command = [sys.executable, "-m", "meliad_like.history", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=300)
+    return run_command(["-m", "meliad_like.history", *arguments], num_devices=1)
 
 
 def test_the_command_line(place, tmp_path):

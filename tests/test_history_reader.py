@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_split import STRIDE, FakeSplit
 from history_place import make_place
-from tiny_run import mesh_of_the_first_devices, read_metrics
+from tiny_run import read_metrics, train
 
 from meliad_like import config
 from meliad_like.data.token_store import TokenStore
@@ -25,9 +25,7 @@ from meliad_like.history.reader import HistoryReader, make_selection
 from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import Layout, stride_of
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.run import setup as training_setup
 from meliad_like.run.opening import open_with
-from meliad_like.run.training import train
 
 # A window of 12 is three blocks of 4: spans of 2 fill up to 4, 8 are recent, 3 of them targets.
 CONFIG = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, separator="")
@@ -152,11 +150,6 @@ def test_padding_share():
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("history")
     return folder, make_place(folder)
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    monkeypatch.setattr(training_setup, "make_mesh", mesh_of_the_first_devices)
 
 
 def run_of(place, *more):

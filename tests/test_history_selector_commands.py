@@ -1,14 +1,12 @@
 """From scores to a trained selector, its evaluation on other documents, and the page of its choices."""
 
 import json
-import subprocess
-import sys
 
+import forked
 import jax
 import numpy as np
 import pandas as pd
 import pytest
-import tiny_run
 from history_runs import BINDINGS, make_place
 from study_runs import Page, assert_safe
 
@@ -198,6 +196,5 @@ def test_a_selector_of_another_vocabulary_is_an_error_that_names_both(place, tmp
     ],
 )
 def test_the_command_line_is_checked(arguments, message):
-    command = [sys.executable, "-m", "meliad_like.history", *arguments, "--checkpoint=a", "--output=b"]
-    done = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment(1), cwd=tiny_run.ROOT)
+    done = forked.run("-m", "meliad_like.history", *arguments, "--checkpoint=a", "--output=b")
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

@@ -4,11 +4,10 @@ import gzip
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import forked
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -196,7 +195,7 @@ def test_a_full_disk_is_one_line_wherever_it_is_met():
                 file.write("a line")
         command_line.run(main)
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    result = forked.run("-c", textwrap.dedent(program))
     assert result.returncode == 2
     assert result.stderr == "error: the disk is full: a file could not be written; free some space\n"
 
@@ -214,7 +213,7 @@ def test_a_full_disk_under_a_run_prints_nothing_of_its_own(tmp_path):
         except OSError as error:
             print(error.strerror)
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    result = forked.run("-c", textwrap.dedent(program))
     assert (result.stdout.strip(), result.stderr) == ("File too large", "")
 
 
@@ -229,7 +228,7 @@ def test_a_path_that_the_system_refuses_is_one_line(tmp_path, folder, text):
         from meliad_like import command_line
         command_line.run(lambda: pathlib.Path({str(tmp_path / folder)!r}).mkdir(parents=True, exist_ok=True))
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    result = forked.run("-c", textwrap.dedent(program))
     assert result.returncode == (0 if text is None else 2)
     assert result.stderr.startswith(f"error: {tmp_path / folder}: {text}" if text else "")
     assert result.stderr.endswith("; name another path\n" if text else "") and result.stderr.count("\n") == bool(text)

@@ -1,9 +1,8 @@
 """The processes of a run connect, or end."""
 
 import socket
-import subprocess
-import sys
 
+import forked
 import pytest
 
 from meliad_like.errors import UserError
@@ -24,7 +23,7 @@ def address():
 @pytest.mark.parametrize("process", [0, 1])
 def test_one_that_waits_in_vain_says_for_whom_and_ends(address, process):
     program = ALONE.format(address=address, process=process)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = forked.run("-c", program)
     assert ended.returncode != 0
     assert f"process {process} of 2: waiting up to 1 s for all processes at {address}" in ended.stderr
     assert "DEADLINE_EXCEEDED" in ended.stderr
@@ -44,5 +43,5 @@ def test_all_three_or_a_cluster():
         initialize_distributed("localhost:1", 2)
     # In a process of its own: jax refuses where a test before has computed anything.
     program = "from meliad_like.training.processes import initialize_distributed\ninitialize_distributed()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = forked.run("-c", program)
     assert "UserError: this machine is part of no cluster that jax detects" in done.stderr

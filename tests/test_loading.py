@@ -1,16 +1,15 @@
 """Batches arrive on the devices in order, from any step, and each host makes only its own lanes."""
 
-import pathlib
 import socket
-import subprocess
-import sys
 import time
 
+import forked
 import jax
 import numpy as np
 import pytest
 from fake_split import FakeSplit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiny_run import environment
 
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import LanesReader
@@ -96,10 +95,7 @@ def test_the_time_waited_is_measured(sharding):
 
 
 PROCESS = """
-import os, sys
-os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
-sys.path[:0] = sys.argv[3:]
-import jax, numpy as np
+import jax, numpy as np, sys
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -129,19 +125,9 @@ print("lanes", asked[0])
 
 
 def test_two_processes_make_only_their_own_lanes():
-    tests = pathlib.Path(__file__).parent
     with socket.create_server(("localhost", 0)) as server:
         port = str(server.getsockname()[1])
-    paths = [str(tests), str(tests.parent)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, port, str(index), *paths],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    results = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], results
-    assert [output.strip() for output, _ in results] == ["lanes [0, 1, 6, 7]", "lanes [2, 3, 4, 5]"]
+    processes = [forked.Process(["-c", PROCESS, port, str(index)], environment(num_devices=2)) for index in range(2)]
+    results = [process.finish() for process in processes]
+    assert [result.returncode for result in results] == [0, 0], results
+    assert [result.stdout.strip() for result in results] == ["lanes [0, 1, 6, 7]", "lanes [2, 3, 4, 5]"]

@@ -1,9 +1,8 @@
 """A run's metrics as a picture."""
 
 import json
-import subprocess
-import sys
 
+import forked
 import matplotlib.image
 import numpy as np
 import pandas as pd
@@ -25,8 +24,7 @@ def workdir(tmp_path):
 def test_the_command_draws_what_the_metrics_say(workdir):
     evaluation = workdir / "evaluation.json"
     evaluation.write_text(json.dumps({"split": "test", "other_bits_per_byte": {"untrained": 9.5, "gzip -9": 2.1}}))
-    command = [sys.executable, "-m", "meliad_like.plot", f"--workdir={workdir}", f"--evaluation={evaluation}"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = forked.run("-m", "meliad_like.plot", f"--workdir={workdir}", f"--evaluation={evaluation}")
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"drew {workdir / 'bits_per_byte.png'}\n"
     image = matplotlib.image.imread(workdir / "bits_per_byte.png")

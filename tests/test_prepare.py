@@ -1,9 +1,7 @@
 import dataclasses
-import os
 import shlex
-import subprocess
-import sys
 
+import forked
 import pytest
 
 from meliad_like.data import preparation, token_store
@@ -133,7 +131,7 @@ def test_killed_run_leaves_nothing_that_looks_complete(texts, tmp_path):
         "SplitWriter.close = lambda self: os.kill(os.getpid(), 9)\n"
         f"prepare({config(texts)!r}, {BYTES!r}, {str(tmp_path / 'store')!r}, 1)"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == -9
+    assert forked.run("-c", script).returncode == -9
     assert (tmp_path / "store.incomplete").exists()
     with pytest.raises(UserError, match="no token store"):
         TokenStore(tmp_path / "store")
@@ -157,14 +155,11 @@ def test_few_documents_wait_in_memory(texts, tmp_path):
 
 
 def test_command_line(tmp_path):
-    command = [sys.executable, "-m", "meliad_like.prepare", f"--store={tmp_path / 'a store'}", "--workers=1"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [*command, "--gin_param=RunConfig.source='books'"], capture_output=True, text=True, env=environment
-    )
+    words = ["-m", "meliad_like.prepare", f"--store={tmp_path / 'a store'}", "--workers=1"]
+    done = forked.run(*words, "--gin_param=RunConfig.source='books'")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "'books' is not one of jsonl, " in done.stderr
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = forked.run(*words)
     assert done.returncode == 0, done.stderr
     assert TokenStore(tmp_path / "a store").split("test").names == ["logging", "urllib"]
 
@@ -195,10 +190,8 @@ def test_the_hint_of_a_missing_store_is_the_command_that_makes_it(texts, tmp_pat
         f"--gin_param=FolderSourceConfig.folder = '{texts}'",
         f"--gin_param=ReaderConfig.store = '{tmp_path}/a b'",
     ]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "meliad_like.train", f"--workdir={tmp_path / 'run'}", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = forked.run("-m", "meliad_like.train", f"--workdir={tmp_path / 'run'}", *flags)
     *_, hint = done.stderr.strip().partition(": make it with python ")
-    done = subprocess.run([sys.executable, *shlex.split(hint)], capture_output=True, text=True, env=environment)
+    done = forked.run(*shlex.split(hint))
     assert done.returncode == 0, done.stderr
     assert TokenStore(tmp_path / "a b").totals("train").documents > 20

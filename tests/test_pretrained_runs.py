@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from study_runs import request
-from tiny_run import mesh_of_the_first_devices, read_metrics
+from tiny_run import read_metrics, train
 
 from meliad_like import config
 from meliad_like.config import from_json, read_changes
@@ -21,15 +21,14 @@ from meliad_like.conversion.pretrained import (
 )
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import READERS
+from meliad_like.data.token_store import TokenStore
 from meliad_like.data.tokenizers_vocabulary import _byte_characters, read_tokenizer
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.run import setup as training_setup
 from meliad_like.run.opening import checkpoint_metadata, open_checkpoint, open_with, save_vocabulary
-from meliad_like.run.training import train
 from meliad_like.studies import continuations
 from meliad_like.training.checkpoints import Checkpoints
 
@@ -106,22 +105,15 @@ def run_of(place, *more):
     return config.parse([], [*documents(place), *BINDINGS, *more])
 
 
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    monkeypatch.setattr(training_setup, "make_mesh", mesh_of_the_first_devices)
-
-
 @pytest.fixture(scope="module")
 def trained(place):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_setup, "make_mesh", mesh_of_the_first_devices)
-        train(run_of(place, *RECURRENT, "MeshConfig.data = 1"), place / "trained", place / "ours")
+    train(run_of(place, *RECURRENT, "MeshConfig.data = 1"), place / "trained", place / "ours")
     return place / "trained"
 
 
 def evaluate(folder, *bindings):
     opened, mesh = open_with(folder, read_changes((), ["MeshConfig.data = 8", *bindings]))
-    store = training_setup.TokenStore(opened.run.data.store)
+    store = TokenStore(opened.run.data.store)
     evaluator = Evaluator(
         opened.model, store.split("test"), mesh, name="test", segment_length=2 * opened.model.config.window_length,
         max_lanes=1,

@@ -2,16 +2,14 @@
 
 import pytest
 import tiny_run
-from tiny_run import mesh_of_the_first_devices, parse
+from tiny_run import parse, train
 
 from meliad_like import config
 from meliad_like.errors import UserError
-from meliad_like.run.training import train
 from meliad_like.training.loop import parse_steps
 
 
-def test_the_steps_that_are_asked_for_are_traced(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
+def test_the_steps_that_are_asked_for_are_traced(tmp_path, capsys):
     bindings = [
         *tiny_run.make_bindings(tmp_path),
         "DecoderConfig.num_layers = 1",

@@ -12,7 +12,7 @@ import tiny_run
 from fake_gcs import fake_gcs
 from gcsfs.retry import HttpError
 from test_checkpoints import abstract, assert_same_bits, make_state, save_all
-from tiny_run import mesh_of_the_first_devices, parse, read_metadata
+from tiny_run import parse, read_metadata, train
 
 from meliad_like import command_line, remote
 from meliad_like.data import token_store
@@ -21,7 +21,6 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.remote import any_path
 from meliad_like.run.opening import open_checkpoint
-from meliad_like.run.training import train
 from meliad_like.training import metrics
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.processes import Ownership
@@ -97,11 +96,6 @@ def bindings(tmp_path_factory):
         "TrainingConfig.checkpoints_kept = 2",
         "MeshConfig.data = 1",
     ]
-
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch):
-    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
 
 
 @pytest.fixture

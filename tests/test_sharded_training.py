@@ -4,11 +4,10 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from tiny_run import mesh_of_the_first_devices
+from tiny_run import set_up
 
 from meliad_like import config
 from meliad_like.mesh import MESH_AXES
-from meliad_like.run.setup import set_up
 
 NUM_STEPS = 5
 SMALL = ("option/no_dropout.gin",)
@@ -35,9 +34,7 @@ def train(setup, state):
     [((), [(8, 1, 1, 1), (2, 2, 2, 1)]), ((*SMALL, "option/gradient_accumulation_2.gin"), [(1, 2, 1, 4)])],
     ids=["with dropout", "in parts, along the sequence"],
 )
-def test_sharded_equals_unsharded(bindings, files, meshes, monkeypatch):
-    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
-
+def test_sharded_equals_unsharded(bindings, files, meshes):
     def set_up_on(*shape):
         mesh = [f"MeshConfig.{axis} = {size}" for axis, size in zip(MESH_AXES, shape, strict=True)]
         return set_up(config.parse([*tiny_run.FILES, *files], [*bindings, *mesh]))

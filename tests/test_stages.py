@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
-from tiny_run import assert_same_bits, mesh_of_the_first_devices, parse, read_metrics, run_and_act
+from tiny_run import assert_same_bits, parse, read_metrics, run_and_act, set_up, train
 
 from meliad_like import config
 from meliad_like.config.run import stages_of
 from meliad_like.errors import UserError
-from meliad_like.run.setup import set_up
-from meliad_like.run.training import train
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.program import Program
@@ -57,11 +55,6 @@ SHORTFORMER = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch):
-    monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
-
-
 @pytest.fixture(scope="module")
 def bindings(tmp_path_factory):
     made = tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
@@ -73,7 +66,6 @@ def straight(bindings, tmp_path_factory):
     """The working folder of a run of three stages, and how often a step was compiled."""
     workdir, compiled = tmp_path_factory.mktemp("straight"), []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("meliad_like.run.setup.make_mesh", mesh_of_the_first_devices)
         compile_step = Program.compile_step
 
         def compile_and_count(self):

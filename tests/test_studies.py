@@ -4,9 +4,8 @@ import base64
 import csv
 import gzip
 import json
-import subprocess
-import sys
 
+import forked
 import numpy as np
 import pytest
 from study_runs import DOCUMENTS, Page, assert_safe, one_device, request, runs
@@ -158,6 +157,5 @@ def test_missing_things_are_named(runs, tmp_path):
 )
 def test_the_command_line_is_checked(arguments, message):
     study, *others = arguments
-    command = [sys.executable, "-m", "meliad_like.studies", study, "--checkpoint=a", "--output=b", *others]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = forked.run("-m", "meliad_like.studies", study, "--checkpoint=a", "--output=b", *others)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr

@@ -4,15 +4,14 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import time
 
+import forked
 import jax
 import numpy as np
 import pytest
 import tiny_run
-from checkouts import INTERRUPTIBLE
-from tiny_run import ROOT, command, parse, read_metrics
+from tiny_run import command, parse, read_metrics
 
 from meliad_like.run.setup import set_up
 from meliad_like.run.training import train
@@ -26,6 +25,8 @@ def bindings(tmp_path_factory):
     """Every axis of the mesh is larger than a process' part of it could be, but for `data`."""
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
+        "DecoderConfig.num_layers = 1",
+        "RECURRENT_LAYERS = (-1,)",
         f"TrainingConfig.num_steps = {NUM_STEPS}",
         "TrainingConfig.checkpoint_every = 2",
         "MeshConfig.fsdp = 2",
@@ -46,23 +47,14 @@ def start_two(arguments):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     place = [f"--coordinator_address=localhost:{port}", "--num_processes=2"]
-    return [
-        subprocess.Popen(
-            [*INTERRUPTIBLE, *arguments, *place, f"--process_id={process}"],
-            cwd=ROOT,
-            env=tiny_run.environment(num_devices=4),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
+    environment = tiny_run.environment(num_devices=4)
+    return [forked.Process([*arguments, *place, f"--process_id={process}"], environment) for process in range(2)]
 
 
 def finish(processes):
     """Exit statuses and outputs."""
-    results = [process.communicate(timeout=120) for process in processes]
-    return [process.returncode for process in processes], results
+    results = [process.finish() for process in processes]
+    return [result.returncode for result in results], [(result.stdout, result.stderr) for result in results]
 
 
 def read_state(bindings, workdir, step):

@@ -1,22 +1,28 @@
 """A tiny training run on synthetic documents."""
 
+import functools
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import forked
 import jax
 import numpy as np
-from checkouts import INTERRUPTIBLE
 from jax.sharding import Mesh
 
 from meliad_like import config
 from meliad_like.config import RunConfig
+from meliad_like.config.run import Stage
 from meliad_like.data.preparation import prepare
 from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.run import setup, training
+from meliad_like.run.setup import Setup
+from meliad_like.training import program
 from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.program import Program, make_program
 
 ROOT = Path(__file__).parent.parent
 FILES = ["size/tiny.gin", "block_recurrent/fixed_skip.gin"]
@@ -59,9 +65,9 @@ def parse(bindings: list[str], *more: str, files: tuple[str, ...] = ()) -> RunCo
 
 
 def command(bindings: list[str], *arguments: str) -> list[str]:
-    """The training command line; `arguments` are further flags."""
+    """The words of the training command after `python`; `arguments` are further flags."""
     flags = [f"--gin_file={name}" for name in FILES] + [f"--gin_param={binding}" for binding in bindings]
-    return [sys.executable, "-m", "meliad_like.train", *flags, *arguments]
+    return ["-m", "meliad_like.train", *flags, *arguments]
 
 
 def environment(num_devices: int) -> dict[str, str]:
@@ -70,8 +76,8 @@ def environment(num_devices: int) -> dict[str, str]:
     return {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parent)}
 
 
-def run_command(command: list[str], num_devices: int = 8) -> subprocess.CompletedProcess:
-    return subprocess.run(command, cwd=ROOT, env=environment(num_devices), capture_output=True, text=True, timeout=120)
+def run_command(words: list[str], num_devices: int = 8) -> subprocess.CompletedProcess:
+    return forked.run(*words, environment=environment(num_devices))
 
 
 # The real command, which does something when it has logged a step.
@@ -97,14 +103,33 @@ command_line.run(train.main)
 
 def run_and_act(bindings: list[str], workdir: Path, step: int, deed: str) -> subprocess.CompletedProcess:
     """Runs the training command in a process that executes the Python statement `deed` after it has logged a step."""
-    flags = command(bindings, f"--workdir={workdir}")[3:]
-    program = ON_STEP.format(step=step, deed=deed)
-    return run_command([*INTERRUPTIBLE, sys.executable, "-c", program, *flags])
+    _, _, *flags = command(bindings, f"--workdir={workdir}")
+    return run_command(["-c", ON_STEP.format(step=step, deed=deed), *flags])
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_program(run: RunConfig, vocabulary_size: int, mesh: Mesh, _make_train_step: Callable) -> Program:
+    return make_program(run, vocabulary_size, mesh)
+
+
+# Most tests train the same run again, whose step then need not be traced and compiled again.
+setup.make_program = lambda *arguments: _kept_program(*arguments, program.make_train_step)
 
 
 def mesh_of_the_first_devices(mesh: MeshConfig) -> Mesh:
-    """A replacement for `make_mesh` that uses only the first devices, because eight fake devices are slow."""
-    return make_mesh(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.tensor * mesh.sequence])
+    """A mesh of only the first devices, because eight fake devices are slow; with `data=-1`, of all."""
+    number = mesh.data * mesh.fsdp * mesh.tensor * mesh.sequence
+    return make_mesh(mesh, jax.devices()[:number] if number > 0 else None)
+
+
+def train(run: RunConfig, workdir: str | Path, *arguments: Any, **others: Any) -> int:
+    """Trains on the first devices, as many as the mesh of the config has."""
+    return training.train(run, workdir, *arguments, **others, mesh=mesh_of_the_first_devices(run.mesh))
+
+
+def set_up(run: RunConfig, stage: Stage | None = None) -> Setup:
+    """Sets a stage up on the first devices, as many as the mesh of the config has."""
+    return setup.set_up(run, stage, mesh_of_the_first_devices(run.mesh))
 
 
 def read_metrics(workdir: Path, kind: str = "train") -> Iterator[dict]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.table import Table as RichTable
 
 from meliad_like import config
@@ -254,13 +255,14 @@ class Job:
         documents or another process works in this folder.
         """
         workdir, split, began = self.workdir, self.experiment.split, time.perf_counter()
+        mesh = make_mesh(self.trained.mesh)
         workdir.mkdir(parents=True, exist_ok=True)
         with locked(workdir / "lock", f"another process is working in {workdir}: wait for it, or end it"):
             store = TokenStore(self.trained.data.store)
             store.split(split)
-            if status := train(self.trained, workdir, self.experiment.load_dir or None):
+            if status := train(self.trained, workdir, self.experiment.load_dir or None, mesh=mesh):
                 return status
-            figures = self._evaluate(store)
+            figures = self._evaluate(store, mesh)
             finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
             earlier = self.result
             same_steps = earlier.get("num_steps") == self.trained.training.num_steps
@@ -274,9 +276,8 @@ class Job:
             write_json(self.path, result)
         return 0
 
-    def _evaluate(self, store: TokenStore) -> dict[str, float]:
-        experiment, mesh = self.experiment, make_mesh(self.trained.mesh)
-        best = self.workdir / "best"
+    def _evaluate(self, store: TokenStore, mesh: Mesh) -> dict[str, float]:
+        experiment, best = self.experiment, self.workdir / "best"
         opened = open_checkpoint(best if self.trained.training.keep_best else self.workdir, mesh=mesh)
         opened = opened._replace(run=self.evaluated, model=Model(self.evaluated.model, opened.vocabulary.size))
         whole = store.split(experiment.split)

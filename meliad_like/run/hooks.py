@@ -194,7 +194,7 @@ class Reporter:
         if setup.stage.index and good_step == setup.stage.first_step:
             # A checkpoint of that step is the stage before's, with as many lanes as that has; their memory is not read.
             before = stages_of(setup.whole_run)[setup.stage.index - 1]
-            state = set_up(setup.whole_run, before).begin_stage(state)
+            state = set_up(setup.whole_run, before, setup.mesh).begin_stage(state)
         self._save(good_step, state)
         raise UserError(
             f"step {step} is not finite: {self._culprit(step, metrics)}; the state after step {good_step} is saved: "

@@ -53,10 +53,12 @@ class Setup(NamedTuple):
         return state._replace(carry=init_carry(state.params))
 
 
-def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
-    """Opens the documents of a stage and lays out the devices; None: of the last stage, the only one of most runs.
+def set_up(whole_run: RunConfig, stage: Stage | None = None, mesh: Mesh | None = None) -> Setup:
+    """Opens the documents of a stage and lays out the devices, without compiling: mistakes are found in seconds.
 
-    Nothing is compiled yet, so that mistakes are found in seconds.
+    Args:
+      stage: default: the last one, which is the only one of most runs.
+      mesh: default: that of the config, of all devices.
     """
     stage = stages_of(whole_run)[-1] if stage is None else stage
     run = stage.run
@@ -65,7 +67,8 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None) -> Setup:
     for each in stages_of(whole_run):
         each.run.model.check_sequence(each.run.data.segment_length, run.mesh.sequence)
     reader = make_reader(stage, store)
-    return Setup(run, whole_run, stage, store, reader, make_program(run, store.vocabulary.size, make_mesh(run.mesh)))
+    program = make_program(run, store.vocabulary.size, make_mesh(run.mesh) if mesh is None else mesh)
+    return Setup(run, whole_run, stage, store, reader, program)
 
 
 def vocabulary_size(run: RunConfig) -> int:

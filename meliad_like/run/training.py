@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 from etils import epath
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from meliad_like import config as configuration
 from meliad_like.config import RunConfig
@@ -24,7 +25,11 @@ from meliad_like.training.step import TrainState
 
 
 def train(
-    run: RunConfig, workdir: str | Path, load_dir: str | None = None, profile_steps: tuple[int, int] | None = None
+    run: RunConfig,
+    workdir: str | Path,
+    load_dir: str | None = None,
+    profile_steps: tuple[int, int] | None = None,
+    mesh: Mesh | None = None,
 ) -> int:
     """Trains until `num_steps`, stage after stage, from the newest checkpoint of the working folder.
 
@@ -32,6 +37,7 @@ def train(
       workdir: on a disk that all processes see, or on gs://.
       load_dir: checkpoint folder whose parameters a fresh run starts with.
       profile_steps: the first and the last step of those to trace.
+      mesh: default: that of the config, of all devices.
 
     Returns:
       The exit status: 0, or `EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
@@ -43,7 +49,7 @@ def train(
         raise UserError(
             f"--profile_steps={first}:{last} begins after TrainingConfig.num_steps={run.training.num_steps}"
         )
-    setups = [set_up(run, stage) for stage in stages_of(run)]
+    setups = [set_up(run, stage, mesh) for stage in stages_of(run)]
     for setup in setups:
         if setup.model.abstract_params != setups[-1].model.abstract_params:
             raise UserError(f"stage {setup.stage.index + 1} would need other parameters than the last stage")
