@@ -32,12 +32,12 @@ def start(bindings, tmp_path):
     checkout = make_checkout(tmp_path)
     scripts = []
 
-    def start(*more: str, **environment: str) -> subprocess.Popen:
+    def start(*more: str, workdir: Path = tmp_path / "a run") -> subprocess.Popen:
         flags = [f"--gin_file={name}" for name in FILES]
         flags += [f"--gin_param={binding}" for binding in [*bindings, *MORE, *more]]
         script = subprocess.Popen(
-            [*BASH, checkout / SCRIPT, *flags, f"--workdir={tmp_path / 'a run'}"],
-            env=tiny_run.environment(num_devices=1) | environment,
+            [*BASH, checkout / SCRIPT, *flags, f"--workdir={workdir}"],
+            env=tiny_run.environment(num_devices=1),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -72,20 +72,6 @@ def process(workdir, number):
     raise AssertionError(f"no process {number}")
 
 
-def test_two_steps_with_progress_and_logs(start, tmp_path):
-    script = start("TrainingConfig.num_steps = 2")
-    output, _ = script.communicate(timeout=LIMIT)
-    assert script.returncode == 0, output
-    assert re.search(r"^\[0\] step 2/2  ", output, re.MULTILINE)
-    logs = tmp_path / "a run" / "logs"
-    assert output.splitlines()[-1] == f"== Ended with status 0 and 0; the logs are in {logs}"
-    assert "step 2/2" in (logs / "process_0.log").read_text() and "step" not in (logs / "process_1.log").read_text()
-    # The lines that the other scripts read in the logs of a resumed run.
-    command = 'source "$1/launch/running.sh"; start_step "$2"'
-    step = subprocess.check_output(["bash", "-c", command, "x", str(ROOT), str(logs / "process_0.log")], text=True)
-    assert step == "0\n"
-
-
 @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_script_saves_both(start, tmp_path, name):
     script = start("TrainingConfig.num_steps = 10000")
@@ -94,22 +80,32 @@ def test_a_signal_to_the_script_saves_both(start, tmp_path, name):
     os.killpg(script.pid, name) if name == signal.SIGINT else script.send_signal(name)
     output, _ = script.communicate(timeout=LIMIT)
     assert script.returncode == 75, output
-    assert "[0] SIGTERM: saved step" in output and "== Ended with status 75 and 75" in output
+    logs = tmp_path / "a run" / "logs"
+    assert "[0] SIGTERM: saved step" in output
+    assert output.splitlines()[-1] == f"== Ended with status 75 and 75; the logs are in {logs}"
+    assert re.search(r"^\[0\] step 2/10000  ", output, re.MULTILINE)
+    assert "step 2/" in (logs / "process_0.log").read_text() and "step 2/" not in (logs / "process_1.log").read_text()
+    # The lines that the other scripts read in the logs of a resumed run.
+    command = 'source "$1/launch/running.sh"; start_step "$2"'
+    step = subprocess.check_output(["bash", "-c", command, "x", str(ROOT), str(logs / "process_0.log")], text=True)
+    assert step == "0\n"
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_when_one_is_killed_the_other_ends(start, tmp_path, number):
-    script = start("TrainingConfig.num_steps = 10000")
-    wait_for_steps(tmp_path / "a run", 2)
-    os.kill(process(tmp_path / "a run", number), signal.SIGKILL)
+def test_when_one_is_killed_the_other_ends(start, tmp_path):
+    """Both runs side by side, because jax waits half a minute for the process that is not the coordinator."""
+    workdirs = [tmp_path / f"run {number}" for number in range(2)]
+    scripts = [start("TrainingConfig.num_steps = 10000", workdir=workdir) for workdir in workdirs]
+    for number, workdir in enumerate(workdirs):
+        wait_for_steps(workdir, 2)
+        os.kill(process(workdir, number), signal.SIGKILL)
     killed = time.monotonic()
-    output, _ = script.communicate(timeout=LIMIT)
-    assert time.monotonic() - killed < 55
-    assert script.returncode == 137, output
-    statuses = re.search(r"== Ended with status (\w+) and (\w+);", output).groups()
-    assert statuses[number] == "137" and statuses[1 - number] not in ("0", "killed"), output
-    log = (tmp_path / "a run" / "logs" / f"process_{1 - number}.log").read_text()
-    assert "another task died" in log
+    for number, (script, workdir) in enumerate(zip(scripts, workdirs, strict=True)):
+        output, _ = script.communicate(timeout=LIMIT)
+        assert time.monotonic() - killed < 55
+        assert script.returncode == 137, output
+        statuses = re.search(r"== Ended with status (\w+) and (\w+);", output).groups()
+        assert statuses[number] == "137" and statuses[1 - number] not in ("0", "killed"), output
+        assert "another task died" in (workdir / "logs" / f"process_{1 - number}.log").read_text()
 
 
 def test_a_mistake_is_one_line_of_each(start):
