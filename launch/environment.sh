@@ -53,7 +53,7 @@ make_environment() {
 # set_up_environment [EXTRA]: dev adds the tools of the tests and the linters, gpu or tpu an accelerator. It holds a lock
 # on this file (its last line), so that the quick start and the tests can be started at the same time.
 set_up_environment() {
-    local extra="${1:-base}" wanted stamp stamps begin=$SECONDS
+    local extra="${1:-base}" interrupted="" wanted stamp stamps begin=$SECONDS
     if command -v flock >/dev/null && ! flock --nonblock 9; then
         say "Waiting for another set-up of this folder"
         flock 9
@@ -73,14 +73,17 @@ set_up_environment() {
         fi
     done
 
-    # pip considers packages installed that it had only partly written when it was killed.
+    # pip considers packages installed that it had only partly written when it was killed or interrupted.
     if [[ -e .venv/unfinished ]] || ! is_new_enough .venv/bin/python; then make_environment; fi
     say "Installing the requirements of setup.py and requirements.txt into .venv (minutes the first time)"
     touch .venv/unfinished
+    trap 'interrupted=yes' INT
     if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"; then
+        [[ -z "$interrupted" ]] || stop "interrupted during the installation; the same command begins it afresh"
         rm .venv/unfinished
         stop "pip could not install, for the reason above; fix it and run this again"
     fi
+    trap - INT
     rm -f .venv/installed-* .venv/unfinished
     printf '%s\n' "$wanted" >".venv/installed-$extra"
     say "Installed in $((SECONDS - begin)) s"

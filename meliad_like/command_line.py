@@ -80,7 +80,10 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
             return _fail(f"the object store failed: {message}; the same command tries again")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            return INTERRUPTED
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # The interpreter's own clean-up crashes, with the report of a segmentation fault, while jax has work left.
+            os._exit(INTERRUPTED)
         except RuntimeError as error:
             if (message := out_of_memory(error)) is None:
                 raise

@@ -20,6 +20,7 @@ case "$*" in
     *"pip install"*)
         echo "install ${!#}" >>"$LOG"
         [[ -z "${KILLED:-}" ]] || kill -9 "$PPID"
+        [[ -z "${INTERRUPTED:-}" ]] || { kill -INT "$PPID" && exit 1; }
         exit "${OFFLINE:-0}" ;;
 esac
 """
@@ -114,6 +115,15 @@ def test_moved_checkout_is_installed_again(checkout):
 
 def test_killed_installation_begins_afresh(checkout):
     assert checkout.set_up(KILLED="1").returncode == -9
+    assert checkout.set_up().returncode == 0
+    assert checkout.installs() == ["make", "install .[base]", "make", "install .[base]"]
+
+
+def test_interrupted_installation_begins_afresh(checkout):
+    """pip handles Ctrl-C itself, and may leave half a package."""
+    interrupted = checkout.set_up(INTERRUPTED="1")
+    assert interrupted.returncode == 2
+    assert interrupted.stderr == "error: interrupted during the installation; the same command begins it afresh\n"
     assert checkout.set_up().returncode == 0
     assert checkout.installs() == ["make", "install .[base]", "make", "install .[base]"]
 
