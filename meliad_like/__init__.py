@@ -12,3 +12,12 @@ Glossary of dimensions, used in every shape annotation, shape suffix and einsum:
 """
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    # Imported when it is asked for, because jax takes seconds to import.
+    if name == "load":
+        from meliad_like.library import load
+
+        return load
+    raise AttributeError(f"module 'meliad_like' has no attribute {name!r}")

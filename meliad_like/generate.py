@@ -1,8 +1,8 @@
 """Continues a prompt: `python -m meliad_like.generate --checkpoint=DIR --prompt_file=BOOK.txt --tokens=500`."""
 
-import functools
 import os
 import sys
+import time
 from pathlib import Path
 
 from absl import flags
@@ -49,30 +49,42 @@ def main() -> None:
     if SAVE_CARRY.value is not None:
         check_output(SAVE_CARRY.value, SAVE_CARRY.name)
     # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
+    import jax
+
     from meliad_like.generation.streaming import SamplingConfig
+    from meliad_like.library import LanguageModel
     from meliad_like.run.opening import open_checkpoint
-    from meliad_like.run.text import read_document, write_text
+    from meliad_like.run.text import encode_prompt, read_document
 
     sampling = SamplingConfig(TEMPERATURE.value, TOP_K.value, TOP_P.value)
     opened = open_checkpoint(CHECKPOINT.value, step=STEP.value)
+    lm = LanguageModel(opened)
     if prompt is None:
         prompt = read_document(opened, STORE.value, DOCUMENT.value, DOCUMENT_TOKENS.value)
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # independent of the locale
     if ECHO.value:
         print(f"--- read, up to here:\n{prompt[-ECHO.value :]}\n--- written:")
+    state = lm.begin() if LOAD_CARRY.value is None else lm.resume(LOAD_CARRY.value)
+    tokens, began = encode_prompt(lm.vocabulary, prompt), time.perf_counter()
+    state = lm.read(tokens, state)
+    jax.block_until_ready(state.reading.carry)
+    read_seconds = time.perf_counter() - began
+    moments, counts = [], []
     try:
-        speed = write_text(
-            opened,
-            prompt,
+        for piece in lm.stream(
+            state,
             TOKENS.value,
-            sampling,
-            functools.partial(print, end="", flush=True),
             seed=SEED.value,
             stop_at_end=STOP_AT_END.value,
-            load_carry=LOAD_CARRY.value,
-            save_carry=SAVE_CARRY.value,
             chunk=CHUNK.value,
-        )
+            **vars(sampling),
+        ):
+            print(piece.text, end="", flush=True)
+            state = piece.state
+            moments.append(time.perf_counter())
+            counts.append(len(piece.tokens))
+        if SAVE_CARRY.value is None:
+            print(state.unfinished.decode(errors="replace"), end="", flush=True)
     except BrokenPipeError:
         # The reader of the output, such as `head`, has closed the pipe, to which the exit would write buffered text.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -81,13 +93,12 @@ def main() -> None:
                 f"the output was closed before its end: nothing is in --save_carry={SAVE_CARRY.value}"
             ) from None
         return
+    # The first chunk waits for the compiler.
+    rate = f", {sum(counts[1:]) / (moments[-1] - moments[0]):.0f} tokens/s" if len(moments) > 1 else ""
     # On stderr, so that the outputs of two runs with a saved carry between them join to the output of one run.
-    rate = f", {speed.tokens_per_second:.0f} tokens/s" if speed.tokens_per_second else ""
-    print(
-        f"\nread {speed.tokens_read} tokens in {speed.read_seconds:.1f} s, wrote {speed.tokens_written}{rate}",
-        file=sys.stderr,
-    )
+    print(f"\nread {len(tokens)} tokens in {read_seconds:.1f} s, wrote {sum(counts)}{rate}", file=sys.stderr)
     if SAVE_CARRY.value is not None:
+        state.save(SAVE_CARRY.value)
         print(f"saved the carry in {SAVE_CARRY.value}; --load_carry={SAVE_CARRY.value} resumes here", file=sys.stderr)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import io
 import subprocess
 import sys
 
@@ -20,11 +19,12 @@ from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.streaming import Generator, Reading, SamplingConfig, load_reading, save_reading
+from meliad_like.library import LanguageModel
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
-from meliad_like.run.text import carry_identity, encode_prompt, read_document, write_text
+from meliad_like.run.text import carry_identity, encode_prompt, read_document
 from meliad_like.training.checkpoints import Checkpoints
 
 W, N, V = 4, 16, 257
@@ -224,36 +224,41 @@ def test_files_that_are_no_carry(tmp_path):
 
 
 def test_stopping_and_going_on_writes_the_same_text(opened, tmp_path):
-    def text(num_tokens, prompt="", **arguments):
-        out = io.StringIO()
-        speed = write_text(opened, prompt, num_tokens, SamplingConfig(), out.write, stop_at_end=False, **arguments)
-        assert speed.tokens_written == num_tokens
-        return out.getvalue()
+    lm = LanguageModel(opened)
+
+    def text(num_tokens, start, save=None, **settings):
+        continuation = lm.generate(start, num_tokens, stop_at_end=False, **settings)
+        assert len(continuation.tokens) == num_tokens
+        if save is None:
+            return str(continuation)
+        continuation.state.save(save)
+        # Half a character is written with its other half.
+        return continuation.text.removesuffix(continuation.state.unfinished.decode(errors="replace"))
 
     whole = text(90, "Call me Ishmael.")
     carry = str(tmp_path / "carry")
-    pieces = [text(1, "Call me Ishmael.", save_carry=carry)]
+    pieces = [text(1, "Call me Ishmael.", carry)]
     for count in (2, 17, 1, 29):
-        pieces.append(text(count, load_carry=carry, save_carry=carry))
-    pieces.append(text(40, load_carry=carry))
+        pieces.append(text(count, lm.resume(carry), carry))
+    pieces.append(text(40, lm.resume(carry)))
     assert "".join(pieces) == whole
     # Another seed, or a prompt on top, is another text.
-    text(50, "Call me Ishmael.", save_carry=carry)
-    assert text(40, load_carry=carry) == whole[-len(text(40, load_carry=carry)) :]
-    assert text(40, load_carry=carry, seed=1) not in whole
-    assert text(40, " And", load_carry=carry) not in whole
+    text(50, "Call me Ishmael.", carry)
+    place = lm.resume(carry)
+    assert text(40, place) == whole[-len(text(40, place)) :]
+    assert text(40, place, seed=1) not in whole
+    assert text(40, lm.read(" And", place)) not in whole
 
 
 def test_of_whole_words_the_end_of_a_document_may_end_lines_alone(opened):
     vocabulary = DictionaryVocabulary([("Call", 2), ("me", 1)], size_multiple=V)
     end = vocabulary.end_of_document
     params = opened.params | {"embedding": opened.params["embedding"].at[end].multiply(4)}
-    words = opened._replace(params=params, vocabulary=vocabulary)
+    words = LanguageModel(opened._replace(params=params, vocabulary=vocabulary))
 
     def write_lines(stop_at_end):
-        out = io.StringIO()
-        speed = write_text(words, "Call me", 100, SamplingConfig(), out.write, stop_at_end=stop_at_end)
-        return speed.tokens_written, out.getvalue().count("\n"), out.getvalue().endswith("\n")
+        found = words.generate("Call me", 100, stop_at_end=stop_at_end)
+        return len(found.tokens), found.text.count("\n"), found.text.endswith("\n")
 
     num_tokens, *lines = write_lines(stop_at_end=True)
     assert num_tokens < 100 and lines == [1, True]

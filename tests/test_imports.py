@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "meliad_like"
 
 FLOORS = [
     {"train", "evaluate", "generate", "prepare", "convert", "plan", "plot"},
+    {"library"},
     {"experiments"},
     {"history"},
     {"studies", "planning", "conversion"},

@@ -26,6 +26,7 @@ from meliad_like.data.tokenizers_vocabulary import _byte_characters, read_tokeni
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.streaming import Generator, SamplingConfig
+from meliad_like.library import load
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.run.opening import checkpoint_metadata, open_checkpoint, open_with, save_vocabulary
@@ -127,6 +128,8 @@ def test_a_converted_model_is_the_same_model(place):
     assert opened.run.model == DECODER
     jax.tree.map(np.testing.assert_array_equal, opened.params, theirs.params)
     assert opened.vocabulary.decode(opened.vocabulary.encode("a rose")) == "a rose"
+    ours, same = (load(place / name).score("a rose is a rose").log_probabilities for name in ("ours", "theirs"))
+    np.testing.assert_array_equal(ours, same)
 
 
 def test_it_learns_and_the_recurrence_begins_fresh(place, trained):

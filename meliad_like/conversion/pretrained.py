@@ -25,7 +25,7 @@ from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.resumable import parse_json, read_object, write_json
-from meliad_like.run.opening import open_checkpoint, write_checkpoint
+from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, write_checkpoint
 
 CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
@@ -169,20 +169,32 @@ def _read_tensor(path: Path, name: str) -> np.ndarray:
 def convert_from_pretrained(
     kind: str, path: str | Path, gin_files: Sequence[str], gin_params: Sequence[str], folder: str | Path
 ) -> None:
-    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning.
+    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning; as `open_pretrained`."""
+    opened = open_pretrained(kind, path, read_changes(gin_files, gin_params))
+    write_checkpoint(folder, opened.params, opened.run, opened.vocabulary)
 
-    The file determines the decoder and its recurrence, if it has one. Gin files and bindings may set window, overlap,
-    documents and vocabulary. By default the window is all positions, or the window that the recurrence was
-    trained with, and the vocabulary is the one in the model's folder.
+
+def kind_of(path: str | Path) -> str | None:
+    """The `kind` of pretrained model at this place; None if there is none."""
+    if Path(path).suffix == ".gguf":
+        return "gguf"
+    return "huggingface" if any((Path(path) / name).exists() for name in (TENSORS_NAME, INDEX_NAME)) else None
+
+
+def open_pretrained(kind: str, path: str | Path, changes: Changes) -> OpenedCheckpoint:
+    """Opens a model of another program, as at step 0.
+
+    The file determines the decoder and its recurrence, if it has one. The changes may set window, overlap, documents
+    and vocabulary. By default the window is all positions, or the window that the recurrence was trained with, and the
+    vocabulary is the one in the model's folder.
 
     Args:
       kind: `huggingface`: a folder of config.json and safetensors; `gguf`: a file.
     """
-    changes = read_changes(gin_files, gin_params)
     pretrained = read_gguf(path) if kind == "gguf" else read_huggingface(path)
     run = run_of(pretrained, path, changes)
     vocabulary = vocabulary_of(run, pretrained.vocabulary_size, path)
-    write_checkpoint(folder, pretrained.params, run, vocabulary)
+    return OpenedCheckpoint(run, Model(run.model, vocabulary.size), pretrained.params, vocabulary, 0)
 
 
 def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunConfig:

@@ -13,10 +13,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from meliad_like.errors import DAMAGED_NPZ, UserError
+from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
 from meliad_like.remote import replacing
 from meliad_like.resumable import check_same
 from meliad_like.training.checkpoints import named_arrays
+
+LOSS_SLICE = 256
+"""The number of tokens whose logits exist at the same time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,29 +117,46 @@ class Generator:
 
     def read(self, reading: Reading, tokens: np.ndarray) -> Reading:
         """Reads `tokens` (int32[n], any n): whole segments, then whole blocks, then one by one."""
+        return self._read(reading, tokens, score=False)[1]
+
+    def score(self, reading: Reading, tokens: np.ndarray) -> tuple[Float[np.ndarray, " n"], Reading]:
+        """Reads `tokens` as `read` does: also returns the loss of each in nats; NaN if no token precedes it."""
+        nats, reading_after = self._read(reading, tokens, score=True)
+        return np.pad(nats, (len(tokens) - len(nats), 0), constant_values=np.nan), reading_after
+
+    def _read(self, reading: Reading, tokens: np.ndarray, score: bool) -> tuple[Float[np.ndarray, " n"], Reading]:
+        """Reads `tokens`: returns, if asked to score, the losses of those that follow a token, and the state."""
+        losses: list[Any] = []
         if len(tokens) == 0:
-            return reading
+            return np.zeros(0, np.float32), reading
         size = self._model.vocabulary_size
         if wrong := [token for token in tokens if not 0 <= token < size]:
             raise UserError(f"token {wrong[0]} is not in the vocabulary of {size}")
         # A generated end of document is dropped when the text is continued.
         pending = [] if reading.token is None or reading.ended else [reading.token]
         tokens = np.concatenate([pending, tokens]).astype(np.int32)
-        carry, num_read, unread = reading.carry, reading.num_read, tokens[None, :-1]
+        carry, num_read, place = reading.carry, reading.num_read, 0
         w = self._window_length
-        while (remaining := unread.shape[1]) > 0:
+        while (remaining := len(tokens) - 1 - place) > 0:
             into_block = num_read % w
-            if into_block == 0 and remaining >= w:
+            is_whole = into_block == 0 and remaining >= w
+            if is_whole:
                 count = self._segment_length if remaining >= self._segment_length else w
-                start = np.zeros((1, count // w), bool)
-                start[0, 0] = num_read == 0
-                carry = _read_blocks(self._model, self._params, carry, unread[:, :count], start)
             else:
                 count = min(remaining, w - into_block)
-                padded = np.pad(unread[:, :count], ((0, 0), (0, w - count)))
-                carry = _read_tokens(self._model, self._params, carry, padded, count)
-            unread, num_read = unread[:, count:], num_read + count
-        return Reading(carry, int(tokens[-1]), reading.key, num_read)
+            unread, targets = tokens[None, place : place + count], tokens[None, place + 1 : place + count + 1]
+            if is_whole:
+                start = np.zeros((1, count // w), bool)
+                start[0, 0] = num_read == 0
+                carry, nats = _read_blocks(self._model, self._params, carry, unread, start, targets if score else None)
+            else:
+                unread, targets = (np.pad(x, ((0, 0), (0, w - count))) for x in (unread, targets))
+                carry, nats = _read_tokens(self._model, self._params, carry, unread, count, targets if score else None)
+            if nats is not None:
+                losses.append(nats[:, :count])
+            place, num_read = place + count, num_read + count
+        nats = np.concatenate([np.zeros((1, 0), np.float32), *losses], axis=1)[0]
+        return nats, Reading(carry, int(tokens[-1]), reading.key, num_read)
 
     def write(self, reading: Reading, num_tokens: int) -> Iterator[tuple[list[int], Reading]]:
         """Generates up to `num_tokens` tokens in chunks; the last token may be the end of the document.
@@ -166,15 +187,29 @@ def _begin(model: Model, params):
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read_blocks(model: Model, params, carry, tokens: Int[Array, "1 n"], start: Bool[Array, "1 c"]):
-    return model.bind(params)(tokens, carry, start)[1]
+def _read_blocks(
+    model: Model, params, carry, tokens: Int[Array, "1 n"], start: Bool[Array, "1 c"], targets: Array | None
+):
+    """Reads whole blocks: returns the carry, and the losses of `targets`, if there are any."""
+    module = model.bind(params)
+    hidden, carry = module(tokens, carry, start)
+    return carry, None if targets is None else token_losses(module, hidden, targets, LOSS_SLICE).nats
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read_tokens(model: Model, params, carry, tokens: Int[Array, "1 w"], count):
-    """Reads the first `count` tokens of `tokens`."""
+def _read_tokens(model: Model, params, carry, tokens: Int[Array, "1 w"], count, targets: Array | None):
+    """Reads the first `count` tokens of `tokens`: returns the carry, and the losses of `targets`, if there are any."""
     module = model.bind(params)
-    return jax.lax.fori_loop(0, count, lambda i, carry: module.decode_step(tokens[:, i], carry)[1], carry)
+
+    def read_token(i, loop):
+        carry, nats = loop
+        logits, carry = module.decode_step(tokens[:, i], carry)
+        if targets is not None:
+            nats = nats.at[:, i].set(-jax.nn.log_softmax(logits)[:, targets[0, i]])
+        return carry, nats
+
+    carry, nats = jax.lax.fori_loop(0, count, read_token, (carry, jnp.zeros(tokens.shape)))
+    return carry, None if targets is None else nats
 
 
 @functools.partial(

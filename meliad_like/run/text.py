@@ -1,9 +1,7 @@
-"""Writing of text: a prompt and a saved carry in, a stream of complete characters out."""
+"""Texts for a trained model: prompts, beginnings of documents, and what a saved carry must fit."""
 
 import hashlib
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,81 +11,10 @@ from meliad_like.data.documents import SPLITS
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import StreamingDecoder, Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.generation.streaming import Generator, SamplingConfig, load_reading, save_reading
 from meliad_like.run.opening import OpenedCheckpoint
 
 UNKNOWN = "\u2047"
 SAMPLED = 1000  # Number of values of each parameter that identify a checkpoint.
-
-
-class TextSpeed(NamedTuple):
-    """Measured times."""
-
-    tokens_read: int
-    read_seconds: float
-    """Includes compilation."""
-    tokens_written: int
-    tokens_per_second: float
-    """Written, after the first chunk, which waits for the compiler; 0 where that was the only one."""
-
-
-def write_text(
-    opened: OpenedCheckpoint,
-    prompt: str,
-    num_tokens: int,
-    sampling: SamplingConfig,
-    show: Callable[[str], object],
-    *,
-    seed: int | None = None,
-    stop_at_end: bool = True,
-    load_carry: str | None = None,
-    save_carry: str | None = None,
-    chunk: int = 8,
-) -> TextSpeed:
-    """Reads the prompt and hands the text that follows to `show`, piece by piece as it is made.
-
-    Args:
-      prompt: may be empty where `load_carry` is given, after whose text it is read.
-      num_tokens: the largest number of tokens to write, of which `chunk` are made before they are shown.
-      seed: random seed; None: 0, or the random state in `load_carry`.
-      stop_at_end: whether the end of the document ends the text. If not, this token is never sampled, but in
-        vocabularies of whole words, where it ends lines, too.
-      load_carry, save_carry: files of a saved carry: to resume from, and to write.
-    """
-    vocabulary = opened.vocabulary
-    tokens = encode_prompt(vocabulary, prompt)
-    ends_lines = bool(vocabulary.decode_bytes([vocabulary.end_of_document]))
-    generator = Generator(
-        opened.model,
-        opened.params,
-        segment_length=opened.run.data.segment_length,
-        end_of_document=None if ends_lines and not stop_at_end else vocabulary.end_of_document,
-        sampling=sampling,
-        stop_at_end=stop_at_end,
-        chunk=chunk,
-    )
-    reading, unfinished = generator.begin(seed or 0), b""
-    if load_carry is not None:
-        fresh = reading
-        reading, unfinished = load_reading(load_carry, jax.eval_shape(lambda: fresh.carry), carry_identity(opened))
-        if seed is not None:
-            reading = reading._replace(key=fresh.key)
-    began = time.perf_counter()
-    reading = jax.block_until_ready(generator.read(reading, tokens))
-    read_seconds = time.perf_counter() - began
-
-    text = StreamingDecoder(vocabulary, b"" if prompt else unfinished)
-    moments, counts, place = [], [], reading
-    for written, place in generator.write(reading, num_tokens):  # noqa: B007  # the last one is saved
-        show("".join(map(text.push, written)))
-        moments.append(time.perf_counter())
-        counts.append(len(written))
-    if save_carry is None:
-        show(text.finish())
-    else:
-        save_reading(save_carry, place, text.unfinished, carry_identity(opened))
-    rate = sum(counts[1:]) / (moments[-1] - moments[0]) if len(moments) > 1 else 0.0
-    return TextSpeed(len(tokens), read_seconds, sum(counts), rate)
 
 
 def carry_identity(opened: OpenedCheckpoint) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""The library: scores equal the evaluation's, states are kept and branched, folders of several kinds are opened."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_sharded_families import CONFIGS, LLAMA, RECURRENCE, C, W
+from ways import begin, decode
+
+import meliad_like
+from meliad_like.config import RunConfig
+from meliad_like.data.readers import LanesReaderConfig
+from meliad_like.data.split import Documents
+from meliad_like.data.vocabulary import ByteVocabulary
+from meliad_like.errors import UserError
+from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.library import LanguageModel
+from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.models.model import Model
+from meliad_like.run.opening import OpenedCheckpoint, write_checkpoint
+
+GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
+BYTES = ByteVocabulary()
+TEXT = "A long document, of which every token is predicted from all before. " * 2
+FAMILIES = {
+    **{name: CONFIGS[name] for name in ("lstm:dual", "memorizing", "shortformer", "feedback")},
+    "overlapping llama": dataclasses.replace(LLAMA, overlap=1, max_positions=W, **RECURRENCE),
+}
+
+
+def language_model(config) -> LanguageModel:
+    model = Model(config, BYTES.size)
+    run = RunConfig(model=config, data=LanesReaderConfig(segment_length=C * W, tokens_per_step=C * W))
+    return LanguageModel(OpenedCheckpoint(run, model, model.init(jax.random.key(1)), BYTES, 7))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def lm(request):
+    return language_model(FAMILIES[request.param])
+
+
+@pytest.fixture(scope="module")
+def states():
+    return language_model(FAMILIES["lstm:dual"])
+
+
+def test_scores_are_those_of_the_tokens_one_by_one(lm):
+    score = lm.score(TEXT)
+    assert np.isnan(score.log_probabilities[0]) and len(score.tokens) == len(TEXT) == score.num_bytes
+    logits, _ = decode(lm.model, lm.params, score.tokens[None], begin(lm.model, lm.params, 1, decoding=True))
+    expected = np.take_along_axis(jax.nn.log_softmax(logits[0, :-1]), score.tokens[1:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(score.log_probabilities[1:], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, W, 3 * W + 1, C * W])
+def test_a_text_in_two_parts_has_the_scores_of_the_whole(lm, length):
+    whole, first = lm.score(TEXT), lm.score(TEXT[:length])
+    second = lm.score(TEXT[length:], lm.read(TEXT[:length]))
+    parts = np.concatenate([first.log_probabilities, second.log_probabilities])
+    np.testing.assert_allclose(parts, whole.log_probabilities, atol=1e-5)
+    assert second.state.num_tokens == len(TEXT)
+
+
+def test_bits_per_byte_are_those_of_the_evaluation(states):
+    tokens = np.append(BYTES.encode(TEXT), BYTES.end_of_document).astype(np.int32)
+    numbers = (np.array([n]) for n in (len(tokens), len(TEXT), len(TEXT.split())))
+    document = Documents(["text"], *numbers, read=lambda _, a, b: tokens[a:b], indices=np.arange(1))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    evaluator = Evaluator(states.model, document, mesh, name="test", segment_length=C * W, max_lanes=1)
+    assert states.score(tokens).bits_per_byte == pytest.approx(evaluator(states.params).bits_per_byte, abs=1e-6)
+
+
+def test_a_state_is_continued_any_number_of_times(states, tmp_path):
+    book = states.read(TEXT)
+    once = states.generate(book, 20)
+    states.read("something else", book)
+    again = states.generate(book, 20)
+    assert (again.text, again.tokens) == (once.text, once.tokens)
+    assert states.generate(TEXT, 20).tokens == once.tokens
+    assert states.generate(book, 20, seed=1).tokens != once.tokens
+    assert "".join(piece.text for piece in states.stream(book, 20, chunk=3)) == once.text[: len(once.text)]
+    book.save(tmp_path / "book.npz")
+    assert states.generate(states.resume(tmp_path / "book.npz"), 20).tokens == once.tokens
+    jax.tree.map(np.testing.assert_array_equal, states.resume(tmp_path / "book.npz").reading, book.reading)
+
+
+def test_a_folder_is_all_that_is_needed(states, tmp_path):
+    opened = states.opened
+    write_checkpoint(tmp_path / "checkpoints", opened.params, opened.run, opened.vocabulary, 3)
+    np.testing.assert_array_equal(
+        meliad_like.load(tmp_path).score("some text").log_probabilities, states.score("some text").log_probabilities
+    )
+    with pytest.raises(UserError, match="belongs to another config: step is 7 there, 3 here"):
+        states.read("a").save(tmp_path / "state")
+        meliad_like.load(tmp_path).resume(tmp_path / "state")
+
+
+def test_the_lines_of_the_guide(states, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    opened = states.opened
+    write_checkpoint("runs/quickstart/checkpoints", opened.params, opened.run, opened.vocabulary)
+    Path("book.txt").write_text(TEXT)
+    [code] = re.findall(r"```python\n(import meliad_like\n.*?)```", GUIDE.read_text(), re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out and Path("book.npz").exists()
+
+
+def test_mistakes_are_named(states, tmp_path):
+    with pytest.raises(UserError, match="has no usable checkpoint"):
+        meliad_like.load(tmp_path)
+    with pytest.raises(UserError, match="token 257 is not in the vocabulary of 257"):
+        states.score([1, 257])
+    with pytest.raises(UserError, match="the prompt is empty"):
+        states.generate("")
+
+
+def test_the_package_alone_imports_nothing_large():
+    code = (
+        "import sys, meliad_like; assert not {'jax', 'tensorflow', 'matplotlib'} & set(sys.modules); meliad_like.load"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
