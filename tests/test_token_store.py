@@ -52,9 +52,15 @@ def test_tokens_outside_a_document(store, document, start, stop):
         store.split("train").tokens(document, start, stop)
 
 
-@pytest.mark.parametrize("name, why", [("valid", "is unknown"), ("validation", "has no documents")])
-def test_missing_split(store, name, why):
-    with pytest.raises(UserError, match=f"split '{name}' {why} in the token store .*: choose one of train, test"):
+@pytest.mark.parametrize(
+    "name, why, way_out",
+    [
+        ("valid", "is unknown", ""),
+        ("validation", "has no documents", ", or prepare another .*ReaderConfig.store, .*validation_share"),
+    ],
+)
+def test_missing_split(store, name, why, way_out):
+    with pytest.raises(UserError, match=f"split '{name}' {why} in the token .*: choose one of train, test{way_out}$"):
         store.split(name)
 
 
@@ -102,7 +108,7 @@ def test_settings_of_another_store(store, source, part):
     settings = {"source": source, "vocabulary": BytesVocabularyConfig()}
     store.check_settings(**settings)
     settings[part] = {"source": StandardLibrarySource(), "vocabulary": BytesVocabularyConfig(size_multiple=2)}[part]
-    with pytest.raises(UserError, match=f"made by other {part} settings"):
+    with pytest.raises(UserError, match=f"made by other {part} settings.*another store, named by ReaderConfig.store"):
         store.check_settings(**settings)
 
 
@@ -115,7 +121,7 @@ def test_documents_of_another_folder(store, source, tmp_path):
     shutil.copytree(source.folder, tmp_path / "moved")
     check(tmp_path / "moved")
     (tmp_path / "moved" / "a.txt").write_text("One two\n")
-    with pytest.raises(UserError, match="and those in .*moved are others: prepare another store, or name that folder"):
+    with pytest.raises(UserError, match="and those in .*moved are others: .*, or prepare another one, named by"):
         check(tmp_path / "moved")
     check("")
     shutil.move(source.folder, tmp_path / "away")

@@ -252,6 +252,15 @@ def test_evaluation_on_the_way(straight):
     assert rows[1]["bits_per_byte"] < 5 and rows[1]["perplexity"] == pytest.approx(2 ** rows[1]["bits_per_token"])
 
 
+def test_evaluation_of_long_documents_reads_a_beginning(bindings, setup, tmp_path, capsys):
+    limit = int(setup.store.split("validation").lengths.min()) - 1
+    evaluations = ("TrainingConfig.evaluate_every = 1", f"TrainingConfig.evaluate_max_tokens = {limit}")
+    assert train(parse(bindings, "TrainingConfig.num_steps = 1", *evaluations), tmp_path) == 0
+    assert f"on validation: 1 documents, {limit} bytes, the beginning of 0\n" in capsys.readouterr().out
+    (row,) = read_metrics(tmp_path, "validation")
+    assert row["perplexity"] > 1
+
+
 def test_samples_on_the_way(straight, setup):
     (sample,) = (straight / "samples").iterdir()
     prompt, _, continuation = sample.read_text().partition("\n--- continued by step 40: ---\n")

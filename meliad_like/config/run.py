@@ -50,7 +50,8 @@ class TrainingConfig:
     evaluate_every: int = resumable(0)
     evaluate_split: str = resumable("validation", _compares_no_evaluations)
     evaluate_max_tokens: int | None = resumable(None, _compares_no_evaluations)
-    """These evaluations read a random subset of the split, of this number of tokens at most; None: all of it."""
+    """These evaluations read a random subset of the split, of this number of tokens at most; None: all of it. If
+    every document is longer, they read the beginning of the first one."""
     keep_best: bool = resumable(False)
     """Whether the parameters with the fewest bits per token in these evaluations are kept, in the run's folder `best`,
     which is a checkpoint folder of its own."""

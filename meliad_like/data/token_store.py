@@ -134,8 +134,13 @@ class TokenStore:
         """
         if name not in self.info.splits or not self.info.splits[name].documents:
             present = ", ".join(split for split, totals in self.info.splits.items() if totals.documents)
-            why = "has no documents" if name in self.info.splits else "is unknown"
-            raise UserError(f"split {name!r} {why} in the token store {self.folder}: choose one of {present}")
+            choice = f"in the token store {self.folder}: choose one of {present}"
+            if name not in self.info.splits:
+                raise UserError(f"split {name!r} is unknown {choice}")
+            raise UserError(
+                f"split {name!r} has no documents {choice}, or prepare another store, named by ReaderConfig.store, "
+                f"with a larger SourceConfig.{name}_share"
+            )
         folder = self._local_copy(name) if is_remote(self.folder) else self.folder / name
         self._opened.setdefault(folder / "tokens.bin", _size_and_time(folder / "tokens.bin"))
         path = folder / DOCUMENTS_NAME
@@ -197,13 +202,14 @@ class TokenStore:
             if stored != wanted:
                 raise UserError(
                     f"the token store {self.folder} was made by other {name} settings ({short(stored)}) than this "
-                    f"run's ({short(wanted)}): prepare another store, or correct the settings"
+                    f"run's ({short(wanted)}): correct the settings, or prepare another store, named by "
+                    "ReaderConfig.store"
                 )
         if (change := self._change_of_documents(source)) is not None:
             raise UserError(
-                f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}: prepare "
-                "another store, or name that folder; FolderSourceConfig.folder = '' reads the store without its "
-                "documents"
+                f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}: "
+                "name the documents of the store, or prepare another one, named by ReaderConfig.store; "
+                "FolderSourceConfig.folder = '' reads the store without its documents"
             )
 
     def _change_of_documents(self, source: SourceConfig) -> str | None:

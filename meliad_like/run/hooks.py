@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,9 @@ def check_hooks(setup: Setup) -> None:
 
 def _make_evaluator(setup: Setup) -> Evaluator:
     training = setup.run.training
+    documents = setup.store.split(training.evaluate_split)
+    if _reads_a_beginning(setup):
+        documents = documents.beginnings(setup.store.vocabulary, training.evaluate_max_tokens, sys.maxsize)
     return make_evaluator(
         setup.run,
         setup.model,
@@ -56,7 +60,15 @@ def _make_evaluator(setup: Setup) -> Evaluator:
         training.evaluate_split,
         setup.mesh,
         max_tokens=training.evaluate_max_tokens,
+        documents=documents,
     )
+
+
+def _reads_a_beginning(setup: Setup) -> bool:
+    """Whether every document is longer than the evaluations may be, such as books."""
+    training = setup.run.training
+    limit = training.evaluate_max_tokens
+    return limit is not None and setup.store.split(training.evaluate_split).lengths.min() > limit
 
 
 def _make_generator(setup: Setup, params: Any) -> Generator:
@@ -78,7 +90,8 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Ca
         result = evaluator()(state.params)
         figures = {name: getattr(result, name) for name in LOGGED}
         writer.write(step, figures, kind=label(run.training.evaluate_split, result.leaks_the_future))
-        writer.say(f"step {step}: {result.bits_per_byte:.3f} bits/byte on {report.title(result)}")
+        beginning = f", the beginning of {result.documents[0].name}" if _reads_a_beginning(setup) else ""
+        writer.say(f"step {step}: {result.bits_per_byte:.3f} bits/byte on {report.title(result)}{beginning}")
         if run.training.keep_best:
             if jax.process_index() == 0:
                 save_vocabulary(setup.store.vocabulary, best)
