@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,20 @@ for argv in json.loads(sys.argv[2]):
 def commands() -> dict[str, list[list[str]]]:
     """Arguments of the commands on these pages, by entry point."""
     found: dict[str, list[list[str]]] = {}
-    text = "\n".join(page.read_text() for page in PAGES)
-    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+    text = "\n\n".join(page.read_text() for page in PAGES)
+    fenced = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    indented = re.findall(r"(?:^    .*\n)+", re.sub(r"(?s)```.*?```", "", text), re.MULTILINE)
+    for block in [*fenced, *map(textwrap.dedent, indented)]:
+        if "python -m" not in block:
+            continue
         variables: dict[str, str] = {}
         for line in block.replace("\\\n", " ").splitlines():
             for name, value in variables.items():
                 line = line.replace(f"${name}", value)
             if assignment := re.fullmatch(r'([A-Z_]+)="(.*)"', line):
                 variables[assignment[1]] = assignment[2]
+            elif loop := re.match(r"for (\w+) in (\w+)", line):
+                variables[loop[1]] = loop[2]
             words = shlex.split(line, comments=True)
             if "meliad_like" in line and "-m" in words and "..." not in words:
                 module, *arguments = words[words.index("-m") + 1 :]
@@ -63,6 +70,7 @@ def test_every_entry_point_is_shown():
         "convert",
         "plot",
         "plan",
+        "planning.table",
         "studies",
         "experiments",
         "history",
