@@ -86,7 +86,9 @@ class Tracer:
                 self.shapes[name] = before.shape
                 first, unit = initial.setdefault(name, _unit(before)), _unit(after)
                 states = past.setdefault(name, deque([first], maxlen=max(LAGS)))
-                row = {"change": float(np.linalg.norm(after - before) / np.linalg.norm(before))}
+                # Undefined for states of zeros, with which a document can begin.
+                size = float(np.linalg.norm(before)) or np.nan
+                row = {"change": float(np.linalg.norm(after - before)) / size}
                 row |= {"from_initial": _cosine(unit, first)}
                 rows[name].append(row | {lag: _cosine(unit, states[-lag]) for lag in LAGS if lag <= len(states)})
                 states.append(unit)
