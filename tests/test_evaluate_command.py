@@ -134,6 +134,20 @@ def test_the_store_is_made_with_the_vocabulary_of_the_checkpoint(workdir, tmp_pa
     assert store.vocabulary.fingerprint == vocabulary.fingerprint
 
 
+def test_a_store_of_texts_that_were_edited_is_not_evaluated_in_silence(workdir, tmp_path):
+    opened, _ = open_with(workdir)
+    (tmp_path / "texts" / "test").mkdir(parents=True)
+    text = tmp_path / "texts" / "test" / "a.txt"
+    source = dataclasses.replace(opened.run.source, folder=str(tmp_path / "texts"))
+    opened, store = opened._replace(run=dataclasses.replace(opened.run, source=source)), str(tmp_path / "store")
+    text.write_text("one text")
+    for _ in range(2):
+        open_store(opened, workdir, store, prepare=True)
+    text.write_text("another text")
+    with pytest.raises(UserError, match="the documents in .*texts, which have changed since"):
+        open_store(opened, workdir, store, prepare=True)
+
+
 def test_parameters_change_the_config_but_not_the_shapes(workdir):
     opened, mesh = open_with(workdir, read_changes((), ["ReaderConfig.segment_length = 32", "MeshConfig.fsdp = 2"]))
     assert (opened.run.data.segment_length, mesh.shape["fsdp"], opened.step) == (32, 2, 3)

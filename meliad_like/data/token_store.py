@@ -205,10 +205,14 @@ class TokenStore:
                     f"run's ({short(wanted)}): correct the settings, or prepare another store, named by "
                     "ReaderConfig.store"
                 )
+        self.check_documents(source)
+
+    def check_documents(self, source: SourceConfig) -> None:
+        """Raises a UserError if the store was made from other documents than the source's."""
         if (change := self._change_of_documents(source)) is not None:
             raise UserError(
                 f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}: "
-                "name the documents of the store, or prepare another one, named by ReaderConfig.store; "
+                "name the documents of the store, or prepare another one, named by --store or ReaderConfig.store; "
                 "FolderSourceConfig.folder = '' reads the store without its documents"
             )
 

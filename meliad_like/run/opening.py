@@ -125,7 +125,8 @@ def open_with(
 def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, prepare: bool) -> TokenStore:
     """Opens the token store in the folder `store` (None: the one in the config) for a checkpoint of `folder`.
 
-    With `prepare` a missing store is made, from the documents in the config and the vocabulary of the checkpoint.
+    With `prepare` a missing store is made, from the documents in the config and the vocabulary of the checkpoint, and
+    one of other documents is refused.
     """
     place = any_path(store or opened.run.data.store)
     if not (place / STORE_NAME).exists():
@@ -143,4 +144,6 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
             make_store(opened.run.source, saved_vocabulary_config(saved), place)
     found = TokenStore(place)
     found.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {folder}")
+    if prepare:
+        found.check_documents(opened.run.source)
     return found
