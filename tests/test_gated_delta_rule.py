@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meliad_like.mechanisms.gated_delta_rule import Rule, convolve, read_chunks, update
+from meliad_like.mechanisms.gated_delta_rule import Rule, convolve, inverse_of_unit_triangular, read_chunks, update
 
 B, H, N, K = 2, 3, 24, 4
 BLOCK = 8
@@ -45,6 +45,16 @@ def test_chunks_equal_the_plain_loop(rule, chunk, starts):
     found = jax.jit(read_chunks, static_argnums=3)(rule, matrix, start, chunk)
     for ours, theirs in zip(found, plain_loop(rule, matrix, start), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_the_system_of_a_long_chunk_is_inverted_exactly(strength):
+    """64 keys of four channels are as alike as the keys of a text that repeats itself."""
+    key = np.random.default_rng(0).normal(size=(3, 64, K))
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    system = np.tril(strength * key @ np.swapaxes(key, 1, 2), -1) + np.eye(64)
+    found = jax.jit(inverse_of_unit_triangular)(system.astype(np.float32))
+    np.testing.assert_allclose(found, np.linalg.inv(system), atol=1e-5)
 
 
 def test_token_by_token_equals_the_plain_loop(rule):

@@ -12,6 +12,7 @@ In shapes `p` is the size of a value, which equals `k`, and `taps` the length of
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from meliad_like.errors import UserError
 from meliad_like.layers.attention import split_heads, unit
 from meliad_like.layers.basic import Linear, over_root_mean_square, parameter
 from meliad_like.layers.flops import Flops
@@ -193,7 +195,7 @@ def read_chunks(
     products = jnp.einsum("...tk,...sk->...ts", key, key) * decay * strength[..., None]
     system = jnp.where(np.tri(chunk, k=-1, dtype=bool), products, 0) + jnp.eye(chunk)
     known = jnp.concatenate([value, key * jnp.exp(total)[..., None]], axis=-1) * strength[..., None]
-    solved = jax.scipy.linalg.solve_triangular(system, known, lower=True, unit_diagonal=True)
+    solved = exact_product(inverse_of_unit_triangular(system), known)
     of_values, of_keys = jnp.split(solved, [value.shape[-1]], axis=-1)
     seen = jnp.einsum("...tk,...sk->...ts", query, key) * decay
     first_chunks = jnp.repeat(start, n // chunk // start.shape[1], axis=1)
@@ -215,6 +217,25 @@ def read_chunks(
     return matrix, rearrange(read, "chunks b h t p -> b h (chunks t) p")
 
 
+# Accelerators round the factors of a product to bfloat16 unless they are told not to.
+exact_product = functools.partial(jnp.matmul, precision="highest")
+
+
+def inverse_of_unit_triangular(system: Float[Array, "*batch t t"]) -> Float[Array, "*batch t t"]:
+    """The inverse of lower triangular matrices with a diagonal of ones, for a power of two `t`, by products of blocks.
+
+    Not `jax.scipy.linalg.solve_triangular`: on CPUs it waits in threads of XLA's pool for other threads of this pool,
+    and a training on two cores was seen to wait forever (jaxlib 0.10.2).
+    """
+    t = system.shape[-1]
+    if t == 1:
+        return jnp.ones_like(system)
+    half = t // 2
+    first, second = inverse_of_unit_triangular(jnp.stack([system[..., :half, :half], system[..., half:, half:]]))
+    below = -exact_product(second, exact_product(system[..., half:, :half], first))
+    return jnp.block([[first, jnp.zeros_like(first)], [below, second]])
+
+
 def _log_uniform_rate(key, shape, dtype):
     return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
 
@@ -232,12 +253,14 @@ class GatedDeltaRule(MechanismConfig):
     conv_length: int = size(4, "fixed")
     """Tokens that the short convolutions see, the token itself included."""
     chunk_length: int = size(64, "fixed")
-    """Tokens that are worked through at once; where it doesn't divide a block, their largest common divisor."""
+    """Tokens that are worked through at once, a power of two; at most the largest one that divides a block."""
     clear_states: bool = False
     """Start every segment with empty matrices: what is the recurrence worth beyond a segment?"""
 
     def __post_init__(self):
         check_positive(self, ("conv_length", "chunk_length"))
+        if self.chunk_length & (self.chunk_length - 1):
+            raise UserError(f"GatedDeltaRule.chunk_length={self.chunk_length} must be a power of two")
 
     @property
     def needs_segments(self) -> bool:
@@ -250,11 +273,12 @@ class GatedDeltaRule(MechanismConfig):
         return DeltaRuleLayer(self, shape, rngs=rngs) if index in self.indices(shape.num_layers) else None
 
     def flops(self, shape, index):
-        """Projections, and of a chunk its products, its triangular system as one product, and those with the states."""
+        """Projections, and of a chunk its products, the inverse of its system, and the products with the states."""
         if index not in self.indices(shape.num_layers):
             return Flops(0, 0)
         d, inner, k = shape.model_width, shape.inner_width, shape.head_size
         chunk = math.gcd(shape.window_length, self.chunk_length)
         projections = 2 * d * (4 * inner + 2 * shape.num_heads)
         within = 2 * chunk * inner * (1 + 1 + 2 + 1)
-        return Flops.of_products(projections + within + 3 * 2 * k * inner)
+        inverse = 2 * chunk**2 / 3 * shape.num_heads
+        return Flops.of_products(projections + within + inverse + 3 * 2 * k * inner)
