@@ -114,8 +114,12 @@ class LanguageModel:
 
     def resume(self, path: str | Path) -> State:
         """Reads a state from a file. Raises a UserError if it is damaged, or of another model."""
-        carry = jax.eval_shape(lambda: self._generator().begin(0).carry)
-        return State(self, *load_reading(path, carry, carry_identity(self.opened)))
+        fresh = self._generator().begin(0)
+        reading, unfinished = load_reading(path, fresh.carry, carry_identity(self.opened))
+        carry, key = jax.tree.map(
+            lambda new, old: jax.device_put(new, old.sharding), *((x.carry, x.key) for x in (reading, fresh))
+        )
+        return State(self, reading._replace(carry=carry, key=key), unfinished)
 
     def read(self, text: Text, state: State | None = None) -> State:
         """The state after a text of any length, which begins a document or follows what `state` has read."""
@@ -162,7 +166,7 @@ class LanguageModel:
         state = start if isinstance(start, State) else self.read(start)
         reading, decoder = _copy(state.reading), StreamingDecoder(self.vocabulary, state.unfinished)
         if seed is not None:
-            reading = reading._replace(key=jax.random.key_data(jax.random.key(seed)))
+            reading = reading._replace(key=self._generator().begin(seed).key)
         generator = self._generator(SamplingConfig(**sampling), stop_at_end, chunk)
         for written, after in generator.write(reading, tokens):
             text = "".join(map(decoder.push, written))

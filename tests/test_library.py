@@ -89,6 +89,17 @@ def test_a_state_is_continued_any_number_of_times(states, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, states.resume(tmp_path / "book.npz").reading, book.reading)
 
 
+def test_writing_is_compiled_once(states, tmp_path, caplog):
+    book = states.read(TEXT)
+    book.save(tmp_path / "book.npz")
+    for state in (book, states.resume(tmp_path / "book.npz")):
+        jax.clear_caches()
+        with caplog.at_level("WARNING"), jax.log_compiles():
+            states.generate(state, 30, seed=2)
+        assert caplog.text.count("Compiling jit(_write_tokens)") == 1
+        caplog.clear()
+
+
 def test_a_folder_is_all_that_is_needed(states, tmp_path):
     opened = states.opened
     write_checkpoint(tmp_path / "checkpoints", opened.params, opened.run, opened.vocabulary, 3)

@@ -112,8 +112,8 @@ class Generator:
 
     def begin(self, seed: int) -> Reading:
         """The state before the first token of a document."""
-        carry = _begin(self._model, self._params)
-        return Reading(carry, None, jax.random.key_data(jax.random.key(seed)), 0)
+        carry, key = _begin(self._model, self._params, seed)
+        return Reading(carry, None, key, 0)
 
     def read(self, reading: Reading, tokens: np.ndarray) -> Reading:
         """Reads `tokens` (int32[n], any n): whole segments, then whole blocks, then one by one."""
@@ -182,8 +182,9 @@ class Generator:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _begin(model: Model, params):
-    return model.bind(params).init_carry(1, decoding=True)
+def _begin(model: Model, params, seed: int):
+    # The key is made here, on the devices of the parameters: with a key elsewhere, writing would be compiled twice.
+    return model.bind(params).init_carry(1, decoding=True), jax.random.key_data(jax.random.key(seed))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from etils import epath
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from meliad_like.config import RunConfig, bound_values, differences, rebuild
 from meliad_like.data.documents import SOURCES
@@ -92,7 +92,9 @@ def _checkpoints_folder(folder: epath.PathLike) -> epath.Path:
 def _placed(model: Model, mesh: Mesh | None) -> Any:
     """Shapes of the parameters with their shardings."""
     if mesh is None:
-        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+        # Not a mesh of one device: jitted functions would be compiled again for arrays that are not on that mesh.
+        device = SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(lambda x: x.update(sharding=device), model.abstract_params)
     shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
     return jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
 
