@@ -1,6 +1,7 @@
 """The library: scores equal the evaluation's, states are kept and branched, folders of several kinds are opened."""
 
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -90,12 +91,15 @@ def test_a_state_is_continued_any_number_of_times(states, tmp_path):
 
 
 def test_writing_is_compiled_once(states, tmp_path, caplog):
-    book = states.read(TEXT)
+    opened = states.opened
+    write_checkpoint(tmp_path / "checkpoints", opened.params, opened.run, opened.vocabulary)
+    lm = meliad_like.load(tmp_path)
+    book = lm.read(TEXT)
     book.save(tmp_path / "book.npz")
-    for state in (book, states.resume(tmp_path / "book.npz")):
+    for state, settings in itertools.product((book, lm.resume(tmp_path / "book.npz")), ({}, {"seed": 2})):
         jax.clear_caches()
         with caplog.at_level("WARNING"), jax.log_compiles():
-            states.generate(state, 30, seed=2)
+            lm.generate(state, 30, **settings)
         assert caplog.text.count("Compiling jit(_write_tokens)") == 1
         caplog.clear()
 
