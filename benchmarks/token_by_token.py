@@ -9,7 +9,6 @@ tokens a second on a V100, nine times as many.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from absl import app, flags
 from rich.console import Console
 
 from meliad_like import config
+from meliad_like.data.split import Documents
 from meliad_like.evaluation import protocols
 from meliad_like.mesh import MeshConfig, make_mesh, replicated
 from meliad_like.models.model import Model
@@ -29,16 +29,11 @@ TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens that Shortformer reads one 
 VOCABULARY_SIZE = 267_744  # of WikiText-103 by words
 
 
-class OneDocument(NamedTuple):
+def one_document(length: int) -> Documents:
     """A split of one document of random tokens."""
-
-    lengths: np.ndarray
-    num_bytes: np.ndarray = np.zeros(1, int)
-    num_words: np.ndarray = np.zeros(1, int)
-    names: tuple[str, ...] = ("random",)
-
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        return np.random.default_rng(document).integers(VOCABULARY_SIZE, size=self.lengths[document])[start:stop]
+    tokens = np.random.default_rng(0).integers(VOCABULARY_SIZE, size=length)
+    number = np.zeros(1, int)
+    return Documents(["random"], number + length, number, number, lambda _, start, stop: tokens[start:stop], number)
 
 
 def measure(
@@ -48,7 +43,7 @@ def measure(
     model = Model(dataclasses.replace(run.model, num_layers=LAYERS.value), VOCABULARY_SIZE)
     params = jax.jit(model.init, out_shardings=replicated(mesh))(jax.random.key(0))
     n = run.data.segment_length
-    split = OneDocument(np.array([num_tokens + 1]))
+    split = one_document(num_tokens + 1)
     return protocols.evaluate(model, params, split, protocol, segment_length=n, mesh=mesh, stride=stride)
 
 
