@@ -90,8 +90,9 @@ def test_a_state_is_continued_any_number_of_times(states, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, states.resume(tmp_path / "book.npz").reading, book.reading)
 
 
-def test_writing_is_compiled_once(states, tmp_path, caplog):
-    opened = states.opened
+@pytest.mark.parametrize("name", ["lstm:dual", "slide"])
+def test_writing_is_compiled_once(name, tmp_path, caplog):
+    opened = language_model(CONFIGS[name]).opened
     write_checkpoint(tmp_path / "checkpoints", opened.params, opened.run, opened.vocabulary)
     lm = meliad_like.load(tmp_path)
     book = lm.read(TEXT)

@@ -181,9 +181,10 @@ class Generator:
 # Compiled once per model, for any number of generators.
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, keep_unused=True)
 def _begin(model: Model, params, seed: int):
-    # The key is made here, on the devices of the parameters: with a key elsewhere, writing would be compiled twice.
+    # All is made on the devices of the parameters, also where it does not depend on them: with a key elsewhere, writing
+    # would be compiled twice.
     return model.bind(params).init_carry(1, decoding=True), jax.random.key_data(jax.random.key(seed))
 
 
