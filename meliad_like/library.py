@@ -166,7 +166,8 @@ class LanguageModel:
         state = start if isinstance(start, State) else self.read(start)
         reading, decoder = _copy(state.reading), StreamingDecoder(self.vocabulary, state.unfinished)
         if seed is not None:
-            reading = reading._replace(key=self._generator().begin(seed).key)
+            key = jax.random.key_data(jax.random.key(seed))
+            reading = reading._replace(key=jax.device_put(key, reading.key.sharding))
         generator = self._generator(SamplingConfig(**sampling), stop_at_end, chunk)
         for written, after in generator.write(reading, tokens):
             text = "".join(map(decoder.push, written))
