@@ -1,6 +1,7 @@
 """Plans the memory of a run without the pod: `python -m meliad_like.plan --gin_file=... --topology=v4:2x2x4`.
 
-Compiles the real training, evaluation and decoding steps, and shows the memory, traffic and operations of each device.
+Compiles the real training, evaluation and decoding steps, and shows the memory, traffic and operations of each device,
+the least time that these take, and the time that the TPU's compiler itself estimates, by part of the model.
 If a step does not fit, the exit status is 1, and the nearest settings that fit are named.
 """
 
@@ -26,6 +27,9 @@ PROGRAMS = flags.DEFINE_multi_enum(
     "program", ["training", "evaluation", "decoding"], ["training", "evaluation", "decoding"], "What to compile."
 )
 QUICK = flags.DEFINE_bool("quick", False, "Compile with the least effort: much sooner, activations up to 20 % larger.")
+COSTLIEST = flags.DEFINE_integer(
+    "costliest", 10, "Number of instructions of the first program to list, by their estimated time.", lower_bound=0
+)
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
 
 
@@ -46,6 +50,8 @@ def main() -> int:
     with console.status("compiling"):
         found = list(needs(run, size, topology, PROGRAMS.value, QUICK.value))
     console.print(report.table(found).to_rich())
+    if COSTLIEST.value and (listed := report.costliest(found[0], COSTLIEST.value)):
+        console.print(listed.to_rich())
     if OUTPUT.value:
         Path(OUTPUT.value).write_text(json.dumps(report.to_json(found), indent=2) + "\n")
     too_large = [f"{need.name} ({need.total / GIB:,.1f} GiB)" for need in found if not need.fits]

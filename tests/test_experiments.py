@@ -25,6 +25,7 @@ from meliad_like.experiments.report import Results, gather
 from meliad_like.experiments.scales import SCALES, Scale
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
 from meliad_like.experiments.tables import TABLES
+from meliad_like.planning.topology import Topology
 
 SMALL = [
     "DecoderConfig.num_layers = 1",
@@ -231,6 +232,34 @@ def test_times_and_memory_of_rows_are_written_for_the_table(tmp_path, monkeypatc
     results = gather(TABLES["table1"], tmp_path, [0], "test")
     assert results.mean("slide_12l", "milliseconds") == pytest.approx(1e3 * row["seconds"][0])
     assert np.isnan(results.mean("slide_12l", "step_time"))  # its baseline was not timed
+
+
+def test_estimated_step_times_resume_and_have_files_of_their_own(tmp_path, monkeypatch):
+    compiled = []
+
+    def estimate(run, vocabulary_size, topology):
+        compiled.append(run.model.total_layers)
+        return {
+            "seconds": [0.1 * run.model.total_layers],
+            "memory_bytes": 1,
+            "compile_seconds": 60.0,
+            "share_of_peak": 0.4,
+        }
+
+    topology = Topology("v4:2x2x4", [None] * 16, "TPU v4", None, None)
+    monkeypatch.setattr("meliad_like.experiments.experiment.describe", lambda name: topology)
+    monkeypatch.setattr("meliad_like.experiments.experiment.estimate", estimate)
+    for chosen in (("slide_13l",), ("slide_13l", "slide_12l")):
+        made = experiment(tmp_path, chosen=chosen, topology="v4:2x2x4", only_step_time=True)
+        assert made.work("step_time") == 0
+    assert compiled == [7, 6]
+    assert made.timed and not experiment(tmp_path, chosen=("slide_13l",)).timed
+    text = made.report()
+    assert text == (tmp_path / "table1_v4_2x2x4.md").read_text()
+    assert "Step times: 16 TPU v4 (v4:2x2x4), as its compiler estimates." in text
+    (line,) = (line for line in text.splitlines() if line.startswith("| Slide:12L |"))
+    assert " | 0.857 | 600.0 | 40.0% | " in line
+    assert [column.header for column in made.for_terminal().columns] == ["model", "step time", "runs"]
 
 
 def test_a_table_of_partial_results(tmp_path):

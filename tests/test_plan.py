@@ -14,9 +14,11 @@ from meliad_like import config, plan
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
+from meliad_like.planning.clock import Clock, Timed
 from meliad_like.planning.collectives import Traffic, traffic
+from meliad_like.planning.hlo import Module
 from meliad_like.planning.programs import Need, needs, refused_bytes
-from meliad_like.planning.report import alternatives, nearest_that_fits, to_json
+from meliad_like.planning.report import alternatives, costliest, nearest_that_fits, table, to_json
 from meliad_like.planning.topology import GIB, Chip, Topology, describe
 
 HLO = """HloModule step, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
@@ -40,7 +42,7 @@ ENTRY %main (p: f32[8,4], /*index=1*/q: bf16[16]) -> f32[8,4] {
 
 
 def test_collectives_are_counted_as_often_as_they_run():
-    assert traffic(HLO) == {
+    assert traffic(Module(HLO)) == {
         "all-reduce": Traffic(1, 8 * 4 * 4),
         "all-gather": Traffic(5, 5 * 8 * 4 * 4),
         "reduce-scatter": Traffic(1, 16 * 2),
@@ -94,7 +96,7 @@ ENTRY %main (p: f32[8,4]) -> f32[8,4] {
 
 
 def test_collectives_as_the_tpu_compiler_writes_them():
-    assert traffic(TPU_HLO) == {
+    assert traffic(Module(TPU_HLO)) == {
         "all-reduce": Traffic(1, (8 * 4 + 4) * 4),
         "all-gather": Traffic(6, 6 * 8 * 4 * 2),
         "reduce-scatter": Traffic(6, 6 * 8 * 4 * 4),
@@ -111,7 +113,7 @@ def test_collectives_of_a_program_that_was_compiled():
         return jax.lax.scan(lambda y, _: (jnp.sin(y + x.sum(axis=0)), None), jnp.zeros(64), length=3)[0]
 
     compiled = jax.jit(run, in_shardings=cut, out_shardings=whole).lower(x).compile()
-    found = traffic(compiled.as_text())
+    found = traffic(Module(compiled.as_text()))
     assert found.keys() == {"all-reduce"}
     # Moved out of the loop or not.
     assert found["all-reduce"] in (Traffic(1, 256), Traffic(3, 768))
@@ -158,7 +160,7 @@ def need_of(total_gib, **changes):
     return plain._replace(**changes)
 
 
-TOPOLOGY = Topology("v4:2", [None] * 2, "TPU v4", Chip(32 * GIB, 1e12, 1e11), 1e14)
+TOPOLOGY = Topology("v4:2", [None] * 2, "TPU v4", Chip(32 * GIB, 1e12, 1e11, 1e9), 1e14)
 UNKNOWN = TOPOLOGY._replace(chip=None)
 
 
@@ -171,6 +173,21 @@ def test_what_fits_and_what_limits():
     assert linked._replace(topology=UNKNOWN).seconds == {}
     written = to_json([linked])
     assert json.loads(json.dumps(written))["programs"][0]["fits"]
+
+
+def test_the_time_by_the_compilers_estimate():
+    slowest = Timed("fusion.1", "f32[8]", "loss", "layers/losses.py:1", 4, 15_000_000)
+    need = need_of(1, clock=Clock({"loss": 15_000_000, "optimizer": 5_000_000}, [slowest], 0))
+    assert need.estimated_seconds == 0.02
+    assert need.share_of_peak == 0.5
+    rows = {name: cells for name, *cells in table([need, need_of(1)]).rows}
+    assert rows["ms, estimated"] == ["20.000", ""]
+    assert rows["share of peak, estimated"] == ["50.0%", ""]
+    assert rows["ms of optimizer, estimated"] == ["5.000", ""]
+    assert costliest(need_of(1), 3) is None
+    listed = costliest(need, 3)
+    assert listed.rows == [("fusion.1", "15.000", "75.0%", "4", "loss", "layers/losses.py:1", "f32[8]")]
+    assert json.loads(json.dumps(to_json([need])))["programs"][0]["clock"]["cycles"] == 20_000_000
 
 
 def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):

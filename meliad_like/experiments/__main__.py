@@ -10,6 +10,7 @@ The same command resumes: finished runs are skipped, the others continue from th
 together; --report then makes the table of the results that exist.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -48,22 +49,36 @@ DOCUMENT_TOKENS = flags.DEFINE_integer(
 REPEATS = flags.DEFINE_integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
 REPORT = flags.DEFINE_bool("report", False, "Only make the table of the results that exist.")
 STEP_TIME = flags.DEFINE_bool("step_time", False, "Only time the rows' steps; needs no documents.")
+TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "With --step_time: estimate the time on this TPU slice (v4:2x2x4) by its compiler. Takes minutes "
+    "a row, and resumes.",
+)  # fmt: skip
 WORKER = flags.DEFINE_string("worker", None, "Internal: step_time, or the run ROW,SEED.")
 
 USED_BY = {
-    **dict.fromkeys(("seeds", "jobs", "repeats", "step_time", "worker"), TRAININGS),
+    **dict.fromkeys(("seeds", "jobs", "repeats", "step_time", "topology", "worker"), TRAININGS),
     **dict.fromkeys(("scored_tokens", "document_tokens"), (HISTORY,)),
     "load_dir": PRETRAINED,
 }
 """The flags that not all tables have."""
 
 
-def main(subject: str) -> int:
+def _check_flags(subject: str) -> None:
     command_line.refuse_unused(subject, USED_BY)
     if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
         raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
+    if TOPOLOGY.value and not (STEP_TIME.value or REPORT.value):
+        raise UserError(f"--topology={TOPOLOGY.value} estimates step times: add --step_time")
+
+
+def main(subject: str) -> int:
+    _check_flags(subject)
+    if TOPOLOGY.value:
+        # The program runs on the CPU, whatever it compiles for.
+        os.environ["JAX_PLATFORMS"] = "cpu"
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.experiments.experiment import HOW_TO_GET_ONE, Experiment
+    from meliad_like.experiments.report import named_for
 
     if subject in PRETRAINED and not (LOAD_DIR.value or REPORT.value):
         raise UserError(f"{subject} begins with a pretrained model: give --load_dir=DIR; {HOW_TO_GET_ONE}")
@@ -93,6 +108,7 @@ def main(subject: str) -> int:
             jobs=JOBS.value,
             repeats=REPEATS.value,
             only_step_time=STEP_TIME.value,
+            topology=TOPOLOGY.value or "",
             command=(sys.executable, "-m", "meliad_like.experiments", *sys.argv[1:]),
         )
         failed = experiment.failed
@@ -108,7 +124,7 @@ def main(subject: str) -> int:
         Console().print(experiment.for_terminal() if isinstance(experiment, Experiment) else Markdown(text))
     else:
         print(text)
-    print(f"wrote {experiment.folder / subject}.md, .csv and .png")
+    print(f"wrote {experiment.folder / named_for(subject, TOPOLOGY.value or '')}.md, .csv and .png")
     if failed:
         raise UserError(f"{len(failed)} failed, the others are finished: {', '.join(failed)}")
     return 0

@@ -26,13 +26,14 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.evaluations import by_document, by_protocol, facts
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import run_processes
-from meliad_like.experiments.report import STEP_TIME_NAME, Results, gather, read_timing, result_file
+from meliad_like.experiments.report import Results, gather, named_for, read_timing, result_file, timing_file
 from meliad_like.experiments.scales import Scale, configure
-from meliad_like.experiments.step_time import TimedStep, in_shares, make_step, time_in_turn
+from meliad_like.experiments.step_time import estimate, in_shares, make_step, time_in_turn
 from meliad_like.experiments.tables import Row, Table
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
+from meliad_like.planning.topology import describe
 from meliad_like.resumable import locked, write_json
 from meliad_like.run.opening import VOCABULARY_FOLDER, open_checkpoint, saved_config
 from meliad_like.run.setup import vocabulary_size
@@ -68,6 +69,8 @@ class Experiment:
     repeats: int = 15
     """Rounds of timed steps."""
     only_step_time: bool = False
+    topology: str = ""
+    """TPUs for which the compiler estimates the time of the steps; "": they are timed on devices of this machine."""
     max_tokens: int | None = None
     """The most tokens to evaluate, of the beginnings of documents; None: as the scale says."""
     load_dir: str = ""
@@ -159,39 +162,59 @@ class Experiment:
     @property
     def timed(self) -> bool:
         """Whether all rows have been timed; times of different processes can't be compared."""
-        return {row.run_name for row in self.rows} <= read_timing(self.folder).keys()
+        return {row.run_name for row in self.rows} <= read_timing(self.folder, self.topology).keys()
 
     def _time_here(self) -> None:
         runs = {row.run_name: self.run(row, seed=0) for row in self.rows}
-        steps: dict[str, TimedStep] = {}
         shares: dict[str, dict[str, float]] = {}
-        parts: dict[Any, str] = {}
+        names: dict[Any, str] = {}
+        parts: dict[str, RunConfig] = {}
         for name, run in runs.items():
             for stage in (stages := stages_of(run)):
                 # Stages that are the same in everything that takes time are timed once.
                 same = stage.run.model, stage.run.data, stage.run.optimizer
-                part = parts.setdefault(same, name if len(stages) == 1 else f"{name}, stage {stage.index + 1}")
-                if part not in steps:
-                    steps[part] = make_step(stage.run, vocabulary_size(run), make_mesh(run.mesh))
-                    print(f"compiled {part} in {steps[part].compile_seconds:.1f} s", flush=True)
+                part = names.setdefault(same, name if len(stages) == 1 else f"{name}, stage {stage.index + 1}")
+                parts.setdefault(part, stage.run)
                 share = (stage.last_step - stage.first_step) / run.training.num_steps
                 shares.setdefault(name, {})[part] = shares.get(name, {}).get(part, 0.0) + share
+        if self.topology:
+            self._estimate(runs, parts, shares)
+            return
+        steps = {}
+        for part, run in parts.items():
+            steps[part] = make_step(run, vocabulary_size(run), make_mesh(run.mesh))
+            print(f"compiled {part} in {steps[part].compile_seconds:.1f} s", flush=True)
         timing = time_in_turn(steps, self.repeats)
         timing["rows"] = {
             name: facts(run, vocabulary_size(run)) | {"device": device_name()} | in_shares(timing["rows"], shares[name])
             for name, run in runs.items()
         }
-        write_json(self.folder / STEP_TIME_NAME, timing)
+        write_json(timing_file(self.folder), timing)
+
+    def _estimate(
+        self, runs: dict[str, RunConfig], parts: dict[str, RunConfig], shares: dict[str, dict[str, float]]
+    ) -> None:
+        """Estimates the rows that have no estimate yet; each is written at once, because compilers take minutes."""
+        topology, done, found = describe(self.topology), read_timing(self.folder, self.topology), {}
+        device = {"device": f"{len(topology.devices)} {topology.kind} ({self.topology}), as its compiler estimates"}
+        for name, run in runs.items():
+            if name in done:
+                continue
+            for part in shares[name].keys() - found.keys():
+                found[part] = estimate(parts[part], vocabulary_size(run), topology)
+                print(f"compiled {part} in {found[part]['compile_seconds']:.1f} s", flush=True)
+            done[name] = facts(run, vocabulary_size(run)) | device | in_shares(found, shares[name])
+            write_json(timing_file(self.folder, self.topology), {"rows": done})
 
     def results(self) -> Results:
         """The results that exist; UserError if there is no folder."""
         if not self.folder.is_dir():
             raise UserError(f"nothing was evaluated yet in {self.folder}: the same command without --report does that")
-        return gather(self.table, self.folder, self.seeds, self.split, self.rows)
+        return gather(self.table, self.folder, self.seeds, self.split, self.rows, self.topology)
 
     def report(self) -> str:
         """Writes Markdown, CSV and picture of the results that exist; returns the Markdown."""
-        results, path = self.results(), self.folder / self.table.name
+        results, path = self.results(), self.folder / named_for(self.table.name, self.topology)
         markdown = results.to_markdown(self.scale_name)
         path.with_suffix(".md").write_text(markdown)
         results.frame.to_csv(path.with_suffix(".csv"), index=False)

@@ -15,7 +15,6 @@ from meliad_like.tables import Table as TextTable
 from meliad_like.tables import number, with_error
 
 RESULT_NAME = "result.json"
-STEP_TIME_NAME = "step_time.json"
 # The header of each measure, and the format of its numbers.
 COLUMNS: dict[str, tuple[str, str]] = {
     "segment_length": ("segment", ",.0f"),
@@ -99,7 +98,8 @@ class Results(NamedTuple):
 
     def for_terminal(self) -> TextTable:
         """The rows that have figures, and of these the losses and times: few enough columns for a terminal."""
-        frame = self.frame[self.frame["runs"] > 0]
+        frame = self.frame
+        frame = frame[(frame["runs"] > 0) | frame.get("step_time", pd.Series(math.nan, frame.index)).notna()]
         measures = [name for name in (*WITH_ERROR, "step_time") if name in frame and frame[name].notna().any()]
         return _text(frame, measures, [])._replace(title=self.table.title)
 
@@ -136,14 +136,17 @@ class Results(NamedTuple):
             if len(lengths) > 1:
                 lines.append(f"**Not all rows were trained for as long:** {'; '.join(lengths)}.")
         if self.timed_on:
-            lines.append(f"Steps were timed in turn on {', '.join(self.timed_on)}.")
+            lines.append(f"Step times: {', '.join(self.timed_on)}.")
         return lines
 
 
-def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, wanted: Sequence[Row] = ()) -> Results:
+def gather(
+    table: Table, folder: Path, seeds: Iterable[int], split: str, wanted: Sequence[Row] = (), topology: str = ""
+) -> Results:
     """Reads every result that is there, for every row of the table, of runs with these seeds evaluated on the split.
 
-    Extra rows that have no result are reported as missing only if they are `wanted`.
+    Extra rows that have no result are reported as missing only if they are `wanted`. With a `topology`, step times are
+    the estimates for it.
     """
     places = [(row, seed) for seed in seeds for row in table.rows]
     found = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
@@ -158,7 +161,7 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, wanted:
     if not runs.empty:
         difference = _differences(runs["bits_per_byte"].astype(float), table).groupby(level="row")
         means["difference"], errors["difference"] = difference.mean(skipna=False), difference.sem(skipna=False)
-    timing = read_timing(folder)
+    timing = read_timing(folder, topology)
     means = means.combine_first(pd.DataFrame({row.name: _timed(timing, row, table) for row in table.rows}).T)
     names = [row.name for row in table.rows]
     means, errors = (
@@ -181,9 +184,19 @@ def _differences(values: pd.Series, table: Table) -> pd.Series:
     return own - values.reindex(compared[known]).to_numpy()
 
 
-def read_timing(folder: Path) -> dict[str, Any]:
-    """What `step_time.time_in_turn` found, by row; empty if nothing was timed."""
-    return _read(folder / STEP_TIME_NAME).get("rows", {})
+def named_for(name: str, topology: str) -> str:
+    """The name of a file about measured step times or, with a `topology`, about those estimated for it."""
+    return f"{name}_{topology.replace(':', '_')}" if topology else name
+
+
+def timing_file(folder: Path, topology: str = "") -> Path:
+    """The file of the step times, which are measured or, with a `topology`, estimated for it."""
+    return folder / f"{named_for('step_time', topology)}.json"
+
+
+def read_timing(folder: Path, topology: str = "") -> dict[str, Any]:
+    """What `timing_file` holds by row; empty if nothing was timed."""
+    return _read(timing_file(folder, topology)).get("rows", {})
 
 
 def result_file(folder: Path, row: Row, seed: int) -> Path:

@@ -112,6 +112,7 @@ def check_tokens(tokens: Int[Array, "*batch"], vocabulary_size: int) -> None:
         raise UserError(f"token {wrong[0]} is not in the vocabulary, whose ids are 0 to {vocabulary_size - 1}")
 
 
+@jax.named_scope("embedding")
 def embed(table: Float[Array, "v d"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
     """The row of `table` for each token.
 

@@ -18,6 +18,7 @@ class TokenLosses(NamedTuple):
     """Whether no token was more likely than the target."""
 
 
+@jax.named_scope("loss")
 def token_losses(
     module,
     hidden: Float[Array, "b n d"],

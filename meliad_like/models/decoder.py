@@ -210,10 +210,11 @@ class DecoderLayer(Layer):
         self, x: Float[Array, "*batch d"], mixed: Float[Array, "*batch i"], dropout_key: PRNGKeyArray | None = None
     ) -> Float[Array, "*batch d"]:
         x = x + self.output(mixed)
-        y = self.feedforward(self.feedforward_norm(x))
-        if dropout_key is not None:
-            y = tiled_dropout(y, self.config.dropout_rate, dropout_key)
-        return x + y
+        with jax.named_scope("feedforward"):
+            y = self.feedforward(self.feedforward_norm(x))
+            if dropout_key is not None:
+                y = tiled_dropout(y, self.config.dropout_rate, dropout_key)
+            return x + y
 
     def __call__(
         self,
@@ -229,7 +230,8 @@ class DecoderLayer(Layer):
         tile, cache = self.heads.tile(normed, carry.tokens, positions)
         tokens, mixed, carries = SegmentTokens(normed, tile, positions, shared), [], {}
         for name, key in zip(self.names, keys[2:], strict=True):
-            own, carries[name] = self.mechanisms[name](tokens, carry.mechanisms[name], key)
+            with jax.named_scope(name):
+                own, carries[name] = self.mechanisms[name](tokens, carry.mechanisms[name], key)
             mixed = self.mechanisms[name].combine(mixed, own)
         x = self._finish(x, rearrange(merge_heads(*mixed), "b c w i -> b (c w) i"), keys[1])
         return x, LayerCarry(cache, carries)
@@ -241,7 +243,8 @@ class DecoderLayer(Layer):
         tile, cache = self.heads.token(normed, carry.tokens, position)
         token, mixed, carries = OneToken(normed, tile, position, shared), [], {}
         for name in self.names:
-            own, carries[name] = self.mechanisms[name].decode_step(token, carry.mechanisms[name])
+            with jax.named_scope(name):
+                own, carries[name] = self.mechanisms[name].decode_step(token, carry.mechanisms[name])
             mixed = self.mechanisms[name].combine(mixed, own)
         return self._finish(x, merge_heads(*mixed)[:, 0]), LayerCarry(cache, carries)
 

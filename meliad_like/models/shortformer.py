@@ -247,9 +247,10 @@ class ShortformerLayer(Layer):
     def _finish(self, x, mixed, keys):
         config = self.config
         x = x + dropout(self.output(mixed), config.dropout_rate, keys[0])
-        hidden = jax.nn.relu(self.feedforward_hidden(self.feedforward_norm(x)))
-        hidden = dropout(hidden, config.activation_dropout_rate, keys[1])
-        return x + dropout(self.feedforward_output(hidden), config.dropout_rate, keys[2])
+        with jax.named_scope("feedforward"):
+            hidden = jax.nn.relu(self.feedforward_hidden(self.feedforward_norm(x)))
+            hidden = dropout(hidden, config.activation_dropout_rate, keys[1])
+            return x + dropout(self.feedforward_output(hidden), config.dropout_rate, keys[2])
 
 
 class Shortformer(Skeleton):

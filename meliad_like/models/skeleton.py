@@ -231,7 +231,8 @@ class Skeleton(nnx.Module):
         outputs, new_layers = [x], []
         for layer, one, key in zip(self.layers, layers, keys, strict=True):
             call = rematerialise(type(layer).__call__, self.config.remat)
-            x, one = call(layer, x, one, own_blocks(positions), shared, key)
+            with jax.named_scope("attention"):
+                x, one = call(layer, x, one, own_blocks(positions), shared, key)
             x = constrain(x, "lanes", None, None)
             outputs.append(x)
             new_layers.append(one)
@@ -293,7 +294,8 @@ class Skeleton(nnx.Module):
         shared = self.shared(carry._replace(layers=begun))
         outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, begun, strict=True):
-            x, one = layer.decode_step(outputs[-1], one, position, shared)
+            with jax.named_scope("attention"):
+                x, one = layer.decode_step(outputs[-1], one, position, shared)
             outputs.append(x)
             layers.append(one)
         layers = self._at_blocks(offset == self.config.window_length - 1, "end_block", layers, position)

@@ -15,7 +15,9 @@ from meliad_like.config import RunConfig
 from meliad_like.evaluation.perplexity import evaluation_step
 from meliad_like.mesh import carry_shardings, lane_sharding, make_mesh, replicated
 from meliad_like.models.model import Model
+from meliad_like.planning.clock import Clock, read_clock
 from meliad_like.planning.collectives import Traffic, traffic
+from meliad_like.planning.hlo import Module
 from meliad_like.planning.topology import Topology
 from meliad_like.training.program import Program, make_program
 
@@ -46,6 +48,8 @@ class Need(NamedTuple):
     compile_seconds: float
     gave_up: bool = False
     """Whether the compiler found no program that fits into the device's memory."""
+    clock: Clock | None = None
+    """The compiler's estimate of the time; None where the compiler makes none, as for CPUs."""
 
     @property
     def total(self) -> int:
@@ -69,6 +73,18 @@ class Need(NamedTuple):
             "memory": (sum(self.parts.values()) + 2 * self.activations) / chip.memory_bandwidth,
             "links": linked / chip.link_bandwidth,
         }
+
+    @property
+    def estimated_seconds(self) -> float | None:
+        """The time of a run of the program by the compiler's estimate."""
+        chip = self.topology.chip
+        return None if chip is None or self.clock is None else self.clock.cycles / chip.clock
+
+    @property
+    def share_of_peak(self) -> float | None:
+        """The share of the peak rate of the program's operations, by the compiler's estimate of its time."""
+        seconds, peak_flops = self.estimated_seconds, self.topology.peak_flops
+        return None if seconds is None or peak_flops is None else self.flops / seconds / peak_flops
 
     @property
     def limited_by(self) -> str:
@@ -136,7 +152,7 @@ def _need(
             raise
         return Need(name, topology, parts, activations, 0, 0, {}, flops, time.perf_counter() - began, gave_up=True)
     seconds = time.perf_counter() - began
-    memory = compiled.memory_analysis()
+    memory, module = compiled.memory_analysis(), Module(compiled.as_text())
     assert memory is not None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     # The TPU compiler's `temp_size` counts gaps in its heap twice; its peak leaves some of them out, at most a tenth of
@@ -149,9 +165,10 @@ def _need(
         activations=memory.temp_size_in_bytes if topology.kind == "cpu" else peak,
         results=results,
         code=memory.generated_code_size_in_bytes,
-        collectives=traffic(compiled.as_text()),
+        collectives=traffic(module),
         flops=flops,
         compile_seconds=seconds,
+        clock=read_clock(module),
     )
 
 

@@ -31,24 +31,63 @@ def table(planned: Sequence[Need]) -> Table:
         rows[f"ms of {name}, at least"] = [f"{1e3 * need.seconds[name]:,.3f}" for need in planned]
     if planned[0].seconds:
         rows["limited by"] = [need.limited_by for need in planned]
+    rows |= _estimates(planned)
     rows["compiled in"] = [f"{need.compile_seconds:.0f} s" for need in planned]
     title = f"On each of {len(topology.devices)} devices ({topology.kind}, {topology.name})"
     return Table(title, ("", *(need.name for need in planned)), [(name, *cells) for name, cells in rows.items()])
 
 
+def _estimates(planned: Sequence[Need]) -> dict[str, list[str]]:
+    """Rows for the compiler's estimate of the time, and for its share of the peak; none where there is no estimate."""
+    if not any(need.clock for need in planned):
+        return {}
+    rows = {
+        "ms, estimated": [_number(need.estimated_seconds, 1e3, ",.3f") for need in planned],
+        "share of peak, estimated": [_number(need.share_of_peak, 1, ".1%") for need in planned],
+    }
+    for part in dict.fromkeys(part for need in planned if need.clock for part in need.clock.parts):
+        cycles = [need.clock.parts.get(part) if need.clock else None for need in planned]
+        rows[f"ms of {part}, estimated"] = [
+            _number(count, 1e3 / need.topology.chip.clock if need.topology.chip else None, ",.3f")
+            for count, need in zip(cycles, planned, strict=True)
+        ]
+    if any(need.clock and need.clock.custom_calls for need in planned):
+        rows["kernels without estimate"] = [f"{need.clock.custom_calls:,}" if need.clock else "" for need in planned]
+    return rows
+
+
+def costliest(need: Need, number: int) -> Table | None:
+    """The instructions with the longest estimated time, at most `number`; None without estimates."""
+    if need.clock is None or need.topology.chip is None:
+        return None
+    total, clock = need.clock.cycles, need.topology.chip.clock
+    rows = [
+        (one.name, f"{1e3 * one.cycles / clock:,.3f}", f"{one.cycles / total:.1%}", f"{one.runs:,}", one.part,
+         one.source, one.result)
+        for one in need.clock.costliest[:number]
+    ]  # fmt: skip
+    header = ("instruction", "ms", "share", "runs", "part", "line", "result")
+    return Table(f"The costliest instructions of {need.name}, by the compiler's estimate", header, rows)
+
+
 def to_json(planned: Sequence[Need]) -> dict[str, Any]:
     """The figures of a plan for JSON."""
     topology = planned[0].topology
-    derived = ("total", "limited_by", "fits", "seconds")
+    derived = ("total", "limited_by", "fits", "seconds", "estimated_seconds", "share_of_peak")
     programs = [
         {name: value for name, value in need._asdict().items() if name != "topology"}
         | {name: getattr(need, name) for name in derived}
         | {"collectives": {kind: traffic._asdict() for kind, traffic in need.collectives.items()}}
+        | {"clock": need.clock and need.clock.to_json()}
         for need in planned
     ]
     memory = topology.chip and topology.chip.memory
     devices = {"devices": len(topology.devices), "kind": topology.kind, "memory_bytes": memory}
     return {"topology": topology.name, **devices, "programs": programs}
+
+
+def _number(value: float | None, factor: float | None, form: str) -> str:
+    return "" if value is None or factor is None else format(factor * value, form)
 
 
 def _gib(num_bytes: float | None) -> str:

@@ -26,13 +26,16 @@ class Chip(NamedTuple):
     memory_bandwidth: float
     link_bandwidth: float
     """The bandwidth of the links to all neighbours together."""
+    clock: float
+    """Cycles per second: the peak rate over the operations of all matrix units in a cycle. v4 and v5p have 8 units of
+    128 x 128, v5e has 4, v6e has 4 of 256 x 256."""
 
 
 CHIPS = {
-    "TPU v4": Chip(30.75 * GIB, 1228e9, 300e9),
-    "TPU v5 lite": Chip(15.75 * GIB, 819e9, 200e9),
-    "TPU v5": Chip(95.74 * GIB, 2765e9, 600e9),
-    "TPU v6 lite": Chip(31.25 * GIB, 1640e9, 448e9),
+    "TPU v4": Chip(30.75 * GIB, 1228e9, 300e9, 1.05e9),
+    "TPU v5 lite": Chip(15.75 * GIB, 819e9, 200e9, 1.5e9),
+    "TPU v5": Chip(95.74 * GIB, 2765e9, 600e9, 1.75e9),
+    "TPU v6 lite": Chip(31.25 * GIB, 1640e9, 448e9, 1.75e9),
 }
 
 

@@ -121,9 +121,10 @@ def make_step(
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(key, state.step)
         gradient, (sums, carry, lane_finite) = differentiate(state.params, state.carry, batch, dropout_key)
-        gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
-        updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-        gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
+        with jax.named_scope("optimizer"):
+            gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
+            updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
+            gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(update_norm)
         taken = finite & ~state.halted
 

@@ -133,11 +133,12 @@ class Block(Layer):
     def _finish(self, x, mixed, attention_key, feedforward_key):
         rate, activation = self.config.dropout_rate, ACTIVATIONS[self.config.activation]
         x = x + dropout(self.output(mixed), rate, attention_key)
-        y = self.feedforward_norm(x)
-        hidden = self.feedforward_hidden(y)
-        gate = self.feedforward_gate
-        hidden = activation(hidden) if gate is None else activation(gate(y)) * hidden
-        return x + dropout(self.feedforward_output(hidden), rate, feedforward_key)
+        with jax.named_scope("feedforward"):
+            y = self.feedforward_norm(x)
+            hidden = self.feedforward_hidden(y)
+            gate = self.feedforward_gate
+            hidden = activation(hidden) if gate is None else activation(gate(y)) * hidden
+            return x + dropout(self.feedforward_output(hidden), rate, feedforward_key)
 
 
 def attend(

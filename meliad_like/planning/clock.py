@@ -1,0 +1,157 @@
+"""The compiler's clock: how long a program takes on a TPU, by the TPU compiler's estimate for each instruction.
+
+The compiler writes `estimated_cycles` into the text of a compiled program. A step's cycles are the sum over all
+instructions, each as often as it runs. docs/planning.md compares this sum with measured times, and lists what it does
+not see: kernels and other custom calls have no estimate, and instructions that overlap are added up.
+"""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meliad_like.mechanisms.base import MECHANISMS
+from meliad_like.planning.collectives import KINDS
+from meliad_like.planning.hlo import Instruction, Module
+
+SCOPES = ("embedding", "attention", "feedforward", "loss", "optimizer")
+"""The names with `jax.named_scope` of parts that all models have; each mechanism's part has its registered name."""
+COLLECTIVES, COPIES, OTHER = "collectives", "copies and casts", "other"
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OPERATION = re.compile(r'op_name="([^"]*)"')
+_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+# These move or convert values without computing any.
+_MOVES = {
+    *("bitcast", "bitcast-convert", "broadcast", "concatenate", "constant", "convert", "copy", "copy-done"),
+    *("copy-start", "dynamic-slice", "dynamic-update-slice", "get-tuple-element", "pad", "parameter", "reshape"),
+    *("reverse", "slice", "transpose", "tuple"),
+}
+PACKAGE = Path(__file__).parents[1]
+
+
+class Timed(NamedTuple):
+    """An instruction with an estimate."""
+
+    name: str
+    result: str
+    """The type of its result, without layouts."""
+    part: str
+    source: str
+    """The innermost line of this package that it was traced from; empty if that is not known."""
+    runs: int
+    cycles: int
+    """Of all its runs."""
+
+
+class Clock(NamedTuple):
+    """The estimate for one run of a program, on each device."""
+
+    parts: dict[str, int]
+    """Cycles by part of the model, the longest first."""
+    costliest: list[Timed]
+    """The instructions with the most cycles, in descending order."""
+    custom_calls: int
+    """The number of custom calls without an estimate, such as kernels."""
+
+    @property
+    def cycles(self) -> int:
+        return sum(self.parts.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict() | {"cycles": self.cycles, "costliest": [one._asdict() for one in self.costliest]}
+
+
+def read_clock(module: Module, num_costliest: int = 20) -> Clock | None:
+    """The clock of a compiled program; None if the compiler gives no estimates, which only that of TPUs does."""
+    locations = _Locations(module)
+    timed, custom_calls = [], 0
+    for instruction, runs in _executed(module, module.entry, 1):
+        if found := _CYCLES.search(instruction.text):
+            result = re.sub(r"\{[^{}]*\}", "", instruction.result)
+            part, source = _part(module, instruction), locations.of(instruction)
+            timed.append(Timed(instruction.name, result, part, source, runs, runs * int(found[1])))
+        elif instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.text:
+            custom_calls += runs
+    if not timed:
+        return None
+    parts: Counter[str] = Counter()
+    for one in timed:
+        parts[one.part] += one.cycles
+    timed.sort(key=lambda one: -one.cycles)
+    return Clock(dict(parts.most_common()), timed[:num_costliest], custom_calls)
+
+
+def _executed(module: Module, name: str, runs: int) -> Iterator[tuple[Instruction, int]]:
+    """The instructions of a computation and of those that it calls, and how often each runs.
+
+    A fusion is one instruction. Of a condition's branches, the one with the most cycles counts.
+    """
+    for instruction in module.computations.get(name, []):
+        yield instruction, runs
+        if instruction.opcode in ("while", "call"):
+            for _, called in instruction.called:
+                yield from _executed(module, called, runs * module.trips(instruction))
+        elif instruction.opcode == "conditional":
+            branches = [list(_executed(module, called, runs)) for _, called in instruction.called]
+            yield from max(branches, key=_sum, default=[])
+
+
+def _sum(executed: list[tuple[Instruction, int]]) -> int:
+    found = ((_CYCLES.search(instruction.text), runs) for instruction, runs in executed)
+    return sum(runs * int(cycles[1]) for cycles, runs in found if cycles)
+
+
+def _part(module: Module, instruction: Instruction) -> str:
+    """The part of the model that an instruction belongs to: the innermost named scope of its operation's path."""
+    opcodes = {instruction.opcode}
+    if instruction.opcode == "fusion":
+        opcodes = {one.opcode for _, called in instruction.called for one in module.computations.get(called, [])}
+    if any(opcode.startswith(KINDS) for opcode in opcodes):
+        return COLLECTIVES
+    if opcodes <= _MOVES:
+        return COPIES
+    operation = _OPERATION.search(instruction.text)
+    found = _scopes().findall(operation[1]) if operation else []
+    return found[-1] if found else OTHER
+
+
+@functools.cache
+def _scopes() -> re.Pattern[str]:
+    return re.compile(rf"\b({'|'.join((*SCOPES, *MECHANISMS))})\b")
+
+
+class _Locations:
+    """The lines of source from which instructions were traced, by the tables at the beginning of a program's text."""
+
+    def __init__(self, module: Module):
+        self.tables: dict[str, dict[int, str]] = {}
+        table: dict[int, str] = {}
+        for line in module.lines:
+            if re.fullmatch(r"\w+", line):
+                table = self.tables.setdefault(line, {})
+            elif match := re.match(r"(\d+) (.*)", line):
+                table[int(match[1])] = match[2]
+
+    def of(self, instruction: Instruction) -> str:
+        if source := _SOURCE.search(instruction.text):
+            return self._name(source[1], int(source[2])) or f"{source[1]}:{source[2]}"
+        frame = _FRAME.search(instruction.text)
+        number = int(frame[1]) if frame else 0
+        while entry := self.tables.get("StackFrames", {}).get(number):
+            fields = dict(re.findall(r"(\w+)=(\d+)", entry))
+            location = dict(re.findall(r"(\w+)=(\d+)", self.tables["FileLocations"][int(fields["file_location_id"])]))
+            file = self.tables["FileNames"][int(location["file_name_id"])].strip('"')
+            if name := self._name(file, int(location["line"])):
+                return name
+            number = int(fields.get("parent_frame_id", 0)) if fields.get("parent_frame_id") != str(number) else 0
+        return ""
+
+    @staticmethod
+    def _name(file: str, line: int) -> str:
+        """A line of this package, relative to it; empty for other files."""
+        path = Path(file)
+        return f"{path.relative_to(PACKAGE)}:{line}" if path.is_relative_to(PACKAGE) else ""
