@@ -1,6 +1,7 @@
 import gzip
 import json
 
+import pyarrow.parquet
 import pytest
 from backports import zstd
 
@@ -130,6 +131,33 @@ def test_json_lines_beside_those_named_after_splits(tmp_path):
     assert listed == {("train", "train.jsonl:1"): "a", ("validation", "val.jsonl:1"): "a"}
 
 
+def parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=3)
+
+
+def test_parquet(tmp_path):
+    texts = [f"text {i}" for i in range(200)]
+    parquet(tmp_path / "train-1.parquet", id=list(range(200)), text=texts, unread=[None] * 200)
+    parquet(tmp_path / "test.parquet", id=[7], text=["é".encode()])
+    source = open_source(make("parquet", folder=str(tmp_path), name_field="id"))
+    assert source.num_documents == 201
+    expected = {("train", str(i)): text for i, text in enumerate(texts)} | {("test", "7"): "é"}
+    assert documents(kind="parquet", folder=str(tmp_path), name_field="id") == expected
+    numbered = documents(kind="parquet", folder=str(tmp_path / "test.parquet"))
+    assert numbered == {("test", "test.parquet:1"): "é"}
+
+
+def test_parquet_with_mistakes(tmp_path):
+    parquet(tmp_path / "a.parquet", body=["x", "y"], text=["fine", None])
+    with pytest.raises(UserError, match="a.parquet:2: the field 'text' is no text but NoneType"):
+        documents(kind="parquet", folder=str(tmp_path))
+    with pytest.raises(UserError, match="a.parquet:1 has no field 'words'; it has 'body', 'text'"):
+        documents(kind="parquet", folder=str(tmp_path), text_field="words")
+    (tmp_path / "a.parquet").write_bytes(b"no parquet")
+    with pytest.raises(UserError, match="a.parquet cannot be read as parquet"):
+        documents(kind="parquet", folder=str(tmp_path))
+
+
 @pytest.mark.parametrize("compress, ending", [(gzip.compress, "gz"), (zstd.compress, "zst")])
 def test_json_lines_cut_short(tmp_path, compress, ending):
     path = tmp_path / f"a.jsonl.{ending}"
@@ -167,7 +195,7 @@ def test_fingerprint_follows_contents_not_place(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"kind": "books"}, "source='books' is not one of jsonl, repositories, standard_library, text, tfds"),
+        ({"kind": "books"}, "source='books' is not one of jsonl, parquet, repositories, standard_library, text, tfds"),
         ({"empty": "ignore"}, "empty='ignore' is not one of stop, skip"),
         ({"test_share": 0.6, "validation_share": 0.4}, "validation_share=0.4 and test_share=0.6 must"),
         ({"test_documents": ("a",), "validation_documents": ("a",)}, "a is both in validation_documents and in test"),

@@ -1,14 +1,15 @@
-"""Documents in records with a field for the text: lines of JSON files, and examples of TensorFlow Datasets."""
+"""Documents in records with a field for the text: lines of JSON files, rows of parquet files, examples of TensorFlow
+Datasets."""
 
 import functools
 import gzip
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from meliad_like.data.documents import SOURCES, SPLITS, Document, FolderSourceConfig, Reference, Source, decode
 from meliad_like.data.files_source import list_files, named_splits
@@ -20,9 +21,10 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# tensorflow_datasets is imported in functions: it takes a second, and worker processes import this module.
+# pyarrow and tensorflow_datasets are imported in functions: they take up to a second, and worker processes import this
+# module.
 INFO_NAME = "dataset_info.json"
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -49,40 +51,95 @@ class RecordsSourceConfig(FolderSourceConfig):
         return Document(name, self.split_of(name, found_in), text)
 
 
-@SOURCES.register("jsonl")
 @dataclass(frozen=True)
-class JsonLinesSource(RecordsSourceConfig):
-    """Files with one JSON object per line (`.jsonl`, also `.gz` and `.zst`); the folder may also be one such file."""
+class RecordFilesSourceConfig(RecordsSourceConfig):
+    """The fields of sources of files with many records; the folder may also be one such file."""
 
     exclude: tuple[str, ...] = ()
     """Patterns of names of files and folders to leave out."""
 
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Of the files that are read."""
+
     def open(self) -> Source:
         path, passed_over = Path(self.folder).expanduser().absolute(), ""
-        if self.folder.endswith(SUFFIXES) and path.is_file():
+        if self.folder.endswith(self.suffixes) and path.is_file():
             root, files = path.parent, [path.name]
         else:
             root = self.existing_folder()
-            files, passed_over = list_files(root, SUFFIXES, self.exclude)
+            files, passed_over = list_files(root, self.suffixes, self.exclude)
         found_in = named_splits(self, root, files, _split_of_file)
         contents = tuple((file, root / file) for file in files)
-        return Source(partial(self._references, contents, found_in), None if files else 0, contents, passed_over)
+        num_documents = self.count([path for _, path in contents]) if files else 0
+        return Source(partial(self._references, contents, found_in), num_documents, contents, passed_over)
 
     def _references(
         self, files: tuple[tuple[str, Path], ...], found_in: Mapping[str, str | None]
     ) -> Iterator[Reference]:
         for file, path in files:
-            for number, line in enumerate(read_lines(path), 1):
-                if not line.isspace():
-                    # The line itself: a compressed file cannot be read from the middle.
-                    yield partial(self.read, line, f"{file}:{number}", found_in[file])
+            for number, record in enumerate(self.records(path), 1):
+                if record:
+                    # The record itself: a compressed file cannot be read from the middle.
+                    yield partial(self.read, record, f"{file}:{number}", found_in[file])
 
-    def read(self, line: bytes, place: str, found_in: str | None) -> Document:
-        """The document of a line."""
-        record = parse_json(decode(line, place), place)
-        if not isinstance(record, dict):
-            raise UserError(f"{place} is not a JSON object but {type(record).__name__}")
+    def count(self, files: Sequence[Path]) -> int | None:
+        """The number of documents; None if counting them means reading everything."""
+        return None
+
+    def records(self, path: Path) -> Iterator[Any]:
+        """What `read` takes, for each record of a file; something false where a record is left out."""
+        raise NotImplementedError
+
+    def read(self, record: Any, place: str, found_in: str | None) -> Document:
+        """The document of a record."""
         return self.document(record, place, found_in)
+
+
+@SOURCES.register("jsonl")
+@dataclass(frozen=True)
+class JsonLinesSource(RecordFilesSourceConfig):
+    """Files with one JSON object per line (`.jsonl`, also `.gz` and `.zst`); the folder may also be one such file."""
+
+    suffixes = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+    def records(self, path: Path) -> Iterator[bytes]:
+        return (b"" if line.isspace() else line for line in read_lines(path))
+
+    def read(self, record: bytes, place: str, found_in: str | None) -> Document:
+        parsed = parse_json(decode(record, place), place)
+        if not isinstance(parsed, dict):
+            raise UserError(f"{place} is not a JSON object but {type(parsed).__name__}")
+        return self.document(parsed, place, found_in)
+
+
+@SOURCES.register("parquet")
+@dataclass(frozen=True)
+class ParquetSource(RecordFilesSourceConfig):
+    """Parquet files (`.parquet`), one document per row, of which only the fields for text and name are read; the folder
+    may also be one such file."""
+
+    suffixes = (".parquet",)
+
+    def count(self, files: Sequence[Path]) -> int:
+        return sum(_parquet_file(path).metadata.num_rows for path in files)
+
+    def records(self, path: Path) -> Iterator[dict[str, Any]]:
+        file = _parquet_file(path)
+        wanted = [name for name in (self.text_field, self.name_field) if name]
+        # Where a field is missing, the error of the first row lists all that there are.
+        columns = wanted if set(wanted) <= set(file.schema_arrow.names) else None
+        for rows in file.iter_batches(ROWS_AT_ONCE, columns=columns):
+            yield from rows.to_pylist()
+
+
+def _parquet_file(path: Path) -> Any:
+    """The opened file. Raises a UserError if it is none."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return parquet.ParquetFile(path)
+    except ArrowException as error:
+        raise UserError(f"{path} cannot be read as parquet: {error}") from None
 
 
 def _split_of_file(file: str) -> str | None:
