@@ -68,7 +68,7 @@ def test_every_token_is_a_target_exactly_once_an_epoch(shuffle, num_lanes):
 def test_bits_per_byte_are_over_the_targets_that_a_reader_has():
     """Of two documents of six tokens a stream predicts twelve, the other readers ten."""
     totals = Totals(documents=2, tokens=12, bytes=30, words=4)
-    assert [bytes_per_target(reader(), totals) for reader in READERS] == [2.5, 2.5, 3.0]
+    assert [bytes_per_target(reader(), [totals]) for reader in READERS] == [2.5, 2.5, 3.0]
 
 
 def test_shuffled_segments_are_segments_of_the_stream():
@@ -96,5 +96,7 @@ def test_a_batch_depends_on_seed_and_step_alone():
 
 
 def test_the_kind_of_reader_is_checked():
-    with pytest.raises(UserError, match="RunConfig.data = 'streams' is not one of ancient_history, lanes, shuffled"):
+    with pytest.raises(
+        UserError, match="RunConfig.data = 'streams' is not one of ancient_history, lanes, mixture, shuffled"
+    ):
         config.parse([], ["RunConfig.data = 'streams'"])

@@ -34,7 +34,10 @@ class ScheduledReader(Reader):
         """Plans the reading: the numbers of targets and of windows of each document, and the tokens of a window."""
         self._targets, self._windows = targets, windows
         self._windows_in_segment = self.segment_length // length
-        self._schedule = Schedule(windows, self.num_lanes, self.seed, shuffle=self.shuffle, epochs=self.epochs)
+        self._schedule = self._schedule_of(windows)
+
+    def _schedule_of(self, windows: np.ndarray) -> Schedule:
+        return Schedule(windows, self.num_lanes, self.seed, shuffle=self.shuffle, epochs=self.epochs)
 
     @property
     def num_steps(self) -> int | None:
@@ -188,7 +191,7 @@ class StreamReader(Reader):
         return batch
 
 
-READERS = Registry("reader")
+READERS = Registry("reader", "meliad_like.data.mixture")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +230,22 @@ class ReaderConfig:
     def num_lanes(self) -> int:
         """The number of lanes over all hosts."""
         return self.tokens_per_step // self.segment_length
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of each of the token stores in all targets."""
+        return (1.0,)
+
+    def open_stores(self) -> list[TokenStore]:
+        """Opens all token stores that it reads; the first is that of the run's documents.
+
+        Raises a UserError if one can't be opened, or if they don't go together.
+        """
+        return [TokenStore(self.store)]
+
+    def documents(self, stores: Sequence[TokenStore], split: str) -> Documents:
+        """The documents of a split of these stores, as a training reads them."""
+        return stores[0].split(split)
 
     def check_model(self, model: Any) -> None:
         """Raises a UserError if it can't read for a model of this config."""

@@ -70,7 +70,7 @@ class Schedule:
             return None
         with self._lock:
             while self._epochs_dealt < self.epochs:
-                self._deal_epoch()
+                self._deal()
             return -(-max(self._ends) // blocks_in_step)
 
     def runs(self, lane: int, first: int, count: int) -> list[Run]:
@@ -78,7 +78,7 @@ class Schedule:
         with self._lock:
             # Later assignments never change a lane's past, so the progress of other lanes does not matter.
             while self._ends[lane] < first + count and self._epochs_dealt != self.epochs:
-                self._deal_epoch()
+                self._deal()
             starts, dealt = self._starts[lane], self._dealt[lane]
             found = []
             for index in range(max(bisect_right(starts, first) - 1, 0), len(starts)):
@@ -91,7 +91,8 @@ class Schedule:
                     found.append(Run(block, end - block, document, block - starts[index]))
             return found
 
-    def _deal_epoch(self) -> None:
+    def _deal(self) -> None:
+        """Assigns the documents of another epoch."""
         if self.shuffle:
             order = self._documents[permutation(self._documents.size, self.seed, self._epochs_dealt)]
         else:
@@ -100,7 +101,10 @@ class Schedule:
         for document, blocks in zip(order.tolist(), self.document_blocks[order].tolist(), strict=True):
             start, lane = divmod(free[0], num_lanes)
             heapq.heapreplace(free, free[0] + blocks * num_lanes)
-            self._starts[lane].append(start)
-            self._dealt[lane].append(document)
-            self._ends[lane] = start + blocks
+            self._assign(lane, start, document, blocks)
         self._epochs_dealt += 1
+
+    def _assign(self, lane: int, start: int, document: int, blocks: int) -> None:
+        self._starts[lane].append(start)
+        self._dealt[lane].append(document)
+        self._ends[lane] = start + blocks

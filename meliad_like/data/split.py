@@ -1,7 +1,7 @@
 """Documents as tokens: a split of a token store, a subset of it, the beginnings of its documents, or all as one."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from jaxtyping import Int
@@ -26,6 +26,8 @@ class Documents:
     """(document, start, stop) -> its tokens in this range, int32."""
     indices: Int[np.ndarray, " documents"]
     """The index of each document in its split of the token store. Random choices depend on it."""
+    sizes: tuple[int, ...] = ()
+    """Of joined collections: the number of documents of each."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -61,6 +63,24 @@ class Documents:
         num_bytes, num_words = (np.sum(column, keepdims=True) for column in (self.num_bytes, self.num_words))
         names = ["all documents, one after the other"]
         return Documents(names, ends[-1:], num_bytes, num_words, read, np.zeros(1, np.int64))
+
+    @staticmethod
+    def joined(parts: Mapping[str, "Documents"]) -> "Documents":
+        """The documents of several collections, one collection after the other, with names such as `part/name`."""
+        members = list(parts.values())
+        begins = np.cumsum([0, *map(len, members)])
+
+        def read(document: int, start: int, stop: int) -> np.ndarray:
+            part = int(np.searchsorted(begins, document, "right")) - 1
+            return members[part].tokens(document - int(begins[part]), start, stop)
+
+        columns = (
+            np.concatenate([getattr(member, column) for member in members])
+            for column in ("lengths", "num_bytes", "num_words")
+        )
+        names = [f"{name}/{each}" for name, member in parts.items() for each in member.names]
+        sizes = tuple(map(len, members))
+        return Documents(names, *columns, read=read, indices=np.arange(len(names)), sizes=sizes)
 
     def beginnings(self, vocabulary: Vocabulary, max_tokens: int, shortest: int = 1000) -> "Documents":
         """The beginnings of the first documents, because an evaluation of the whole split would take too long.

@@ -138,10 +138,11 @@ class Reporter:
         self._setup, self._writer, self._batches, self._save, self._workdir = setup, writer, batches, save, workdir
         self._leaks = setup.reader.leaks_the_future
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
-        totals = setup.store.totals("train")
+        totals = [store.totals("train") for store in setup.stores]
         self._bytes_per_token = bytes_per_target(run.data, totals)
         targets_per_step = run.data.tokens_per_step * (1 - setup.reader.padding_share)
-        self._epochs_per_step = targets_per_step * self._bytes_per_token / totals.bytes
+        # Of a mixture: readings of as many targets as all stores have.
+        self._epochs_per_step = targets_per_step / sum(num_targets(run.data, each) for each in totals)
         self._peak = peak_flops(run.model.activation_dtype)
         self._gathered: list[StepMetrics] = []
         self._seconds_out = self._waited = 0.0
@@ -221,7 +222,7 @@ class Reporter:
         if not lanes.size:
             return "all losses are, but the gradient or the update is not"
         documents = np.unique(setup.reader.batch(step - 1 - setup.stage.first_step, lanes[:1].tolist()).document)
-        names = setup.store.split("train").names
+        names = setup.reader.documents.names
         of = f"{lanes.size} of {setup.reader.num_lanes} lanes, first of lane {lanes[0]}"
         return f"the loss of {of} in document {', '.join(names[i] for i in documents if i >= 0)}"
 
@@ -233,9 +234,15 @@ class Reporter:
         self._seconds_out += time.perf_counter() - began
 
 
-def bytes_per_target(reader: ReaderConfig, totals: Totals) -> float:
-    """The ratio of all bytes and all targets of an epoch; a document's first token may not be a target."""
-    return totals.bytes / (totals.tokens - (0 if reader.first_tokens_are_targets else totals.documents))
+def num_targets(reader: ReaderConfig, totals: Totals) -> int:
+    """The number of targets of an epoch; a document's first token may not be one."""
+    return totals.tokens - (0 if reader.first_tokens_are_targets else totals.documents)
+
+
+def bytes_per_target(reader: ReaderConfig, totals: Sequence[Totals]) -> float:
+    """The ratio of bytes and targets, averaged over the targets that are read of token stores with these totals."""
+    ratios = (each.bytes / num_targets(reader, each) for each in totals)
+    return sum(share * ratio for share, ratio in zip(reader.shares, ratios, strict=True))
 
 
 def average_by_token(steps: Sequence[StepMetrics], name: str) -> float:

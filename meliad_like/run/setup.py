@@ -12,6 +12,7 @@ from meliad_like.data.batch import Reader
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.mesh import make_mesh, replicated
 from meliad_like.models.model import Model
+from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path
 from meliad_like.resumable import check_same
 from meliad_like.run.opening import checkpoint_metadata, open_checkpoint
@@ -28,9 +29,14 @@ class Setup(NamedTuple):
     whole_run: RunConfig
     """The config of all stages."""
     stage: Stage
-    store: TokenStore
+    stores: list[TokenStore]
+    """All that the training reads; the first is that of the run's documents."""
     reader: Reader
     program: Program
+
+    @property
+    def store(self) -> TokenStore:
+        return self.stores[0]
 
     @property
     def model(self) -> Model:
@@ -62,13 +68,13 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None, mesh: Mesh | None =
     """
     stage = stages_of(whole_run)[-1] if stage is None else stage
     run = stage.run
-    store = TokenStore(run.data.store)
-    store.check_settings(run.source, run.vocabulary)
+    stores = run.data.open_stores()
+    stores[0].check_settings(run.source, run.vocabulary)
     for each in stages_of(whole_run):
         each.run.model.check_sequence(each.run.data.segment_length, run.mesh.sequence)
-    reader = make_reader(stage, store)
-    program = make_program(run, store.vocabulary.size, make_mesh(run.mesh) if mesh is None else mesh)
-    return Setup(run, whole_run, stage, store, reader, program)
+    reader = make_reader(stage, stores)
+    program = make_program(run, stores[0].vocabulary.size, make_mesh(run.mesh) if mesh is None else mesh)
+    return Setup(run, whole_run, stage, stores, reader, program)
 
 
 def vocabulary_size(run: RunConfig) -> int:
@@ -78,14 +84,14 @@ def vocabulary_size(run: RunConfig) -> int:
     return run.vocabulary.expected_size
 
 
-def make_reader(stage: Stage, store: TokenStore) -> Reader:
+def make_reader(stage: Stage, stores: list[TokenStore]) -> Reader:
     """The reader of the training documents; its step 0 is the first of the stage."""
     run = stage.run
     return run.data.make(
-        store,
+        stores[0],
         "train",
         run.model.overlap,
-        documents=store.split("train"),
+        documents=run.data.documents(stores, "train"),
         num_lanes=run.data.num_lanes,
         window_length=run.model.window_length,
         # Each stage has its own order of documents; with one seed all would begin with the same documents.
@@ -122,4 +128,6 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
 
 def metadata(setup: Setup, step: int) -> dict:
     """The metadata of the checkpoint of a step."""
-    return checkpoint_metadata(setup.whole_run, setup.store.vocabulary, step, setup.store.fingerprint)
+    fingerprints = [store.fingerprint for store in setup.stores]
+    read = fingerprints[0] if len(fingerprints) == 1 else fingerprint(fingerprints)
+    return checkpoint_metadata(setup.whole_run, setup.store.vocabulary, step, read)
