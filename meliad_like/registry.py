@@ -78,13 +78,16 @@ class Registry(Mapping[str, type]):
         return next(name for name, config_class in self._classes.items() if type(config) is config_class)
 
 
-def kind_field(registry: Registry, default: Callable[[], Any], *, many: bool = False) -> Any:
+def kind_field(registry: Registry, default: Callable[[], Any], *, many: bool = False, may_change: bool = False) -> Any:
     """A dataclass field whose value is of a registered kind; with `many`, a tuple of configs of different kinds.
+
+    `may_change` is whether a run may resume with other kinds, as `resumable` of other fields.
 
     In gin the members of such a tuple are those of the default, and every kind that a file or parameter binds a field
     of.
     """
-    return dataclasses.field(default_factory=default, metadata={"registry": registry, "many": many})
+    metadata = {"registry": registry, "many": many, "resumable": lambda old, new: may_change}
+    return dataclasses.field(default_factory=default, metadata=metadata)
 
 
 def resumable(default: Any, when: Callable[[Any, Any], bool] = lambda old, new: True) -> Any:

@@ -22,7 +22,7 @@ from meliad_like.errors import UserError
 from meliad_like.models.base import MODELS
 from meliad_like.run.setup import set_up
 
-PARTS = {name: type(part) for name, part in vars(config.RunConfig()).items() if name != "model"}
+PARTS = {name: type(part) for name, part in vars(config.RunConfig()).items() if name not in ("model", "trackers")}
 # Numbers that are meant to be large cost nothing before the first step; layers and widths would take all memory.
 SMALL = [-1, 0, 1, 2, 3, 7, 16, 33, 64]
 LARGE = [*SMALL, 2**31, 2**64, -(2**40)]

@@ -18,7 +18,7 @@ FLOORS = [
     {"training"},
     {"command_line"},
     {"config"},
-    {"mesh", "optimization"},
+    {"mesh", "optimization", "trackers"},
     {"models"},
     {"mechanisms"},
     {"layers"},

@@ -19,6 +19,7 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, OptimizerConfig
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
 from meliad_like.registry import kind_field, resumable
+from meliad_like.trackers import TRACKERS, TensorBoard, TrackerConfig
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_steps
 
 Nonfinite = Literal["stop", "skip"]
@@ -130,6 +131,8 @@ class RunConfig:
     """Stages of training with other lengths, before the one that all of the above describes."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How the devices are laid out."""
+    trackers: tuple[TrackerConfig, ...] = kind_field(TRACKERS, lambda: (TensorBoard(),), many=True, may_change=True)
+    """Where metrics are shown besides `metrics.jsonl`."""
 
     def __post_init__(self) -> None:
         self.data.check_model(self.model)

@@ -74,7 +74,8 @@ def train(
         # A stage's last checkpoint holds what that stage remembered.
         first = next(i for i, setup in enumerate(setups) if start_step <= setup.stage.last_step)
         state = starting_state(setups[first], checkpoints, load_dir)
-        with open_session(folder, checkpoints, start_step, num_steps, profile_steps) as session:
+        tracking = {"trackers": run.trackers, "settings": configuration.bound_values(run)}
+        with open_session(folder, checkpoints, start_step, num_steps, profile_steps, **tracking) as session:
             return _train_stages(setups[first:], state, session, ownership, load_dir)
 
 
@@ -117,7 +118,8 @@ def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: O
     def save(step: int, state: TrainState) -> None:
         # A run is often stopped at a step that was saved anyway.
         if step not in checkpoints.steps():
-            setup.store.check_unchanged()
+            for store in setup.stores:
+                store.check_unchanged()
             ownership.check()
             writer.upload()
             checkpoints.save(step, state, metadata(setup, step))

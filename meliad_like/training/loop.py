@@ -89,10 +89,14 @@ def open_session(
     start_step: int,
     num_steps: int,
     profile_steps: tuple[int, int] | None = None,
+    **tracking: Any,
 ) -> Iterator[Session]:
-    """Opens the metrics of a working folder, handles SIGTERM and Ctrl-C, and ends both in an orderly way."""
+    """Opens the metrics of a working folder, handles SIGTERM and Ctrl-C, and ends both in an orderly way.
+
+    `tracking` are the arguments `trackers` and `settings` of `MetricsWriter`.
+    """
     with (
-        MetricsWriter(folder, start_step, num_steps) as writer,
+        MetricsWriter(folder, start_step, num_steps, **tracking) as writer,
         Preemption() as preempted,
         Profiler(folder, profile_steps) as profiler,
     ):

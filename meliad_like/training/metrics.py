@@ -1,11 +1,12 @@
-"""Writers of a run's metrics: `metrics.jsonl`, TensorBoard and the progress line."""
+"""What a run shows of its metrics: `metrics.jsonl`, its trackers, such as TensorBoard, and the progress line."""
 
 import json
 import math
-import socket
+import os
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -14,23 +15,34 @@ import jax
 from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore  # classes made when it is imported
-from tensorboardX.proto.summary_pb2 import Summary  # type: ignore
-from tensorboardX.record_writer import RecordWriter
 
 from meliad_like.errors import UserError, refusals
 from meliad_like.remote import copy_folder, is_remote, one_line, size_of, write_whole
 from meliad_like.resumable import check_fields, read_json_lines
+from meliad_like.trackers import TensorBoard, TrackedRun, TrackerConfig
 
 FILE_NAME = "metrics.jsonl"
+IDENTITY_NAME = "tracked_as"
 UPLOAD_SECONDS = 30.0
 
 
 class MetricsWriter:
     """Writes the metrics of a run on process 0, and does nothing on the others. Use it in a `with` statement."""
 
-    def __init__(self, workdir: epath.PathLike, start_step: int, num_steps: int):
-        """Rows of steps after `start_step`, from an earlier attempt, are dropped: these steps are repeated."""
+    def __init__(
+        self,
+        workdir: epath.PathLike,
+        start_step: int,
+        num_steps: int,
+        trackers: Sequence[TrackerConfig] = (TensorBoard(),),
+        settings: Mapping[str, Any] | None = None,
+    ):
+        """Rows of steps after `start_step`, from an earlier attempt, are dropped: these steps are repeated.
+
+        Args:
+          trackers: what else receives the metrics.
+          settings: the run's config for the trackers, by the names with which gin binds it.
+        """
         self._active = jax.process_index() == 0
         if not self._active:
             return
@@ -46,12 +58,12 @@ class MetricsWriter:
         if self._remote or len(kept.encode()) < size_of(path):
             write_whole(local / FILE_NAME, kept)
         self._file = (local / FILE_NAME).open("a")
-        # Not a `SummaryWriter`, whose thread prints tracebacks when the disk is full.
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-        self._events = RecordWriter(str(local / name))
-        self._write_event(0, file_version="brain.Event:2")
-        # Makes TensorBoard drop events of an earlier attempt from this step on.
-        self._write_event(start_step + 1, session_log=SessionLog(status=SessionLog.START))
+        name = os.path.basename(os.path.abspath(workdir))
+        run = TrackedRun(local, name, self._identity, start_step, settings or {})
+        self._trackers, self._failed = [], False
+        for config in trackers:
+            self._trackers.append(tracker := config.open(run))
+            self._closing.callback(lambda tracker=tracker: tracker.close(self._failed))
         self.console = Console()
         self._progress = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console, transient=True
@@ -70,14 +82,22 @@ class MetricsWriter:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._file.write(json.dumps({"step": step, "kind": kind, **dict.fromkeys(metrics), **finite}) + "\n")
         self._file.flush()
-        values = [Summary.Value(tag=f"{kind}/{name}", simple_value=value) for name, value in finite.items()]
-        self._write_event(step, summary=Summary(value=values))
+        for tracker in self._trackers:
+            tracker.write(step, {f"{kind}/{name}": value for name, value in finite.items()})
         if time.monotonic() - self._uploaded > UPLOAD_SECONDS:
-            self._events.flush()
+            self._flush()
             self.upload("this is tried again")
 
-    def _write_event(self, step: int, **content: Any) -> None:
-        self._events.write(Event(step=step, wall_time=time.time(), **content).SerializeToString())
+    def _identity(self) -> str:
+        """A random name, or that of the attempt which this one resumes."""
+        known = self._workdir / IDENTITY_NAME
+        identity = known.read_text() if self._start_step and known.exists() else uuid.uuid4().hex[:12]
+        (self._local / IDENTITY_NAME).write_text(identity)
+        return identity
+
+    def _flush(self) -> None:
+        for tracker in self._trackers:
+            tracker.flush()
 
     def upload(self, otherwise: str | None = None) -> None:
         """Copies the files to an object store. It is called before a save, so that no earlier metrics are lost.
@@ -86,7 +106,7 @@ class MetricsWriter:
         """
         try:
             if self._active and self._remote:
-                self._events.flush()
+                self._flush()
                 copy_folder(self._local, self._workdir)
         except refusals() as error:
             refused = f"the metrics can't be copied to {self._workdir}: {one_line(error)}"
@@ -125,7 +145,8 @@ class MetricsWriter:
     def __exit__(self, kind, *_) -> None:
         if not self._active:
             return
-        with self._closing, closing(self._events), self._file:
+        self._failed = kind is not None
+        with self._closing, self._file:
             self._progress.stop()
             if self.console.is_terminal and self._line:
                 self.say(self._line)

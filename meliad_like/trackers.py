@@ -1,0 +1,161 @@
+"""Where a run's metrics are shown besides its own `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio."""
+
+import importlib
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from meliad_like.errors import UserError
+from meliad_like.registry import Registry, resumable
+
+TRACKERS = Registry("tracker")
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker is told of a run."""
+
+    folder: Path
+    """A local folder for files; where the working folder is in an object store, it is copied there."""
+    name: str
+    """The name of the working folder."""
+    identity: Callable[[], str]
+    """Gives a random name that stays the same when the run resumes; a file in the working folder keeps it."""
+    start_step: int
+    """Steps done before; metrics of later ones, from an earlier attempt, are repeated."""
+    settings: Mapping[str, Any]
+    """The run's config, by the names with which gin binds it."""
+
+
+class Tracker:
+    """Receives the metrics of a run while it is trained, in process 0 alone."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds finite metrics of a step, with names such as `train/loss`; steps never decrease."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Writes everything into the run's folder that is to be copied to an object store."""
+
+    def close(self, failed: bool) -> None:
+        """Ends the run's entry; `failed` is whether the run ends with an error."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """The fields of all trackers; a run may resume with others."""
+
+    def open(self, run: TrackedRun) -> Tracker:
+        """Begins the run's entry, or resumes it.
+
+        Raises a UserError if the tracker isn't installed or can't be reached.
+        """
+        raise NotImplementedError
+
+
+@TRACKERS.register("tensorboard")
+@dataclass(frozen=True)
+class TensorBoard(TrackerConfig):
+    """Event files in the working folder."""
+
+    def open(self, run: TrackedRun) -> Tracker:
+        return _EventFile(run)
+
+
+class _EventFile(Tracker):
+    def __init__(self, run: TrackedRun):
+        # Classes made when they are imported.
+        from tensorboardX.proto import event_pb2, summary_pb2  # type: ignore
+        from tensorboardX.record_writer import RecordWriter
+
+        self._event, self._summary = event_pb2, summary_pb2
+        # Not a `SummaryWriter`, whose thread prints tracebacks when the disk is full.
+        self._file = RecordWriter(str(run.folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
+        self._write(0, file_version="brain.Event:2")
+        # Makes TensorBoard drop events of an earlier attempt from this step on.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # type: ignore
+        self._write(run.start_step + 1, session_log=start)
+
+    def _write(self, step: int, **content: Any) -> None:
+        self._file.write(self._event.Event(step=step, wall_time=time.time(), **content).SerializeToString())  # type: ignore
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        make = self._summary.Summary  # type: ignore
+        self._write(
+            step, summary=make(value=[make.Value(tag=tag, simple_value=value) for tag, value in metrics.items()])
+        )
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self, failed: bool) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class ProjectTrackerConfig(TrackerConfig):
+    """The fields of trackers that keep the runs of a project together."""
+
+    project: str = resumable("meliad_like")
+    """The project; the run has the name of its working folder."""
+
+
+@TRACKERS.register("wandb")
+@dataclass(frozen=True)
+class WandbTracker(ProjectTrackerConfig):
+    """Weights & Biases; with the environment variable `WANDB_MODE=offline`, files in the working folder instead."""
+
+    def open(self, run: TrackedRun) -> Tracker:
+        wandb = _import("wandb")
+        try:
+            opened = wandb.init(
+                project=self.project,
+                name=run.name,
+                id=run.identity(),
+                resume="allow",
+                dir=run.folder,
+                config=dict(run.settings),
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"Weights & Biases: {error}; run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later"
+            ) from None
+        return _Service(opened.log, lambda failed: opened.finish(exit_code=int(failed)))
+
+
+@TRACKERS.register("trackio")
+@dataclass(frozen=True)
+class TrackioTracker(ProjectTrackerConfig):
+    """Trackio, a dashboard of this machine (`trackio show`); its files are in the folder that the environment variable
+    `TRACKIO_DIR` names."""
+
+    def open(self, run: TrackedRun) -> Tracker:
+        trackio = _import("trackio")
+        name = f"{run.name}-{run.identity()}"
+        opened = trackio.init(project=self.project, name=name, resume="allow", config=dict(run.settings))
+        return _Service(opened.log, lambda failed: opened.finish())
+
+
+class _Service(Tracker):
+    def __init__(self, log: Callable[..., None], finish: Callable[[bool], None]):
+        self._log, self._finish = log, finish
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._log(dict(metrics), step=step)
+
+    def close(self, failed: bool) -> None:
+        self._finish(failed)
+
+
+def _import(name: str) -> ModuleType:
+    """An optional package. Raises a UserError that says how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f'the tracker {name!r} needs a package that is not installed ({error}): pip install -e ".[{name}]"'
+        ) from None
