@@ -26,8 +26,11 @@ setup(
         "meliad_like.history": ["templates/*.html"],
     },
     install_requires=REQUIREMENTS,
-    # Modules that register kinds when they are imported (meliad_like/registry.py).
-    entry_points={"meliad_like.kinds": ["ancient_history = meliad_like.history.config"]},
+    entry_points={
+        "console_scripts": ["meliad_like = meliad_like.__main__:main"],
+        # Modules that register kinds when they are imported (meliad_like/registry.py).
+        "meliad_like.kinds": ["ancient_history = meliad_like.history.config"],
+    },
     extras_require={
         "base": [],  # so that launch/environment.sh always names an extra
         "tpu": ["jax[tpu]>=0.10", "gcsfs>=2025.3"],

@@ -1,5 +1,7 @@
 """Language models that read long documents in order, and remember.
 
+`prepare`, `train` and `evaluate` do for a `RunConfig` what the commands of these names do, and `load` opens a model.
+
 Glossary of dimensions, used in every shape annotation, shape suffix and einsum:
 
   b  batch lane                       r  recurrent states of a layer
@@ -11,13 +13,31 @@ Glossary of dimensions, used in every shape annotation, shape suffix and einsum:
   l  layers                           m  memories
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meliad_like.config import RunConfig
+    from meliad_like.library import load
+    from meliad_like.run.workflow import evaluate, prepare, train
+
 __version__ = "0.1.0"
+__all__ = ["RunConfig", "evaluate", "load", "prepare", "train"]
+
+_HOMES = {
+    "RunConfig": "meliad_like.config",
+    "load": "meliad_like.library",
+    **dict.fromkeys(("evaluate", "prepare", "train"), "meliad_like.run.workflow"),
+}
 
 
 def __getattr__(name: str):
-    # Imported when it is asked for, because jax takes seconds to import.
-    if name == "load":
-        from meliad_like.library import load
+    # Imported when it is asked for, because jax takes seconds to import. The commands' modules of the same names are
+    # for `python -m`: imported as modules, they would hide these functions.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meliad_like' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
-        return load
-    raise AttributeError(f"module 'meliad_like' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

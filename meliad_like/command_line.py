@@ -1,10 +1,14 @@
-"""The flags that entry points share, and the report of mistakes on the command line."""
+"""The flags of a command, its help, and the report of mistakes on its command line."""
 
 import errno
+import functools
 import os
+import re
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,13 +19,6 @@ from meliad_like.errors import MissingStoreError, UserError, bucket_errors, is_f
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig
 
-GIN_FILE = flags.DEFINE_multi_string(
-    "gin_file", [], "A gin file, by path or as named under gin/ (size/tiny.gin). Repeatable, in any order."
-)
-GIN_PARAM = flags.DEFINE_multi_string(
-    "gin_param", [], "One binding on top of the files, such as DecoderConfig.num_layers=3. Repeatable; the last wins."
-)
-
 REFUSED = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 """Errors of the operating system about a path from the user. Commands check for missing files themselves."""
 
@@ -31,42 +28,94 @@ PATHS = ("workdir", "checkpoint", "folder", "input", "load_dir", "output", "stor
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status in a shell of a program that SIGINT (Ctrl-C) has ended."""
 
-
-def read_config() -> "RunConfig":
-    """The run described by `--gin_file` and `--gin_param`."""
-    # Imported here, because the configs import jax, which takes seconds; mistyped flags are reported earlier.
-    from meliad_like import config
-
-    return config.parse(GIN_FILE.value, GIN_PARAM.value)
+HELP = ("--help", "-h", "-help", "--helpfull", "--helpshort")
 
 
-def refuse_unused(subject: str, used_by: Mapping[str, Sequence[str]]) -> None:
-    """Refuses the flags that have no effect on the subject of a command; `used_by` names the subjects of each flag."""
-    for name, subjects in used_by.items():
-        if flags.FLAGS[name].present and subject not in subjects:
-            raise UserError(f"--{name} has no effect on {subject}: it is for {' and '.join(subjects)}")
+class Command:
+    """A command: `COMMAND = Command(__doc__)`, flags such as `STEP = COMMAND.integer("step", None, "Which one.")`, and
+    `COMMAND.run(main)`.
 
-
-def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> None:
-    """Parses the flags and exits with what `main` returns; a UserError is one line on stderr and exit status 2.
-
-    With `subjects`, the first argument of the command must be one of these words and is passed to `main`.
+    The flags are the command's own, not absl's global ones, so that one process can import several commands. The
+    methods that define flags are absl's `DEFINE_...`, and return objects with the flag's `value`.
     """
 
-    def report(argv: list[str]) -> int | None:
-        words, others = argv[1 : 1 + bool(subjects)], argv[1 + bool(subjects) :]
+    def __init__(
+        self,
+        documentation: str | None,
+        subjects: Sequence[str] = (),
+        used_by: Mapping[str, Sequence[str]] | None = None,
+        no_effect: Mapping[str, str] | None = None,
+        words: bool = False,
+    ):
+        """
+        Args:
+          documentation: a full sentence, then examples and explanations, for `--help`.
+          subjects: words of which the first argument must be one; it is passed to `main`.
+          used_by: the subjects for which a flag has an effect; with the others it is an error. Default: all.
+          no_effect: the reason why `gin_file` or `gin_param` has no effect on this command, and is an error.
+          words: whether arguments that are no flags, in any number, are passed to `main`.
+        """
+        self._documentation, self._subjects, self._words = documentation or "", subjects, words
+        self._used_by, self._no_effect = used_by or {}, no_effect or {}
+        self.flags = values = flags.FlagValues()
+        self.string = functools.partial(flags.DEFINE_string, flag_values=values)
+        self.integer = functools.partial(flags.DEFINE_integer, flag_values=values)
+        self.float = functools.partial(flags.DEFINE_float, flag_values=values)
+        self.bool = functools.partial(flags.DEFINE_bool, flag_values=values)
+        self.enum = functools.partial(flags.DEFINE_enum, flag_values=values)
+        self.list = functools.partial(flags.DEFINE_list, flag_values=values)
+        self.multi_string = functools.partial(flags.DEFINE_multi_string, flag_values=values)
+        self.multi_enum = functools.partial(flags.DEFINE_multi_enum, flag_values=values)
+        self.gin_file = self.multi_string(
+            "gin_file", [], "A gin file, by path or as named under gin/ (size/tiny.gin). Repeatable, in any order."
+        )
+        self.gin_param = self.multi_string(
+            "gin_param",
+            [],
+            "One binding on top of the files, such as DecoderConfig.num_layers=3. Repeatable; the last wins.",
+        )
+        values["verbosity"] = flags.FLAGS["verbosity"]
+
+    def read_config(self) -> "RunConfig":
+        """The run described by `--gin_file` and `--gin_param`."""
+        # Imported here, because the configs import jax, which takes seconds; mistyped flags are reported earlier.
+        from meliad_like import config
+
+        return config.parse(self.gin_file.value, self.gin_param.value)
+
+    @property
+    def gin_flags(self) -> str:
+        """The command's --gin_file and --gin_param for another command, each after a space."""
+        gin = {"gin_file": self.gin_file.value, "gin_param": self.gin_param.value}
+        return "".join(f" {shlex.quote(f'--{name}={value}')}" for name, values in gin.items() for value in values)
+
+    def run(self, main: Callable[..., int | None]) -> None:
+        """Parses the flags and exits with what `main` returns; a UserError is one line on stderr and exit status 2."""
+        app.run(functools.partial(self._report, main), flags_parser=self._parse)
+
+    def help(self) -> str:
+        """The text of `--help`: the documentation, and all flags that have an effect."""
+        lines = [self._documentation.strip(), "", "Flags:"]
+        for name in self.flags:
+            if name not in self._no_effect and self.flags[name] is not self.flags["verbosity"]:
+                lines += _flag_help(self.flags[name], self._used_by.get(name, ()))
+        return "\n".join(lines)
+
+    def _report(self, main: Callable[..., int | None], argv: list[str]) -> int | None:
+        taken = len(argv) if self._words else 1 + bool(self._subjects)
+        words, others = argv[1:taken], argv[taken:]
         try:
             if others:
                 raise UserError(f"unexpected argument {others[0]!r}; flags are written --name=value")
-            if empty := [name for name in PATHS if name in flags.FLAGS and flags.FLAGS[name].value in ("", [""])]:
+            if empty := [name for name in PATHS if name in self.flags and self.flags[name].value in ("", [""])]:
                 raise UserError(f"--{empty[0]}= is empty: is the variable set that it should hold?")
-            if subjects and (not words or words[0] not in subjects):
+            if self._subjects and (not words or words[0] not in self._subjects):
                 given = f"not {words[0]!r}" if words else "which is missing"
-                raise UserError(f"the first argument must be {' or '.join(subjects)}, {given}")
+                raise UserError(f"the first argument must be {' or '.join(self._subjects)}, {given}")
+            self._refuse_unused(words[0] if self._subjects else "")
             return main(*words)
         except MissingStoreError as error:
-            used = [f"--gin_file={name}" for name in GIN_FILE.value] + [f"--gin_param={x}" for x in GIN_PARAM.value]
-            return _fail(MissingStoreError(error.folder, "".join(f" {shlex.quote(flag)}" for flag in used)))
+            return _fail(MissingStoreError(error.folder, self.gin_flags))
         except UserError as error:
             return _fail(error)
         except OSError as error:
@@ -89,19 +138,46 @@ def run(main: Callable[..., int | None], *, subjects: Sequence[str] = ()) -> Non
                 raise
             return _fail(message)
 
-    app.run(report, flags_parser=_parse_flags)
+    def _refuse_unused(self, subject: str) -> None:
+        """Refuses flags that have no effect."""
+        for name, reason in self._no_effect.items():
+            if self.flags[name].value:
+                raise UserError(f"--{name} has no effect here: {reason}")
+        for name, subjects in self._used_by.items():
+            if self.flags[name].present and subject not in subjects:
+                raise UserError(f"--{name} has no effect on {subject}: it is for {' and '.join(subjects)}")
+
+    def _parse(self, argv: list[str]) -> list[str]:
+        if any(word in HELP for word in argv):
+            print(self.help())
+            sys.exit(0)
+        try:
+            words = self.flags(argv)
+        except flags.Error as error:
+            sys.exit(_fail(error))
+        # absl asks for this of every program; orbax and grain read flags of theirs.
+        flags.FLAGS.mark_as_parsed()
+        # jax logs every accelerator that it does not find; --verbosity=0 shows that, and warnings always show. Set here
+        # because absl has INFO as the default of every program.
+        if self.flags["verbosity"].using_default_value:
+            flags.FLAGS.verbosity = logging.WARNING
+        return words
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
-    try:
-        words = flags.FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(_fail(error))
-    # jax logs every accelerator that it does not find; --verbosity=0 shows that, and warnings always show. Set here
-    # because absl has INFO as the default of every program.
-    if flags.FLAGS["verbosity"].using_default_value:
-        flags.FLAGS.verbosity = logging.WARNING
-    return words
+def _flag_help(flag: flags.Flag, subjects: Sequence[str]) -> list[str]:
+    """The lines about a flag; it is for these subjects alone, if there are any."""
+    choices = getattr(flag.parser, "enum_values", ["..."])
+    usage = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}={'|'.join(choices)}"
+    # absl adds the choices before the text, and to repeatable flags a remark after it.
+    text = re.sub(r"^<.*?>: |;\s+repeat this option.*$", "", flag.help or "")
+    if any("other than None" in validator.message for validator in flag.validators):
+        text = f"Required. {text}"
+    elif flag.default and "Default" not in text:
+        text += f" Default: {','.join(flag.default) if isinstance(flag.default, list) else str(flag.default).lower()}."
+    if subjects:
+        text = f"For {', '.join(subjects)}: {text}"
+    width, indent = min(shutil.get_terminal_size().columns, 120), " " * 6
+    return [f"  {usage}", *textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)]
 
 
 def _fail(error: Exception | str) -> int:

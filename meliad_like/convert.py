@@ -1,11 +1,11 @@
 """Converts checkpoints of other programs to ours and back.
 
-python -m meliad_like.convert meliad --input=FILE_OR_FOLDER --output=DIR --gin_file=... [--gin_file=...]
-python -m meliad_like.convert meliad --reverse --input=DIR --output=FILE.npz
-python -m meliad_like.convert huggingface --input=FOLDER --output=DIR [--gin_file=...]
-python -m meliad_like.convert huggingface --reverse --input=DIR --output=FOLDER
-python -m meliad_like.convert gguf --input=FILE.gguf --output=DIR [--gin_file=...]
-python -m meliad_like.convert fairseq --input=FILE.pt --output=DIR --gin_file=... [--gin_file=...]
+    meliad_like convert meliad --input=FILE_OR_FOLDER --output=DIR --gin_file=... [--gin_file=...]
+    meliad_like convert meliad --reverse --input=DIR --output=FILE.npz
+    meliad_like convert huggingface --input=FOLDER --output=DIR [--gin_file=...]
+    meliad_like convert huggingface --reverse --input=DIR --output=FOLDER
+    meliad_like convert gguf --input=FILE.gguf --output=DIR [--gin_file=...]
+    meliad_like convert fairseq --input=FILE.pt --output=DIR --gin_file=... [--gin_file=...]
 
 For the reference, google-research/meliad, gin files describe the model as it was trained; it does not mask the empty
 cache at a document's start: --gin_file=option/unmasked_empty_cache.gin. Pretrained models contain their own config; gin
@@ -14,23 +14,22 @@ files for everything: --gin_file=shortformer/shortformer.gin --gin_file=task/wik
 FileVocabularyConfig.model_file.
 """
 
-from absl import flags
-
-from meliad_like import command_line
+from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
-INPUT = flags.DEFINE_string(
+COMMAND = Command(__doc__, subjects=("meliad", "huggingface", "gguf", "fairseq"))
+INPUT = COMMAND.string(
     "input", None, "The other program's file or folder; with --reverse, our checkpoint folder.", required=True
 )
-OUTPUT = flags.DEFINE_string(
+OUTPUT = COMMAND.string(
     "output", None, "Our checkpoint folder; with --reverse, an npz file or a new folder.", required=True
 )
-REVERSE = flags.DEFINE_bool("reverse", False, "From ours to theirs.")
+REVERSE = COMMAND.bool("reverse", False, "From ours to theirs.")
 
 
 def main(subject: str) -> None:
     if REVERSE.value:
-        if command_line.GIN_FILE.value or command_line.GIN_PARAM.value:
+        if COMMAND.gin_file.value or COMMAND.gin_param.value:
             raise UserError("--gin_file and --gin_param have no effect with --reverse: the checkpoint has its config")
         if subject == "gguf":
             raise UserError("GGUF files are read, not written: convert huggingface --reverse, and then with llama.cpp")
@@ -42,21 +41,21 @@ def main(subject: str) -> None:
         if REVERSE.value:
             convert_to_meliad(INPUT.value, OUTPUT.value)
         else:
-            convert_from_meliad(INPUT.value, command_line.read_config(), OUTPUT.value)
+            convert_from_meliad(INPUT.value, COMMAND.read_config(), OUTPUT.value)
     elif subject == "fairseq":
         from meliad_like.conversion.fairseq import convert_from_fairseq
 
-        convert_from_fairseq(INPUT.value, command_line.read_config(), OUTPUT.value)
+        convert_from_fairseq(INPUT.value, COMMAND.read_config(), OUTPUT.value)
     else:
         from meliad_like.conversion.pretrained import convert_from_pretrained, convert_to_huggingface
 
         if REVERSE.value:
             convert_to_huggingface(INPUT.value, OUTPUT.value)
         else:
-            gin = command_line.GIN_FILE.value, command_line.GIN_PARAM.value
+            gin = COMMAND.gin_file.value, COMMAND.gin_param.value
             convert_from_pretrained(subject, INPUT.value, *gin, OUTPUT.value)
     print(f"{subject}: {INPUT.value} -> {OUTPUT.value}")
 
 
 if __name__ == "__main__":
-    command_line.run(main, subjects=("meliad", "huggingface", "gguf", "fairseq"))
+    COMMAND.run(main)

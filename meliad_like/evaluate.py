@@ -1,12 +1,15 @@
-"""Evaluates a checkpoint: `python -m meliad_like.evaluate --checkpoint=DIR [--split=test] [--output=FILE]`."""
+"""Evaluates every token of the held-out documents with a checkpoint.
+
+    meliad_like evaluate --checkpoint=runs/quickstart --compare --output=runs/quickstart/test.json
+
+Only --checkpoint is needed: the folder has the model, the vocabulary and the config, which names the documents.
+"""
 
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from absl import flags
-
-from meliad_like import command_line
+from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 from meliad_like.remote import check_output
 
@@ -16,30 +19,29 @@ if TYPE_CHECKING:
     from meliad_like.data.split import Documents
     from meliad_like.run.opening import OpenedCheckpoint
 
-CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True
-)
-STEP = flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
-SPLIT = flags.DEFINE_string("split", "test", "train, validation or test.")
-STORE = flags.DEFINE_string("store", None, "Token store. Default: the one that the model was trained with.")
-PREPARE = flags.DEFINE_bool("prepare", False, "Make the token store first, if it is not there.")
-OUTPUT = flags.DEFINE_string("output", None, "JSON file to write, with a row for each document.")
-MAX_TOKENS = flags.DEFINE_integer(
+COMMAND = Command(__doc__, no_effect={"gin_file": "the config comes from the checkpoint; --gin_param changes it"})
+CHECKPOINT = COMMAND.string("checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True)
+STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
+SPLIT = COMMAND.string("split", "test", "train, validation or test.")
+STORE = COMMAND.string("store", None, "Token store. Default: the one that the model was trained with.")
+PREPARE = COMMAND.bool("prepare", False, "Make the token store first, if it is not there.")
+OUTPUT = COMMAND.string("output", None, "JSON file to write, with a row for each document.")
+MAX_TOKENS = COMMAND.integer(
     "max_tokens", None, "Evaluate a random subset of the documents, of this number of tokens at most."
 )
-COMPARE = flags.DEFINE_bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
-PROTOCOL = flags.DEFINE_multi_enum(
+COMPARE = COMMAND.bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
+PROTOCOL = COMMAND.multi_enum(
     "protocol",
     [],
     ["segments", "sliding", "token_by_token"],
     "Compare ways of reading the tokens, with their context and cost, instead of evaluating by document. Repeatable.",
 )
-STRIDE = flags.DEFINE_integer("stride", None, "New tokens of a window of --protocol=sliding.", lower_bound=1)
-WINDOWS = flags.DEFINE_integer("windows", 1, "Windows of --protocol=sliding that are read side by side.", lower_bound=1)
-CONCATENATED = flags.DEFINE_bool(
+STRIDE = COMMAND.integer("stride", None, "New tokens of a window of --protocol=sliding.", lower_bound=1)
+WINDOWS = COMMAND.integer("windows", 1, "Windows of --protocol=sliding that are read side by side.", lower_bound=1)
+CONCATENATED = COMMAND.bool(
     "concatenated", True, "Whether a --protocol reads all documents as one, without a reset between them."
 )
-DETAILS = flags.DEFINE_bool("details", True, "Whether to show all figures, and the loss by position.")
+DETAILS = COMMAND.bool("details", True, "Whether to show all figures, and the loss by position.")
 
 
 def main() -> None:
@@ -54,7 +56,7 @@ def main() -> None:
     from meliad_like.mesh import parameter_shardings
     from meliad_like.run.opening import open_store, open_with
 
-    opened, mesh = open_with(CHECKPOINT.value, read_changes((), command_line.GIN_PARAM.value), STEP.value)
+    opened, mesh = open_with(CHECKPOINT.value, read_changes((), COMMAND.gin_param.value), STEP.value)
     store = open_store(opened, CHECKPOINT.value, STORE.value, PREPARE.value)
     run, model, vocabulary, split = opened.run, opened.model, opened.vocabulary, store.split(SPLIT.value)
     if PROTOCOL.value:
@@ -98,8 +100,6 @@ def main() -> None:
 
 
 def _check_flags() -> None:
-    if command_line.GIN_FILE.value:
-        raise UserError("--gin_file has no effect here: the config comes from the checkpoint; --gin_param changes it")
     if CONCATENATED.present and not PROTOCOL.value:
         raise UserError("--concatenated has no effect without a --protocol: leave it out")
     for flag in (STRIDE, WINDOWS):
@@ -145,4 +145,4 @@ def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Document
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    COMMAND.run(main)

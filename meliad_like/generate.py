@@ -1,50 +1,51 @@
-"""Continues a prompt: `python -m meliad_like.generate --checkpoint=DIR --prompt_file=BOOK.txt --tokens=500`."""
+"""Continues a prompt of any length.
+
+    meliad_like generate --checkpoint=runs/quickstart --prompt_file=BOOK.txt --tokens=500
+    meliad_like generate --checkpoint=runs/quickstart --document=urllib --echo=300 --temperature=0.7
+
+The cost of a token does not depend on its position. --save_carry keeps what the model remembers, to resume from later.
+"""
 
 import os
 import sys
 import time
 from pathlib import Path
 
-from absl import flags
-
-from meliad_like import command_line
+from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 from meliad_like.remote import check_output
 
-CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True
-)
-STEP = flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
-PROMPT = flags.DEFINE_string("prompt", None, "Text to continue.")
-PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "UTF-8 file with the text to continue, of any length.")
-DOCUMENT = flags.DEFINE_string("document", None, "Name of a document of the token store whose beginning is continued.")
-DOCUMENT_TOKENS = flags.DEFINE_integer("document_tokens", 2000, "How much of --document is read.", lower_bound=1)
-STORE = flags.DEFINE_string("store", None, "Token store of --document. Default: the one of the training.")
-ECHO = flags.DEFINE_integer("echo", 0, "Show this number of last characters of the prompt first.", lower_bound=0)
-TOKENS = flags.DEFINE_integer("tokens", 200, "Tokens to write, at most.", lower_bound=0)
-TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Below 1: more predictable; 0: always the most likely token.")
-TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from this number of most likely tokens; 0: from all.")
-TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens that reach this probability together.")
-SEED = flags.DEFINE_integer(
+COMMAND = Command(__doc__, no_effect=dict.fromkeys(("gin_file", "gin_param"), "the config comes from the checkpoint"))
+CHECKPOINT = COMMAND.string("checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True)
+STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
+PROMPT = COMMAND.string("prompt", None, "Text to continue.")
+PROMPT_FILE = COMMAND.string("prompt_file", None, "UTF-8 file with the text to continue, of any length.")
+DOCUMENT = COMMAND.string("document", None, "Name of a document of the token store whose beginning is continued.")
+DOCUMENT_TOKENS = COMMAND.integer("document_tokens", 2000, "How much of --document is read.", lower_bound=1)
+STORE = COMMAND.string("store", None, "Token store of --document. Default: the one of the training.")
+ECHO = COMMAND.integer("echo", 0, "Show this number of last characters of the prompt first.", lower_bound=0)
+TOKENS = COMMAND.integer("tokens", 200, "Tokens to write, at most.", lower_bound=0)
+TEMPERATURE = COMMAND.float("temperature", 1.0, "Below 1: more predictable; 0: always the most likely token.")
+TOP_K = COMMAND.integer("top_k", 0, "Sample from this number of most likely tokens; 0: from all.")
+TOP_P = COMMAND.float("top_p", 1.0, "Sample from the most likely tokens that reach this probability together.")
+SEED = COMMAND.integer(
     "seed",
     None,
     "Random seed. Default: 0, or the random state in --load_carry.",
     lower_bound=0,
     upper_bound=2**32 - 1,
 )
-STOP_AT_END = flags.DEFINE_bool(
+STOP_AT_END = COMMAND.bool(
     "stop_at_end",
     True,
     "Whether the end of the document ends the text. If not, it is never sampled, or ends a line.",
 )
-SAVE_CARRY = flags.DEFINE_string("save_carry", None, "File for the carry, to resume from later.")
-LOAD_CARRY = flags.DEFINE_string("load_carry", None, "File of --save_carry to resume from; a prompt is read next.")
-CHUNK = flags.DEFINE_integer("chunk", 8, "Number of tokens that are generated before they are printed.", lower_bound=1)
+SAVE_CARRY = COMMAND.string("save_carry", None, "File for the carry, to resume from later.")
+LOAD_CARRY = COMMAND.string("load_carry", None, "File of --save_carry to resume from; a prompt is read next.")
+CHUNK = COMMAND.integer("chunk", 8, "Number of tokens that are generated before they are printed.", lower_bound=1)
 
 
 def main() -> None:
-    if command_line.GIN_FILE.value or command_line.GIN_PARAM.value:
-        raise UserError("--gin_file and --gin_param have no effect here: the config comes from the checkpoint")
     prompt = _given_text()
     if SAVE_CARRY.value is not None:
         check_output(SAVE_CARRY.value, SAVE_CARRY.name)
@@ -129,4 +130,4 @@ def _given_text() -> str | None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    COMMAND.run(main)

@@ -1,4 +1,6 @@
-"""Plans the memory of a run without the pod: `python -m meliad_like.plan --gin_file=... --topology=v4:2x2x4`.
+"""Plans the memory and the time of a run on a TPU slice, without one.
+
+    meliad_like plan --gin_file=size/large_1200m.gin --gin_file=option/bfloat16.gin --topology=v4:2x2x4
 
 Compiles the real training, evaluation and decoding steps, and shows the memory, traffic and operations of each device,
 the least time that these take, and the time that the TPU's compiler itself estimates, by part of the model.
@@ -9,34 +11,31 @@ import json
 import os
 from pathlib import Path
 
-from absl import flags
+from meliad_like.command_line import Command
 
-from meliad_like import command_line
-
-TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "TPU slice by chips (v4:2x2x4, v5e:4x4, v6e:4x4) or cpu:8.", required=True
-)
-VOCABULARY_SIZE = flags.DEFINE_integer(
+COMMAND = Command(__doc__)
+TOPOLOGY = COMMAND.string("topology", None, "TPU slice by chips (v4:2x2x4, v5e:4x4, v6e:4x4) or cpu:8.", required=True)
+VOCABULARY_SIZE = COMMAND.integer(
     "vocabulary_size",
     None,
     "Number of tokens. Default: that of the token store if there is one, otherwise that of the vocabulary's config.",
     lower_bound=1,
 )
-SEARCH = flags.DEFINE_bool("search", True, "Whether to search for settings that fit, if these don't.")
-PROGRAMS = flags.DEFINE_multi_enum(
+SEARCH = COMMAND.bool("search", True, "Whether to search for settings that fit, if these don't.")
+PROGRAMS = COMMAND.multi_enum(
     "program", ["training", "evaluation", "decoding"], ["training", "evaluation", "decoding"], "What to compile."
 )
-QUICK = flags.DEFINE_bool("quick", False, "Compile with the least effort: much sooner, activations up to 20 % larger.")
-COSTLIEST = flags.DEFINE_integer(
+QUICK = COMMAND.bool("quick", False, "Compile with the least effort: much sooner, activations up to 20 % larger.")
+COSTLIEST = COMMAND.integer(
     "costliest", 10, "Number of instructions of the first program to list, by their estimated time.", lower_bound=0
 )
-OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
+OUTPUT = COMMAND.string("output", None, "JSON file for the figures.")
 
 
 def main() -> int:
     # The command itself runs on the CPU, independent of the platform for which it compiles.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    run = command_line.read_config()
+    run = COMMAND.read_config()
     from rich.console import Console
 
     from meliad_like.planning import report
@@ -72,4 +71,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    COMMAND.run(main)

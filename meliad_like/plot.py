@@ -1,15 +1,19 @@
-"""Draws a run's loss as a picture: `python -m meliad_like.plot --workdir=DIR [--evaluation=FILE] [--output=PNG]`."""
+"""Draws any figure of the metrics of one or several runs by step.
+
+    meliad_like plot --workdir=runs/quickstart --metric=gradient_norm
+
+--workdir may be repeated, to draw several runs in one picture.
+"""
 
 from pathlib import Path
 
-from absl import flags
+from meliad_like.command_line import Command
 
-from meliad_like import command_line
-
-WORKDIR = flags.DEFINE_multi_string("workdir", None, "Folder of a run. Repeatable, for one picture.", required=True)
-METRIC = flags.DEFINE_string("metric", "bits_per_byte", "Which of the figures in metrics.jsonl.")
-EVALUATION = flags.DEFINE_string("evaluation", None, "What evaluate --compare --output wrote: adds the compressors.")
-OUTPUT = flags.DEFINE_string(
+COMMAND = Command(__doc__, no_effect=dict.fromkeys(("gin_file", "gin_param"), "the figures are those of the run"))
+WORKDIR = COMMAND.multi_string("workdir", None, "Folder of a run. Repeatable, for one picture.", required=True)
+METRIC = COMMAND.string("metric", "bits_per_byte", "Which of the figures in metrics.jsonl.")
+EVALUATION = COMMAND.string("evaluation", None, "What evaluate --compare --output wrote: adds the compressors.")
+OUTPUT = COMMAND.string(
     "output", None, "The picture. Default: METRIC.png in the first run's folder (here, where that is on gs://)."
 )
 
@@ -28,4 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    COMMAND.run(main)

@@ -1,20 +1,23 @@
-"""Turns documents into a token store, once: `python -m meliad_like.prepare --gin_file=task/books.gin --store=DIR`."""
+"""Turns documents into a token store, once for all runs that read them.
 
-from absl import flags
+    meliad_like prepare --gin_file=task/books.gin --gin_param="FolderSourceConfig.folder = 'my_books'"
 
-from meliad_like import command_line
-from meliad_like.data.preparation import prepare
+A store that is there already is compared with the documents, and used.
+"""
 
-__all__ = ["prepare"]
+from meliad_like.command_line import Command
 
-STORE = flags.DEFINE_string("store", None, "Folder of the token store. Default: ReaderConfig.store.")
-WORKERS = flags.DEFINE_integer("workers", 0, "Processes that read and tokenise; 0: one per core.", lower_bound=0)
+COMMAND = Command(__doc__)
+STORE = COMMAND.string("store", None, "Folder of the token store. Default: ReaderConfig.store.")
+WORKERS = COMMAND.integer("workers", 0, "Processes that read and tokenise; 0: one per core.", lower_bound=0)
 
 
 def main() -> None:
-    run = command_line.read_config()
+    run = COMMAND.read_config()
+    from meliad_like.data.preparation import prepare
+
     prepare(run.source, run.vocabulary, STORE.value or run.data.store, WORKERS.value, for_training=True)
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    COMMAND.run(main)

@@ -1,31 +1,32 @@
-"""Trains a model: `python -m meliad_like.train --gin_file=... --workdir=DIR`; the same command resumes it.
+"""Trains a model, or resumes its training.
+
+    meliad_like train --gin_file=quickstart.gin --workdir=runs/quickstart
 
 With several processes the command is started once for each, with the same files and working folder: `--distributed`
 on a cluster that jax detects, otherwise with `--coordinator_address`, `--num_processes` and `--process_id`.
 """
 
-from absl import flags
+from meliad_like.command_line import Command
 
-from meliad_like import command_line
-
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: config, checkpoints, metrics.", required=True)
-LOAD_DIR = flags.DEFINE_string("load_dir", None, "Checkpoint folder whose parameters a fresh run starts with.")
-PROFILE_STEPS = flags.DEFINE_string(
+COMMAND = Command(__doc__)
+WORKDIR = COMMAND.string("workdir", None, "Folder of the run: config, checkpoints, metrics.", required=True)
+LOAD_DIR = COMMAND.string("load_dir", None, "Checkpoint folder whose parameters a fresh run starts with.")
+PROFILE_STEPS = COMMAND.string(
     "profile_steps", None, "FIRST:LAST, such as 10:15: a trace of these steps, in the folder profile of --workdir."
 )
-DISTRIBUTED = flags.DEFINE_bool(
+DISTRIBUTED = COMMAND.bool(
     "distributed", False, "One process of several, on a cluster that jax detects: a TPU pod, SLURM, GKE, MPI."
 )
-COORDINATOR_ADDRESS = flags.DEFINE_string(
+COORDINATOR_ADDRESS = COMMAND.string(
     "coordinator_address", None, "One process of several, anywhere: host:port at which process 0 shall listen."
 )
-NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Beside --coordinator_address.", lower_bound=1)
-JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 300, "How long the processes wait for each other.", lower_bound=1)
-PROCESS_ID = flags.DEFINE_integer("process_id", None, "Beside --coordinator_address, from 0.", lower_bound=0)
+NUM_PROCESSES = COMMAND.integer("num_processes", None, "Beside --coordinator_address.", lower_bound=1)
+JOIN_SECONDS = COMMAND.integer("join_seconds", 300, "How long the processes wait for each other.", lower_bound=1)
+PROCESS_ID = COMMAND.integer("process_id", None, "Beside --coordinator_address, from 0.", lower_bound=0)
 
 
 def main() -> int:
-    run = command_line.read_config()
+    run = COMMAND.read_config()
     from meliad_like.run.training import train
     from meliad_like.training.loop import parse_steps
     from meliad_like.training.processes import initialize_distributed
@@ -38,4 +39,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    COMMAND.run(main)

@@ -314,20 +314,22 @@ def test_the_number_of_steps_may_change_where_the_schedule_has_a_length_of_its_o
 
 
 PROGRAM = """
-from meliad_like import command_line
+from meliad_like.command_line import Command
+
+COMMAND = Command(None)
 
 def main():
-    print(command_line.read_config().model.num_layers)
+    print(COMMAND.read_config().model.num_layers)
 
-command_line.run(main)
+COMMAND.run(main)
 """
 
 
 FULL_MEMORY = """
 import jax.numpy as jnp
-from meliad_like import command_line
+from meliad_like.command_line import Command
 
-command_line.run(lambda: jnp.zeros(1 << 50).block_until_ready())
+Command(None).run(lambda: jnp.zeros(1 << 50).block_until_ready())
 """
 
 

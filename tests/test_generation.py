@@ -358,7 +358,7 @@ def test_who_reads_may_have_enough(folder, tmp_path, place, status):
         (["--prompt=a", "--save_carry=/tmp"], "--save_carry=/tmp is a folder"),
         (["--prompt=a", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--prompt=a", "--document_tokens=5"], "--document_tokens has no effect without --document"),
-        (["--prompt=a", "--gin_param=DecoderConfig.num_layers=3"], "have no effect here"),
+        (["--prompt=a", "--gin_param=DecoderConfig.num_layers=3"], "has no effect here"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):

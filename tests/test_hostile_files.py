@@ -189,11 +189,11 @@ def test_a_line_of_the_metrics(tmp_path, line):
 def test_a_full_disk_is_one_line_wherever_it_is_met():
     """/dev/full is a full disk, on which the first write of metrics fails."""
     program = """
-        from meliad_like import command_line
+        from meliad_like.command_line import Command
         def main():
             with open("/dev/full", "a") as file:
                 file.write("a line")
-        command_line.run(main)
+        Command(None).run(main)
     """
     result = forked.run("-c", textwrap.dedent(program))
     assert result.returncode == 2
@@ -225,8 +225,8 @@ def test_a_path_that_the_system_refuses_is_one_line(tmp_path, folder, text):
     (tmp_path / "file").touch()
     program = f"""
         import pathlib
-        from meliad_like import command_line
-        command_line.run(lambda: pathlib.Path({str(tmp_path / folder)!r}).mkdir(parents=True, exist_ok=True))
+        from meliad_like.command_line import Command
+        Command(None).run(lambda: pathlib.Path({str(tmp_path / folder)!r}).mkdir(parents=True, exist_ok=True))
     """
     result = forked.run("-c", textwrap.dedent(program))
     assert result.returncode == (0 if text is None else 2)

@@ -8,7 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "meliad_like"
 
 FLOORS = [
-    {"train", "evaluate", "generate", "prepare", "convert", "plan", "plot"},
+    {"__main__"},
+    {"train", "evaluate", "generate", "prepare", "convert", "plan", "plot", "configs", "describe"},
     {"library"},
     {"experiments"},
     {"history"},

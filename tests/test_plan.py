@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meliad_like import config, plan
@@ -196,8 +195,8 @@ def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
 
     def exit_status(total_gib, *flag_words):
         monkeypatch.setattr("meliad_like.planning.programs.needs", lambda *_: [need_of(total_gib)])
-        flags.FLAGS.unparse_flags()
-        flags.FLAGS(["plan", "--topology=v4:2", "--vocabulary_size=256", *flag_words])
+        plan.COMMAND.flags.unparse_flags()
+        plan.COMMAND.flags(["plan", "--topology=v4:2", "--vocabulary_size=256", *flag_words])
         return plan.main()
 
     assert exit_status(31) == 0
@@ -206,7 +205,6 @@ def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
     assert "does not fit: training (33.0 GiB)\nit would fit with MeshConfig.fsdp = 2\n" in capsys.readouterr().out
     assert exit_status(33, "--nosearch") == 1
     assert "it would fit" not in capsys.readouterr().out
-    flags.FLAGS.unparse_flags()
 
 
 def test_alternatives_need_less_and_can_be_built(run):

@@ -24,12 +24,11 @@ PAGES = [
 # Parses the flags of several commands of one entry point, without running them.
 PARSE = """
 import importlib.util, json, sys
-from absl import flags
 is_package = importlib.util.find_spec(sys.argv[1]).submodule_search_locations
-importlib.import_module(sys.argv[1] + (".__main__" if is_package else ""))
+flags = importlib.import_module(sys.argv[1] + (".__main__" if is_package else "")).COMMAND.flags
 for argv in json.loads(sys.argv[2]):
-    flags.FLAGS.unparse_flags()
-    flags.FLAGS([sys.argv[1], *argv])
+    flags.unparse_flags()
+    flags([sys.argv[1], *argv])
 """
 
 
@@ -74,6 +73,8 @@ def test_every_entry_point_is_shown():
         "studies",
         "experiments",
         "history",
+        "configs",
+        "describe",
     }
 
 

@@ -255,7 +255,7 @@ def test_a_bucket_that_is_out_of_order_anywhere_else_is_one_line(monkeypatch, ca
 
     monkeypatch.setattr(command_line.app, "run", lambda report, flags_parser: sys.exit(report(["train"])))
     with pytest.raises(SystemExit, match="2"):
-        command_line.run(main)
+        command_line.Command(None).run(main)
     why = "the object store failed: no answer, 503"
     assert capsys.readouterr().err == f"error: {why}; the same command tries again\n"
 

@@ -132,8 +132,8 @@ def test_ctrl_c_saves_and_ends_as_sigterm_does(bindings, tmp_path):
 
 def test_ctrl_c_before_the_first_step_is_one_line(bindings, tmp_path):
     # Interrupted while jax prepares the training, the interpreter crashes in its clean-up.
-    crash = "import atexit, os, signal; from meliad_like import command_line; atexit.register(os.abort); "
-    ended = run_command(["-c", crash + "command_line.run(lambda: signal.raise_signal(signal.SIGINT))"])
+    crash = "import atexit, os, signal; from meliad_like.command_line import Command; atexit.register(os.abort); "
+    ended = run_command(["-c", crash + "Command(None).run(lambda: signal.raise_signal(signal.SIGINT))"])
     assert ended.returncode == 130 and ended.stderr == "interrupted\n"
 
 

@@ -82,8 +82,7 @@ def run_command(words: list[str], num_devices: int = 8) -> subprocess.CompletedP
 
 # The real command, which does something when it has logged a step.
 ON_STEP = """
-import os, pathlib, signal, time
-from meliad_like import command_line, train
+import os, pathlib, runpy, signal, time
 from meliad_like.run import setup
 from meliad_like.training.metrics import MetricsWriter
 from tiny_run import mesh_of_the_first_devices
@@ -97,7 +96,7 @@ def write_and_act(self, step, metrics, kind="train"):
         {deed}
 
 MetricsWriter.write = write_and_act
-command_line.run(train.main)
+runpy.run_module("meliad_like.train", run_name="__main__")
 """
 
 

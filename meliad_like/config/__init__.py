@@ -4,7 +4,7 @@ gin files are read here and nowhere else: everything below the entry points take
 read while jax traces is frozen into the compiled program, and a worker process has no gin state at all.
 """
 
-from meliad_like.config.bindings import shipped_files
+from meliad_like.config.bindings import about, shipped_files
 from meliad_like.config.construction import field_types, fit
 from meliad_like.config.run import Changes, RunConfig, bound_by, parse, read_changes, with_changes
 from meliad_like.config.saved import check_workdir, differences, from_json, rebuild, save, to_gin, to_json
@@ -13,6 +13,7 @@ from meliad_like.registry import bound_values
 __all__ = [
     "Changes",
     "RunConfig",
+    "about",
     "bound_by",
     "bound_values",
     "check_workdir",

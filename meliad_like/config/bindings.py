@@ -6,6 +6,8 @@ binding nobody consumes is silently dropped; both have trained the wrong model b
 
 import difflib
 import io
+import itertools
+import re
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -33,6 +35,14 @@ def shipped_files() -> list[str]:
     """Names of all shipped gin files, as `--gin_file` takes them."""
     root = Path(gin_root())
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*.gin"))
+
+
+def about(name: str) -> str:
+    """The first sentence of the comment at the beginning of a gin file."""
+    lines = find_file(name).read_text().splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.removeprefix("#").strip() for line in comment)
+    return re.split(r"(?<=\.) (?=[A-Z(])", text, maxsplit=1)[0]
 
 
 def find_file(name: str) -> epath.Path:

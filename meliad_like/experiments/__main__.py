@@ -1,4 +1,6 @@
-"""Makes a table of a paper: `python -m meliad_like.experiments table1 --scale=tiny`.
+"""Makes a table of a paper at a scale.
+
+    meliad_like experiments table1 --scale=tiny
 
 table1, table3, table4, table5   of Block-Recurrent Transformers
 shortformer                      of Shortformer: stages, infused positions and caches
@@ -14,46 +16,12 @@ import os
 import sys
 from pathlib import Path
 
-from absl import flags
-
-from meliad_like import command_line
+from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
 HISTORY = "ancient_history"
 TRAININGS = ("table1", "table3", "table4", "table5", "shortformer", "recurrence")
 PRETRAINED = ("recurrence", HISTORY)
-
-SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "small", "paper"], "How large the models and the runs are.")
-TASK = flags.DEFINE_string("task", "task/standard_library.gin", "Gin file of the documents and their vocabulary.")
-STORE = flags.DEFINE_string("store", None, "Token store, made if it doesn't exist. Default: the one of the task.")
-FOLDER = flags.DEFINE_string("folder", None, "Folder of runs and results. Default: runs/experiments/TABLE_SCALE.")
-SEEDS = flags.DEFINE_list(
-    "seeds", ["0", "1", "2"], "Seeds of parameters and of the order of documents; one run for each."
-)
-ROW = flags.DEFINE_multi_string("row", [], "Name of a row to make. Repeatable. Default: all rows of the scale.")
-JOBS = flags.DEFINE_integer(
-    "jobs", 0, "Number of runs at the same time; 0: at tiny one for each core, otherwise one.", lower_bound=0
-)
-SPLIT = flags.DEFINE_enum("split", "test", ["validation", "test"], "The split that is evaluated.")
-MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", None, "Evaluate this number of tokens, of the beginnings of documents. Default: as the scale says, "
-    "for most tables all.", lower_bound=1,
-)  # fmt: skip
-LOAD_DIR = flags.DEFINE_string("load_dir", None, "Checkpoint folder of the pretrained model (from convert).")
-SCORED_TOKENS = flags.DEFINE_integer(
-    "scored_tokens", None, "The number of tokens of documents to score. Default: as the scale says.", lower_bound=1
-)
-DOCUMENT_TOKENS = flags.DEFINE_integer(
-    "document_tokens", None, "Read this number of tokens of each document. Default: as the scale says.", lower_bound=2
-)
-REPEATS = flags.DEFINE_integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
-REPORT = flags.DEFINE_bool("report", False, "Only make the table of the results that exist.")
-STEP_TIME = flags.DEFINE_bool("step_time", False, "Only time the rows' steps; needs no documents.")
-TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "With --step_time: estimate the time on this TPU slice (v4:2x2x4) by its compiler. Takes minutes "
-    "a row, and resumes.",
-)  # fmt: skip
-WORKER = flags.DEFINE_string("worker", None, "Internal: step_time, or the run ROW,SEED.")
 
 USED_BY = {
     **dict.fromkeys(("seeds", "jobs", "repeats", "step_time", "topology", "worker"), TRAININGS),
@@ -62,9 +30,40 @@ USED_BY = {
 }
 """The flags that not all tables have."""
 
+COMMAND = Command(__doc__, subjects=(*TRAININGS, HISTORY), used_by=USED_BY)
 
-def _check_flags(subject: str) -> None:
-    command_line.refuse_unused(subject, USED_BY)
+SCALE = COMMAND.enum("scale", "tiny", ["tiny", "small", "paper"], "How large the models and the runs are.")
+TASK = COMMAND.string("task", "task/standard_library.gin", "Gin file of the documents and their vocabulary.")
+STORE = COMMAND.string("store", None, "Token store, made if it doesn't exist. Default: the one of the task.")
+FOLDER = COMMAND.string("folder", None, "Folder of runs and results. Default: runs/experiments/TABLE_SCALE.")
+SEEDS = COMMAND.list("seeds", ["0", "1", "2"], "Seeds of parameters and of the order of documents; one run for each.")
+ROW = COMMAND.multi_string("row", [], "Name of a row to make. Repeatable. Default: all rows of the scale.")
+JOBS = COMMAND.integer(
+    "jobs", 0, "Number of runs at the same time; 0: at tiny one for each core, otherwise one.", lower_bound=0
+)
+SPLIT = COMMAND.enum("split", "test", ["validation", "test"], "The split that is evaluated.")
+MAX_TOKENS = COMMAND.integer(
+    "max_tokens", None, "Evaluate this number of tokens, of the beginnings of documents. Default: as the scale says, "
+    "for most tables all.", lower_bound=1,
+)  # fmt: skip
+LOAD_DIR = COMMAND.string("load_dir", None, "Checkpoint folder of the pretrained model (from convert).")
+SCORED_TOKENS = COMMAND.integer(
+    "scored_tokens", None, "The number of tokens of documents to score. Default: as the scale says.", lower_bound=1
+)
+DOCUMENT_TOKENS = COMMAND.integer(
+    "document_tokens", None, "Read this number of tokens of each document. Default: as the scale says.", lower_bound=2
+)
+REPEATS = COMMAND.integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
+REPORT = COMMAND.bool("report", False, "Only make the table of the results that exist.")
+STEP_TIME = COMMAND.bool("step_time", False, "Only time the rows' steps; needs no documents.")
+TOPOLOGY = COMMAND.string(
+    "topology", None, "With --step_time: estimate the time on this TPU slice (v4:2x2x4) by its compiler. Takes minutes "
+    "a row, and resumes.",
+)  # fmt: skip
+WORKER = COMMAND.string("worker", None, "Internal: step_time, or the run ROW,SEED.")
+
+
+def _check_flags() -> None:
     if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
         raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
     if TOPOLOGY.value and not (STEP_TIME.value or REPORT.value):
@@ -72,7 +71,7 @@ def _check_flags(subject: str) -> None:
 
 
 def main(subject: str) -> int:
-    _check_flags(subject)
+    _check_flags()
     if TOPOLOGY.value:
         # The program runs on the CPU, whatever it compiles for.
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -85,8 +84,8 @@ def main(subject: str) -> int:
     store = [f"ReaderConfig.store = {STORE.value!r}"] if STORE.value else []
     settings = {
         "scale_name": SCALE.value,
-        "gin_files": (TASK.value, *command_line.GIN_FILE.value),
-        "gin_params": (*store, *command_line.GIN_PARAM.value),
+        "gin_files": (TASK.value, *COMMAND.gin_file.value),
+        "gin_params": (*store, *COMMAND.gin_param.value),
         "folder": Path(FOLDER.value or f"runs/experiments/{subject}_{SCALE.value}"),
         "load_dir": LOAD_DIR.value or "",
         "chosen": tuple(ROW.value),
@@ -131,4 +130,4 @@ def main(subject: str) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main, subjects=(*TRAININGS, HISTORY))
+    COMMAND.run(main)

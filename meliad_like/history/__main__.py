@@ -1,11 +1,11 @@
 """Ancient history: spans of a document's distant past in the window of a frozen model.
 
-python -m meliad_like.history score --checkpoint=DIR --store=DIR --split=train --output=DIR
-python -m meliad_like.history evaluate --checkpoint=DIR --store=DIR --selection=score_oracle --output=DIR
-python -m meliad_like.history search --checkpoint=DIR --store=DIR --split=train --document_tokens=4096 --output=DIR
-python -m meliad_like.history select --checkpoint=DIR --store=DIR --split=train --selection=random --output=DIR
-python -m meliad_like.history train_selector --checkpoint=DIR --store=DIR --scores=DIR --output=DIR
-python -m meliad_like.history page --checkpoint=DIR --store=DIR --document=NAME --selector=DIR --output=DIR
+    meliad_like history score --checkpoint=DIR --store=DIR --split=train --output=DIR
+    meliad_like history evaluate --checkpoint=DIR --store=DIR --selection=score_oracle --output=DIR
+    meliad_like history search --checkpoint=DIR --store=DIR --split=train --document_tokens=4096 --output=DIR
+    meliad_like history select --checkpoint=DIR --store=DIR --split=train --selection=random --output=DIR
+    meliad_like history train_selector --checkpoint=DIR --store=DIR --scores=DIR --output=DIR
+    meliad_like history page --checkpoint=DIR --store=DIR --document=NAME --selector=DIR --output=DIR
 
 HistoryConfig describes spans and windows: --gin_file=ancient_history/released_code.gin, or
 --gin_param=HistoryConfig.stride=128. The same command resumes what was interrupted.
@@ -13,37 +13,11 @@ HistoryConfig describes spans and windows: --gin_file=ancient_history/released_c
 
 from pathlib import Path
 
-from absl import flags
-
-from meliad_like import command_line
+from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
 COMMANDS = ("score", "evaluate", "search", "select", "train_selector", "page")
 SELECTIONS = ("random", "recent", "prefix_overlap", "overlap_oracle", "score_oracle")
-
-CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder of the frozen model.", required=True)
-STEP = flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
-STORE = flags.DEFINE_string("store", None, "Token store. Default: the one that the model was trained with.")
-SPLIT = flags.DEFINE_string("split", None, "Split that is read. Default: train for score and search, otherwise test.")
-OUTPUT = flags.DEFINE_string("output", None, "Folder of the results; made if needed.", required=True)
-DOCUMENT = flags.DEFINE_multi_string("document", [], "Name of a document. Repeatable. Default: all of the split.")
-DOCUMENT_TOKENS = flags.DEFINE_integer(
-    "document_tokens", None, "Tokens that are read of each document, from its beginning. Default: all.", lower_bound=2
-)
-MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", None, "Size of a random subset of the documents, the same each time. Default: all.", lower_bound=1
-)
-BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Sequences that the model reads at once.", lower_bound=1)
-SELECTION = flags.DEFINE_multi_enum(
-    "selection", [], SELECTIONS, "What ranks the spans. Repeatable; evaluate always adds random and overlap_oracle."
-)
-SELECTOR = flags.DEFINE_multi_string(
-    "selector", [], "Folder that train_selector made, in addition to or instead of --selection. Repeatable."
-)
-SCORES = flags.DEFINE_string("scores", None, "For train_selector: folder that score made.")
-NUM_TERMS = flags.DEFINE_integer("num_terms", 20, "For page: number of words with the highest impact.", lower_bound=1)
-HISTORY_LENGTHS = flags.DEFINE_list("history_lengths", ["128", "256", "512", "768"], "For search: history_length.")
-SPAN_LENGTHS = flags.DEFINE_list("span_lengths", ["8", "16", "32", "64", "128"], "For search: span_length.")
 
 SELECTING = ("evaluate", "select", "page")
 READING = ("score", "search", *SELECTING)
@@ -57,9 +31,34 @@ USED_BY = {
 }
 """The commands that each flag is for; others are for all commands."""
 
+COMMAND = Command(__doc__, subjects=COMMANDS, used_by=USED_BY)
+
+CHECKPOINT = COMMAND.string("checkpoint", None, "Checkpoint folder of the frozen model.", required=True)
+STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
+STORE = COMMAND.string("store", None, "Token store. Default: the one that the model was trained with.")
+SPLIT = COMMAND.string("split", None, "Split that is read. Default: train for score and search, otherwise test.")
+OUTPUT = COMMAND.string("output", None, "Folder of the results; made if needed.", required=True)
+DOCUMENT = COMMAND.multi_string("document", [], "Name of a document. Repeatable. Default: all of the split.")
+DOCUMENT_TOKENS = COMMAND.integer(
+    "document_tokens", None, "Tokens that are read of each document, from its beginning. Default: all.", lower_bound=2
+)
+MAX_TOKENS = COMMAND.integer(
+    "max_tokens", None, "Size of a random subset of the documents, the same each time. Default: all.", lower_bound=1
+)
+BATCH_SIZE = COMMAND.integer("batch_size", 16, "Sequences that the model reads at once.", lower_bound=1)
+SELECTION = COMMAND.multi_enum(
+    "selection", [], SELECTIONS, "What ranks the spans. Repeatable; evaluate always adds random and overlap_oracle."
+)
+SELECTOR = COMMAND.multi_string(
+    "selector", [], "Folder that train_selector made, in addition to or instead of --selection. Repeatable."
+)
+SCORES = COMMAND.string("scores", None, "For train_selector: folder that score made.")
+NUM_TERMS = COMMAND.integer("num_terms", 20, "For page: number of words with the highest impact.", lower_bound=1)
+HISTORY_LENGTHS = COMMAND.list("history_lengths", ["128", "256", "512", "768"], "For search: history_length.")
+SPAN_LENGTHS = COMMAND.list("span_lengths", ["8", "16", "32", "64", "128"], "For search: span_length.")
+
 
 def main(command: str) -> int | None:
-    command_line.refuse_unused(command, USED_BY)
     num_selections = len(SELECTION.value) + len(SELECTOR.value)
     if command in ("select", "page") and num_selections != 1:
         raise UserError(f"{command} takes one --selection or one --selector, not {num_selections}")
@@ -74,7 +73,7 @@ def main(command: str) -> int | None:
     request = HistoryRequest(
         checkpoint=CHECKPOINT.value,
         step=STEP.value,
-        changes=read_changes(command_line.GIN_FILE.value, command_line.GIN_PARAM.value),
+        changes=read_changes(COMMAND.gin_file.value, COMMAND.gin_param.value),
         store=STORE.value,
         split=SPLIT.value or ("train" if command in ("score", "search") else "test"),
         documents=tuple(DOCUMENT.value),
@@ -93,11 +92,11 @@ def main(command: str) -> int | None:
 
 
 def _numbers(flag: str) -> list[int]:
-    values: list[str] = flags.FLAGS[flag].value or []
+    values: list[str] = COMMAND.flags[flag].value or []
     if not values or not all(value.isdecimal() for value in values):
         raise UserError(f"--{flag}={','.join(values)} must be numbers, such as 256,512")
     return [int(value) for value in values]
 
 
 if __name__ == "__main__":
-    command_line.run(main, subjects=COMMANDS)
+    COMMAND.run(main)

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import pandas as pd
-from absl import flags
 
-from meliad_like import command_line
+from meliad_like.command_line import Command
 from meliad_like.config import RunConfig, parse, shipped_files
 from meliad_like.errors import UserError
 from meliad_like.planning import report
@@ -26,8 +25,9 @@ from meliad_like.remote import write_whole
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.tables import Table
 
-RESULTS = flags.DEFINE_string("results", "runs/planning", "Folder of results.json and table.md.")
-MATCH = flags.DEFINE_multi_string("match", [], "Compile only where file@topology contains all of these. Repeatable.")
+COMMAND = Command(__doc__, no_effect=dict.fromkeys(("gin_file", "gin_param"), "all files of the tables are planned"))
+RESULTS = COMMAND.string("results", "runs/planning", "Folder of results.json and table.md.")
+MATCH = COMMAND.multi_string("match", [], "Compile only where file@topology contains all of these. Repeatable.")
 
 
 class Setting(NamedTuple):
@@ -161,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    COMMAND.run(main)

@@ -1,0 +1,82 @@
+"""A run before anything is compiled or trained: its parameters, its memory between steps, and the cost of a token."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from meliad_like.config import RunConfig
+from meliad_like.config.run import stages_of
+from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.planning.programs import state_parts
+from meliad_like.planning.topology import GIB
+from meliad_like.tables import Table
+from meliad_like.training.hardware import DATASHEET_FLOPS
+from meliad_like.training.program import make_program
+
+EXAMPLES = {"TPU v4": "TPU v4", "TPU v6e": "TPU v6e", "H100": "NVIDIA H100 80GB HBM3"}
+"""Devices for which the time of a training is computed, by their names in the table."""
+
+
+class Description(NamedTuple):
+    """What a run needs, over all devices together."""
+
+    num_parameters: int
+    parts: dict[str, int]
+    """Bytes between steps by kind (`planning.programs.PARTS`), in the stage that needs the most."""
+    num_lanes: int
+    """Of that stage."""
+    forward_flops: float
+    """Operations of a token in the last stage (`layers/flops.py`)."""
+    training_flops: float
+    """Operations of a token in the last stage, forward and backward."""
+    num_steps: int
+    num_tokens: int
+    """Tokens of all steps, padding included."""
+    total_flops: float
+    """Operations of all steps of all stages."""
+
+    def table(self) -> Table:
+        """The figures, one for each row."""
+        rows = [("parameters", f"{self.num_parameters:,}")]
+        rows += [(f"{name}, all devices together", _size(num_bytes)) for name, num_bytes in self.parts.items()]
+        rows += [
+            ("carry of one document", _size(self.parts["carry"] / self.num_lanes)),
+            ("a checkpoint", _size(sum(self.parts.values()) - self.parts["batch"])),
+            ("a token's operations, reading", f"{self.forward_flops:.4g}"),
+            ("a token's operations, training", f"{self.training_flops:.4g}"),
+            ("steps", f"{self.num_steps:,}"),
+            ("tokens of all steps", f"{self.num_tokens:,}"),
+            ("operations of all steps", f"{self.total_flops:.4g}"),
+        ]
+        rows += [
+            (f"days of one {name} at its peak in bfloat16", f"{self.total_flops / DATASHEET_FLOPS[kind] / 86_400:,.3g}")
+            for name, kind in EXAMPLES.items()
+        ]
+        return Table("what the run needs", ("", ""), rows)
+
+
+def describe(run: RunConfig, vocabulary_size: int) -> Description:
+    """The figures of a run whose vocabulary has this size. Raises a UserError if the sizes don't go together."""
+    # Everything on one device: what is needed in total does not depend on the mesh.
+    mesh, stages = make_mesh(MeshConfig(), jax.devices()[:1]), stages_of(run)
+    programs = [make_program(stage.run, vocabulary_size, mesh) for stage in stages]
+    parts = [state_parts(program) for program in programs]
+    largest = max(range(len(stages)), key=lambda i: sum(parts[i].values()))
+    tokens = [(stage.last_step - stage.first_step) * stage.run.data.tokens_per_step for stage in stages]
+    model: Any = programs[-1].model
+    return Description(
+        num_parameters=model.num_parameters,
+        parts=parts[largest],
+        num_lanes=stages[largest].run.data.num_lanes,
+        forward_flops=model.forward_flops_per_token,
+        training_flops=model.training_flops_per_token,
+        num_steps=run.training.num_steps,
+        num_tokens=sum(tokens),
+        total_flops=sum(
+            n * program.model.training_flops_per_token for n, program in zip(tokens, programs, strict=True)
+        ),
+    )
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.3f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:,.3f} MiB"

@@ -1,0 +1,150 @@
+"""One command for all, its help, and commands and trainings in one process."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import forked
+import pytest
+from tiny_run import environment
+
+import meliad_like
+from meliad_like.__main__ import COMMANDS
+from meliad_like.command_line import Command
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# All commands in one process: absl's global flags would collide.
+HELP = """
+import importlib, importlib.util, json, sys
+texts = {}
+for name in json.loads(sys.argv[1]):
+    package = importlib.util.find_spec(f"meliad_like.{name}").submodule_search_locations
+    command = importlib.import_module(f"meliad_like.{name}" + (".__main__" if package else "")).COMMAND
+    texts[name] = [command.help(), list(command.flags)]
+print(json.dumps(texts))
+"""
+
+
+@pytest.fixture(scope="module")
+def texts():
+    result = forked.run("-c", HELP, json.dumps(list(COMMANDS)))
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_an_example_and_every_flag_with_the_gin_files_first(texts, name):
+    text, flags = texts[name]
+    assert f"\n    meliad_like {name} " in text
+    shown = re.findall(r"(?m)^  --(?:\[no\])?(\w+)", text)
+    hidden = {"v", "verbosity"} | ({"gin_file", "gin_param"} - set(shown))
+    assert sorted(shown) == sorted(set(flags) - hidden)
+    if "gin_file" in shown:
+        assert shown[:2] == ["gin_file", "gin_param"]
+    assert "repeat this option" not in text
+
+
+def test_help_says_what_is_required_what_the_default_is_and_what_a_flag_is_for():
+    command = Command(
+        "Does something.", subjects=("one", "two"), used_by={"size": ("two",)}, no_effect={"gin_file": "x"}
+    )
+    command.string("folder", None, "Where.", required=True)
+    command.integer("size", 3, "How much.", lower_bound=1)
+    command.multi_enum("part", [], ["a", "b"], "Which.")
+    command.bool("fast", True, "Whether to hurry.")
+    assert command.help().splitlines() == [
+        "Does something.",
+        "",
+        "Flags:",
+        "  --gin_param=...",
+        "      One binding on top of the files, such as DecoderConfig.num_layers=3.",
+        "      Repeatable; the last wins.",
+        "  --folder=...",
+        "      Required. Where.",
+        "  --size=...",
+        "      For two: How much. Default: 3.",
+        "  --part=a|b",
+        "      Which.",
+        "  --[no]fast",
+        "      Whether to hurry. Default: true.",
+    ]
+
+
+def test_one_command_runs_all():
+    listed = forked.run("-m", "meliad_like", "--help")
+    assert listed.returncode == 0 and all(f"  {name} " in listed.stdout for name in COMMANDS)
+    result = forked.run("-m", "meliad_like", "plot", "--workdir=/no/such/run", "--gin_file=x")
+    reason = "the figures are those of the run"
+    assert (result.returncode, result.stderr) == (2, f"error: --gin_file has no effect here: {reason}\n")
+    unknown = forked.run("-m", "meliad_like", "trian", "--workdir=x")
+    message = "error: meliad_like has no command 'trian' (nearest: train); --help lists them\n"
+    assert (unknown.returncode, unknown.stderr) == (2, message)
+
+
+TWO = """
+import sys
+from meliad_like import configs, describe
+for command, *words in ((configs, "1024", "TABLE 3 ("), (configs, "no such"), (describe, "--noconfig", *sys.argv[1:])):
+    sys.argv[1:] = words
+    try:
+        command.COMMAND.run(command.main)
+    except SystemExit as ended:
+        print("status", ended.code)
+"""
+
+
+def test_commands_run_one_after_the_other_in_one_process():
+    flags = ["--gin_file=size/tiny.gin", "--gin_file=block_recurrent/fixed_skip.gin", "--vocabulary_size=256"]
+    result = forked.run("-c", TWO, *flags)
+    first, second, third = re.split(r"status (?:0|1|None)\n", result.stdout)[:3]
+    assert first.splitlines()[1:] == [
+        "option/states_1024.gin                  Table 3 (b): 1024 state vectors in each recurrent layer.",
+        "option/window_1024.gin                  Table 3 (a): a window of 1024 tokens.",
+    ], result.stderr
+    assert second == "no gin file has 'no such' in its name or description\n"
+    assert re.search(r"parameters +│ +42,476 ", third)
+
+
+IMPORTED = """
+import sys
+import meliad_like
+print({"jax", "numpy", "absl"} & sys.modules.keys())
+meliad_like.train, meliad_like.load
+print({"tensorflow", "torch", "matplotlib"} & sys.modules.keys())
+"""
+
+
+def test_the_package_is_imported_in_no_time_and_knows_its_names():
+    assert {"load", "prepare", "train", "evaluate", "RunConfig"} <= set(dir(meliad_like))
+    with pytest.raises(AttributeError, match="has no attribute 'tarin'"):
+        meliad_like.tarin  # noqa: B018
+    result = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout == "set()\nset()\n", result.stderr
+
+
+THREAD = """
+import os, sys, threading
+os.chdir(sys.argv[1])
+failed = []
+threading.excepthook = lambda hook: failed.append(hook.exc_value)
+thread = threading.Thread(target=exec, args=(sys.argv[2], {}))
+thread.start()
+thread.join()
+sys.exit(repr(failed[0]) if failed else 0)
+"""
+
+
+def test_the_guides_training_in_python_runs_in_a_thread(tmp_path):
+    blocks = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text())
+    (block,) = [block for block in blocks if "meliad_like.train(" in block]
+    for split, text in (("train", "a rose is a rose\n" * 400), ("validation", "a rose"), ("test", "is a rose " * 30)):
+        (tmp_path / "my_books" / split).mkdir(parents=True)
+        (tmp_path / "my_books" / split / "book.txt").write_text(text)
+    fewer = block.replace("num_steps=500", "num_steps=2")
+    result = forked.run("-c", THREAD, str(tmp_path), fewer, environment=environment(num_devices=1))
+    assert result.returncode == 0, result.stderr
+    assert 0 < float(result.stdout.splitlines()[-1]) < 20
+    assert (tmp_path / "runs/my_books/checkpoints/2").is_dir()
