@@ -66,13 +66,13 @@ def main(_):
 
 def read(generator: Generator, num_tokens: int) -> Reading:
     tokens = np.random.default_rng(0).integers(0, V - 1, num_tokens + 1)
-    return generator.read(generator.begin(0), tokens)
+    return generator.read(generator.begin(0), [tokens])
 
 
 def at(reading: Reading, position: int) -> Reading:
     """The same memory later in a document, at the same place in its block."""
-    position += (reading.num_read - position) % SLIDE.window_length
-    return reading._replace(carry=reading.carry._replace(position=np.array([position], np.int32)), num_read=position)
+    places = position + (reading.num_read - position) % SLIDE.window_length
+    return reading._replace(carry=reading.carry._replace(position=places.astype(np.int32)), num_read=places)
 
 
 def measure(generator: Generator, places: dict[tuple[int, str], Reading]) -> dict[tuple[int, str], float]:

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig
-    from meliad_like.library import load
+    from meliad_like.library import LanguageModel, State, load
     from meliad_like.run.workflow import evaluate, prepare, train
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "evaluate", "load", "prepare", "train"]
+__all__ = ["LanguageModel", "RunConfig", "State", "evaluate", "load", "prepare", "train"]
 
 _HOMES = {
     "RunConfig": "meliad_like.config",
-    "load": "meliad_like.library",
+    **dict.fromkeys(("LanguageModel", "State", "load"), "meliad_like.library"),
     **dict.fromkeys(("evaluate", "prepare", "train"), "meliad_like.run.workflow"),
 }
 

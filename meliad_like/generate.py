@@ -52,7 +52,7 @@ def main() -> None:
     # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
     import jax
 
-    from meliad_like.generation.streaming import SamplingConfig
+    from meliad_like.generation.sampling import SamplingConfig
     from meliad_like.library import LanguageModel
     from meliad_like.run.opening import open_checkpoint
     from meliad_like.run.text import encode_prompt, read_document

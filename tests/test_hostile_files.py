@@ -25,7 +25,7 @@ from meliad_like.data.records_source import JsonLinesSource
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.generation.streaming import load_reading
+from meliad_like.generation.reading import load_reading
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
 

@@ -105,6 +105,85 @@ def test_writing_is_compiled_once(name, tmp_path, caplog):
         caplog.clear()
 
 
+LENGTHS = [0, 1, 2, W, W + 1, 3 * W + 2, C * W, 2 * C * W + 3]
+LONG = "".join(chr(97 + 7 * i % 26) for i in range(3 * C * W))
+
+
+def test_texts_of_a_batch_equal_themselves_alone(lm):
+    """Texts of unequal lengths after states at unequal places."""
+    texts = [LONG[:length] for length in LENGTHS]
+    befores = lm.read([LONG[-length - 1 :] for length in LENGTHS[::-1]])
+    scores = lm.score(texts, befores)
+    states = lm.read(texts, befores)
+    for text, before, score, state in zip(texts, befores, scores, states, strict=True):
+        alone = lm.score(text, before.copy())
+        np.testing.assert_allclose(score.log_probabilities, alone.log_probabilities, atol=1e-5)
+        for other in (alone.state, score.state, lm.read(text, before)):
+            assert max(state.difference(other).values()) < 1e-5
+            assert state.num_tokens == other.num_tokens == before.num_tokens + len(text)
+    written = lm.generate(states, 2 * W, seed=range(len(states)), stop_at_end=False)
+    for number, (state, continuation) in enumerate(zip(states, written, strict=True)):
+        assert lm.generate(state.copy(), 2 * W, seed=number, stop_at_end=False).tokens == continuation.tokens
+
+
+def test_one_state_is_continued_once_for_each_seed(states):
+    book = states.read(TEXT)
+    many = states.generate(book, 20, seed=[3, 1, 4, 1])
+    assert [one.tokens for one in many] == [states.generate(book, 20, seed=seed).tokens for seed in (3, 1, 4, 1)]
+    assert many[1].tokens == many[3].tokens != many[0].tokens
+    *_, last = states.stream(book, 20, seed=[3, 1, 4, 1], chunk=6)
+    again = states.generate([one.state for one in last], 10)
+    for seed, one in zip((3, 1, 4, 1), again, strict=True):
+        assert one.tokens == states.generate(book, 30, seed=seed).tokens[20:]
+
+
+def test_texts_that_end_leave_their_states(states):
+    """Texts of a batch end at different places, and each can be continued from its own."""
+    opened, end = states.opened, BYTES.end_of_document
+    embedding = np.array(opened.params["embedding"])
+    embedding[end] *= 3
+    likely = LanguageModel(opened._replace(params=opened.params | {"embedding": embedding}))
+    book = likely.read(TEXT)
+    many = likely.generate(book, 60, seed=range(6))
+    lengths = [len(one.tokens) for one in many]
+    assert len(set(lengths)) > 2 and min(lengths) < 60
+    for seed, one in enumerate(many):
+        alone = likely.generate(book, 60, seed=seed)
+        assert (one.tokens, one.text) == (alone.tokens, alone.text)
+        assert max(one.state.difference(alone.state).values()) < 1e-5
+        assert (
+            likely.generate(likely.read("And", one.state), 5).tokens
+            == likely.generate(likely.read("And", alone.state), 5).tokens
+        )
+
+
+def test_hidden_states_of_every_layer(lm):
+    number = len(lm.model.bind(lm.params).layers)
+    texts, before = [LONG[: C * W + 5], "short", ""], lm.read(LONG[:7])
+    for text, outputs in zip(texts, lm.forward(texts, before, layers=range(number + 1)), strict=True):
+        assert outputs.logits.shape == (len(text), BYTES.size)
+        if not text:
+            continue
+        probabilities = np.asarray(jax.nn.log_softmax(outputs.logits))
+        scored = probabilities[np.arange(len(text) - 1), outputs.tokens[1:]]
+        np.testing.assert_allclose(scored, lm.score(text, before).log_probabilities[1:], atol=1e-5)
+        module = lm.model.bind(lm.params)
+        np.testing.assert_allclose(
+            module.logits(module.finish(outputs.hidden[number], None)), outputs.logits, atol=1e-4
+        )
+        pieces = lm.forward(text[2:], lm.read(text[:2], before), layers=(0, -1))
+        np.testing.assert_allclose(outputs.hidden[0][2:], pieces.hidden[0], atol=1e-5)
+        np.testing.assert_allclose(outputs.hidden[number][2:], pieces.hidden[-1], atol=1e-5)
+
+
+def test_states_are_compared_and_copied(states):
+    first, second = states.read([TEXT, TEXT + "x"])
+    copied = first.copy()
+    assert set(first.difference(copied).values()) == {0.0}
+    assert copied.arrays["layers/0/mechanisms/recurrent_states/states"].shape == (4, 16)
+    assert first.difference(second)["position"] == 1
+
+
 def test_a_folder_is_all_that_is_needed(states, tmp_path):
     opened = states.opened
     write_checkpoint(tmp_path / "checkpoints", opened.params, opened.run, opened.vocabulary, 3)
@@ -114,6 +193,11 @@ def test_a_folder_is_all_that_is_needed(states, tmp_path):
     with pytest.raises(UserError, match="belongs to another config: step is 7 there, 3 here"):
         states.read("a").save(tmp_path / "state")
         meliad_like.load(tmp_path).resume(tmp_path / "state")
+    # Opened twice, a model is still the same.
+    other = meliad_like.load(tmp_path)
+    assert meliad_like.load(tmp_path).generate(other.read("a"), 3).tokens == other.generate("a", 3).tokens
+    with pytest.raises(UserError, match="the state belongs to another config: step is 3 there, 7 here; let this model"):
+        states.generate(other.read("a"))
 
 
 def test_the_lines_of_the_guide(states, tmp_path, monkeypatch, capsys):
@@ -121,7 +205,8 @@ def test_the_lines_of_the_guide(states, tmp_path, monkeypatch, capsys):
     opened = states.opened
     write_checkpoint("runs/quickstart/checkpoints", opened.params, opened.run, opened.vocabulary)
     Path("book.txt").write_text(TEXT)
-    [code] = re.findall(r"```python\n(import meliad_like\n.*?)```", GUIDE.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    [code] = [block for block in blocks if "meliad_like.load(" in block]
     exec(code, {})
     assert capsys.readouterr().out and Path("book.npz").exists()
 
@@ -131,8 +216,18 @@ def test_mistakes_are_named(states, tmp_path):
         meliad_like.load(tmp_path)
     with pytest.raises(UserError, match="token 257 is not in the vocabulary of 257"):
         states.score([1, 257])
+    with pytest.raises(UserError, match="text 1 of the batch: token -1 is not in the vocabulary of 257"):
+        states.read([[1, 2], [3, -1]])
     with pytest.raises(UserError, match="the prompt is empty"):
         states.generate("")
+    with pytest.raises(UserError, match="prompt 1 of the batch is empty"):
+        states.generate(["a", ""])
+    with pytest.raises(UserError, match="2 states for 3 texts: give one for each text, or one for all"):
+        states.score(["a", "b", "c"], [states.begin()] * 2)
+    with pytest.raises(UserError, match="2 seeds for 3 texts: give one for each"):
+        states.generate(["a", "b", "c"], seed=[1, 2])
+    with pytest.raises(UserError, match="there is no layer 2; the layers are 1 to 1, and 0 the embedding"):
+        states.forward("a", layers=[2])
 
 
 def test_the_package_alone_imports_nothing_large():

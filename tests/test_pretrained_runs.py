@@ -182,14 +182,13 @@ def test_text_of_any_length(place, trained, folder, window):
         sampling=SamplingConfig(temperature=0.0), stop_at_end=False,
     )  # fmt: skip
     prompt = opened.vocabulary.encode("a rose is a rose is a rose is")
-    reading = generator.read(generator.begin(0), prompt)
-    written = [token for tokens, _ in generator.write(reading, 20) for token in tokens]
+    written = generator.continuation(prompt, 20)
     assert len(written) == 20
     # Whatever is read at once, the text is the same.
     slowly = generator.begin(0)
     for token in prompt:
-        slowly = generator.read(slowly, np.array([token]))
-    assert written == [token for tokens, _ in generator.write(slowly, 20) for token in tokens]
+        slowly = generator.read(slowly, [np.array([token])])
+    assert written == [token for [tokens], _ in generator.write(slowly, 20) for token in tokens]
 
 
 def test_only_the_recurrence_reaches_into_the_next_window(place, trained, tmp_path):

@@ -12,15 +12,18 @@ import tiny_run
 from fake_gcs import fake_gcs
 from gcsfs.retry import HttpError
 from test_checkpoints import abstract, assert_same_bits, make_state, save_all
+from test_library import language_model
+from test_sharded_families import CONFIGS
 from tiny_run import parse, read_metadata, train
 
+import meliad_like
 from meliad_like import command_line, remote
 from meliad_like.data import token_store
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.remote import any_path
-from meliad_like.run.opening import open_checkpoint
+from meliad_like.run.opening import open_checkpoint, write_checkpoint
 from meliad_like.training import metrics
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.processes import Ownership
@@ -141,6 +144,20 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(bindings, bucket, cache, tmp_pat
     # Of the splits, those that were read.
     (copied,) = (cache / "meliad_like" / "stores").iterdir()
     assert sorted(path.name for path in copied.iterdir() if path.is_dir()) == ["train", "validation"]
+
+
+def test_a_model_and_its_states_in_a_bucket(bucket):
+    opened = language_model(CONFIGS["lstm:dual"]).opened
+    write_checkpoint("gs://bucket/run/checkpoints", opened.params, opened.run, opened.vocabulary)
+    lm = meliad_like.load("gs://bucket/run")
+    book = lm.read("a book")
+    book.save("gs://bucket/book.npz")
+    assert set(lm.resume("gs://bucket/book.npz").difference(book).values()) == {0.0}
+    with pytest.raises(UserError, match="there is no saved carry gs://bucket/none"):
+        lm.resume("gs://bucket/none")
+    bucket.refuse = lambda method, name: 403 if "book" in name else None
+    with pytest.raises(UserError, match="cannot write the carry to gs://bucket/book.npz: .*"):
+        book.save("gs://bucket/book.npz")
 
 
 def test_a_store_is_copied_once_and_again_when_it_is_another(bindings, bucket, cache, capsys):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.generation.streaming import SamplingConfig, sample
+from meliad_like.generation.sampling import SamplingConfig, sample
 
 # Probabilities 0.1, 0.4, 0.3, 0.2.
 LOGITS = np.log([0.1, 0.4, 0.3, 0.2]).astype(np.float32) + 7

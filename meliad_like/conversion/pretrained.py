@@ -24,6 +24,7 @@ from meliad_like.errors import UserError, reading
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
+from meliad_like.remote import any_path
 from meliad_like.resumable import parse_json, read_object, write_json
 from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, write_checkpoint
 
@@ -178,7 +179,7 @@ def kind_of(path: str | Path) -> str | None:
     """The `kind` of pretrained model at this place; None if there is none."""
     if Path(path).suffix == ".gguf":
         return "gguf"
-    return "huggingface" if any((Path(path) / name).exists() for name in (TENSORS_NAME, INDEX_NAME)) else None
+    return "huggingface" if any((any_path(path) / name).exists() for name in (TENSORS_NAME, INDEX_NAME)) else None
 
 
 def open_pretrained(kind: str, path: str | Path, changes: Changes) -> OpenedCheckpoint:

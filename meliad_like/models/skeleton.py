@@ -156,6 +156,22 @@ class Skeleton(nnx.Module):
         Returns:
             Hidden vectors for `logits`, and the carry for the next segment.
         """
+        outputs, carry = self.read_segment(tokens, carry, start, dropout_key)
+        return self.finish(outputs[-1], self._keys(dropout_key)[-1]), carry
+
+    def read_segment(
+        self,
+        tokens: Int[Array, "b n"],
+        carry: Any,
+        start: Bool[Array, "b c"],
+        dropout_key: PRNGKeyArray | None = None,
+        *,
+        every_layer: bool = False,
+    ) -> tuple[list[Float[Array, "b n d"]], Any]:
+        """Reads a segment, as `__call__`: returns the output of the last layer, and the carry.
+
+        With `every_layer`, the list holds the embedding and the output of every layer.
+        """
         n, w = num_parts() * tokens.shape[1], self.config.window_length
         if n % w or start.shape[1] != n // w:
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
@@ -167,10 +183,11 @@ class Skeleton(nnx.Module):
         layers = jax.lax.stop_gradient(carry.layers)
         layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
         if self.block_by_block:
-            x, layers = self._scan_stack(x, layers, positions, keys[:-2])
+            outputs, layers = self._scan_stack(x, layers, positions, keys[:-2], every_layer)
         else:
-            (*_, x), layers = self._stack(x, layers, positions, keys[:-2], {})
-        return self.finish(x, keys[-1]), carry._replace(position=position, layers=from_rightmost(layers))
+            outputs, layers = self._stack(x, layers, positions, keys[:-2], {})
+        outputs = outputs if every_layer else outputs[-1:]
+        return outputs, carry._replace(position=position, layers=from_rightmost(layers))
 
     def losses(
         self,
@@ -244,24 +261,25 @@ class Skeleton(nnx.Module):
         layers: list[Any],
         positions: Int[Array, "b c"],
         keys: list[PRNGKeyArray | None],
-    ) -> tuple[Float[Array, "b n d"], list[Any]]:
-        """Applies all layers to a block before the next block."""
+        every_layer: bool,
+    ) -> tuple[list[Float[Array, "b n d"]], list[Any]]:
+        """Applies all layers to a block before the next block; what it returns of the outputs, as `read_segment`."""
 
         def step(layers, block):
             x, position, number = block
             begun = [layer.begin_block(one, position) for layer, one in zip(self.layers, layers, strict=True)]
             folded = [None if key is None else jax.random.fold_in(key, number) for key in keys]
             shared = self.shared(DecoderCarry(position, begun))
-            (*_, x), layers = self._stack(x, begun, position[:, None], folded, shared)
-            return layers, x
+            outputs, layers = self._stack(x, begun, position[:, None], folded, shared)
+            return layers, outputs if every_layer else outputs[-1:]
 
         c = positions.shape[1]
         if c == 1:
-            layers, x = step(layers, (x, positions[:, 0], 0))
-            return x, layers
+            layers, outputs = step(layers, (x, positions[:, 0], 0))
+            return outputs, layers
         blocks = rearrange(x, "b (c w) d -> c b w d", c=c)
-        layers, x = jax.lax.scan(step, layers, (blocks, positions.T, jnp.arange(c)))
-        return rearrange(x, "c b w d -> b (c w) d"), layers
+        layers, outputs = jax.lax.scan(step, layers, (blocks, positions.T, jnp.arange(c)))
+        return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], layers
 
     def _at_blocks(
         self, flags: Bool[Array, " b"], method: str, layers: list[Any], position: Int[Array, " b"]
@@ -283,10 +301,10 @@ class Skeleton(nnx.Module):
         Lanes may be at different positions. The carry comes from `init_carry(b, decoding=True)`, directly or
         after whole segments. Returns the logits of the next token.
         """
-        (*_, x), carry = self._read_token(token, carry)
+        (*_, x), carry = self.read_token(token, carry)
         return self.logits(self.finish(x, None)), carry
 
-    def _read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
+    def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
         """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
         position = carry.position
         offset = self.config.offset(position)

@@ -112,8 +112,7 @@ def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState
         split = setup.store.split(run.training.evaluate_split)
         prompt = split.tokens(0, 0, min(run.data.segment_length, int(split.lengths[0]) - 1))
         generator = _make_generator(setup, jax.device_put(state.params, replicated(setup.mesh)))
-        reading = generator.read(generator.begin(step), prompt)
-        tokens = [token for written, _ in generator.write(reading, run.training.sample_tokens) for token in written]
+        tokens = generator.continuation(prompt, run.training.sample_tokens, seed=step)
         if jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             text = f"{vocabulary.decode(prompt)}\n--- continued by step {step}: ---\n{vocabulary.decode(tokens)}\n"

@@ -85,13 +85,9 @@ def _writer(
         stop_at_end=False,
     )
 
-    def continue_with(context: np.ndarray, num_tokens: int) -> list[int]:
-        place = generator.read(generator.begin(0), context)
-        return [token for tokens, _ in generator.write(place, num_tokens) for token in tokens]
-
     def write(context: Int[np.ndarray, " n"]) -> dict[str, str]:
-        remembered = continue_with(context, num_tokens)
-        forgotten = remembered[:1] + continue_with(np.array(remembered[:1]), num_tokens - 1)
+        remembered = generator.continuation(context, num_tokens)
+        forgotten = remembered[:1] + generator.continuation(np.array(remembered[:1]), num_tokens - 1)
         return {REMEMBERED: opened.vocabulary.decode(remembered), FORGOTTEN: opened.vocabulary.decode(forgotten)}
 
     return write

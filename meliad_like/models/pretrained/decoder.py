@@ -120,18 +120,19 @@ class PretrainedDecoder(Skeleton):
         layers = [None] * len(self.blocks)
         return self._stack(x, layers, position[:, None], keys[:-2], {"inserted": inserted})[0]
 
-    def __call__(self, tokens, carry, start, dropout_key=None):
-        """Reads a segment, as `Skeleton.__call__`.
+    def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
+        """Reads a segment, as `Skeleton.read_segment`.
 
         Every window begins with the tokens that it repeats. Only a carry for decoding receives tokens without
         repetition.
         """
+        keep = slice(None if every_layer else -1, None)
         if carry.tokens is not None and self.config.overlap:
-            return self._read_one_by_one(tokens, carry, start)
+            return self._read_one_by_one(tokens, carry, start, keep)
         if self.recurrence is None:
-            return super().__call__(tokens, carry, start, dropout_key)
-        hidden, carry = self._scan(tokens, tokens, carry, start, dropout_key, lambda hidden, _: hidden)
-        return rearrange(hidden, "c b w d -> b (c w) d"), carry
+            return super().read_segment(tokens, carry, start, dropout_key, every_layer=every_layer)
+        outputs, carry = self._scan(tokens, tokens, carry, start, dropout_key, lambda outputs, _: outputs[keep])
+        return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], carry
 
     def losses(self, tokens, targets, carry, start, dropout_key=None, *, slice_length):
         """Reads a segment: returns the loss of every target, and the carry, as `Skeleton.losses`.
@@ -141,12 +142,15 @@ class PretrainedDecoder(Skeleton):
         """
         if self.recurrence is None:
             return super().losses(tokens, targets, carry, start, dropout_key, slice_length=slice_length)
-        finish = lambda hidden, targets: token_losses(self, hidden, targets, slice_length)  # noqa: E731
+
+        def finish(outputs, targets):
+            return token_losses(self, self.final_norm(outputs[-1]), targets, slice_length)
+
         losses, carry = self._scan(tokens, targets, carry, start, dropout_key, finish)
         return jax.tree.map(lambda x: rearrange(x, "c b w -> b (c w)"), losses), carry
 
     def _scan(self, tokens, targets, carry: PretrainedCarry, start: Bool[Array, "b c"], dropout_key, finish):
-        """`finish(hidden, targets)` of one window after the other."""
+        """`finish(outputs of the layers, targets)` of one window after the other."""
         recurrence = self.recurrence
         assert recurrence is not None
         # Inside of the scan the ids are not known yet.
@@ -157,7 +161,7 @@ class PretrainedDecoder(Skeleton):
             tokens, targets, position, index = window
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
             outputs = self.read_window(tokens, position, inserted, key)
-            return recurrence(self._weigh(outputs)), finish(self.final_norm(outputs[-1]), targets)
+            return recurrence(self._weigh(outputs)), finish(outputs, targets)
 
         windows = (rearrange(y, "b (c w) -> c b w", c=start.shape[1]) for y in (tokens, targets))
         by_window = (*windows, positions.T, jnp.arange(start.shape[1]))
@@ -173,14 +177,14 @@ class PretrainedDecoder(Skeleton):
         after_norm = self.config.summary.pooled_layers == "final_norm"
         return self.recurrence.weigh([*outputs, self.final_norm(last) if after_norm else last])
 
-    def _read_token(self, token, carry):
-        """Reads one token per lane, as `Skeleton._read_token`.
+    def read_token(self, token, carry):
+        """Reads one token per lane, as `Skeleton.read_token`.
 
         Where a window is full, the next one begins with the last `overlap` tokens, which are read again: so texts of
         any length are written by the windows in which they are evaluated.
         """
         offset, lanes = self.config.offset(carry.position), jnp.arange(len(token))
-        outputs, carry = super()._read_token(token, carry)
+        outputs, carry = super().read_token(token, carry)
         carry = carry._replace(tokens=carry.tokens.at[lanes, offset].set(token))
         if self.recurrence is not None:
             carry = carry._replace(weighed=carry.weighed.at[lanes, offset].set(self._weigh(outputs)))
@@ -201,14 +205,14 @@ class PretrainedDecoder(Skeleton):
         weighed = None if self.recurrence is None else self._weigh(outputs)
         return carry._replace(tokens=tokens, layers=layers, weighed=weighed)
 
-    def _read_one_by_one(self, tokens, carry: PretrainedCarry, start):
+    def _read_one_by_one(self, tokens, carry: PretrainedCarry, start, keep: slice):
         """A segment without repetition, for windows that overlap: they begin within the blocks of w."""
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
 
         def read(carry: PretrainedCarry, token):
             token, begins = token
-            outputs, carry = self._read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
-            return carry, self.finish(outputs[-1], None)
+            outputs, carry = self.read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
+            return carry, outputs[keep]
 
-        carry, hidden = jax.lax.scan(read, carry, (tokens.T, begins.T))
-        return jnp.moveaxis(hidden, 0, 1), carry
+        carry, outputs = jax.lax.scan(read, carry, (tokens.T, begins.T))
+        return [jnp.moveaxis(y, 0, 1) for y in outputs], carry

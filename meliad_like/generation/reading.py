@@ -1,0 +1,312 @@
+"""The states of a batch of texts, and how texts of any lengths are read into them, each as if it were alone."""
+
+import functools
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, UInt32
+
+from meliad_like.errors import DAMAGED_NPZ, UserError, refusals
+from meliad_like.generation.lanes import choose_lanes, join_lanes, take_lanes
+from meliad_like.layers.losses import token_losses
+from meliad_like.models.model import Model
+from meliad_like.remote import any_path, one_line, write_whole
+from meliad_like.resumable import check_same
+from meliad_like.training.checkpoints import named_arrays
+
+LOSS_SLICE = 256
+"""The number of tokens whose logits exist at the same time, if only losses are wanted."""
+NO_TOKEN = -1
+"""The `Reading.token` of a text without tokens."""
+
+
+class Reading(NamedTuple):
+    """The states of a generator in `b` texts. Each use consumes them: the buffers of the carry are donated."""
+
+    carry: Any
+    """The model's carry after the tokens before `token`; the lanes are the texts."""
+    token: Int[np.ndarray, " b"]
+    """The last token of each text, which has not been read yet; NO_TOKEN before the first one."""
+    key: UInt32[Array, "b ..."]
+    """Data of the random key for the next tokens of each text."""
+    num_read: Int[np.ndarray, " b"]
+    """The number of tokens that the carry has read."""
+    ended: Bool[np.ndarray, " b"]
+    """Whether `token` is an end of document that the model has generated. A prompt can be continued even after an
+    end-of-document token, which in vocabularies of whole words also ends lines."""
+
+
+def take_reading(model: Model, reading: Reading, lanes: Sequence[int]) -> Reading:
+    """New states of these texts, in this order; the buffers are copies."""
+    index = np.asarray(lanes, np.int32)
+    host = (x[index] for x in (reading.token, reading.num_read, reading.ended))
+    token, num_read, ended = host
+    return Reading(take_lanes(model, reading.carry, index), token, reading.key[index], num_read, ended)
+
+
+def join_readings(model: Model, readings: Sequence[Reading]) -> Reading:
+    """New states with the texts of all readings, in their order."""
+    token, num_read, ended = (
+        np.concatenate([getattr(reading, name) for reading in readings]) for name in ("token", "num_read", "ended")
+    )
+    key = jnp.concatenate([reading.key for reading in readings])
+    return Reading(join_lanes(model, [reading.carry for reading in readings]), token, key, num_read, ended)
+
+
+class Wanted(NamedTuple):
+    """The results that are kept of each token that is read."""
+
+    losses: bool = False
+    """`nats`, float32: the loss of the token that comes next."""
+    logits: bool = False
+    """`logits`, float32[v], of the next token."""
+    layers: tuple[int, ...] = ()
+    """`layer 2`, [d], ...: the output of these layers, counted from 1, before the final norm; 0: the embedding."""
+
+
+class Unread(NamedTuple):
+    """The rest of a batch of texts."""
+
+    reading: Reading
+    """The states before the rest."""
+    tokens: list[Int[np.ndarray, " n"]]
+
+
+class TextReader:
+    """Reads texts with fixed parameters: whole segments, then whole blocks, then token by token."""
+
+    def __init__(self, model: Model, params: Any, segment_length: int):
+        self._model, self._params = model, params
+        self._segment_length, self._window_length = segment_length, model.config.window_length
+
+    def read(self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]]) -> Reading:
+        """The states after these tokens, one array for each text of `reading`."""
+        return self._read(reading, texts, Wanted(), finish=True)[1].reading
+
+    def look(
+        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], wanted: Wanted
+    ) -> tuple[list[dict[str, np.ndarray]], Unread]:
+        """Reads texts, and returns the wanted results of their tokens.
+
+        The tokens of a last, incomplete block are read at once for their results, and not one by one, as the state
+        after them would require. `read` continues the states that are returned with the tokens of these blocks.
+
+        Returns:
+            For each text the results by name, [n, ...]: of the last token before the text, if there is one, and of the
+            tokens of the text but its last.
+        """
+        return self._read(reading, texts, wanted, finish=False)
+
+    def _read(
+        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], wanted: Wanted, finish: bool
+    ) -> tuple[list[dict[str, np.ndarray]], Unread]:
+        """Reads texts: unless `finish`, the states are those before the last, incomplete blocks."""
+        check_tokens(texts, self._model.vocabulary_size)
+        rows = [_with_token_before(reading, lane, text) for lane, text in enumerate(texts)]
+        remaining = np.array([max(len(row) - 1, 0) for row in rows])
+        place, num_read = np.zeros(len(rows), int), reading.num_read.copy()
+        carry, found = reading.carry, [[] for _ in rows]
+        while remaining.any():
+            counts, size = self._next(num_read, remaining)
+            tokens, targets = _cut(rows, place, counts, size or self._window_length)
+            common = (self._model, self._params, carry, tokens, targets)
+            start = (num_read == 0)[:, None] & (np.arange(tokens.shape[1] // self._window_length) == 0)
+            if size:
+                lanes = None if counts.all() else counts > 0
+                carry, results = _read_blocks(*common, start, lanes, wanted=wanted)
+            elif finish or (num_read % self._window_length)[counts > 0].any():
+                even = bool((counts == counts[0]).all())
+                carry, results = _read_tokens(*common, counts, even=even, wanted=wanted)
+            else:
+                _keep(found, _look_at_block(*common, start, wanted=wanted), counts)
+                break
+            _keep(found, results, counts)
+            place, num_read, remaining = place + counts, num_read + counts, remaining - counts
+        token, ended = reading.token.copy(), reading.ended.copy()
+        for lane, text in enumerate(texts):
+            if len(text):
+                token[lane], ended[lane] = rows[lane][place[lane]], False
+        rest = [row[at + 1 :] for row, at in zip(rows, place, strict=True)]
+        joined = [
+            {name: np.concatenate([p[name] for p in parts]) for name in parts[0]} if parts else {} for parts in found
+        ]
+        return joined, Unread(Reading(carry, token, reading.key, num_read, ended), rest)
+
+    def _next(
+        self, num_read: Int[np.ndarray, " b"], remaining: Int[np.ndarray, " b"]
+    ) -> tuple[Int[np.ndarray, " b"], int]:
+        """The number of tokens that each text reads next, and how many are read at once, whole blocks (0: one)."""
+        offset = num_read % self._window_length
+        if (inside := (offset > 0) & (remaining > 0)).any():
+            return np.where(inside, np.minimum(remaining, self._window_length - offset), 0), 0
+        for size in (self._segment_length, self._window_length):
+            if (full := remaining >= size).any():
+                return np.where(full, size, 0), size
+        return remaining, 0
+
+
+def check_tokens(texts: Sequence[Int[np.ndarray, " n"]], vocabulary_size: int) -> None:
+    """Raises a UserError if a token is not in the vocabulary."""
+    for number, tokens in enumerate(texts):
+        if (wrong := tokens[(tokens < 0) | (tokens >= vocabulary_size)]).size:
+            where = f"text {number} of the batch: " if len(texts) > 1 else ""
+            raise UserError(f"{where}token {wrong[0]} is not in the vocabulary of {vocabulary_size}")
+
+
+def _with_token_before(reading: Reading, lane: int, text: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    """The tokens of a text after the last token before it, which has not been read yet."""
+    # A generated end of document is dropped when the text is continued.
+    is_before = reading.token[lane] != NO_TOKEN and not reading.ended[lane]
+    return np.concatenate([reading.token[lane : lane + is_before], text]).astype(np.int32)
+
+
+def _cut(
+    rows: list[Int[np.ndarray, " n"]], place: Int[np.ndarray, " b"], counts: Int[np.ndarray, " b"], size: int
+) -> tuple[Int[np.ndarray, "b size"], Int[np.ndarray, "b size"]]:
+    """The next `counts` tokens of each row and the tokens that follow each of them, padded with zeros."""
+    tokens, targets = np.zeros((2, len(rows), size), np.int32)
+    for lane, (row, at, count) in enumerate(zip(rows, place, counts, strict=True)):
+        tokens[lane, :count], targets[lane, :count] = row[at : at + count], row[at + 1 : at + count + 1]
+    return tokens, targets
+
+
+def _keep(found: list[list[dict[str, np.ndarray]]], results: dict[str, Array], counts: Int[np.ndarray, " b"]) -> None:
+    """Adds the results of the first `counts` tokens of each text to those of the text."""
+    on_host = {name: np.asarray(result) for name, result in results.items()}
+    for parts, lane in zip(found, range(len(counts)), strict=True):
+        if counts[lane]:
+            parts.append({name: result[lane, : counts[lane]] for name, result in on_host.items()})
+
+
+def _results(module: Any, outputs: list[Array], targets: Int[Array, "b n"], wanted: Wanted) -> dict[str, Array]:
+    """The wanted results, [b, n, ...], from the outputs of the layers, [b, n, d]."""
+    hidden, found = module.finish(outputs[-1], None), {}
+    if wanted.losses:
+        found["nats"] = token_losses(module, hidden, targets, LOSS_SLICE).nats
+    if wanted.logits:
+        found["logits"] = module.logits(hidden)
+    return found | {f"layer {layer}": outputs[layer] for layer in wanted.layers}
+
+
+# Compiled once per model, for any number of generators.
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="wanted", donate_argnums=2)
+def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, wanted: Wanted):
+    """Reads whole blocks in the flagged lanes (None: in all): returns the carry and the results."""
+    results, after = _look(model, params, carry, tokens, targets, start, wanted)
+    return after if lanes is None else choose_lanes(model, lanes, after, carry), results
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="wanted")
+def _look_at_block(model: Model, params, carry, tokens, targets, start, *, wanted: Wanted):
+    """The results of a block, which may have padding at its end, because no token sees what comes after it."""
+    return _look(model, params, carry, tokens, targets, start, wanted)[0]
+
+
+def _look(
+    model: Model,
+    params,
+    carry,
+    tokens: Int[Array, "b n"],
+    targets: Int[Array, "b n"],
+    start: Bool[Array, "b c"],
+    wanted,
+):
+    module = model.bind(params)
+    outputs, carry = module.read_segment(tokens, carry, start, every_layer=bool(wanted.layers))
+    return _results(module, outputs, targets, wanted), carry
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("even", "wanted"), donate_argnums=2)
+def _read_tokens(
+    model: Model,
+    params,
+    carry,
+    tokens: Int[Array, "b w"],
+    targets: Int[Array, "b w"],
+    counts: Int[Array, " b"],
+    *,
+    even: bool,
+    wanted: Wanted,
+):
+    """Reads the first `counts` tokens of each lane, one by one: returns the carry and the results.
+
+    `even`: all counts are the same, so that no lane has to wait for others with its carry unchanged.
+    """
+    module = model.bind(params)
+
+    def read_token(i, carry):
+        outputs, after = module.read_token(tokens[:, i], carry)
+        return _results(module, [y[:, None] for y in outputs], targets[:, i][:, None], wanted), after
+
+    def step(i, loop):
+        carry, found = loop
+        results, after = read_token(i, carry)
+        found = jax.tree.map(lambda all, one: all.at[:, i].set(one[:, 0]), found, results)
+        return after if even else choose_lanes(model, i < counts, after, carry), found
+
+    shapes = jax.eval_shape(read_token, 0, carry)[0]
+    found = jax.tree.map(lambda one: jnp.zeros((*tokens.shape, *one.shape[2:]), one.dtype), shapes)
+    return jax.lax.fori_loop(0, jnp.max(counts), step, (carry, found))
+
+
+def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity: dict[str, Any]) -> None:
+    """Writes the state of one text, and the bytes of an incomplete character, to a file, also on `gs://`.
+
+    If it fails, an earlier file is unchanged.
+
+    Args:
+      identity: properties of the checkpoint that computed the carry, for JSON, which `load_reading` compares.
+    """
+    arrays = {name: np.asarray(leaf) for name, leaf in named_arrays({"carry": reading.carry}).items()}
+    token = int(reading.token[0])
+    facts = {
+        "identity": identity,
+        "token": None if token == NO_TOKEN else token,
+        "num_read": int(reading.num_read[0]),
+        "ended": bool(reading.ended[0]),
+        "unfinished": unfinished.hex(),
+    }
+    content = io.BytesIO()
+    np.savez(content, facts=np.array(json.dumps(facts)), key=np.asarray(reading.key[0]), **arrays)
+    try:
+        write_whole(any_path(path), content.getvalue())
+    except refusals() as error:
+        raise UserError(
+            f"cannot write the carry to {path}: {getattr(error, 'strerror', None) or one_line(error)}"
+        ) from None
+
+
+def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[Reading, bytes]:
+    """Reads a file of `save_reading` for the checkpoint with this identity: the state, and an incomplete character."""
+    try:
+        with any_path(path).open("rb") as content, np.load(content) as file:
+            facts = json.loads(str(file["facts"]))
+            check_same(
+                path, facts["identity"], identity, way_out="choose the checkpoint that wrote it (--checkpoint, --step)"
+            )
+            # numpy loads bfloat16 as raw bytes.
+            leaves = [file[name].view(leaf.dtype) for name, leaf in named_arrays({"carry": abstract_carry}).items()]
+            key = file["key"]
+    except FileNotFoundError:
+        raise UserError(f"there is no saved carry {path}") from None
+    except (*DAMAGED_NPZ, KeyError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not a saved carry, or it is damaged") from None
+    except refusals() as error:
+        message = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"cannot read the saved carry {path}: {message}") from None
+    carry = jax.tree.unflatten(jax.tree.structure(abstract_carry), leaves)
+    token = NO_TOKEN if facts["token"] is None else facts["token"]
+    host = (np.array([token], np.int32), np.array([facts["num_read"]]), np.array([facts["ended"]]))
+    token, num_read, ended = host
+    reading = Reading(jax.device_put(carry), token, jax.device_put(key[None]), num_read, ended)
+    return reading, bytes.fromhex(facts["unfinished"])

@@ -1,0 +1,19 @@
+"""A trained model in Python: score texts, read them, and continue from what was read any number of times.
+
+import meliad_like
+
+lm = meliad_like.load("runs/quickstart")
+lm.score("import os").bits_per_byte
+book = lm.read(open("book.txt").read())
+print(lm.generate(book, tokens=200, temperature=0.7))
+book.save("book.npz")
+book = lm.resume("book.npz")
+
+Every method takes one text or state, or a list of them, which are computed as one batch, and returns one result or a
+list. A text in a batch has the results of this text alone, up to rounding.
+"""
+
+from meliad_like.library.language_model import LanguageModel, Text, load
+from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score, State
+
+__all__ = ["Continuation", "Hypothesis", "LanguageModel", "Outputs", "Score", "State", "Text", "load"]
