@@ -2,11 +2,13 @@
 
     python tests/make_golden_llama.py
 
-Two random Llama models, whose parameters follow from their names alone, so that they need not be kept. `tied` has a
-config.json of the form of older versions, three heads for each head of keys, and gradients; `apart` has newer fields,
-one head of keys for all, heads that don't add up to the width, and logits of their own.
+It adds the models that the file doesn't have yet. They are random, and their parameters follow from their names
+alone, so that they need not be kept. `tied` has a config.json of the form of older versions, three heads for each head
+of keys, and gradients; `apart` has newer fields, one head of keys for all, heads that don't add up to the width, and
+logits of their own. Each of the others has a scaling of rotary positions, or a sliding window.
 """
 
+import copy
 import json
 import math
 import zlib
@@ -49,6 +51,34 @@ CONFIGS = {
         "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
         "tie_word_embeddings": False,
     },
+}
+WHOLE = tuple(CONFIGS)
+"""The models of which more than logits and text is kept."""
+SCALED = COMMON | {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 14,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 50.0,
+    "tie_word_embeddings": True,
+}
+LONGER = {"factor": 4.0, "original_max_position_embeddings": 32}
+CONFIGS |= {
+    "linear": SCALED | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    # Its window is twice as long as in pretraining.
+    "dynamic": SCALED | {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+    "llama3": SCALED
+    | {
+        "max_position_embeddings": 128,
+        "rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **LONGER},
+    },
+    "yarn": SCALED
+    | {
+        "max_position_embeddings": 128,
+        "rope_scaling": {"rope_type": "yarn", "beta_fast": 4.0, "beta_slow": 1.0, **LONGER},
+    },
+    "mistral": SCALED | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 5},
 }
 
 
@@ -102,8 +132,9 @@ def outputs(kind: str) -> dict[str, np.ndarray]:
     import torch
     import transformers
 
-    config = transformers.LlamaConfig.from_dict(CONFIGS[kind])
-    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+    # transformers writes into what it is given.
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(CONFIGS[kind]))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     missing = model.load_state_dict({name: torch.tensor(x) for name, x in tensors(kind).items()}, strict=False)
     assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys
     model.tie_weights()
@@ -113,11 +144,16 @@ def outputs(kind: str) -> dict[str, np.ndarray]:
             lambda *call: blocks.append(call[-1][0] if isinstance(call[-1], tuple) else call[-1])
         )
     result = model(inputs, labels=inputs, output_hidden_states=True)
-    found = {"logits": result.logits, "loss": result.loss, "normed": result.hidden_states[-1]}
-    found |= {"hidden0": result.hidden_states[0]} | {f"hidden{i + 1}": x for i, x in enumerate(blocks)}
+    found = {"logits": result.logits}
+    if kind in WHOLE:
+        found |= {"loss": result.loss, "normed": result.hidden_states[-1]}
+        found |= {"hidden0": result.hidden_states[0]} | {f"hidden{i + 1}": x for i, x in enumerate(blocks)}
     if kind == "tied":
         result.loss.backward()
         found |= {f"gradient/{name}": x.grad for name, x in model.named_parameters()}
+    if kind == "dynamic":
+        # Read in parts, it would rotate each part by the length of the text up to there.
+        return {name: x.detach().numpy() for name, x in found.items()}
     with torch.no_grad():
         cache = model(inputs[:, :FROM], use_cache=True).past_key_values
         steps = []
@@ -131,9 +167,13 @@ def outputs(kind: str) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    arrays = {f"{kind}/{name}": x for kind in CONFIGS for name, x in outputs(kind).items()}
-    configs = {f"{kind}/config": np.array(json.dumps(config)) for kind, config in CONFIGS.items()}
-    np.savez_compressed(PATH, allow_pickle=False, **arrays, **configs)
+    with np.load(PATH) as file:
+        arrays = dict(file)
+    for kind in CONFIGS:
+        if f"{kind}/config" not in arrays:
+            arrays |= {f"{kind}/{name}": x for name, x in outputs(kind).items()}
+            arrays[f"{kind}/config"] = np.array(json.dumps(CONFIGS[kind]))
+    np.savez_compressed(PATH, allow_pickle=False, **arrays)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from meliad_like.errors import UserError
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 
 LLAMA_CONFIG = PretrainedConfig(
     architecture="llama",
@@ -65,9 +66,19 @@ def test_llama_equals_numpy(tied):
     np.testing.assert_allclose(logits(pretrained), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_llama_folder_and_back(tmp_path, tied):
-    pretrained = random_llama(tied_embedding=tied)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tied_embedding": True},
+        {"tied_embedding": False},
+        {"rotary_scaling": LinearScaling(2.0)},
+        {"rotary_scaling": DynamicScaling(2.0)},
+        {"rotary_scaling": Llama3Scaling(2.0, 16)},
+        {"rotary_scaling": YarnScaling(2.0, 16, whole_limits=False, scale=1.5), "sliding_window": 7},
+    ],
+)
+def test_a_llama_folder_and_back(tmp_path, changes):
+    pretrained = random_llama(**changes)
     write_huggingface(pretrained, 3, tmp_path)
     assert_same(read_huggingface(tmp_path), pretrained)
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 3
@@ -275,8 +286,11 @@ def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
     "changes, message",
     [
         ({"model_type": "bert"}, "model_type 'bert' is not one of gpt2, llama"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "can't honour rope_scaling"),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, "rope_parameters.rope_type = 'llama3'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "config.json: rope_scaling has no factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, "can't honour rope_type 'longrope', only"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "LinearScaling.factor=0.5 must be at least 1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "can't honour mscale = 1 for rope_type 'lin"),
+        ({"rope_scaling": "linear"}, "config.json: rope_scaling='linear' must be"),
         ({"sliding_window": 4096}, "can't honour sliding_window"),
         ({"attention_bias": True}, "can't honour attention_bias"),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not one of"),

@@ -17,14 +17,15 @@ from meliad_like.data.gguf_file import open_gguf
 from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
 from meliad_like.data.tokenizers_vocabulary import (
     TOKENIZER_CONFIG_NAME,
-    TokenizersVocabulary,
+    TOKENIZER_NAME,
     TokenizersVocabularyConfig,
 )
+from meliad_like.data.vocabulary import SETTINGS_NAME, Vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError, reading
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
-from meliad_like.remote import any_path
+from meliad_like.remote import any_path, write_whole
 from meliad_like.resumable import parse_json, read_object, write_json
 from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, write_checkpoint
 
@@ -208,11 +209,14 @@ def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunCon
     start = dataclasses.replace(
         parse(),
         model=dataclasses.replace(model, window_length=window),
-        vocabulary=TokenizersVocabularyConfig(model_file=str(path)),
+        vocabulary=saved_vocabulary_config(Path(path))
+        if (Path(path) / SETTINGS_NAME).exists()
+        else TokenizersVocabularyConfig(model_file=str(path)),
         data=reader(segment_length=segment, tokens_per_step=segment),
     )
     run = changes(start)
     fixed = {"RunConfig.model", *(f"PretrainedConfig.{name}" for name in DECODER_FIELDS)}
+    fixed |= {*bound_values(model.rotary_scaling)}
     if model.summary is not None:
         fixed |= {"PretrainedConfig.mechanisms", *bound_values(model.summary)}
         fixed -= {"WindowSummary.scale", "WindowSummary.rate"}
@@ -233,8 +237,17 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pretrained = Pretrained(opened.run.model, opened.vocabulary.size, opened.params)
     write_huggingface(pretrained, opened.vocabulary.end_of_document, folder)
-    if isinstance(opened.vocabulary, TokenizersVocabulary):
-        opened.vocabulary.save(folder)
-        # A tokenizer.json doesn't name the end-of-text token, which is needed when the folder is read again.
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": opened.vocabulary.end_token}
-        write_json(folder / TOKENIZER_CONFIG_NAME, settings)
+    _write_tokenizer(opened.vocabulary, folder)
+
+
+def _write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
+    """Writes the vocabulary for `open_pretrained`, and for `transformers` as far as that can express it."""
+    vocabulary.save(folder)
+    if (found := vocabulary.for_tokenizers()) is None:
+        print(f"{folder}: transformers has no tokenizer like the {vocabulary.kind} vocabulary: only we read it back")
+        return
+    tokenizer, end = found
+    write_whole(folder / TOKENIZER_NAME, tokenizer)
+    # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding.
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    write_json(folder / TOKENIZER_CONFIG_NAME, settings)

@@ -17,6 +17,7 @@ from meliad_like.conversion.parameters import Place
 from meliad_like.data.gguf_file import GGUFFile
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.rotary import ROTARY_SCALINGS, RotaryScaling
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -43,17 +44,17 @@ HARMLESS = {
     "llama.vocab_size", "llama.rope.dimension_count", "llama.attention.value_length",
 }  # fmt: skip
 # The only supported value; a missing field means this value.
+_LLAMA_FIXED = {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False}
 FIXED = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-    "llama": {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-        "rope_scaling": None,
-        "rope_interleaved": False,
-        "sliding_window": None,
-    },
+    "llama": {**_LLAMA_FIXED, "sliding_window": None},
+    "mistral": _LLAMA_FIXED,
 }
+ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama"}
+"""Our architecture of each model_type."""
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+MISTRAL_WINDOW = 4096
+"""The sliding window of a `mistral` model whose file has no `sliding_window`; one that is null has none."""
 
 
 def _width_by_heads(fields: Mapping[str, Any]) -> int:
@@ -90,6 +91,31 @@ FIELDS: dict[str, Table] = {
         "rotary_base": ("rope_theta", 10_000.0),
         "tied_embedding": ("tie_word_embeddings", False),
     },
+}
+FIELDS["mistral"] = {
+    **FIELDS["llama"],
+    "num_key_value_heads": ("num_key_value_heads", REQUIRED),
+    "sliding_window": ("sliding_window", 0),
+}
+# Of each rope_type: the field in the file, ours, and whether it must be there.
+_POSITIONS = ("original_max_position_embeddings", "original_positions", True)
+ROTARY_FIELDS = {
+    "linear": [("factor", "factor", True)],
+    "dynamic": [("factor", "factor", True)],
+    "llama3": [
+        ("factor", "factor", True),
+        _POSITIONS,
+        ("low_freq_factor", "low_frequency_factor", True),
+        ("high_freq_factor", "high_frequency_factor", True),
+    ],
+    "yarn": [
+        ("factor", "factor", True),
+        _POSITIONS,
+        ("beta_fast", "fast_turns", False),
+        ("beta_slow", "slow_turns", False),
+        ("attention_factor", "scale", False),
+        ("truncate", "whole_limits", False),
+    ],
 }
 GGUF_FIELDS: Table = {
     "num_layers": ("llama.block_count", REQUIRED),
@@ -171,19 +197,46 @@ PLACES = {"gpt2": GPT2, "llama": LLAMA}
 def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
     """The config of the decoder in a config.json, whose name is `owner`; its window is all positions."""
     saved = dict(saved)
-    architecture = saved.get("model_type")
-    if not isinstance(architecture, str) or architecture not in FIXED:
-        raise UserError(f"{owner}: model_type {architecture!r} is not one of {', '.join(FIXED)}")
-    for key, value in FIXED[architecture].items():
+    kind = saved.get("model_type")
+    if not isinstance(kind, str) or kind not in FIXED:
+        raise UserError(f"{owner}: model_type {kind!r} is not one of {', '.join(FIXED)}")
+    for key, value in FIXED[kind].items():
         if saved.pop(key, value) not in (value, None):
-            raise UserError(f"{owner}: we can't honour {key}, which must be {value!r} for a {architecture} model")
-    # Newer versions have the base of the wavelengths beside their scaling.
-    for key, value in (saved.pop("rope_parameters", None) or {}).items():
-        if key == "rope_theta":
-            saved[key] = value
-        elif (key, value) != ("rope_type", "default"):
-            raise UserError(f"{owner}: we can't honour rope_parameters.{key} = {value!r}")
-    return _read(saved, FIELDS[architecture], owner, architecture=architecture)
+            raise UserError(f"{owner}: we can't honour {key}, which must be {value!r} for a {kind} model")
+    if kind == "mistral":
+        saved.setdefault("sliding_window", MISTRAL_WINDOW)
+    scaling = {}
+    if kind != "gpt2":
+        # Newer versions have the base of the wavelengths beside their scaling.
+        rotary = {}
+        for key in ("rope_scaling", "rope_parameters"):
+            rotary |= fit(saved.pop(key, None) or {}, dict, f"{owner}: {key}")
+        if (base := rotary.pop("rope_theta", None)) is not None:
+            saved["rope_theta"] = base
+        scaling["rotary_scaling"] = _read_scaling(rotary, f"{owner}: rope_scaling")
+    return _read(saved, FIELDS[kind], owner, architecture=ARCHITECTURES[kind], **scaling)
+
+
+def _read_scaling(saved: dict[str, Any], owner: str) -> RotaryScaling:
+    old_name = saved.pop("type", "default")
+    kind = saved.pop("rope_type", old_name)
+    if kind == "default":
+        return RotaryScaling()
+    if not isinstance(kind, str) or kind not in ROTARY_FIELDS:
+        raise UserError(f"{owner}: we can't honour rope_type {kind!r}, only default, {', '.join(ROTARY_FIELDS)}")
+    scaling_class, fields = ROTARY_SCALINGS[kind], {}
+    types = field_types(scaling_class)
+    for key, name, required in ROTARY_FIELDS[kind]:
+        if (value := saved.pop(key, None)) is not None:
+            fields[name] = fit(value, types[name], f"{owner}: {key}")
+        elif required:
+            raise UserError(f"{owner} has no {key}")
+    if unknown := [key for key, value in saved.items() if value is not None]:
+        raise UserError(f"{owner}: we can't honour {unknown[0]} = {saved[unknown[0]]!r} for rope_type {kind!r}")
+    try:
+        return scaling_class(**fields)
+    except UserError as error:
+        raise UserError(f"{owner}: {error}") from None
 
 
 def from_gguf(file: GGUFFile) -> PretrainedConfig:
@@ -234,13 +287,18 @@ def to_huggingface(config: PretrainedConfig, vocabulary_size: int, end_of_docume
     heads = (config.num_key_value_heads, config.num_heads * config.head_size)
     if config.architecture == "gpt2" and heads != (config.num_heads, config.model_width):
         raise UserError("a gpt2 config.json can't express num_key_value_heads, or heads that don't add up to the width")
+    kind = "mistral" if config.sliding_window else config.architecture
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    fields = {key: getattr(config, name) for name, (key, _) in FIELDS[config.architecture].items() if key}
-    activation, _ = FIELDS[config.architecture]["activation"]
+    fields = {key: getattr(config, name) for name, (key, _) in FIELDS[kind].items() if key}
+    activation, _ = FIELDS[kind]["activation"]
+    if (scaling := config.rotary_scaling) != RotaryScaling():
+        rope_type = ROTARY_SCALINGS.name_of(scaling)
+        rotary = {key: getattr(scaling, name) for key, name, _ in ROTARY_FIELDS[rope_type]}
+        fields["rope_scaling"] = {"rope_type": rope_type} | {k: v for k, v in rotary.items() if v is not None}
     return fields | {
         activation: names[config.activation],
-        "model_type": config.architecture,
-        "architectures": ["GPT2LMHeadModel" if config.architecture == "gpt2" else "LlamaForCausalLM"],
+        "model_type": kind,
+        "architectures": [CLASSES[kind]],
         "vocab_size": vocabulary_size,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,

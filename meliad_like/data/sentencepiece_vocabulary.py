@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 import sentencepiece
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary
 from meliad_like.errors import UserError, reading
@@ -66,6 +67,27 @@ class SentencePieceVocabulary(Vocabulary):
         self._adds_prefix = processor.encode("a", out_type=str)[0].startswith("\u2581")
         end = processor.eos_id() if processor.eos_id() >= 0 else len(processor)
         super().__init__(pieces, end, size_multiple, model)
+
+    def for_tokenizers(self) -> tuple[str, str] | None:
+        """As `Vocabulary.for_tokenizers`, for unigram models that keep text as it is, as trained here by default.
+
+        It can't distinguish the character U+2581 from a space, nor text from the control token that it spells.
+        """
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore  # made when it is imported
+
+        trainer = ModelProto.FromString(self._model).trainer_spec
+        if trainer.model_type != trainer.UNIGRAM or not self.lossless:
+            return None
+        processor = self._processor
+        pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(len(processor))]
+        tokenizer = Tokenizer(models.Unigram(pieces, processor.unk_id(), byte_fallback=True))
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")  # type: ignore[assignment]
+        tokenizer.decoder = decoders.Sequence(  # type: ignore[assignment]
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        end = processor.id_to_piece(processor.eos_id())
+        tokenizer.add_special_tokens([AddedToken(end, special=True)])
+        return tokenizer.to_str(), end
 
     def encode(self, text: str) -> np.ndarray:
         if len(self._byte_ids) < 256 or self._adds_prefix:

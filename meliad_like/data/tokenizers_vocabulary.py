@@ -76,6 +76,9 @@ class TokenizersVocabulary(Vocabulary):
         pieces = [piece(token) for token in range(num_tokens)]
         super().__init__(pieces, end, size_multiple, tokenizer_json, end_token=end_token)
 
+    def for_tokenizers(self) -> tuple[str, str] | None:
+        return self._model.decode(), self.end_token
+
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
@@ -104,6 +107,12 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
     if _parse(tokenizer, str(path)).token_to_id(DEFAULT_END) is not None:
         end = DEFAULT_END
     return tokenizer, end
+
+
+def byte_tokenizer() -> tuple[str, str]:
+    """The contents of a tokenizer.json whose tokens are the bytes, and after them its token that ends documents."""
+    bytes_alone = {character: byte for byte, character in _byte_characters().items()}
+    return _byte_level(bytes_alone, [], [DEFAULT_END], [], (), "bytes"), DEFAULT_END
 
 
 def _from_merges(vocabulary: Path, merges: Path) -> str:

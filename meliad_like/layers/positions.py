@@ -52,17 +52,24 @@ def sinusoids(num_positions: int, model_width: int) -> Float[np.ndarray, "s d"]:
     return np.concatenate([np.sin(angle), np.cos(angle)], axis=1).astype(np.float32)
 
 
+def wavelengths(head_size: int, base: float = 10_000.0) -> Float[np.ndarray, " half"]:
+    """The wavelengths of rotary embeddings over 2 pi, in tokens: from 1 to almost `base`, one for each pair."""
+    half = head_size // 2
+    return base ** (np.arange(half, dtype=np.float32) / half)
+
+
 def rotate(
-    x: Float[Array, "*batch s k"], position: Int[Array, "*#batch s"], base: float = 10_000.0
+    x: Float[Array, "*batch s k"],
+    position: Int[Array, "*#batch s"],
+    wavelength: Float[np.ndarray, " half"] | None = None,
 ) -> Float[Array, "*batch s k"]:
     """Rotary embedding (Su et al. 2021) of the two halves of each head by `position`.
 
-    Only differences of positions matter, so callers count from wherever is convenient. Wavelengths grow from 2 pi to
-    2 pi `base`.
+    Only differences of positions matter, so callers count from wherever is convenient. None: `wavelengths`.
     """
-    half = x.shape[-1] // 2
-    wavelength = base ** (np.arange(half, dtype=np.float32) / half)
-    angle = jnp.asarray(position, jnp.float32)[..., None] / wavelength
+    angle = jnp.asarray(position, jnp.float32)[..., None] / (
+        wavelengths(x.shape[-1]) if wavelength is None else wavelength
+    )
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

@@ -5,13 +5,14 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Activation
 from meliad_like.layers.flops import Flops
 from meliad_like.mechanisms.window_summary import WINDOW_MECHANISMS, WindowSummary
 from meliad_like.models.base import MODELS, ActivationDtype, ModelConfig, Remat
+from meliad_like.models.pretrained.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.registry import kind_field, resumable, size
 
 DECODER_FIELDS = (
@@ -26,6 +27,8 @@ DECODER_FIELDS = (
     "max_positions",
     "norm_epsilon",
     "rotary_base",
+    "rotary_scaling",
+    "sliding_window",
     "tied_embedding",
 )
 """The fields that the file of a pretrained model determines."""
@@ -56,6 +59,11 @@ class PretrainedConfig(ModelConfig):
     norm_epsilon: float = 1e-5
     rotary_base: float = 10_000.0
     """`llama`: the longest wavelength of the rotary embedding, over 2 pi."""
+    rotary_scaling: RotaryScaling = kind_field(ROTARY_SCALINGS, RotaryScaling)
+    """`llama`: the scaling of these wavelengths, for longer windows than the model first learned."""
+    sliding_window: int = size(0, "length")
+    """`llama`: the number of tokens, itself included, that a token attends to inside its window, as in Mistral; 0: all
+    up to itself."""
     tied_embedding: bool = True
     """Whether the softmax shares the embedding."""
     window_length: int = size(1024, "length")
@@ -87,7 +95,12 @@ class PretrainedConfig(ModelConfig):
             )
         if self.architecture == "llama" and self.head_size % 2:
             raise UserError(f"head_size={self.head_size} must be even for rotary positions")
-        if self.window_length > self.max_positions:
+        scaled = self.rotary_scaling != RotaryScaling()
+        if self.architecture == "gpt2" and (scaled or self.sliding_window):
+            raise UserError("rotary_scaling and sliding_window have no effect on a gpt2 model: leave them out")
+        if self.sliding_window < 0:
+            raise UserError(f"sliding_window={self.sliding_window} must be at least 1, or 0 for all tokens")
+        if self.window_length > self.max_positions and not self.rotary_scaling.extends_windows:
             raise UserError(
                 f"window_length={self.window_length} is more than the max_positions={self.max_positions} of the model"
             )
@@ -114,6 +127,9 @@ class PretrainedConfig(ModelConfig):
         return self.summary.rate if self.summary and name == "recurrence" else float(self.train_decoder)
 
     def for_separate_sequences(self, num_tokens: int) -> "PretrainedConfig":
+        if self.window_length > self.max_positions:
+            # The rotary scaling depends on the length of such windows.
+            return self
         return dataclasses.replace(self, window_length=num_tokens, overlap=0)
 
     def offset(self, position: Any) -> Any:
@@ -123,7 +139,13 @@ class PretrainedConfig(ModelConfig):
 
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
         """The window up to the token, without the vectors of a recurrence."""
-        return np.asarray(self.offset(position) + 1)
+        return np.minimum(self.offset(position) + 1, self.sliding_window or self.window_length)
+
+    @property
+    def wavelengths(self) -> Float[np.ndarray, " half"]:
+        """`llama`: the scaled wavelengths of the rotary embedding, over 2 pi."""
+        sizes = (self.head_size, self.rotary_base, self.window_length, self.max_positions)
+        return self.rotary_scaling.wavelengths(*sizes)
 
     @property
     def summary(self) -> WindowSummary | None:

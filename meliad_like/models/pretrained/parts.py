@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -90,7 +91,8 @@ class Block(Layer):
         if carry is not None:
             last = (rearrange(y, "(b c) g w k -> b c g w k", c=c)[:, -1] for y in (key, value))
             carry = KeyValueCache(*last)
-        visible = jnp.broadcast_to(jnp.tri(w, dtype=bool), (len(windows), w, w))
+        offset = np.arange(w)
+        visible = jnp.broadcast_to(self._sees(offset[:, None], offset), (len(windows), w, w))
         mixed = self._attend(query, key, value, visible, shared, positions.reshape(-1) > 0, keys[0])
         return self._finish(x, rearrange(mixed, "(b c) w i -> b (c w) i", c=c), keys[1], keys[2]), carry
 
@@ -102,9 +104,14 @@ class Block(Layer):
         carry = KeyValueCache(
             carry.key.at[lanes, :, offset].set(key[:, :, 0]), carry.value.at[lanes, :, offset].set(value[:, :, 0])
         )
-        visible = (jnp.arange(w) <= offset[:, None])[:, None]
+        visible = self._sees(offset[:, None], jnp.arange(w))[:, None]
         mixed = self._attend(query, *carry, visible, shared, position >= w, None)
         return self._finish(x, mixed[:, 0], None, None), carry
+
+    def _sees(self, query, key):
+        """Whether the token at one offset in its window attends to that at another."""
+        span = self.config.sliding_window
+        return (key <= query) & (key > query - span) if span else key <= query
 
     def _heads(self, y: Float[Array, "l t d"], offset: Int[Array, "#l t"]):
         """Queries, keys and values of tokens at these offsets in their windows, by head."""
@@ -112,7 +119,8 @@ class Block(Layer):
         query, key, value = self.query(y), self.key(y), self.value(y)
         query, key, value = split_heads(query, config.num_heads), split_heads(key, g), split_heads(value, g)
         if config.architecture == "llama":
-            query, key = (rotate(x, offset[:, None], config.rotary_base) for x in (query, key))
+            wavelength, scale = config.wavelengths, config.rotary_scaling.attention_scale
+            query, key = (scale * rotate(x, offset[:, None], wavelength) for x in (query, key))
         return query, key, value
 
     def _attend(self, query, key, value, visible, shared, present: Bool[Array, " l"], dropout_key):

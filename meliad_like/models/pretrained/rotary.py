@@ -1,0 +1,163 @@
+"""Scalings of rotary positions, with which pretrained models read longer windows than they first learned."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+from jaxtyping import Float
+
+from meliad_like.errors import UserError
+from meliad_like.layers.positions import wavelengths
+from meliad_like.registry import Registry, size
+
+ROTARY_SCALINGS = Registry("rotary_scaling")
+
+
+@ROTARY_SCALINGS.register("none")
+@dataclasses.dataclass(frozen=True)
+class RotaryScaling:
+    """No scaling, and the base class of the other kinds."""
+
+    extends_windows: ClassVar[bool] = False
+    """Whether a window may have more tokens than `PretrainedConfig.max_positions`."""
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor on rotated queries and keys."""
+        return 1.0
+
+    def wavelengths(
+        self, head_size: int, base: float, window_length: int, max_positions: int
+    ) -> Float[np.ndarray, " half"]:
+        """The wavelength over 2 pi of each pair of a head's elements, in tokens.
+
+        Args:
+            head_size: the number of elements, twice that of pairs.
+            base: the longest wavelength before scaling, over 2 pi.
+            window_length: the number of tokens in a window.
+            max_positions: the largest number of tokens that the model's file states.
+        """
+        del window_length, max_positions
+        return wavelengths(head_size, base)
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorScaling(RotaryScaling):
+    """The base class of scalings by a factor."""
+
+    factor: float = 1.0
+    """How many times as long windows may be."""
+
+    def __post_init__(self):
+        if not self.factor >= 1:
+            raise UserError(f"{type(self).__name__}.factor={self.factor} must be at least 1")
+
+
+@ROTARY_SCALINGS.register("linear")
+@dataclasses.dataclass(frozen=True)
+class LinearScaling(FactorScaling):
+    """Every wavelength times the factor (Chen et al. 2023, Extending Context Window by Positional Interpolation)."""
+
+    def wavelengths(self, head_size, base, window_length, max_positions):
+        return wavelengths(head_size, base) * np.float32(self.factor)
+
+
+@ROTARY_SCALINGS.register("dynamic")
+@dataclasses.dataclass(frozen=True)
+class DynamicScaling(FactorScaling):
+    """A larger base in windows of more than `max_positions` tokens (Peng et al. 2023, YaRN, section 3.3).
+
+    The base follows from the length of the window. Transformers computes it from that of the sequence so far, and so
+    gives other logits to sequences that don't fill a window of more than `max_positions` tokens.
+    """
+
+    extends_windows: ClassVar[bool] = True
+
+    def wavelengths(self, head_size, base, window_length, max_positions):
+        longer = max(window_length / max_positions, 1.0)
+        stretch = self.factor * longer - (self.factor - 1)
+        return wavelengths(head_size, base * stretch ** (head_size / (head_size - 2)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalingByParts(FactorScaling):
+    """The base class of scalings that leave short wavelengths as they are and multiply long ones by the factor."""
+
+    original_positions: int = size(8192, "fixed")
+    """The number of tokens in a window before the extension."""
+
+    def share_kept(self, head_size: int, base: float) -> Float[np.ndarray, " half"]:
+        """The weight of the unscaled frequency of each pair; the rest is that of the scaled one."""
+        raise NotImplementedError
+
+    def wavelengths(self, head_size, base, window_length, max_positions):
+        kept = self.share_kept(head_size, base)
+        return (wavelengths(head_size, base) / (kept + (1 - kept) / self.factor)).astype(np.float32)
+
+
+@ROTARY_SCALINGS.register("llama3")
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling(ScalingByParts):
+    """The scaling of Llama 3.1, by how often a wavelength fits into the original window."""
+
+    low_frequency_factor: float = 1.0
+    """Wavelengths that fit less often are multiplied by the factor."""
+    high_frequency_factor: float = 4.0
+    """Wavelengths that fit more often stay the same."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise UserError(
+                f"Llama3Scaling.low_frequency_factor={self.low_frequency_factor} must be above 0 and below "
+                f"high_frequency_factor={self.high_frequency_factor}"
+            )
+
+    def share_kept(self, head_size, base):
+        turns = self.original_positions / (2 * np.pi * wavelengths(head_size, base))
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        return np.clip((turns - low) / (high - low), 0, 1)
+
+
+@ROTARY_SCALINGS.register("yarn")
+@dataclasses.dataclass(frozen=True)
+class YarnScaling(ScalingByParts):
+    """YaRN (Peng et al. 2023, section 3.4).
+
+    As in the authors' code, the share between the two limits is linear in the number of the pair; in the paper it is
+    linear in the number of turns.
+    """
+
+    fast_turns: float = 32.0
+    """Pairs that turn more often than this in the original window stay the same (the paper's beta)."""
+    slow_turns: float = 1.0
+    """Wavelengths of pairs that turn less often are multiplied by the factor (the paper's alpha)."""
+    whole_limits: bool = True
+    """Whether the limits are rounded to whole numbers of pairs, outwards."""
+    scale: float | None = None
+    """The factor on rotated queries and keys; None: 0.1 ln(factor) + 1 (equation 22)."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.slow_turns < self.fast_turns:
+            raise UserError(
+                f"YarnScaling.slow_turns={self.slow_turns} must be above 0 and below fast_turns={self.fast_turns}"
+            )
+
+    @property
+    def attention_scale(self):
+        return 0.1 * math.log(self.factor) + 1 if self.scale is None else self.scale
+
+    def share_kept(self, head_size, base):
+        def pair(turns: float) -> float:
+            """The number of the pair, with a fraction, that turns so often in the original window."""
+            return head_size * math.log(self.original_positions / (2 * math.pi * turns)) / (2 * math.log(base))
+
+        low, high = pair(self.fast_turns), pair(self.slow_turns)
+        if self.whole_limits:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_size - 1)
+        # As in the authors' code, so that equal limits divide by no zero.
+        ramp = (np.arange(head_size // 2) - low) / (high - low if high != low else 0.001)
+        return 1 - np.clip(ramp, 0, 1)
