@@ -37,12 +37,12 @@ class Position(nnx.Module):
     def __init__(self, w: int):
         self.w = w
 
-    def kept(self, key: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
-        """The form in which projected keys are kept in the cache: by default of unit length."""
-        return unit(key)
+    def kept(self, projected: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
+        """The form in which projected queries and keys are kept, keys also in the cache: by default of unit length."""
+        return unit(projected)
 
     def plain(self, kept: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
-        """Keys of unit length without positions, from the form in which they are kept."""
+        """Queries or keys of unit length without positions, from the form in which they are kept."""
         return kept
 
     def bias(self, num_heads: int) -> Float[Array, "h w"]:
@@ -62,10 +62,10 @@ class Position(nnx.Module):
         Args:
             projections: the layer's query and key projections.
             scale: multiplies queries with the attention scale.
-            query: the projected queries.
-            kept, previous_kept: keys of each block and of the block before it, in the form in which they are kept.
+            query: the queries, in the form in which they are kept.
+            kept, previous_kept: keys of each block and of the block before it, in that form.
         """
-        return Placed(scale(unit(query)), kept, previous_kept)
+        return Placed(scale(query), kept, previous_kept)
 
     def init_placed(self, key: Float[Array, "b h w k"]) -> Float[Array, "b h w k"] | None:
         """An array for keys whose places stay the same for a decoded block; None if they change with every token."""
@@ -88,14 +88,14 @@ class Position(nnx.Module):
 
         Args:
             projections, scale: as in `place`.
-            query, key: the projected query and key of the token.
+            query, key: the query and key of the token, in the form in which they are kept.
             ring: the last w keys as they are kept, and with their positions (`init_placed`).
             offset: the token's offset in its block.
 
         Returns:
             The query, the keys, and the placed keys with the token's own.
         """
-        return scale(unit(query)), ring[0], None
+        return scale(query), ring[0], None
 
 
 class T5Position(Position):
@@ -114,12 +114,11 @@ class RotaryPosition(Position):
 
     def place(self, projections, scale, query, kept, previous_kept) -> Placed:
         here, before = np.arange(self.w, 2 * self.w), np.arange(self.w)
-        return Placed(rotate(scale(unit(query)), here), rotate(kept, here), rotate(previous_kept, before))
+        return Placed(rotate(scale(query), here), rotate(kept, here), rotate(previous_kept, before))
 
     def place_token(self, projections, scale, query, key, ring, offset):
         distance = jnp.asarray(ring_distance(self.w))[offset]
-        query = rotate(scale(unit(query)), np.full(1, self.w))
-        return query, rotate(ring[0], (self.w - distance)[:, None]), None
+        return rotate(scale(query), np.full(1, self.w)), rotate(ring[0], (self.w - distance)[:, None]), None
 
 
 class InfusedPosition(Position):
@@ -133,8 +132,8 @@ class InfusedPosition(Position):
         super().__init__(w)
         self.model_width = model_width
 
-    def kept(self, key):
-        return key
+    def kept(self, projected):
+        return projected
 
     def plain(self, kept):
         return unit(kept)

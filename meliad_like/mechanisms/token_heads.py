@@ -8,7 +8,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import head_scale, split_heads, unit
+from meliad_like.layers.attention import head_scale, split_heads
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.sequence import from_left
 from meliad_like.mechanisms.positions import Placed, Position, PositionConfig
@@ -100,6 +100,11 @@ class TokenHeads(nnx.Module):
         # The attention scale multiplies the bias as well.
         return self.position.bias(self.num_heads) * jnp.abs(self.attention_scale[...])[:, None]
 
+    def _project(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
+        """Keys, values and queries; keys and queries in the form in which the position strategy keeps them."""
+        key, value, query = (split_heads(linear(y), self.num_heads) for linear in (self.key, self.value, self.query))
+        return self.position.kept(key), value, self.position.kept(query)
+
     def tile(
         self, y: Float[Array, "b n d"], cache: TokenCache, positions: Int[Array, "b c"]
     ) -> tuple[Tile, TokenCache]:
@@ -110,10 +115,8 @@ class TokenHeads(nnx.Module):
             cache: the cache after the segment before.
             positions: position of each block's first token in its document; 0 where a document begins.
         """
-        key, value, query = (split_heads(linear(y), self.num_heads) for linear in (self.key, self.value, self.query))
-        key, value, query = (
-            rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in (self.position.kept(key), value, query)
-        )
+        # Kept before they are cut into blocks: an axis for the lengths of the blocks costs XLA two copies a layer.
+        key, value, query = (rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in self._project(y))
         before_key, before_value = from_left((key[:, -1], value[:, -1]), (cache.key, cache.value))
         return self._tile(query, key, value, before_key, before_value, positions), cache._replace(
             key=key[:, -1], value=value[:, -1]
@@ -137,7 +140,7 @@ class TokenHeads(nnx.Module):
             previous_key, previous_value = jnp.where(empty, 0, previous_key), jnp.where(empty, 0, previous_value)
             previous_valid = jnp.ones_like(previous_valid)
         return Tile(
-            query=self._scale(unit(query)),
+            query=self._scale(self.position.plain(query)),
             key=self.position.plain(key),
             value=value,
             previous_key=self.position.plain(previous_key),
@@ -165,9 +168,7 @@ class TokenHeads(nnx.Module):
             cache: the cache of the tokens before.
             position: the number of earlier tokens of its document.
         """
-        key, value, query = (
-            split_heads(linear(y[:, None]), self.num_heads) for linear in (self.key, self.value, self.query)
-        )
+        key, value, query = self._project(y[:, None])
         offset, lanes = position % self.w, jnp.arange(len(y))
         placed_query, placed_key, new_placed = self.position.place_token(
             (self.query, self.key), self._scale, query, key, (cache.key, cache.placed_key), offset
@@ -175,7 +176,7 @@ class TokenHeads(nnx.Module):
         # The distance of the token in ring column s is (offset - s - 1) % w + 1.
         column = (offset[:, None] - jnp.arange(self.w) - 1) % self.w
         tile = TokenTile(
-            query=self._scale(unit(query)),
+            query=self._scale(self.position.plain(query)),
             placed_query=placed_query,
             placed_key=placed_key,
             value=cache.value,
@@ -183,7 +184,7 @@ class TokenHeads(nnx.Module):
             seen=(jnp.arange(self.w) < offset[:, None]) | (position >= self.w)[:, None] | (not self.mask_empty_cache),
         )
         return tile, TokenCache(
-            key=cache.key.at[lanes, :, offset].set(self.position.kept(key)[:, :, 0]),
+            key=cache.key.at[lanes, :, offset].set(key[:, :, 0]),
             value=cache.value.at[lanes, :, offset].set(value[:, :, 0]),
             placed_key=new_placed,
         )

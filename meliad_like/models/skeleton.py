@@ -229,12 +229,13 @@ class Skeleton(nnx.Module):
             position: position of the segment's first token, if the lane's document continues.
             start: blocks with which a document begins.
         """
-        w, overlap = self.config.window_length, self.config.overlap
-        stride, block = w - overlap, jnp.arange(start.shape[1])
+        overlap, block = self.config.overlap, jnp.arange(start.shape[1])
+        stride = self.config.window_length - overlap
         last_start = jax.lax.cummax(jnp.where(start, block, -1), axis=1)
-        read_before = jnp.maximum(position - overlap, 0) // stride
-        number = jnp.where(last_start >= 0, block - last_start, read_before[:, None] + block)
-        return jnp.where(number == 0, 0, overlap + number * stride), overlap + (number[:, -1] + 1) * stride
+        # XLA computes positions again in every layer's program. Products with an overlap of 0 cost nothing there.
+        read_before = (position - overlap * (position > 0))[:, None] + block * stride
+        read = jnp.where(last_start >= 0, (block - last_start) * stride, read_before)
+        return read + overlap * (read > 0), read[:, -1] + stride + overlap
 
     def _stack(
         self,
