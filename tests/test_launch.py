@@ -159,20 +159,31 @@ def test_unusable_python_gets_one_line(checkout, environment, message):
     assert checkout.installs() == []
 
 
-def test_wheel_contains_every_module_and_gin_file(tmp_path):
+def build(folder: Path) -> tuple[Path, Path]:
+    """Makes the source distribution, and from it the wheel."""
     # A copy of what git would give others: setuptools writes build/ and *.egg-info beside setup.py.
-    tracked = ["setup.py", "requirements.txt", "pyproject.toml", "MANIFEST.in", "meliad_like", "gin"]
-    source = tmp_path / "source"
+    tracked = ["setup.py", "requirements.txt", "constraints.txt", "pyproject.toml", "MANIFEST.in", "meliad_like", "gin"]
+    tracked += ["README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"]
+    source = folder / "source"
     source.mkdir()
     subprocess.run(["cp", "-r", *(str(ROOT / name) for name in tracked), source], check=True)
+    sdist = "import setuptools.build_meta as build; build.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", sdist], cwd=source, capture_output=True, check=True)
+    (archive,) = folder.glob("*.tar.gz")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source],
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, archive],
         check=True,
         env=os.environ | {"PIP_NO_INDEX": "1"},
     )
-    (wheel,) = tmp_path.glob("*.whl")
-    suffixes = (".py", ".css", ".csv", ".js", ".html")
+    (wheel,) = folder.glob("*.whl")
+    return archive, wheel
+
+
+def test_wheel_from_the_source_distribution_contains_every_module_and_gin_file(tmp_path):
+    archive, wheel = build(tmp_path)
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", archive, wheel], check=True)
+    suffixes = (".py", ".css", ".csv", ".js", ".html", ".typed")
     expected = {str(p.relative_to(ROOT)) for p in ROOT.glob("meliad_like/**/*") if p.suffix in suffixes}
     expected |= {f"meliad_like/gin_files/{path.relative_to(ROOT / 'gin')}" for path in ROOT.glob("gin/**/*.gin")}
     with zipfile.ZipFile(wheel) as archive:
