@@ -1,16 +1,20 @@
 """Where metrics are shown: any registered kind gets them, and the services work offline."""
 
 import dataclasses
+import math
 import sys
 
 import pytest
 import tiny_run
 from tiny_run import parse, read_metrics, train
 
+from meliad_like.config import check_workdir
 from meliad_like.errors import UserError
 from meliad_like.trackers import TRACKERS, TrackedRun, Tracker, TrackerConfig
+from meliad_like.training.metrics import MetricsWriter
 
 WRITTEN: list = []
+KEY = "TrainingConfig.num_steps"
 
 
 @dataclasses.dataclass
@@ -28,7 +32,7 @@ class ListTracker(TrackerConfig):
     comment: str = ""
 
     def open(self, run: TrackedRun) -> Tracker:
-        WRITTEN.append((run.name, run.identity(), run.start_step, run.settings["TrainingConfig.num_steps"]))
+        WRITTEN.append((run.name, run.identity(), run.start_step, run.settings[KEY]))
         return Recorder()
 
 
@@ -49,21 +53,12 @@ def test_any_kind_gets_the_metrics_of_the_run_and_of_its_resumption(bindings, tm
     assert any(path.name.startswith("events.out.tfevents") for path in (tmp_path / "mine").iterdir())
 
     # A run may resume with other trackers.
+    check_workdir(parse(bindings, "RunConfig.trackers = []", "TrainingConfig.num_steps = 3"), tmp_path / "mine")
     WRITTEN.clear()
-    train(
-        parse(bindings, *tracked, "TrainingConfig.num_steps = 3", "RunConfig.trackers = ('list',)"), tmp_path / "mine"
-    )
-    assert WRITTEN[0] == ("mine", identity, 2, 3) and WRITTEN[-1] == ("closed", False)
-    train(parse(bindings, "TrainingConfig.evaluate_every = 2", "TrainingConfig.num_steps = 4"), tmp_path / "mine")
-
-
-def test_an_error_is_told(bindings, tmp_path, monkeypatch):
-    WRITTEN.clear()
-    run = parse(bindings, "TrainingConfig.num_steps = 2", "RunConfig.trackers = ['list']")
-    monkeypatch.setattr(Recorder, "write", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train(run, tmp_path)
-    assert WRITTEN[-1] == ("closed", True)
+    with pytest.raises(KeyError), MetricsWriter(tmp_path / "mine", 2, 3, (ListTracker(),), {KEY: 3}) as writer:
+        writer.write(3, {"loss": 1.5, "share_of_peak": math.nan})
+        raise KeyError
+    assert WRITTEN == [("mine", identity, 2, 3), (3, {"train/loss": 1.5}), ("closed", True)]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
