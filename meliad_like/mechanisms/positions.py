@@ -5,8 +5,9 @@ any length. Each is a config under a registered name (`DecoderConfig.position`) 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +18,10 @@ from jaxtyping import Array, Float, Int
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import ring_distance, split_heads, unit
 from meliad_like.layers.basic import Linear
-from meliad_like.layers.positions import T5Bias, rotate, sinusoids
+from meliad_like.layers.position_biases import AlibiBias, FourierBias, NetworkBias, OrthogonalBias
+from meliad_like.layers.positions import T5Bias, rotate, sinusoids, wavelengths
 from meliad_like.registry import Registry
+from meliad_like.validation import check_above_zero, check_choices
 
 POSITIONS = Registry("position")
 
@@ -45,9 +48,15 @@ class Position(nnx.Module):
         """Queries or keys of unit length without positions, from the form in which they are kept."""
         return kept
 
-    def bias(self, num_heads: int) -> Float[Array, "h w"]:
-        """The bias added to the scores at the distances 1 to w, float32."""
-        return jnp.zeros((num_heads, self.w), jnp.float32)
+    def bias(self, num_heads: int, longest: int) -> Float[Array, "h longest"]:
+        """The bias added to the scores at the distances 1 to `longest`, float32."""
+        return jnp.zeros((num_heads, longest), jnp.float32)
+
+    def placed(
+        self, x: Float[Array, "*batch s k"], place: Int[Array, "*#batch s"] | np.ndarray
+    ) -> Float[Array, "*batch s k"]:
+        """Keys or queries of unit length with their positions, in the places of a tile whose block begins at w."""
+        return x
 
     def place(
         self,
@@ -98,27 +107,35 @@ class Position(nnx.Module):
         return scale(query), ring[0], None
 
 
-class T5Position(Position):
-    """T5's learned bias by distance (Raffel et al. 2020, section 2.1)."""
+class BiasPosition(Position):
+    """A bias by distance: a module that maps distances to the biases of each head (`layers/positions.py`)."""
 
-    def __init__(self, w: int, num_heads: int, *, rngs: nnx.Rngs):
+    def __init__(self, w: int, by_distance: nnx.Module):
         super().__init__(w)
-        self.by_distance = T5Bias(num_heads, rngs=rngs)
+        self.by_distance = by_distance
 
-    def bias(self, num_heads: int) -> Float[Array, "h w"]:
-        return self.by_distance(np.arange(1, self.w + 1))
+    def bias(self, num_heads, longest):
+        return self.by_distance(np.arange(1, longest + 1))
 
 
 class RotaryPosition(Position):
     """Rotary embedding: queries and keys are rotated by their places (Su et al. 2021)."""
 
+    def __init__(self, w: int, unit: float):
+        super().__init__(w)
+        self.unit = unit
+
+    def placed(self, x, place):
+        return rotate(x, place, wavelengths(x.shape[-1]) / np.float32(self.unit))
+
     def place(self, projections, scale, query, kept, previous_kept) -> Placed:
         here, before = np.arange(self.w, 2 * self.w), np.arange(self.w)
-        return Placed(rotate(scale(query), here), rotate(kept, here), rotate(previous_kept, before))
+        placed = (self.placed(x, place) for x, place in ((kept, here), (previous_kept, before)))
+        return Placed(self.placed(scale(query), here), *placed)
 
     def place_token(self, projections, scale, query, key, ring, offset):
         distance = jnp.asarray(ring_distance(self.w))[offset]
-        return rotate(scale(query), np.full(1, self.w)), rotate(ring[0], (self.w - distance)[:, None]), None
+        return self.placed(scale(query), np.full(1, self.w)), self.placed(ring[0], (self.w - distance)[:, None]), None
 
 
 class InfusedPosition(Position):
@@ -198,20 +215,78 @@ class T5(PositionConfig):
     """T5's bias by distance: one table of 32 buckets for each layer."""
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return T5Position(w, num_heads, rngs=rngs)
+        return BiasPosition(w, T5Bias(num_heads, rngs=rngs))
+
+
+@POSITIONS.register("fourier")
+@dataclasses.dataclass(frozen=True)
+class Fourier(PositionConfig):
+    """A Fourier series of the distance for each head and layer."""
+
+    def build(self, w, num_heads, model_width, *, rngs):
+        return BiasPosition(w, FourierBias(w, num_heads, rngs=rngs))
+
+
+@POSITIONS.register("alibi")
+@dataclasses.dataclass(frozen=True)
+class Alibi(PositionConfig):
+    """ALiBi (Press et al. 2022): a bias that falls with the distance; by default as published.
+
+    The reference learns a factor on all slopes, and a bound. The attention scale multiplies the bias in any case.
+    """
+
+    learned_slope: bool = False
+    """Whether a factor on the slopes of a layer is learned."""
+    bound: Literal["none", "learned", "by_head", "fixed"] = "none"
+    """The number at which the bias stops falling: none, a learned one for each layer, one for each head, or a `fixed`
+    one."""
+    fixed_bound: float = 2.0
+    """That number, if it is fixed."""
+
+    def __post_init__(self):
+        check_choices(self)
+        check_above_zero(self, ("fixed_bound",))
+
+    def build(self, w, num_heads, model_width, *, rngs):
+        bound = {"none": None, "fixed": self.fixed_bound}.get(self.bound, self.bound)
+        return BiasPosition(w, AlibiBias(num_heads, self.learned_slope, bound, rngs=rngs))
+
+
+@POSITIONS.register("network")
+@dataclasses.dataclass(frozen=True)
+class Network(PositionConfig):
+    """A small network of the distance for each layer."""
+
+    def build(self, w, num_heads, model_width, *, rngs):
+        return BiasPosition(w, NetworkBias(num_heads, rngs=rngs))
+
+
+@POSITIONS.register("orthogonal")
+@dataclasses.dataclass(frozen=True)
+class Orthogonal(PositionConfig):
+    """A learned combination of seven orthogonal functions of the distance for each head and layer."""
+
+    def build(self, w, num_heads, model_width, *, rngs):
+        return BiasPosition(w, OrthogonalBias(num_heads, rngs=rngs))
 
 
 @POSITIONS.register("rotary")
 @dataclasses.dataclass(frozen=True)
 class Rotary(PositionConfig):
-    """Rotary embeddings with wavelengths from 2 pi to 20,000 pi."""
+    """Rotary embeddings, with wavelengths from 2 pi to 20,000 pi if the unit is 1."""
+
+    unit: Literal["1", "pi"] = "1"
+    """The angle by which one position turns the first pair of a head: 1 radian as published, pi in the reference."""
+
+    def __post_init__(self):
+        check_choices(self)
 
     def check(self, model_width, head_size, mask_empty_cache):
         if head_size % 2:
             raise UserError(f"head_size={head_size} must be even for position=rotary")
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return RotaryPosition(w)
+        return RotaryPosition(w, {"1": 1.0, "pi": math.pi}[self.unit])
 
 
 @POSITIONS.register("infused")

@@ -61,6 +61,9 @@ class TokenTile(NamedTuple):
     value: Float[Array, "b h w k"]
     bias: Float[Array, "b h w"]
     """The bias by column of the ring."""
+    own_key: Float[Array, "b h 1 k"]
+    """The token's own key, of unit length and without positions, which it does not see."""
+    own_value: Float[Array, "b h 1 k"]
     seen: Bool[Array, "b w"]
     """The visible columns: tokens of the document, or zeros of an empty cache that are not masked."""
 
@@ -96,9 +99,17 @@ class TokenHeads(nnx.Module):
     def _scale(self, query: Float[Array, "*batch h n k"]) -> Float[Array, "*batch h n k"]:
         return query * head_scale(self.attention_scale, query.dtype)
 
-    def _bias(self) -> Float[Array, "h w"]:
-        # The attention scale multiplies the bias as well.
-        return self.position.bias(self.num_heads) * jnp.abs(self.attention_scale[...])[:, None]
+    def bias(self, longest: int) -> Float[Array, "h longest"]:
+        """The bias at the distances 1 to `longest`, times the attention scale, which multiplies the bias as well."""
+        return self.position.bias(self.num_heads, longest) * jnp.abs(self.attention_scale[...])[:, None]
+
+    def of(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
+        """The heads of vectors without positions: keys of unit length, values, and queries as in a `Tile`.
+
+        What is not used of the result is not computed in a compiled program.
+        """
+        key, value, query = self._project(y)
+        return self.position.plain(key), value, self._scale(self.position.plain(query))
 
     def _project(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
         """Keys, values and queries; keys and queries in the form in which the position strategy keeps them."""
@@ -106,17 +117,20 @@ class TokenHeads(nnx.Module):
         return self.position.kept(key), value, self.position.kept(query)
 
     def tile(
-        self, y: Float[Array, "b n d"], cache: TokenCache, positions: Int[Array, "b c"]
-    ) -> tuple[Tile, TokenCache]:
+        self, y: Float[Array, "b n d"], cache: TokenCache | None, positions: Int[Array, "b c"]
+    ) -> tuple[Tile, TokenCache | None]:
         """The heads of a segment, and the cache after it.
 
         Args:
             y: the layer's input, after its norm.
-            cache: the cache after the segment before.
+            cache: the cache after the segment before; None: the layer's mechanisms don't see the block before theirs.
             positions: position of each block's first token in its document; 0 where a document begins.
         """
         # Kept before they are cut into blocks: an axis for the lengths of the blocks costs XLA two copies a layer.
         key, value, query = (rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in self._project(y))
+        if cache is None:
+            nothing = jnp.zeros_like(key[:, 0])
+            return self._tile(query, key, value, nothing, nothing, positions), None
         before_key, before_value = from_left((key[:, -1], value[:, -1]), (cache.key, cache.value))
         return self._tile(query, key, value, before_key, before_value, positions), cache._replace(
             key=key[:, -1], value=value[:, -1]
@@ -147,15 +161,17 @@ class TokenHeads(nnx.Module):
             previous_value=previous_value,
             previous_valid=previous_valid,
             placed=self.position.place((self.query, self.key), self._scale, query, key, previous_key),
-            bias=self._bias(),
+            bias=self.bias(self.w),
         )
 
-    def plain(self, cache: TokenCache) -> TokenCache:
+    def plain(self, cache: TokenCache | None) -> TokenCache | None:
         """The cache with keys of unit length and without positions."""
-        return cache._replace(key=self.position.plain(cache.key))
+        return cache if cache is None else cache._replace(key=self.position.plain(cache.key))
 
-    def begin_block(self, cache: TokenCache) -> TokenCache:
+    def begin_block(self, cache: TokenCache | None) -> TokenCache | None:
         """The cache before the first token of a block is decoded: the keys get the positions of the block before."""
+        if cache is None:
+            return None
         return cache._replace(placed_key=self.position.begin_block((self.query, self.key), cache.key))
 
     def token(
@@ -180,7 +196,9 @@ class TokenHeads(nnx.Module):
             placed_query=placed_query,
             placed_key=placed_key,
             value=cache.value,
-            bias=jnp.moveaxis(jnp.take(self._bias(), column, axis=1), 0, 1),
+            bias=jnp.moveaxis(jnp.take(self.bias(self.w), column, axis=1), 0, 1),
+            own_key=self.position.plain(key),
+            own_value=value,
             seen=(jnp.arange(self.w) < offset[:, None]) | (position >= self.w)[:, None] | (not self.mask_empty_cache),
         )
         return tile, TokenCache(
