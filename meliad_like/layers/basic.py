@@ -195,14 +195,15 @@ class LayerNorm(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """`relu(x W1) W2` without biases.
+    """`relu(x W1) W2`, or with biases `relu(x W1 + b1) W2 + b2`.
 
     The recurrent cell calls the two halves separately, because its gate reads the hidden layer.
     """
 
-    def __init__(self, size_in: int, feedforward_width: int, model_width: int, *, rngs: nnx.Rngs):
-        self.hidden = Linear(size_in, feedforward_width, ("model", "feedforward"), rngs=rngs)
-        self.output = Linear(feedforward_width, model_width, ("feedforward", "model"), rngs=rngs)
+    def __init__(self, size_in: int, feedforward_width: int, model_width: int, *, rngs: nnx.Rngs, bias: bool = False):
+        biases = {"rngs": rngs, "bias_initializer": jax.nn.initializers.zeros if bias else None}
+        self.hidden = Linear(size_in, feedforward_width, ("model", "feedforward"), **biases)
+        self.output = Linear(feedforward_width, model_width, ("feedforward", "model"), **biases)
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... d"]:
         return self.output(jax.nn.relu(self.hidden(x)))

@@ -5,6 +5,7 @@ calls each of them, lets each combine its result with the results before it, and
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
-from meliad_like.mechanisms.token_heads import Tile, TokenCache, TokenTile
+from meliad_like.mechanisms.positions import PositionConfig
+from meliad_like.mechanisms.token_heads import Tile, TokenCache, TokenHeads, TokenTile
 from meliad_like.registry import Registry, size
 
 MECHANISMS = Registry("mechanism")
@@ -33,6 +35,7 @@ class Shape:
     window_length: int
     dropout_rate: float
     mask_empty_cache: bool
+    position: PositionConfig
 
     @property
     def inner_width(self) -> int:
@@ -63,6 +66,19 @@ class OneToken(NamedTuple):
     shared: dict[str, Any]
 
 
+class LayerParts(NamedTuple):
+    """The parts of a layer that a mechanism which closes the layer calls itself (`Mechanism.closes`)."""
+
+    norm: Callable[[Array, PRNGKeyArray | None], Array]
+    """The norm of the layer's input, with dropout if there is a key."""
+    heads: TokenHeads
+    num_others: int
+    """The number of results of the layer's other mechanisms."""
+    finish: Callable[..., Array]
+    """The layer's output from its input, [*batch, d], the list of its mechanisms' results, [*batch, h, k] with the
+    tokens before the last axis, and a dropout key or None."""
+
+
 class Watched(NamedTuple):
     """Internal values of a mechanism while it reads a block, for studies."""
 
@@ -80,6 +96,11 @@ class Mechanism(nnx.Module):
     A block-by-block reader, which is a decoder that writes token by token or one whose layers share what they publish,
     calls `begin_block` before a block, for the lanes whose block begins, and while decoding `end_block` after it.
     """
+
+    closes = False
+    """Whether it computes the output of its layer itself, after the layer's other mechanisms, by the methods whose
+    names begin with `close`, which are then called instead of `__call__` and `decode_step`. A mechanism does so if its
+    memory is made of this output, so that a block waits for the one before, or if it changes the residual."""
 
     def init_carry(self, b: int, dtype: Any, decoding: bool) -> Any:
         """The carry of `b` lanes before their first token: a pytree of arrays with the lane axis first."""
@@ -128,6 +149,57 @@ class Mechanism(nnx.Module):
         """Combines the results of the mechanisms before it with its own; by default concatenates them."""
         return [*others, own]
 
+    def close(
+        self,
+        parts: LayerParts,
+        x: Float[Array, "b n d"],
+        summaries: Float[Array, "b c u d"] | None,
+        tokens: SegmentTokens,
+        others: list[Float[Array, "b c h w k"]],
+        carry: Any,
+        dropout_key: PRNGKeyArray | None,
+    ) -> tuple[Float[Array, "b n d"], Float[Array, "b c u d"] | None, Any]:
+        """The output of the layer for a segment, and the carry after it.
+
+        Args:
+            parts: the parts of the layer.
+            x: the layer's input, before its norm.
+            summaries: the layer's input for the summary tokens of each block (`MechanismConfig.summary_tokens`).
+            tokens: what the layer's other mechanisms have seen.
+            others: their results.
+            carry: the carry after the segment before.
+            dropout_key: random key in training; None: no dropout.
+        """
+        raise NotImplementedError
+
+    def close_token(
+        self,
+        parts: LayerParts,
+        x: Float[Array, "b d"],
+        token: OneToken,
+        others: list[Float[Array, "b h 1 k"]],
+        carry: Any,
+    ) -> tuple[Float[Array, "b d"], Any]:
+        """The same as `close` for one token of every lane; the summary tokens follow with `close_block`."""
+        raise NotImplementedError
+
+    def close_block(
+        self,
+        parts: LayerParts,
+        summaries: Float[Array, "b u d"] | None,
+        carry: Any,
+        cache: TokenCache,
+        position: Int[Array, " b"],
+    ) -> tuple[Float[Array, "b u d"] | None, Any]:
+        """The layer's output for the summary tokens of a block that was read token by token, and the carry after it.
+
+        Args:
+            parts, summaries: as for `close`.
+            carry, cache, position: as for `end_block`.
+        """
+        del parts, cache, position
+        return summaries, carry
+
     def publish(self, carry: Any) -> Any:
         """The part of a carry, after `begin_block`, that other layers may read (see `MechanismConfig.share`)."""
         raise NotImplementedError
@@ -158,6 +230,8 @@ class MechanismConfig:
     mixed into the window's result head by head, rank 2 is concatenated with it."""
     without_positions: ClassVar[bool] = False
     """Whether its layers have no positions, because it compares tokens at any distance."""
+    sees_block_before: ClassVar[bool] = True
+    """Whether it reads the keys and values of the block before a block."""
 
     def check(self, shape: Shape, others: tuple["MechanismConfig", ...]) -> None:
         """Checks that a decoder of this shape can have the mechanism.
@@ -185,7 +259,7 @@ class MechanismConfig:
             raise UserError(f"{name}.layers=() names no layer: name some, or bind nothing of {name}")
         if not all(-num_layers <= layer < num_layers for layer in self.layers):
             raise UserError(f"{name}.layers={self.layers} names a layer that {num_layers} layers lack")
-        if len(self.indices(num_layers)) != len(self.layers):
+        if len({layer % num_layers for layer in self.layers}) != len(self.layers):
             raise UserError(f"{name}.layers={self.layers} names a layer twice")
 
     def indices(self, num_layers: int) -> frozenset[int]:
@@ -195,6 +269,19 @@ class MechanismConfig:
     def build(self, shape: Shape, index: int, *, rngs: nnx.Rngs) -> Mechanism | None:
         """The module for layer `index`, counted from 0; None if that layer needs none."""
         raise NotImplementedError
+
+    @property
+    def closes(self) -> bool:
+        """Whether its module closes its layers (`Mechanism.closes`), which one mechanism of a layer can do."""
+        return False
+
+    @property
+    def summary_tokens(self) -> int:
+        """The number of learned vectors that go up the stack behind every block's tokens, of which they make summaries.
+
+        Layers without the mechanism don't change them, and no token sees them.
+        """
+        return 0
 
     def mixed_width(self, shape: Shape, index: int) -> int:
         """The number of channels that it adds to the input of the layer's output projection."""

@@ -20,7 +20,17 @@ from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, embed, parame
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import num_parts
 from meliad_like.layers.sharding import constrain
-from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, OneToken, SegmentTokens, Shape, Watched
+from meliad_like.layers.windows import with_summaries, without_summaries
+from meliad_like.mechanisms.base import (
+    MECHANISMS,
+    LayerParts,
+    Mechanism,
+    MechanismConfig,
+    OneToken,
+    SegmentTokens,
+    Shape,
+    Watched,
+)
 from meliad_like.mechanisms.positions import POSITIONS, T5, NoPosition, Position, PositionConfig
 from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.mechanisms.token_heads import TokenCache, TokenHeads
@@ -48,6 +58,8 @@ class DecoderConfig(ModelConfig):
     """The memory mechanisms: the ways in which layers see earlier tokens (`meliad_like/mechanisms`)."""
     logit_scale: float | None = None
     """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""
+    feedforward_bias: bool = False
+    """Whether feed-forward networks have biases, as in the newer code of the reference (`melodi/`)."""
     mask_empty_cache: bool = True
     """Whether the empty cache is masked for a document's first tokens. In the reference they attend to zeros."""
 
@@ -62,6 +74,17 @@ class DecoderConfig(ModelConfig):
             if any(type(other) is type(mechanism) for other in others):
                 raise UserError(f"mechanisms hold two {type(mechanism).__name__}: name all of its layers in one")
             mechanism.check(self.shape, others)
+        for index in range(self.total_layers):
+            closing = [type(m).__name__ for m in self.mechanisms if m.closes and index in m.indices(self.total_layers)]
+            if not any(mechanism.mixed_width(self.shape, index) for mechanism in self.mechanisms):
+                raise UserError(f"layer {index} has no mechanism by which it sees other tokens: name it in `layers`")
+            if len(closing) > 1:
+                raise UserError(f"layer {index} can't have both {' and '.join(closing)}: each computes its output")
+
+    @property
+    def summary_tokens(self) -> int:
+        """The number of summary tokens behind every block."""
+        return sum(mechanism.summary_tokens for mechanism in self.mechanisms)
 
     @property
     def total_layers(self) -> int:
@@ -142,8 +165,8 @@ class DecoderConfig(ModelConfig):
 class LayerCarry(NamedTuple):
     """The carry of one layer."""
 
-    tokens: TokenCache
-    """The keys and values of the last window of tokens."""
+    tokens: TokenCache | None
+    """The keys and values of the last window of tokens; None if no mechanism sees the block before."""
     mechanisms: dict[str, Any]
     """The carry of each mechanism, by name."""
 
@@ -169,13 +192,19 @@ class DecoderLayer(Layer):
         # A tree of parameters is sorted by names; mechanisms are called in the order of the config.
         self.names = tuple(name for name, module in modules.items() if module is not None)
         mixed_width = sum(kind.mixed_width(shape, index) for kind in config.mechanisms)
+        self.num_results = mixed_width // shape.inner_width
         self.output = Linear(mixed_width, d, ("heads", "model"), rngs=rngs)
         self.feedforward_norm = RMSNorm(d, rngs=rngs)
-        self.feedforward = FeedForward(d, config.feedforward_width, d, rngs=rngs)
+        self.feedforward = FeedForward(d, config.feedforward_width, d, rngs=rngs, bias=config.feedforward_bias)
+        self.closing = next((name for name in self.names if self.mechanisms[name].closes), None)
+        """The mechanism that computes the layer's output, if there is one."""
+        kinds = (kind for kind in config.mechanisms if MECHANISMS.name_of(kind) in self.names)
+        self.sees_block_before = any(kind.sees_block_before for kind in kinds)
 
     def init_carry(self, b: int, dtype, decoding: bool) -> LayerCarry:
         carries = {name: self.mechanisms[name].init_carry(b, dtype, decoding) for name in self.names}
-        return LayerCarry(self.heads.init_cache(b, dtype, decoding), carries)
+        cache = self.heads.init_cache(b, dtype, decoding) if decoding or self.sees_block_before else None
+        return LayerCarry(cache, carries)
 
     def _each(self, method: str, carry: LayerCarry, *arguments: Any) -> LayerCarry:
         """The carry after calling the named method of each mechanism."""
@@ -194,17 +223,39 @@ class DecoderLayer(Layer):
     def end_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
         return self._each("end_block", carry, self.heads.plain(carry.tokens), position)
 
+    def close_block(
+        self, summaries: Float[Array, "b u d"] | None, carry: LayerCarry, position: Int[Array, " b"]
+    ) -> tuple[Float[Array, "b u d"] | None, LayerCarry]:
+        """The output for the summary tokens of a decoded block, and the carry after it (`Mechanism.close_block`)."""
+        if (name := self.closing) is None:
+            return summaries, carry
+        cache = self.heads.plain(carry.tokens)
+        assert cache is not None
+        closed = self.mechanisms[name].close_block(self._parts(), summaries, carry.mechanisms[name], cache, position)
+        return closed[0], carry._replace(mechanisms={**carry.mechanisms, name: closed[1]})
+
     @property
     def acts_at_blocks(self) -> bool:
         """Whether decoding has to call `begin_block` and `end_block` of this layer."""
         classes = [type(mechanism) for mechanism in self.mechanisms.values()]
         return type(self.heads.position).begin_block is not Position.begin_block or any(
-            one.begin_block is not Mechanism.begin_block or one.end_block is not Mechanism.end_block for one in classes
+            getattr(one, method) is not getattr(Mechanism, method)
+            for one in classes
+            for method in ("begin_block", "end_block", "close_block")
         )
 
     def publish(self, carry: LayerCarry, name: str) -> Any:
         """What the named mechanism publishes for other layers, after `begin_block`."""
         return self.mechanisms[name].publish(carry.mechanisms[name])
+
+    def _parts(self) -> LayerParts:
+        def finish(x, results, key):
+            return self._finish(x, merge_heads(*results), key)
+
+        return LayerParts(self._normed, self.heads, self.num_results - 1, finish)
+
+    def _normed(self, x: Float[Array, "b n d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "b n d"]:
+        return tiled_dropout(self.attention_norm(x), self.config.dropout_rate, dropout_key)
 
     def _finish(
         self, x: Float[Array, "*batch d"], mixed: Float[Array, "*batch i"], dropout_key: PRNGKeyArray | None = None
@@ -226,15 +277,23 @@ class DecoderLayer(Layer):
     ) -> tuple[Float[Array, "b n d"], LayerCarry]:
         num_keys = 2 + len(self.names)
         keys = [None] * num_keys if dropout_key is None else list(jax.random.split(dropout_key, num_keys))
-        normed = tiled_dropout(self.attention_norm(x), self.config.dropout_rate, keys[0])
+        x, summaries = without_summaries(x, positions.shape[1], self.config.window_length)
+        normed = self._normed(x, keys[0])
         tile, cache = self.heads.tile(normed, carry.tokens, positions)
         tokens, mixed, carries = SegmentTokens(normed, tile, positions, shared), [], {}
         for name, key in zip(self.names, keys[2:], strict=True):
+            if name == self.closing:
+                continue
             with jax.named_scope(name):
                 own, carries[name] = self.mechanisms[name](tokens, carry.mechanisms[name], key)
             mixed = self.mechanisms[name].combine(mixed, own)
-        x = self._finish(x, rearrange(merge_heads(*mixed), "b c w i -> b (c w) i"), keys[1])
-        return x, LayerCarry(cache, carries)
+        if (name := self.closing) is None:
+            x = self._finish(x, rearrange(merge_heads(*mixed), "b c w i -> b (c w) i"), keys[1])
+        else:
+            with jax.named_scope(name):
+                arguments = x, summaries, tokens, mixed, carry.mechanisms[name], keys[1]
+                x, summaries, carries[name] = self.mechanisms[name].close(self._parts(), *arguments)
+        return with_summaries(x, summaries), LayerCarry(cache, carries)
 
     def decode_step(
         self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"], shared: dict[str, Any]
@@ -243,13 +302,22 @@ class DecoderLayer(Layer):
         tile, cache = self.heads.token(normed, carry.tokens, position)
         token, mixed, carries = OneToken(normed, tile, position, shared), [], {}
         for name in self.names:
+            if name == self.closing:
+                continue
             with jax.named_scope(name):
                 own, carries[name] = self.mechanisms[name].decode_step(token, carry.mechanisms[name])
             mixed = self.mechanisms[name].combine(mixed, own)
-        return self._finish(x, merge_heads(*mixed)[:, 0]), LayerCarry(cache, carries)
+        if (name := self.closing) is None:
+            x = self._finish(x, merge_heads(*mixed)[:, 0])
+        else:
+            module = self.mechanisms[name]
+            x, carries[name] = module.close_token(self._parts(), x, token, mixed, carry.mechanisms[name])
+        return x, LayerCarry(cache, carries)
 
     def watch(self, before: LayerCarry, after: LayerCarry, position: Int[Array, " b"]) -> dict[str, Watched]:
-        tile = self.heads.tile_of_caches(before.tokens, after.tokens, position)
+        tile = None
+        if before.tokens is not None and after.tokens is not None:
+            tile = self.heads.tile_of_caches(before.tokens, after.tokens, position)
         watched = {
             name: self.mechanisms[name].watch(before.mechanisms[name], after.mechanisms[name], tile, position == 0)
             for name in self.names
@@ -269,6 +337,9 @@ class Decoder(Skeleton):
         shape = (vocabulary_size, config.model_width)
         self.embedding = parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"))
         self.layers = nnx.List(DecoderLayer(config, i, rngs=rngs) for i in range(config.total_layers))
+        initializer, shape = jax.nn.initializers.truncated_normal(0.25), (config.summary_tokens, config.model_width)
+        summaries = parameter(rngs.params(), initializer, shape, (None, "model")) if config.summary_tokens else None
+        self.summary_embedding = summaries
         self.final_norm = RMSNorm(config.model_width, rngs=rngs)
 
     def embed(self, tokens, position, dropout_key):
@@ -276,6 +347,25 @@ class Decoder(Skeleton):
         vocabulary = "vocabulary" if num_parts() == 1 else None
         table = self.embedding[...].astype(self.dtype)
         return embed(table if tokens.ndim == 1 else constrain(table, vocabulary, None), tokens)
+
+    def _summaries(self, *shape: int) -> Float[Array, "*batch u d"] | None:
+        """The summary tokens before the first layer, which are the same for all blocks; None if there are none."""
+        if self.summary_embedding is None:
+            return None
+        table = self.summary_embedding[...].astype(self.dtype)
+        return jnp.broadcast_to(table, (*shape, *table.shape))
+
+    def enter(self, x, c):
+        return with_summaries(x, self._summaries(x.shape[0], c))
+
+    def leave(self, x, c):
+        return without_summaries(x, c, self.config.window_length)[0]
+
+    def end_block(self, layers, position):
+        ended, summaries = {}, self._summaries(len(position))
+        for i, one in super().end_block(layers, position).items():
+            summaries, ended[i] = self.layers[i].close_block(summaries, one, position)
+        return ended
 
     def finish(self, x, dropout_key):
         x = self.final_norm(x)

@@ -4,6 +4,7 @@ A family defines the embedding of its tokens, its layers, and the logits of hidd
 families share: scans over blocks, rematerialisation, dropout keys, and the calls where blocks begin and end.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -124,6 +125,14 @@ class Skeleton(nnx.Module):
         """The logits of the next token, float32."""
         raise NotImplementedError
 
+    def enter(self, x: Float[Array, "b n d"], c: int) -> Float[Array, "b n2 d"]:
+        """The input of the first layer, from the embedding vectors of `c` blocks."""
+        return x
+
+    def leave(self, x: Float[Array, "b n2 d"], c: int) -> Float[Array, "b n d"]:
+        """The vectors of the tokens alone, from the output of the last layer for `c` blocks."""
+        return x
+
     def shared(self, carry: Any) -> dict[str, Any]:
         """What layers read of the carry after `begin_block` beside their own, by mechanism."""
         del carry
@@ -177,7 +186,8 @@ class Skeleton(nnx.Module):
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
         keys = self._keys(dropout_key)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
-        x = constrain(x, "lanes", None, None)
+        c = tokens.shape[1] // w
+        x = constrain(self.enter(x, c), "lanes", None, None)
         positions, position = self.block_positions(carry.position, start)
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
@@ -186,7 +196,7 @@ class Skeleton(nnx.Module):
             outputs, layers = self._scan_stack(x, layers, positions, keys[:-2], every_layer)
         else:
             outputs, layers = self._stack(x, layers, positions, keys[:-2], {})
-        outputs = outputs if every_layer else outputs[-1:]
+        outputs = [self.leave(x, c) for x in (outputs if every_layer else outputs[-1:])]
         return outputs, carry._replace(position=position, layers=from_rightmost(layers))
 
     def losses(
@@ -282,18 +292,23 @@ class Skeleton(nnx.Module):
         layers, outputs = jax.lax.scan(step, layers, (blocks, positions.T, jnp.arange(c)))
         return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], layers
 
+    def begin_block(self, layers: dict[int, Any], position: Int[Array, " b"]) -> dict[int, Any]:
+        """The carries of layers, by index, before a block whose first token is at `position`."""
+        return {i: self.layers[i].begin_block(one, position) for i, one in layers.items()}
+
+    def end_block(self, layers: dict[int, Any], position: Int[Array, " b"]) -> dict[int, Any]:
+        """The carries of layers, by index, after a block that was decoded, whose last token is at `position`."""
+        return {i: self.layers[i].end_block(one, position) for i, one in layers.items()}
+
     def _at_blocks(
-        self, flags: Bool[Array, " b"], method: str, layers: list[Any], position: Int[Array, " b"]
+        self, flags: Bool[Array, " b"], method: Callable[..., Any], layers: list[Any], position: Int[Array, " b"]
     ) -> list[Any]:
-        """The carries after calling this method of each layer that acts at block boundaries, for the flagged lanes."""
+        """The carries after `begin_block` or `end_block` of the layers that act at block boundaries, for some lanes."""
         acting = {i: one for i, one in enumerate(layers) if self.layers[i].acts_at_blocks}
         if not acting:
             return layers
 
-        def act(acting):
-            return {i: getattr(self.layers[i], method)(one, position) for i, one in acting.items()}
-
-        acted = at_lanes(flags, act, acting)
+        acted = at_lanes(flags, lambda acting: method(acting, position), acting)
         return [acted.get(i, one) for i, one in enumerate(layers)]
 
     def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
@@ -309,7 +324,7 @@ class Skeleton(nnx.Module):
         """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
         position = carry.position
         offset = self.config.offset(position)
-        begun = self._at_blocks(offset == 0, "begin_block", carry.layers, position)
+        begun = self._at_blocks(offset == 0, self.begin_block, carry.layers, position)
         shared = self.shared(carry._replace(layers=begun))
         outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, begun, strict=True):
@@ -317,7 +332,7 @@ class Skeleton(nnx.Module):
                 x, one = layer.decode_step(outputs[-1], one, position, shared)
             outputs.append(x)
             layers.append(one)
-        layers = self._at_blocks(offset == self.config.window_length - 1, "end_block", layers, position)
+        layers = self._at_blocks(offset == self.config.window_length - 1, self.end_block, layers, position)
         return outputs, carry._replace(position=position + 1, layers=layers)
 
     def watch(self, before: DecoderCarry, after: DecoderCarry) -> dict[str, Watched]:
