@@ -63,7 +63,10 @@ class Scale:
         total_layers = model.num_layers + getattr(model, "extra_layers", 0)
 
         def shorter(value: Any) -> Any:
-            return tuple(v // divisor for v in value) if isinstance(value, (list, tuple)) else value // divisor
+            if isinstance(value, (list, tuple)):
+                return tuple(map(shorter, value))
+            # Of a few tokens one is left: a size of 0 would be another model.
+            return max(value // divisor, min(value, 1))
 
         def named(layers):
             return layers and tuple(layer % total_layers // self.layers for layer in layers)

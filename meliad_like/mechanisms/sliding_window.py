@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend, attend_window, ring_square
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.layers.flops import Flops
@@ -51,8 +52,23 @@ class SlidingWindow(MechanismConfig):
 
     layers: tuple[int, ...] | None = size(None, "layer_indices")
     """The layers that attend to the window; negative numbers count from the end. None: all layers."""
+    except_layers: tuple[int, ...] = size((), "layer_indices")
+    """Layers of these that don't. In a smaller model they stay what another mechanism has instead of a window."""
 
     rank: ClassVar[int] = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "except_layers", tuple(self.except_layers))
+
+    def check(self, shape, others):
+        super().check(shape, others)
+        if not all(-shape.num_layers <= layer < shape.num_layers for layer in self.except_layers):
+            raise UserError(
+                f"SlidingWindow.except_layers={self.except_layers} names a layer that {shape.num_layers} layers lack"
+            )
+
+    def indices(self, num_layers):
+        return super().indices(num_layers) - {layer % num_layers for layer in self.except_layers}
 
     def build(self, shape, index, *, rngs):
         return WindowAttention(shape) if index in self.indices(shape.num_layers) else None
