@@ -1,7 +1,8 @@
 """Checkpoints of google-research/meliad: reads npz files and orbax folders, and converts them to ours and back.
 
 Only the names of parameters differ: kernels are [in, out] and heads major in both, and where self- and cross-attention
-are concatenated the heads of self-attention come first.
+are concatenated the heads of self-attention come first. The reference has two stacks with names of their own: the older
+one of the recurrences, and the newer one, whose feed-forward networks have biases, of MELODI and the dense memory.
 """
 
 import re
@@ -15,9 +16,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from meliad_like.config import RunConfig
-from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
+from meliad_like.conversion.parameters import Place, Places, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
-from meliad_like.mechanisms.positions import Infused
+from meliad_like.mechanisms.dense_memory import DenseMemory
+from meliad_like.mechanisms.melodi import Melodi
+from meliad_like.mechanisms.positions import Infused, Rotary
 from meliad_like.models.base import MODELS
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -28,6 +31,7 @@ from meliad_like.training.checkpoints import named_arrays
 # The places of the parameters in checkpoints of different versions of flax; the first match counts.
 ROOTS = ("", "params/", "target/", "target/params/", "optimizer/target/", "optimizer/target/params/")
 EMBEDDING = "embed/embedding"
+SLIDE = DecoderConfig()
 
 _FEEDFORWARD = {
     "hidden/kernel": "tbase/ffn/hidden0/kernel",
@@ -64,12 +68,25 @@ _CELL = {
     **{f"attention_gate/{ours}": f"recurrent_tbase/post_attn_mlp/{theirs}" for ours, theirs in _GATE.items()},
     **{f"feedforward_gate/{ours}": f"recurrent_tbase/ffn/{theirs}" for ours, theirs in _GATE.items()},
 }
-# From our names to the reference's, within a layer.
+_POSITIONS = {
+    f"heads/position/{ours}": f"relative_positions/{theirs}"
+    for ours, theirs in {
+        "by_distance/table": "rel_embedding",
+        "by_distance/amplitudes": "rotation_matrix",
+        "by_distance/slope": "_wrapped_module/scale",
+        "by_distance/bound": "_wrapped_module/bound",
+        "by_distance/hidden_scale": "dense_1_kernel",
+        "by_distance/hidden_bias": "bias",
+        "by_distance/output": "dense_2_kernel",
+        "by_distance/coefficients": "orthogonal_basis_coeffs",
+    }.items()
+}
+# From our names to the reference's, within a layer of the older stack.
 _LAYER = {
     "attention_norm/scale": "tbase/_kvq/pre_attn_layernorm/scale",
     **_BLOCK,
     **{f"heads/{ours}": theirs for ours, theirs in _HEADS.items()},
-    "heads/position/by_distance/table": "relative_positions/rel_embedding",
+    **_POSITIONS,
     "mechanisms/external_memory/gate": "external_memory_bias",
     **{f"mechanisms/recurrent_states/{ours}": theirs for ours, theirs in _READER.items()},
     **{f"mechanisms/recurrent_states/cell/{ours}": theirs for ours, theirs in _CELL.items()},
@@ -77,22 +94,100 @@ _LAYER = {
 _TOP = {"embedding": "embed/embedding", "final_norm/scale": "final_layernorm/scale"}
 
 
-def _place(path: str) -> Place:
-    if not (match := re.fullmatch(r"layers/(\d+)/(.+)", path)):
-        return Place(_TOP[path])
-    if match[2] not in _LAYER:
-        raise UserError(f"the reference has no parameter like our {path}: it lacks that mechanism")
-    return Place(f"transformer{match[1]}/{_LAYER[match[2]]}")
+def _mix(theirs: str) -> dict[str, str]:
+    names = {"kernel": "lin_mix/kernel", "bias": "lin_mix/bias"}
+    norms = {"token_norm/scale": "layernorm1/scale", "summary_norm/scale": "layernorm2/scale"}
+    return {ours: f"{theirs}/{name}" for ours, name in (names | norms).items()}
 
 
-def from_meliad(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> dict[str, Any]:
-    """Our parameter tree, in the shapes of `template`, filled from the reference's parameters by their names."""
-    return fill_parameters(template, theirs, _place, theirs.__getitem__, "the checkpoint")
+_SUMMARY_MIX = "token_mixing_summary"
+_NEW_LAYER = {
+    "attention_norm/scale": "tbase/pre_attn_layernorm/scale",
+    "output/kernel": "tbase/post_attn_mlp/output_layer/kernel",
+    "feedforward_norm/scale": "tbase/pre_ffn_layernorm/scale",
+    **{
+        f"feedforward/{ours}/{name}": f"tbase/ffn/mlp_layer/{theirs}/{name}"
+        for ours, theirs in {"hidden": "input_layer", "output": "output_layer"}.items()
+        for name in ("kernel", "bias")
+    },
+    **{f"heads/{ours}": theirs for ours, theirs in _HEADS.items()},
+    **_POSITIONS,
+    **{f"mechanisms/melodi/summary_mix/{ours}": theirs for ours, theirs in _mix(_SUMMARY_MIX).items()},
+    **{f"mechanisms/melodi/short_mix/{ours}": theirs for ours, theirs in _mix("token_mixing_short").items()},
+    **{f"mechanisms/melodi/long_mix/{ours}": theirs for ours, theirs in _mix("long_mem_token_mixing").items()},
+    "mechanisms/melodi/gate": "attn_gate",
+}
+_NEW_TOP = {
+    "embedding": "embed/embedding",
+    "final_norm/scale": "layer_stack/final_layernorm/scale",
+    "summary_embedding": "layer_stack/summary_embeddings",
+}
 
 
-def to_meliad(params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The reference's flat parameters from ours; the inverse of `from_meliad`."""
-    return to_tensors(_place, params)
+def _stack(config: DecoderConfig) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """The names of the reference's stack outside of layers and within a layer, and the prefixes of its layers."""
+    layers = range(config.total_layers)
+    if not config.feedforward_bias:
+        return _TOP, _LAYER, [f"transformer{i}" for i in layers]
+    if config.mechanism(Melodi) is not None:
+        return _NEW_TOP, _NEW_LAYER, [f"layer_stack/melodi_layers_{i}/melodi_layer" for i in layers]
+    dense = config.mechanism(DenseMemory)
+    [side] = [None] if dense is None else sorted(dense.indices(config.total_layers))
+    # The dense layer is not counted among the layers of the stack.
+    others = iter(layers)
+    return (
+        _NEW_TOP,
+        _NEW_LAYER,
+        ["layer_stack/" + ("side_layer" if i == side else f"transformer{next(others)}") for i in layers],
+    )
+
+
+def _places(config: DecoderConfig) -> Places:
+    top, within, prefixes = _stack(config)
+
+    def place(path: str) -> Place:
+        if not (match := re.fullmatch(r"layers/(\d+)/(.+)", path)):
+            return Place(top[path])
+        if match[2] not in within:
+            raise UserError(f"the reference has no parameter like our {path}: it lacks that mechanism")
+        return Place(f"{prefixes[int(match[1])]}/{within[match[2]]}")
+
+    return place
+
+
+def _idle(config: DecoderConfig) -> str | None:
+    """The prefix of the parameters with which the reference's last layer mixes summaries that nothing reads."""
+    return None if config.mechanism(Melodi) is None else f"{_stack(config)[2][-1]}/{_SUMMARY_MIX}/"
+
+
+def from_meliad(
+    theirs: Mapping[str, np.ndarray], template: dict[str, Any], config: DecoderConfig = SLIDE
+) -> dict[str, Any]:
+    """Our parameter tree filled from the reference's parameters by their names.
+
+    Args:
+      theirs: the reference's parameters; idle ones are dropped.
+      template: a tree of the shapes of our parameters, or a part of it.
+      config: the config of the model, for the names of its stack.
+    """
+    idle = _idle(config)
+    used = [name for name in theirs if idle is None or not name.startswith(idle)]
+    return fill_parameters(template, used, _places(config), theirs.__getitem__, "the checkpoint")
+
+
+def to_meliad(params: dict[str, Any], config: DecoderConfig = SLIDE) -> dict[str, np.ndarray]:
+    """The reference's flat parameters from ours; the inverse of `from_meliad`.
+
+    Its idle parameters are zeros, and ones for the scales of norms.
+    """
+    theirs, idle = to_tensors(_places(config), params), _idle(config)
+    melodi = config.mechanism(Melodi)
+    if idle is not None and melodi is not None:
+        u, d = melodi.num_summaries, config.model_width
+        theirs[f"{idle}lin_mix/kernel"] = np.zeros((config.window_length + u, u), np.float32)
+        theirs[f"{idle}lin_mix/bias"] = np.zeros(u, np.float32)
+        theirs |= {f"{idle}layernorm{i}/scale": np.ones(d, np.float32) for i in (1, 2)}
+    return theirs
 
 
 def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
@@ -141,7 +236,8 @@ def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) ->
     _check_family(run, "--gin_file")
     theirs = read_meliad(path)
     vocabulary = vocabulary_of(run, len(theirs[EMBEDDING]), path)
-    params = from_meliad(theirs, Model(run.model, vocabulary.size).abstract_params)
+    assert isinstance(run.model, DecoderConfig)
+    params = from_meliad(theirs, Model(run.model, vocabulary.size).abstract_params, run.model)
     write_checkpoint(folder, params, run, vocabulary)
 
 
@@ -152,7 +248,8 @@ def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
         raise UserError(f"{path} must end in .npz")
     opened = open_checkpoint(folder)
     _check_family(opened.run, str(folder))
-    theirs = to_meliad(opened.params)
+    assert isinstance(opened.run.model, DecoderConfig)
+    theirs = to_meliad(opened.params, opened.run.model)
     try:
         with replacing(path) as file:
             np.savez(file, **theirs)  # type: ignore[arg-type]  # its stub takes names for options
@@ -165,3 +262,19 @@ def _check_family(run: RunConfig, origin: str) -> None:
         raise UserError(f"{origin}: the reference has decoders alone, and this model is a {MODELS.name_of(run.model)}")
     if isinstance(run.model.position, Infused):
         raise UserError(f"{origin}: the reference has no infused positions, and this model has")
+    if isinstance(run.model.position, Rotary) and run.model.position.unit != "pi":
+        raise UserError(f"{origin}: the reference's rotary positions turn by pi: Rotary.unit='pi'")
+    _check_new_stack(run.model, origin)
+
+
+def _check_new_stack(model: DecoderConfig, origin: str) -> None:
+    melodi, dense = model.mechanism(Melodi), model.mechanism(DenseMemory)
+    if melodi is None and dense is None:
+        return
+    if not model.feedforward_bias:
+        raise UserError(f"{origin}: the reference's MELODI and dense memory need DecoderConfig.feedforward_bias=True")
+    layers = model.total_layers
+    if melodi is not None and len(melodi.indices(layers)) < layers:
+        raise UserError(f"{origin}: in the reference all layers have MELODI, and here Melodi.layers={melodi.layers}")
+    if dense is not None and len(dense.indices(layers)) > 1:
+        raise UserError(f"{origin}: the reference has one layer with a dense memory, and here {dense.layers} have it")

@@ -1,0 +1,182 @@
+"""The dense memory of the reference's newer code: attention to all of a document's last tokens, without a search.
+
+A Memorizing Transformer without top-k (google-research/meliad, `memory2/dense_kv_memory.py`). One softmax covers the
+memory and the tokens of the segment before the query, whose keys and values have a gradient; memories have none.
+The layer has no positions.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jaxtyping import Array, Float, Int
+
+from meliad_like.layers.attention import LOWEST, MASKED, attend
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.memory_search import PIECE, Memory, remember
+from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape
+from meliad_like.registry import size
+from meliad_like.validation import check_choices, check_positive
+
+Horizon = Literal["tokens", "segment"]
+
+
+class DenseAttention(Mechanism):
+    """Attention to a ring of the document's last m tokens, which is the carry."""
+
+    def __init__(self, config: "DenseMemory", shape: Shape):
+        self.config, self.shape, self.closes = config, shape, config.closes
+
+    def init_carry(self, b, dtype, decoding):
+        empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)
+        return Memory(empty, empty)
+
+    def __call__(self, tokens, carry, dropout_key):
+        tile, positions = tokens.tile, tokens.positions
+        c, w, m = positions.shape[1], self.shape.window_length, self.config.num_slots
+        key, value = (rearrange(y, "b c h w k -> b h (c w) k") for y in (tile.key, tile.value))
+        # The ring in the order of the document, before the segment: token i of the segment is in column m + i.
+        slot = (positions[:, :1] + np.arange(m)) % m
+        before = (jnp.take_along_axis(y, slot[:, None, :, None], axis=2) for y in jax.lax.stop_gradient(carry))
+        keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(before, (key, value)))
+        whole = self.config.horizon == "segment"
+
+        def read(_, block):
+            query, position, number = block
+            first = 0 if whole else number * w
+            row = m + number * w + np.arange(w)
+            lowest = jnp.zeros_like(row) if whole else row - m
+            begin = m + number * w - position
+            count = m + (c * w if whole else w)
+            return None, self._attend(query, keys, values, first, count, (lowest, row), begin)
+
+        blocks = jnp.moveaxis(tile.query, 1, 0), positions.T, jnp.arange(c)
+        _, result = jax.lax.scan(read, None, blocks)
+        newest = self._remember(carry, key, value, positions)
+        return jnp.moveaxis(result, 0, 1), newest
+
+    def _attend(
+        self,
+        query: Float[Array, "b h t k"],
+        key: Float[Array, "b h s k"],
+        value: Float[Array, "b h s k"],
+        first: Int[Array, ""] | int,
+        count: int,
+        limits: tuple[Int[Array, " t"], Int[Array, " t"]],
+        begin: Int[Array, " b"],
+    ) -> Float[Array, "b h t k"]:
+        """Attention to `count` columns from `first` on, one piece of them at a time, with a running maximum and sum.
+
+        Args:
+            query, key, value: queries with the attention scale; keys and values by column.
+            first, count: the columns to read.
+            limits: each query sees the columns from the first limit to the one before the second.
+            begin: the column with which each lane's document begins.
+        """
+        size = min(PIECE, count)
+
+        # The backward pass computes the scores of a piece again: together they would be m numbers for every query.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def add(state, index):
+            highest, total, mixed = state
+            # The last piece ends with the columns, and may overlap the piece before it.
+            start = first + jnp.minimum(index * size, count - size)
+            some_key, some_value = (jax.lax.dynamic_slice_in_dim(y, start, size, axis=2) for y in (key, value))
+            column = start + jnp.arange(size)
+            new = column >= first + index * size
+            seen = new & (column >= limits[0][:, None]) & (column < limits[1][:, None])
+            real = (column >= begin[:, None])[:, None, None]
+            scores = jnp.einsum("bhtk,bhsk->bhts", query, some_key, preferred_element_type=jnp.float32)
+            if self.shape.mask_empty_cache:
+                seen = seen & real
+            scores = jnp.where(seen, jnp.where(real, scores, 0.0), MASKED)
+            now = jax.lax.stop_gradient(jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True)))
+            weights, before = jnp.exp(scores - now), jnp.exp(highest - now)
+            weighed = (weights * real).astype(value.dtype)
+            more = jnp.einsum("bhts,bhsk->bhtk", weighed, some_value, preferred_element_type=jnp.float32)
+            return (now, before * total + jnp.sum(weights, axis=-1, keepdims=True), before * mixed + more), None
+
+        # As `layers/attention.weigh`: without a visible key the result is 0.
+        highest = jnp.full((*query.shape[:3], 1), LOWEST, jnp.float32)
+        state = highest, jnp.ones_like(highest), jnp.zeros(query.shape, jnp.float32)
+        (_, total, mixed), _ = jax.lax.scan(add, state, jnp.arange(-(-count // size)))
+        return (mixed / total).astype(value.dtype)
+
+    def _remember(self, memory: Memory, key, value, positions: Int[Array, "b c"]) -> Memory:
+        """The ring after a segment: of the last document's tokens the last m."""
+        c, w, m = positions.shape[1], self.shape.window_length, self.config.num_slots
+        token = positions[:, -1:] + np.arange(w - c * w, w)
+        # Only the last m are written: of two writes to a slot either may be the last.
+        return remember(memory, key[:, :, -m:], value[:, :, -m:], token[:, -m:], token[:, -m:] >= 0)
+
+    def decode_step(self, token, carry):
+        m, position = self.config.num_slots, token.position
+        filled = (jnp.arange(m) < position[:, None]) | (not self.shape.mask_empty_cache)
+        result = attend(token.tile.query, carry.key, carry.value, mask=filled[:, None, None])
+        own = token.tile.own_key, token.tile.own_value
+        return result, remember(carry, *own, position[:, None], jnp.ones_like(position, bool)[:, None])
+
+    def close(self, parts, x, summaries, tokens, others, carry, dropout_key):
+        own, carry = self(tokens, carry, None)
+        results = [rearrange(y, "b c h w k -> b h (c w) k") for y in (*others, own)]
+        return x + parts.finish(x, results, dropout_key), summaries, carry
+
+    def close_token(self, parts, x, token, others, carry):
+        own, carry = self.decode_step(token, carry)
+        return x + parts.finish(x[:, None], [*others, own], None)[:, 0], carry
+
+
+@MECHANISMS.register("dense_memory")
+@dataclasses.dataclass(frozen=True)
+class DenseMemory(MechanismConfig):
+    """Attention to all of the document's last tokens."""
+
+    num_slots: int = size(4096, "length")
+    """The number of keys and values that a memory holds for each lane and head; the oldest are overwritten (m)."""
+    horizon: Horizon = "tokens"
+    """What a token sees: the last `num_slots` `tokens` before it, or as in the reference its whole `segment` before it
+    and `num_slots` tokens before the segment, so that results depend on where segments begin."""
+    repeat_input: bool = False
+    """Whether the layer's input is added to its output once more, as in the reference."""
+
+    carry_axes: ClassVar[tuple[str, ...]] = ("lanes", "heads")
+    without_positions: ClassVar[bool] = True
+    sees_block_before: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_choices(self)
+        check_positive(self, ("num_slots",))
+
+    @property
+    def closes(self) -> bool:
+        return self.repeat_input
+
+    @property
+    def needs_segments(self) -> bool:
+        return self.horizon == "segment"
+
+    @property
+    def waits_for(self) -> str | None:
+        return f"with DenseMemory.layers={self.layers} a block attends to many blocks before it"
+
+    def build(self, shape, index, *, rngs):
+        return DenseAttention(self, shape) if index in self.indices(shape.num_layers) else None
+
+    def flops(self, shape, index):
+        """The operations of attention to all slots and to one window of the segment.
+
+        With `horizon="segment"` it is the whole segment instead, whose length a config of a model does not know.
+        """
+        if index not in self.indices(shape.num_layers):
+            return Flops(0, 0)
+        # Memories have no gradient; the window's keys and values, and the queries, have one.
+        memory, window = (2 * 2 * length * shape.inner_width for length in (self.num_slots, shape.window_length))
+        return Flops(memory + window, memory + 2 * window)
+
+    def num_visible(self, shape, position):
+        """At most m tokens before a token, and the token itself through the residual stream."""
+        return np.minimum(position, self.num_slots) + 1

@@ -1,0 +1,137 @@
+"""Parity with the newer code of google-research/meliad (commit cc1aef5): MELODI, the dense memory, positions."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_golden_models import assert_gradients, below
+
+from meliad_like.config.run import TrainingConfig
+from meliad_like.conversion.meliad import from_meliad, to_meliad
+from meliad_like.data.batch import Batch
+from meliad_like.layers.losses import token_losses
+from meliad_like.mechanisms.dense_memory import DenseMemory
+from meliad_like.mechanisms.melodi import Melodi
+from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.model import Model
+from meliad_like.optimization.optimizers import Adafactor, make_optimizer
+from meliad_like.optimization.schedules import CosineSchedule, make_schedule
+from meliad_like.training.step import init_state, make_train_step
+
+GOLDEN = Path(__file__).parent / "golden"
+W, V = 16, 40
+# A document's start shows the reference's unmasked zeros.
+make_config = functools.partial(
+    DecoderConfig,
+    num_layers=3,
+    model_width=24,
+    num_heads=2,
+    head_size=16,
+    feedforward_width=56,
+    window_length=W,
+    feedforward_bias=True,
+    mask_empty_cache=False,
+)
+CONFIGS = {
+    "melodi_lm": make_config(
+        mechanisms=(Melodi(long_layers=(1,), num_summaries=6, short_length=6, long_length=4, long_slots=40),)
+    ),
+    "dense_kv_lm": make_config(
+        mechanisms=(
+            SlidingWindow(layers=(0, 2)),
+            DenseMemory(layers=(1,), num_slots=64, horizon="segment", repeat_input=True),
+        )
+    ),
+}
+of_each_model = pytest.mark.parametrize("name", CONFIGS)
+
+
+@functools.cache
+def language_model(name):
+    arrays, model = dict(np.load(GOLDEN / f"{name}.npz")), Model(CONFIGS[name], V)
+    return arrays, model, from_meliad(below(arrays, "params/"), model.abstract_params, CONFIGS[name])
+
+
+def segment_batch(arrays, segment):
+    """The reference's shift inside the segment: the token after the last one is not predicted."""
+    seg = below(arrays, f"seg{segment}/")
+    start = np.zeros((2, arrays["tokens"].shape[2] // W), bool)
+    start[:, 0] = arrays["start_of_sequence"][segment]
+    return Batch(arrays["tokens"][segment], seg["target_tokens"], seg["loss_mask"], start, None, None), seg
+
+
+def without_idle(theirs):
+    """The reference's parameters without those of its last layer that nothing reads."""
+    return {name: x for name, x in theirs.items() if "melodi_layers_2/melodi_layer/token_mixing_summary" not in name}
+
+
+def in_order(ring, number):
+    """The vectors of a ring by age, the oldest first, with zeros in front, after `number` vectors were written."""
+    m = ring.shape[0]
+    vectors = np.arange(number - m, number)
+    return np.where((vectors >= 0)[:, None], ring.reshape(m, -1)[vectors % m], 0)
+
+
+def states_of(carry):
+    """Our memories as the reference keeps them, by its names."""
+    states = {}
+    for i, layer in enumerate(carry.layers):
+        if (memory := layer.mechanisms.get("melodi")) is not None:
+            states[f"melodi_layers_{i}/short_memory/previous_mems_train"] = memory.short
+            if memory.long is not None:
+                rings = [in_order(np.asarray(x), 4 * p // W) for x, p in zip(memory.long, carry.position)]
+                states[f"melodi_layers_{i}/long_memory/previous_mems_train"] = np.stack(rings)
+    return states
+
+
+@of_each_model
+def test_language_model_over_segments(name):
+    arrays, model, params = language_model(name)
+
+    @jax.jit
+    def differentiate(params, carry, batch):
+        def loss(params):
+            module = model.bind(params)
+            hidden, new_carry = module(batch.inputs, carry, batch.start)
+            losses = token_losses(module, hidden, batch.targets, W)
+            return jnp.sum(losses.nats * batch.loss_mask), (module.logits(hidden), losses.nats, new_carry)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    carry = model.bind(params).init_carry(2)
+    for segment in range(3):
+        batch, seg = segment_batch(arrays, segment)
+        (loss, (logits, nats, carry)), gradient = differentiate(params, carry, batch)
+        np.testing.assert_allclose(logits, seg["logits"], atol=1e-5)
+        mask = seg["loss_mask"]
+        np.testing.assert_allclose(np.where(mask, nats, 0), np.where(mask, seg["token_losses"], 0), atol=1e-5)
+        np.testing.assert_allclose(loss, seg["training_loss"], rtol=1e-5)
+        theirs = below(seg, "grad_params/")
+        assert not any(x.any() for key, x in theirs.items() if key not in without_idle(theirs))
+        assert_gradients(without_idle(to_meliad(gradient, model.config)), without_idle(theirs))
+        for key, ours in states_of(carry).items():
+            np.testing.assert_allclose(ours, seg[f"next_state/{key}"], atol=1e-5, err_msg=key)
+
+
+@of_each_model
+def test_eight_training_steps(name):
+    arrays, model, params = language_model(name)
+    optimizer = make_optimizer(Adafactor(), make_schedule(CosineSchedule(warmup_steps=4), 20))
+    state = init_state(model, optimizer, 2, jax.random.key(0))
+    state = state._replace(params=params, optimizer_state=optimizer.init(params))
+    # The reference begins with states of zero, where no document begins.
+    state = state._replace(carry=jax.tree.map(jnp.zeros_like, state.carry))
+    train_step = jax.jit(make_train_step(model, optimizer, TrainingConfig(num_steps=20)))
+    for step in range(8):
+        batch, _ = segment_batch(arrays, step % 3)
+        blocks = batch.start.shape
+        state, metrics = train_step(state, batch._replace(document=np.zeros(blocks), position=np.zeros(blocks)))
+        np.testing.assert_allclose(metrics.loss * metrics.num_tokens, arrays["train/losses"][step], rtol=1e-5)
+    ours, theirs = to_meliad(state.params, model.config), below(arrays, "train/final_params/")
+    assert set(ours) == set(theirs)
+    for parameter, value in without_idle(theirs).items():
+        np.testing.assert_allclose(ours[parameter], value, atol=1e-5, err_msg=parameter)

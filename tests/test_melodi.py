@@ -1,0 +1,245 @@
+"""MELODI against a plain loop over windows, and what its memories reach."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ways import (
+    V,
+    W,
+    begin,
+    check_documents,
+    check_token_by_token,
+    read,
+    starts,
+    tokens_of,
+)
+
+from meliad_like import config
+from meliad_like.errors import UserError
+from meliad_like.layers.windows import by_difference
+from meliad_like.mechanisms.dense_memory import DenseMemory
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.gated_delta_rule import GatedDeltaRule
+from meliad_like.mechanisms.melodi import Melodi
+from meliad_like.mechanisms.positions import Rotary
+from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.model import Model
+
+SIZES = {"num_layers": 3, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 12, "window_length": W}
+SMALL = Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=2, long_slots=6)
+
+
+@functools.cache
+def make(melodi, *others, **changes):
+    """A model, and parameters without zeros, ones or values too small for the tests to notice."""
+    model = Model(DecoderConfig(**SIZES, mechanisms=(melodi, *others), feedforward_bias=True, **changes), V)
+    generator = np.random.default_rng(0)
+
+    def perturb(x):
+        return jnp.asarray(x + 0.3 * generator.normal(size=x.shape), jnp.float32)
+
+    return model, jax.tree.map(perturb, model.init(jax.random.key(0)))
+
+
+def rms(x, scale):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def heads(x, kernel, unit=True):
+    y = (x @ kernel).reshape(len(x), SIZES["num_heads"], SIZES["head_size"]).swapaxes(0, 1)
+    return y / np.sqrt(np.sum(y**2, axis=-1, keepdims=True) + 1e-6) if unit else y
+
+
+def softmax_mix(scores, values):
+    """Attention with the reference's additional score, by which a query that sees nothing gets zeros."""
+    highest = np.maximum(scores.max(axis=-1, keepdims=True, initial=-1e3), -1e3)
+    weights = np.exp(scores - highest)
+    return weights @ values / (weights.sum(axis=-1, keepdims=True) + np.exp(-1e3 - highest))
+
+
+def read_layer(p, melodi, x, short, long):
+    """One window of one layer, x [w + u, d]: the output, and the memories after it; those of None are masked."""
+    w, u, scale = W, melodi.num_summaries, np.abs(p["heads"]["attention_scale"])[:, None, None]
+    kernels = {name: p["heads"][name]["kernel"] for name in ("key", "value", "query")}
+    normed = rms(x, p["attention_norm"]["scale"])
+    before = np.zeros((0, x.shape[1])) if short is None else rms(short, p["attention_norm"]["scale"])
+    seen = np.concatenate([before, normed])
+    query, key, value = (
+        heads(normed, kernels["query"]),
+        heads(seen, kernels["key"]),
+        heads(seen, kernels["value"], False),
+    )
+    distance = np.arange(len(x))[:, None] + len(before) - np.arange(len(seen))
+    # Distances below 16 are their own buckets.
+    bias = p["heads"]["position"]["by_distance"]["table"][:, np.maximum(distance, 0)]
+    scores = np.where(distance > 0, scale * (query @ key.swapaxes(1, 2) + bias), -np.inf)
+    mixed, m = softmax_mix(scores, value), p.get("mechanisms", {}).get("melodi")
+    if long is not None:
+        stored = rms(long, p["attention_norm"]["scale"])
+        key, value = heads(stored, kernels["key"]), heads(stored, kernels["value"], False)
+        share = 1 / (1 + np.exp(-m["gate"]))[:, None]
+        mixed = share * mixed + (1 - share) * softmax_mix(scale * (query @ key.swapaxes(1, 2)), value)
+    z = x + mixed.swapaxes(0, 1).reshape(len(x), -1) @ p["output"]["kernel"]
+    f = p["feedforward"]
+    hidden = np.maximum(rms(z, p["feedforward_norm"]["scale"]) @ f["hidden"]["kernel"] + f["hidden"]["bias"], 0)
+    y = z + hidden @ f["output"]["kernel"] + f["output"]["bias"]
+
+    def mix(q):
+        rows = [y[:w], y[w:]]
+        if "token_norm" in q:
+            rows = [rms(a, q[name]["scale"]) for a, name in zip(rows, ("token_norm", "summary_norm"))]
+        return q["kernel"].T @ np.concatenate(rows) + q["bias"][:, None]
+
+    new = mix(m["short_mix"]) + (y[w:] if melodi.short_length == u else 0)
+    if long is not None:
+        long = np.concatenate([long, mix(m["long_mix"])])[-melodi.long_slots :]
+    if "summary_mix" in m:
+        y = np.concatenate([y[:w], y[w:] + mix(m["summary_mix"])])
+    return y, new, long
+
+
+def read_document(model, params, tokens):
+    """The logits of one document, [n, v], by loops over windows and layers in float64; empty memories are masked, or
+    zeros without a mask."""
+    p, melodi = jax.tree.map(lambda x: np.asarray(x, np.float64), params), model.config.mechanisms[0]
+    masked, d, long_layers = model.config.mask_empty_cache, SIZES["model_width"], melodi.long_indices(3)
+    number = 0 if masked else melodi.long_slots
+    short = [None if masked else np.zeros((melodi.short_length, d))] * 3
+    long, outputs = [np.zeros((number, d)) if i in long_layers else None for i in range(3)], []
+    for window in np.split(tokens, len(tokens) // W):
+        x = np.concatenate([p["embedding"][window], p["summary_embedding"]])
+        for i in range(3):
+            x, short[i], long[i] = read_layer(p["layers"][i], melodi, x, short[i], long[i])
+        outputs.append(rms(x[:W], p["final_norm"]["scale"]) @ p["embedding"].T / np.sqrt(d))
+    return np.concatenate(outputs)
+
+
+@pytest.mark.parametrize(
+    "melodi",
+    [
+        SMALL,
+        # A ring whose length is not a multiple of what a window adds, and that wraps; other lengths of all parts.
+        Melodi(long_layers=(0, 2), num_summaries=3, short_length=2, long_length=3, long_slots=7),
+        Melodi(num_summaries=1, short_length=1),
+        Melodi(long_layers=(1,), num_summaries=2, short_length=5, long_length=4, long_slots=4),
+    ],
+)
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_loop(melodi, masked):
+    model, params = make(melodi, mask_empty_cache=masked)
+    tokens = tokens_of(2, 9)
+    # Lane 1 begins another document within the first segment.
+    first, carry = read(model, params, tokens[:, : 5 * W], begin(model, params, 2), starts(2, 5, (0, 0), (1, 2)))
+    second, _ = read(model, params, tokens[:, 5 * W :], carry, starts(2, 4))
+    logits = jnp.concatenate([first, second], axis=1)
+    for lane, begins in ((0, 0), (1, 2 * W)):
+        expected = read_document(model, params, tokens[lane, begins:])
+        np.testing.assert_allclose(logits[lane, begins:], expected, atol=2e-5)
+
+
+def test_values_by_difference_are_those_of_the_distance():
+    by_distance = np.arange(1.0, 9)[None] * np.array([[1], [10]])
+    square = by_difference(jnp.asarray(by_distance), 5, 4)
+    for i in range(5):
+        for j in range(9):
+            assert square[1, i, j] == (10 * (i + 4 - j) if j < i + 4 else 0)
+
+
+WAYS = {
+    "two long-term layers": (Melodi(long_layers=(0, 2), num_summaries=3, short_length=2, long_length=3, long_slots=7),),
+    "beside a window": (SMALL, SlidingWindow()),
+    "beside a window and a memory": (
+        SMALL,
+        SlidingWindow(),
+        ExternalMemory(layers=(2,), num_slots=2 * W, num_neighbors=2),
+    ),
+    "some layers": (Melodi(layers=(0, 1), num_summaries=2, short_length=2), SlidingWindow(layers=(2,))),
+    "beside the delta rule": (SMALL, GatedDeltaRule(layers=(0,))),
+    "beside a dense layer": (
+        Melodi(layers=(0, 2), num_summaries=2, short_length=2),
+        DenseMemory(layers=(1,), num_slots=9, repeat_input=True),
+    ),
+}
+
+
+CHOSEN = "beside a window"
+
+
+@pytest.mark.parametrize(
+    "mechanisms",
+    [pytest.param(WAYS[name], id=name, marks=() if name == CHOSEN else pytest.mark.exhaustive) for name in WAYS],
+)
+def test_all_ways_of_reading_are_equal(mechanisms):
+    check_token_by_token(*make(*mechanisms))
+    check_documents(*make(*mechanisms))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"position": Rotary()}, pytest.param({"mask_empty_cache": False}, marks=pytest.mark.exhaustive)],
+    ids=str,
+)
+def test_token_by_token_equals_segments_with(changes):
+    check_token_by_token(*make(SMALL, **changes))
+
+
+def reach(model, params):
+    """The largest gradient of window 3's hidden vectors for the vectors of window 0's tokens."""
+    tokens = np.arange(4 * W)[None]
+
+    def last(table):
+        module = model.bind(params | {"embedding": table})
+        hidden, _ = module(tokens, module.init_carry(1), starts(1, 4, (0, 0)))
+        return jnp.sum(hidden[0, -W:] * jnp.linspace(-1, 1, SIZES["model_width"]))
+
+    return np.abs(jax.jit(jax.grad(last))(params["embedding"]))[:W].max()
+
+
+def test_each_memory_alone_reaches_three_windows_back():
+    # Of another length than the summaries, a short-term memory is what is mixed, and nothing else.
+    model, params = make(Melodi(long_layers=(1,), num_summaries=2, short_length=3, long_length=2, long_slots=6))
+
+    def without(*mixes):
+        cut = {i: layer["mechanisms"]["melodi"] for i, layer in params["layers"].items()}
+        cut = {i: m | {mix: jax.tree.map(jnp.zeros_like, m[mix]) for mix in mixes if mix in m} for i, m in cut.items()}
+        layers = {i: layer | {"mechanisms": {"melodi": cut[i]}} for i, layer in params["layers"].items()}
+        return params | {"layers": layers}
+
+    assert reach(model, without("long_mix")) > 0
+    assert reach(model, without("short_mix")) > 0
+    assert reach(model, without("short_mix", "long_mix")) == 0
+
+
+def test_a_segment_of_cleared_memories_is_a_document():
+    model, params = make(SMALL)
+    cleared = Model(model.config.cleared(), V)
+    tokens = tokens_of(2, 6)
+    _, carry = read(cleared, params, tokens, begin(cleared, params, 2), starts(2, 6))
+    ours, _ = read(cleared, params, tokens, carry, starts(2, 6))
+    expected, _ = read(model, params, tokens, begin(model, params, 2), starts(2, 6))
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bindings", "message"),
+    [
+        (["Melodi.long_layers = (12,)"], "Melodi.long_layers=(12,) names a layer that Melodi.layers=None lacks"),
+        (
+            ["Melodi.layers = (0,)", "Melodi.long_layers = (1,)"],
+            "Melodi.long_layers=(1,) names a layer that Melodi.layers=(0,) lacks",
+        ),
+        (["Melodi.long_slots = 31"], "Melodi.long_slots=31 must be at least long_length=32"),
+        (["Melodi.num_summaries = 0"], "Melodi.num_summaries=0 must be at least 1"),
+        (["DecoderConfig.position = 'infused'"], "Melodi can't have position='infused'"),
+        (["DenseMemory.layers = (3,)", "DenseMemory.repeat_input = True"], "layer 3 can't have both"),
+        (["Melodi.layers = (0,)", "Melodi.long_layers = ()"], "layer 1 has no mechanism"),
+    ],
+)
+def test_mistakes(bindings, message):
+    with pytest.raises(UserError) as error:
+        config.parse(["melodi/base.gin"], bindings)
+    assert message in str(error.value)
