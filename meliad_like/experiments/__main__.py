@@ -4,6 +4,7 @@
 
 table1, table3, table4, table5   of Block-Recurrent Transformers
 shortformer                      of Shortformer: stages, infused positions and caches
+melodi                           of MELODI: compressed memories and a dense one
 recurrence                       of Adding Recurrence to Pretrained Transformers; --load_dir=DIR is the pretrained model
 ancient_history                  of Ancient History Language Models; --load_dir=DIR is the pretrained model
 
@@ -20,7 +21,7 @@ from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
 HISTORY = "ancient_history"
-TRAININGS = ("table1", "table3", "table4", "table5", "shortformer", "recurrence")
+TRAININGS = ("table1", "table3", "table4", "table5", "shortformer", "melodi", "recurrence")
 PRETRAINED = ("recurrence", HISTORY)
 
 USED_BY = {

@@ -42,8 +42,15 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
         "vocabulary_size": vocabulary_size,
         "parameters": model.num_parameters,
         "parameters_without_embedding": model.num_parameters - sum(leaf.size for leaf in jax.tree.leaves(embedding)),
+        "memory_numbers": _memory_numbers(model),
         "training_flops_per_token": sum(flops),
     }
+
+
+def _memory_numbers(model: Model) -> int:
+    """The numbers in the carry of one lane between two segments: all that a document leaves for its next tokens."""
+    carry = jax.eval_shape(lambda params: model.bind(params).init_carry(1), model.abstract_params)
+    return sum(leaf.size for leaf in jax.tree.leaves(carry._replace(position=None)))
 
 
 def by_document(

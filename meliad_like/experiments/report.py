@@ -26,6 +26,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "vocabulary_size": ("vocabulary", ",.0f"),
     "parameters": ("parameters", ",.0f"),
     "parameters_without_embedding": ("parameters without embedding", ",.0f"),
+    "memory_numbers": ("memory, numbers", ",.0f"),
     "num_tokens": ("token count", ",.0f"),
     "tokens_per_word": ("scale factor", ".4f"),
     "bits_per_token": ("bits per token", ".4f"),
