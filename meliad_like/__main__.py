@@ -15,6 +15,7 @@ COMMANDS = {
     "convert": "converts checkpoints of other programs, and back",
     "configs": "lists the gin files and what they do",
     "describe": "shows a run's config, parameters, memory and cost before it is trained",
+    "smoke": "tries a run in a minute: small, killed, resumed, evaluated",
     "plan": "plans memory and time on a TPU slice, without one",
     "experiments": "makes the papers' tables",
     "studies": "compares models token by token, in pages",

@@ -148,3 +148,23 @@ def test_the_guides_training_in_python_runs_in_a_thread(tmp_path):
     assert result.returncode == 0, result.stderr
     assert 0 < float(result.stdout.splitlines()[-1]) < 20
     assert (tmp_path / "runs/my_books/checkpoints/2").is_dir()
+
+
+COMPLETE = """
+source launch/completion.sh
+meliad_like() {
+    (($# > 1)) || printf '  plan    plans\\n  plot    plots\\n'
+    (($# == 1)) || printf '  --gin_file=...\\n  --[no]gates\\n'
+}
+COMP_WORDS=(meliad_like "$@") COMP_CWORD=$#
+_complete_meliad_like
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [(["pl"], "plan plot"), (["plo"], "plot"), (["plot", "--g"], "--gin_file= --gates")]
+)
+def test_bash_completes_commands_and_flags(words, found):
+    result = subprocess.run(["bash", "-c", COMPLETE, "bash", *words], capture_output=True, text=True, cwd=ROOT)
+    assert (result.stdout.strip(), result.stderr) == (found, "")

@@ -75,6 +75,7 @@ def test_every_entry_point_is_shown():
         "history",
         "configs",
         "describe",
+        "smoke",
     }
 
 

@@ -171,12 +171,17 @@ class Changes(NamedTuple):
         return binding.value if binding is not None and type(binding.value) is type(default) else default
 
 
-def read_changes(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> Changes:
-    """Reads gin files and parameters whose bindings change a saved config; those of base.gin change nothing."""
+def read_changes(
+    gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Mapping[str, Any] | None = None
+) -> Changes:
+    """Reads gin files and parameters whose bindings change a saved config; those of base.gin change nothing.
+
+    `values` by `Class.field` win over every file, and not over `gin_params`; kinds have their names.
+    """
     for text in gin_params:
         if "." not in text.partition("=")[0]:
             raise UserError(f"--gin_param={text}: the checkpoint has no macros; bind Class.parameter = value")
-    return Changes({key: value for key, value in collect(gin_files, gin_params).items() if not value.of_base})
+    return Changes({key: value for key, value in collect(gin_files, gin_params, values).items() if not value.of_base})
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -16,11 +16,12 @@ memory 128 windows. The 12-layer model of table 1 has at tiny 6 layers of width 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
+from meliad_like.data.readers import ReaderConfig
 from meliad_like.registry import rule_of
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Scale:
         }
         smaller = {
             f"{type(part).__name__}.{size.name}": rules[rule](getattr(part, size.name))
-            for part in (model, *getattr(model, "mechanisms", ()))
+            for part in (model, *getattr(model, "mechanisms", ()), *parts_of(run.data))
             for size in fields(part)
             if (rule := rule_of(type(part), size)) in rules
         }
@@ -89,6 +90,12 @@ class Scale:
             for name in ("segment_length", "window_length", "cache_length")
         }
         return smaller | of_stages | {"ReaderConfig.segment_length": shorter(run.data.segment_length) // self.segments}
+
+
+def parts_of(reader: ReaderConfig) -> list[Any]:
+    """The configs inside that of a reader, such as the lengths of windows with spans."""
+    values = (getattr(reader, field.name) for field in fields(reader))
+    return [value for value in values if is_dataclass(value)]
 
 
 SCALES = {

@@ -9,7 +9,7 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.models.base import ActivationDtype
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adam
-from meliad_like.registry import Registry, kind_field, resumable
+from meliad_like.registry import Registry, kind_field, resumable, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_shares
 
 SELECTORS = Registry("selector")
@@ -19,15 +19,15 @@ SELECTORS = Registry("selector")
 class HistoryConfig:
     """Which spans of a document's past come into a window, and how; the defaults are those of the paper's code."""
 
-    window_length: int = 1024
+    window_length: int = size(1024, "length")
     """Tokens of a window, targets included."""
-    history_length: int = 512
+    history_length: int = size(512, "length")
     """Tokens of a window that selected spans may fill, a multiple of span_length."""
-    span_length: int = 64
+    span_length: int = size(64, "length")
     """Tokens of a span, separator included."""
     span_stride: int | None = None
     """Distance in tokens between the beginnings of successive candidates; None: half a span."""
-    stride: int = 256
+    stride: int = size(256, "length")
     """Targets of a window. Spans are selected once for all of them."""
     separator: str = "\n\n"
     """Text of one token that replaces the last token of each span; "": spans stay unchanged."""
@@ -57,7 +57,7 @@ class HistoryConfig:
     first_token: Literal["left_out", "released_code"] = "left_out"
     """How a document's first token, which nothing precedes, is counted: not at all, or, as in the released code, with
     the mean loss of the document's first stride."""
-    seed: int = 0
+    seed: int = size(0, "fixed")
     """Seed of random spans and of random subsets of candidates."""
 
     def __post_init__(self):

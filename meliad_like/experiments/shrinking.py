@@ -1,0 +1,105 @@
+"""Any run made small enough for a smoke test, by the rule of the tables' scales."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from meliad_like.config import RunConfig, read_changes, with_changes
+from meliad_like.data.vocabulary import BytesVocabularyConfig, FileVocabularyConfig, VocabularyConfig
+from meliad_like.errors import UserError
+from meliad_like.experiments.scales import Scale
+from meliad_like.mesh import MeshConfig
+
+NUM_STEPS = 40
+EVERY = 10
+"""Steps between checkpoints; evaluations and samples, if the run has any, come every second time."""
+NUM_LANES = 8
+SMALLEST_WIDTH, SMALLEST_WINDOW, MOST_LAYERS = 32, 16, 3
+VOCABULARY_SIZE = 512
+CUTOFF_DIVISOR = 256
+"""Divisor of the first ids of a vocabulary's bands, which must remain below the size of the smallest vocabulary."""
+
+
+def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
+    """A run of seconds with all mechanisms, stages and options of another one, on all devices of this machine.
+
+    Lengths, widths, heads and layers are divided as in the scales of the tables, by the largest numbers that leave a
+    possible run of at least the smallest sizes above. First stages and the schedule's numbers of steps keep their share
+    of all steps.
+
+    Args:
+      keep_vocabulary: whether the vocabulary exists; otherwise it is learned from few documents, and is small.
+
+    Raises:
+      UserError: no smaller run is possible, for the reason of the last attempt.
+    """
+    sizes: dict[str, Any] = {}
+    changes = _steps(run) | {"mesh": MeshConfig()}
+    if not keep_vocabulary:
+        changes["vocabulary"] = _small_vocabulary(run.vocabulary)
+        if cutoffs := getattr(run.model, "cutoffs", ()):
+            sizes[f"{type(run.model).__name__}.cutoffs"] = tuple(first // CUTOFF_DIVISOR for first in cutoffs)
+    short, problem = with_changes(run, changes), None
+    for scale in _scales(run):
+        values = scale.sizes(short) | sizes
+        # A step has a whole number of segments of every stage.
+        segments = (values["ReaderConfig.segment_length"], *values["StagesConfig.segment_length"])
+        lanes = NUM_LANES * run.training.gradient_accumulation
+        try:
+            return read_changes(values=values | {"ReaderConfig.tokens_per_step": lanes * math.lcm(*segments)})(short)
+        except UserError as error:
+            problem = error
+    raise UserError(f"this run can't be made smaller: {problem}")
+
+
+def _scales(run: RunConfig) -> Iterator[Scale]:
+    """Scales to try, the preferred one first; the last one changes no size."""
+    model, windows = run.model, (run.model.window_length, *run.stages.window_length)
+    lengths = range(max(min(windows) // SMALLEST_WINDOW, 1), 0, -1)
+    widths = [d for d in (64, 16, 4, 1) if model.model_width // d >= SMALLEST_WIDTH or d == 1]
+    divisors = [d for d in range(1, model.num_layers + 1) if model.num_layers % d == 0]
+    few = [d for d in divisors if model.num_layers // d <= MOST_LAYERS]
+    many = [d for d in reversed(divisors) if d not in few]
+    # A segment keeps two windows at least, if it has two, so that something passes from one to the next.
+    blocks = run.data.segment_length // model.window_length
+    segments = [d for d in (4, 2, 1) if d == 1 or (blocks % d == 0 and blocks // d >= 2)]
+    for layers, width, length, parts in itertools.product((*few, *many), widths, lengths, segments):
+        yield Scale(divisor=width, layers=layers, lengths=length, segments=parts)
+
+
+def _steps(run: RunConfig) -> dict[str, Any]:
+    """Changes of everything that is counted in steps."""
+    share = NUM_STEPS / run.training.num_steps
+    values = {
+        f"schedule.{field.name}": max(round(steps * share), 1)
+        for field in dataclasses.fields(run.schedule)
+        if field.name.endswith("_steps") and (steps := getattr(run.schedule, field.name))
+    }
+    for every in ("evaluate_every", "sample_every"):
+        values[f"training.{every}"] = 2 * EVERY if getattr(run.training, every) else 0
+    return values | {
+        # Its share would be a step or two, and the rates after it higher than any of the run's.
+        "schedule.warmup_steps": min(run.schedule.warmup_steps, NUM_STEPS // 4),
+        "stages.num_steps": tuple(max(round(steps * share), 1) for steps in run.stages.num_steps),
+        "training.num_steps": NUM_STEPS,
+        "training.log_every": EVERY // 2,
+        "training.checkpoint_every": EVERY,
+        "training.checkpoint_keep_every": 0,
+        "training.evaluate_max_tokens": 2000,
+        "training.sample_tokens": 8,
+    }
+
+
+def _small_vocabulary(vocabulary: VocabularyConfig) -> VocabularyConfig:
+    """A vocabulary of the same kind that a few documents are enough to learn; bytes, if the kind can't be learned."""
+    names = {field.name for field in dataclasses.fields(vocabulary)}
+    try:
+        if isinstance(vocabulary, FileVocabularyConfig):
+            vocabulary = dataclasses.replace(vocabulary, model_file="")
+    except UserError:
+        return BytesVocabularyConfig(vocabulary.size_multiple)
+    return (
+        dataclasses.replace(vocabulary, size=min(vocabulary.size, VOCABULARY_SIZE)) if "size" in names else vocabulary
+    )

@@ -1,0 +1,201 @@
+"""Tries a run before anything is paid for: makes it small, trains, is killed, resumes, evaluates, and writes text.
+
+    meliad_like smoke --gin_file=size/large_1200m.gin --gin_file=task/pg19_tokens.gin \\
+        --gin_file=block_recurrent/fixed_skip.gin --gin_file=option/bfloat16.gin
+
+The flags are those of train. Lengths, widths, layers, stages and warmup shrink as in the small scales of the papers'
+tables; every mechanism and option remains. The documents are the first ones of the task, or Python's standard library
+if the task's are not there. At the end it shows what the full run needs.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meliad_like.command_line import Command
+from meliad_like.errors import UserError
+
+if TYPE_CHECKING:
+    from meliad_like.config import RunConfig
+    from meliad_like.data.documents import SourceConfig
+
+COMMAND = Command(__doc__)
+FOLDER = COMMAND.string("folder", None, "A new folder that keeps everything. Default: one that is deleted at the end.")
+VOCABULARY_SIZE = COMMAND.integer(
+    "vocabulary_size", None, "Number of tokens of the full run. Default: as for describe.", lower_bound=1
+)
+
+NUM_DOCUMENTS = {"train": 12, "validation": 2, "test": 2}
+MOST_CHARACTERS = 20_000
+"""Of each document."""
+MOST_READ = 500
+"""The number of documents among which those of each split are looked for."""
+TOKENS_TO_EVALUATE, TOKENS_TO_READ, TOKENS_TO_WRITE = 4000, 64, 32
+
+
+def main() -> None:
+    with _folder() as folder:
+        # Before jax is imported: what one process compiles, the other loads; and XLA optimises less, because compiling
+        # takes longer than computing.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+        began, run = time.perf_counter(), COMMAND.read_config()
+        small = make_small(run, folder)
+        try_out(small, folder)
+        say(f"everything works at this size: {time.perf_counter() - began:.0f} s")
+        tell_needs(run)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    if FOLDER.value is None:
+        with tempfile.TemporaryDirectory(prefix="meliad_like_smoke_") as folder:
+            yield Path(folder)
+        return
+    folder = Path(FOLDER.value).expanduser().absolute()
+    if folder.exists():
+        raise UserError(f"--folder={folder} exists: name a new folder")
+    folder.mkdir(parents=True)
+    yield folder
+
+
+def say(text: str) -> None:
+    """Prints a line that stands out between those of a training."""
+    print(f"== {text}", flush=True)
+
+
+def make_small(run: "RunConfig", folder: Path) -> "RunConfig":
+    """A small run in the folder, with a token store; prints in what it differs from the full run."""
+    from rich.console import Console
+
+    from meliad_like.config import differences, with_changes
+    from meliad_like.data.files_source import StandardLibrarySource, TextSource
+    from meliad_like.data.preparation import prepare
+    from meliad_like.data.token_store import STORE_NAME
+    from meliad_like.experiments.shrinking import shrink
+    from meliad_like.tables import Table
+
+    if (Path(run.data.store).expanduser() / STORE_NAME).exists():
+        say(f"documents: the token store {run.data.store}")
+        small = shrink(run, keep_vocabulary=True)
+    else:
+        file = getattr(run.vocabulary, "model_file", "")
+        small = shrink(run, keep_vocabulary=bool(file) and Path(file).expanduser().exists())
+        documents = folder / "documents"
+        try:
+            copy_documents(run.source, documents)
+        except UserError as error:
+            say(f"the task's documents are not there ({error})")
+            copy_documents(StandardLibrarySource(), documents)
+        small = with_changes(small, {"source": TextSource(folder=str(documents)), "data.store": str(folder / "store")})
+        prepare(small.source, small.vocabulary, small.data.store, 1, for_training=True)
+    changed = [(name, str(full), str(value)) for name, (full, value) in differences(run, small).items()]
+    Console().print(Table("made smaller", ("", "full", "here"), changed).to_rich())
+    return small
+
+
+def copy_documents(config: "SourceConfig", folder: Path) -> None:
+    """Writes the beginnings of a source's first documents as text files, in a folder for each split.
+
+    A split without documents among the first ones gets copies of training documents. Raises a UserError if the source
+    can't be opened or has no documents.
+    """
+    from meliad_like.data.documents import EmptyDocumentError, NotUTF8Error, open_source
+
+    texts: dict[str, list[str]] = {split: [] for split in NUM_DOCUMENTS}
+    for reference in itertools.islice(open_source(config).references(), MOST_READ):
+        if all(len(texts[split]) >= number for split, number in NUM_DOCUMENTS.items()):
+            break
+        with contextlib.suppress(EmptyDocumentError, NotUTF8Error):
+            document = reference()
+            texts[document.split].append(document.text[:MOST_CHARACTERS])
+    read = [text for found in texts.values() for text in found]
+    for split, number in NUM_DOCUMENTS.items():
+        (folder / split).mkdir(parents=True)
+        for i, text in enumerate((texts[split] or read)[:number]):
+            (folder / split / f"{i}.txt").write_text(text, encoding="utf-8", newline="")
+
+
+def try_out(run: "RunConfig", folder: Path) -> None:
+    """Trains, is killed, resumes, evaluates and writes; prints each. Raises a UserError where that fails."""
+    from meliad_like.config import to_gin
+    from meliad_like.data.token_store import TokenStore
+    from meliad_like.evaluation.perplexity import make_evaluator
+    from meliad_like.library import LanguageModel
+    from meliad_like.run.opening import open_with
+    from meliad_like.run.workflow import train
+
+    gin_file, workdir = folder / "smoke.gin", folder / "run"
+    gin_file.write_text(to_gin(run))
+    began = time.perf_counter()
+    step = train_until_killed(gin_file, workdir)
+    say(f"killed by SIGKILL after {time.perf_counter() - began:.0f} s, with step {step} saved; resuming")
+    train(run, workdir)
+    opened, mesh = open_with(workdir)
+    store = TokenStore(run.data.store)
+    split = next(split for split in ("test", "validation", "train") if store.totals(split).documents)
+    documents = store.split(split).beginnings(opened.vocabulary, TOKENS_TO_EVALUATE)
+    evaluation = make_evaluator(run, opened.model, store, split, mesh, documents=documents)(opened.params)
+    if not math.isfinite(evaluation.bits_per_byte):
+        raise UserError(f"the trained model's loss on the {split} documents is not finite")
+    say(f"evaluated: {evaluation.bits_per_byte:.3f} bits per byte on {evaluation.num_tokens:,} tokens of {split}")
+    if run.model.needs_segments:
+        say("it writes no text, because its states depend on where segments end")
+        return
+    prompt = documents.tokens(0, 0, min(TOKENS_TO_READ, int(documents.lengths[0]) - 1))
+    say(f"written: {str(LanguageModel(opened).generate(prompt, TOKENS_TO_WRITE))!r}")
+
+
+def train_until_killed(gin_file: Path, workdir: Path) -> int:
+    """Trains in a process of its own, which is killed after its first checkpoint; returns the newest step saved.
+
+    Nothing in this process may have used a device before, because some belong to one process alone.
+    """
+    log, checkpoints = gin_file.with_suffix(".log"), workdir / "checkpoints"
+
+    def saved() -> list[int]:
+        return [int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()]
+
+    command = [sys.executable, "-m", "meliad_like.train", f"--gin_file={gin_file}", f"--workdir={workdir}"]
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        try:
+            while process.poll() is None and not saved():
+                time.sleep(0.01)
+        finally:
+            process.kill()
+    if process.returncode != -signal.SIGKILL:
+        *_, last = [line for line in log.read_text().splitlines() if line] or ["it said nothing"]
+        raise UserError(f"the training ended with status {process.returncode}: {last.removeprefix('error: ')}")
+    return max(saved())
+
+
+def tell_needs(run: "RunConfig") -> None:
+    """Prints what the full run needs, and the commands that come before it."""
+    from rich.console import Console
+
+    from meliad_like.planning.description import describe
+    from meliad_like.run.setup import vocabulary_size
+
+    try:
+        description = describe(run, VOCABULARY_SIZE.value or vocabulary_size(run))
+    except UserError as error:
+        say(f"what the full run needs is not known without --vocabulary_size=NUMBER ({error})")
+    else:
+        Console().print(description.table().to_rich())
+    print("before the full run:")
+    print(f"  meliad_like prepare{COMMAND.gin_flags}")
+    print(f"  meliad_like plan{COMMAND.gin_flags} --topology=v4:2x2x4")
+
+
+if __name__ == "__main__":
+    COMMAND.run(main)

@@ -1,0 +1,128 @@
+"""Any run made small, and the smoke test of a run: trained, killed, resumed, evaluated."""
+
+import dataclasses
+import re
+
+import forked
+import pytest
+from tiny_run import environment
+
+from meliad_like import config
+from meliad_like.config.run import stages_of
+from meliad_like.data.files_source import TextSource
+from meliad_like.errors import UserError
+from meliad_like.experiments.shrinking import shrink
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.smoke import copy_documents, train_until_killed
+
+FILES = config.shipped_files()
+SIZES = [name for name in FILES if name.startswith("size/")]
+# A row of each table of the papers, and the training of the paper whose tables have none.
+ROWS = {
+    "table1": ["block_recurrent/fixed_skip.gin"],
+    "table1_memory": ["block_recurrent/memorizing_64k.gin"],
+    "table3": ["block_recurrent/table3/states_1024.gin"],
+    "table4": ["block_recurrent/table4/recurrent_1300m.gin"],
+    "table5": ["block_recurrent/table5/sentencepiece_32k.gin"],
+    "mechanisms": ["mechanism/gated_delta_rule.gin"],
+    "shortformer": ["shortformer/shortformer.gin", "task/wikitext103.gin"],
+    "recurrence": ["pretrained/gpt2_small.gin", "recurrent_pretrained/tables/recurrent_overlap_30.gin"],
+    "ancient_history": ["ancient_history/train_recent.gin"],
+}
+
+
+def others(name):
+    """What a file needs beside it to be the config of a training."""
+    if name.startswith(("option/states_", "option/clear_states")):
+        return ["block_recurrent/fixed_skip.gin"]
+    return ["pretrained/gpt2_small.gin"] if name.startswith("recurrent_pretrained/") else []
+
+
+def check_small(*names):
+    run = config.parse(names)
+    small = shrink(run)
+    model, large = small.model, run.model
+    assert model.num_layers <= 3 and model.model_width <= 144
+    assert 16 <= model.window_length <= large.window_length
+    assert small.data.num_lanes % run.training.gradient_accumulation == 0
+    assert len(stages_of(small)) == len(stages_of(run))
+    kinds = [[type(mechanism) for mechanism in getattr(each, "mechanisms", ())] for each in (model, large)]
+    assert kinds[0] == kinds[1]
+    assert config.from_json(config.to_json(small)) == small
+
+
+@pytest.mark.parametrize("names", [*([size, "block_recurrent/fixed_skip.gin"] for size in SIZES), *ROWS.values()])
+def test_every_size_and_rows_of_all_tables_can_be_made_small(names):
+    check_small(*names)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [n for n in FILES if not n.startswith("ancient_history/") or "/train_" in n])
+def test_every_file_can_be_made_small(name):
+    check_small(name, *others(name))
+
+
+def test_shrinking_keeps_ratios_and_shares():
+    run = config.parse(["size/tall_1200m.gin", "block_recurrent/fixed_skip.gin", "task/pg19_tokens.gin"])
+    small = shrink(run)
+    assert (small.model.num_layers, small.model.model_width, small.model.num_heads) == (3, 32, 2)
+    assert (small.model.window_length, small.data.segment_length) == (16, 32)
+    # Layers 10 and 20 of 24 are the second and the third of 3.
+    assert small.model.mechanism(RecurrentStates) == RecurrentStates(layers=(1, 2), num_states=16)
+    assert small.vocabulary == dataclasses.replace(run.vocabulary, size=512)
+    assert shrink(run, keep_vocabulary=True).vocabulary == run.vocabulary
+    staged = config.parse(["shortformer/shortformer.gin"])
+    assert [stage.last_step for stage in stages_of(shrink(staged))] == [20, 40]
+    assert shrink(staged, keep_vocabulary=True).model.cutoffs == staged.model.cutoffs
+
+
+def test_the_beginnings_of_the_first_documents_are_copied(tmp_path, monkeypatch):
+    monkeypatch.setattr("meliad_like.smoke.MOST_CHARACTERS", 7)
+    folder = tmp_path / "books" / "train"
+    folder.mkdir(parents=True)
+    for i in range(20):
+        (folder / f"{i:02}.txt").write_bytes(b"book\r\n%02d more" % i)
+    copy_documents(TextSource(folder=str(tmp_path / "books")), tmp_path / "few")
+    copied = {split: sorted((tmp_path / "few" / split).iterdir()) for split in ("train", "validation", "test")}
+    assert {split: len(paths) for split, paths in copied.items()} == {"train": 12, "validation": 2, "test": 2}
+    assert copied["train"][3].read_bytes() == b"book\r\n1" and copied["test"][1].read_bytes() == b"book\r\n0"
+    with pytest.raises(UserError, match="there is no folder of documents at"):
+        copy_documents(TextSource(folder=str(tmp_path / "none")), tmp_path / "nothing")
+
+
+def test_a_training_that_fails_is_one_line(tmp_path):
+    (tmp_path / "smoke.gin").write_text(f"ReaderConfig.store = '{tmp_path}/none'")
+    with pytest.raises(UserError, match=r"the training ended with status 2: there is no token store at .*none"):
+        train_until_killed(tmp_path / "smoke.gin", tmp_path / "run")
+
+
+def smoke(*words):
+    flags = [word if word.startswith("--") else f"--gin_file={word}" for word in words]
+    result = forked.run("-m", "meliad_like.smoke", *flags, environment=environment(num_devices=1), timeout=600)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert re.search(r"== killed by SIGKILL after \d+ s, with step \d0 saved; resuming\n", result.stdout)
+    assert re.search(r"== evaluated: \d\.\d+ bits per byte on [\d,]+ tokens of test\n", result.stdout)
+    assert re.search(r"== everything works at this size: \d+ s\n", result.stdout)
+    assert "meliad_like prepare --gin_file=" in result.stdout
+    return result.stdout
+
+
+def test_the_smoke_test_of_a_run(tmp_path):
+    kept = tmp_path / "kept"
+    text = smoke("size/tiny.gin", "task/books.gin", "--gin_param=DecoderConfig.num_layers = 1", f"--folder={kept}")
+    assert "== the task's documents are not there (there is no folder of documents" in text
+    assert (kept / "run" / "checkpoints" / "40").is_dir()
+    again = forked.run("-m", "meliad_like.smoke", f"--folder={kept}")
+    assert (again.returncode, again.stderr) == (2, f"error: --folder={kept} exists: name a new folder\n")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SIZES)
+def test_the_smoke_test_of_every_size(name):
+    smoke(name, "task/standard_library.gin", "block_recurrent/fixed_skip.gin")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", ROWS)
+def test_the_smoke_test_of_a_row_of_every_table(row):
+    smoke(*ROWS[row])
