@@ -52,6 +52,7 @@ setup(
         "gcs": ["gcsfs>=2025.3"],  # working folders and token stores on gs://
         "wandb": ["wandb>=0.19"],
         "trackio": ["trackio>=0.2"],
+        "harness": ["lm_eval>=0.4.13"],  # EleutherAI's lm-evaluation-harness
         "fairseq": ["torch>=2.6"],  # for reading its checkpoints, and for nothing else
         "docs": DOCS,  # the site: mkdocs build --strict
         "dev": [

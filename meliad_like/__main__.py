@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "plans memory and time on a TPU slice, without one",
     "experiments": "makes the papers' tables",
     "studies": "compares models token by token, in pages",
+    "harness": "the tasks of the lm-evaluation-harness",
     "history": "ancient history: spans of the distant past in a window",
 }
 """The commands: modules of the package, each imported only when it is called, with what it does."""

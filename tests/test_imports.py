@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "meliad_like"
 
 FLOORS = [
     {"__main__"},
-    {"train", "evaluate", "generate", "prepare", "convert", "plan", "plot", "configs", "describe", "smoke"},
+    {"train", "evaluate", "generate", "prepare", "convert", "plan", "plot", "configs", "describe", "smoke", "harness"},
     {"library"},
     {"experiments"},
     {"history"},

@@ -76,6 +76,7 @@ def test_every_entry_point_is_shown():
         "configs",
         "describe",
         "smoke",
+        "harness",
     }
 
 

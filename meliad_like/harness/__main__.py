@@ -1,0 +1,84 @@
+"""Evaluates a trained model with tasks of EleutherAI's lm-evaluation-harness.
+
+    meliad_like harness --checkpoint=runs/quickstart --tasks=lambada_openai,wikitext
+    meliad_like harness --checkpoint=runs/quickstart --tasks=my_task.yaml --output=results.json
+
+It needs the extra `harness`, and the network for the documents of the harness's own tasks.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meliad_like.command_line import Command
+from meliad_like.errors import UserError
+from meliad_like.remote import check_output, write_whole
+
+COMMAND = Command(__doc__, no_effect=dict.fromkeys(("gin_file", "gin_param"), "the config comes from the checkpoint"))
+CHECKPOINT = COMMAND.string(
+    "checkpoint",
+    None,
+    "Checkpoint folder, the --workdir of a training, a folder of transformers, or a GGUF file.",
+    required=True,
+)
+STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
+TASKS = COMMAND.list("tasks", None, "Names of tasks, or YAML files of tasks, with commas.", required=True)
+INCLUDE_PATH = COMMAND.multi_string("include_path", [], "A folder with further tasks. Repeatable.")
+NUM_FEWSHOT = COMMAND.integer("num_fewshot", None, "Examples in each context. Default: the task's.", lower_bound=0)
+LIMIT = COMMAND.integer("limit", None, "Only this number of first items of each task.", lower_bound=1)
+BATCH_SIZE = COMMAND.integer("batch_size", 8, "Number of texts that are read in parallel.", lower_bound=1)
+FIRST_TOKENS = COMMAND.bool(
+    "first_tokens",
+    False,
+    "Read an end of document before each document, as the harness's own adapters do. For models trained so.",
+)
+LOG_SAMPLES = COMMAND.bool("log_samples", False, "Write the items with the model's answers to --output, too.")
+OUTPUT = COMMAND.string("output", None, "JSON file for the results.")
+
+
+def main() -> None:
+    if OUTPUT.value is not None:
+        check_output(OUTPUT.value, OUTPUT.name)
+    elif LOG_SAMPLES.value:
+        raise UserError("--log_samples has no effect without --output: name a file")
+    lm_eval = import_harness()
+    from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
+    from lm_eval.utils import handle_non_serializable, make_table  # type: ignore[import-not-found]
+
+    from meliad_like.harness.model import HarnessModel
+
+    files = [task for task in TASKS.value if Path(task).suffix in (".yaml", ".yml")]
+    names = [task for task in TASKS.value if task not in files]
+    # The harness needs seconds to find its own tasks.
+    tasks = TaskManager(include_path=INCLUDE_PATH.value, include_defaults=bool(names))
+    if missing := [file for file in files if not Path(file).exists()]:
+        raise UserError(f"there is no task file {missing[0]}")
+    if unknown := [name for name in names if not tasks.match_tasks([name])]:
+        raise UserError(f"there is no task {unknown[0]!r}; lm_eval ls tasks shows the harness's own")
+    results = lm_eval.simple_evaluate(
+        model=HarnessModel(CHECKPOINT.value, STEP.value, BATCH_SIZE.value, FIRST_TOKENS.value),
+        tasks=[*files, *tasks.match_tasks(names)],
+        task_manager=tasks,
+        num_fewshot=NUM_FEWSHOT.value,
+        limit=LIMIT.value,
+        log_samples=LOG_SAMPLES.value,
+    )
+    assert results is not None
+    print(make_table(results))
+    if OUTPUT.value is not None:
+        text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        write_whole(OUTPUT.value, text + "\n")
+        print(f"wrote {OUTPUT.value}")
+
+
+def import_harness() -> Any:
+    """The package of the harness. Raises a UserError if it is not installed."""
+    try:
+        import lm_eval  # type: ignore[import-not-found]  # an extra
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}: install the harness with pip install 'meliad_like[harness]'") from None
+    return lm_eval
+
+
+if __name__ == "__main__":
+    COMMAND.run(main)

@@ -1,0 +1,111 @@
+"""Compares the harness's adapter for transformers with ours, on a random Llama of the architecture of SmolLM2-135M.
+
+    python tests/make_golden_harness.py           # makes golden/harness.json, of a small model
+    python tests/make_golden_harness.py --full    # the sizes of SmolLM2-135M, 200 questions: prints the differences
+
+It needs lm_eval, transformers, PyTorch and accelerate. The model is written as a folder by our own export, which both
+adapters open; its tokens are bytes.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from harness_items import Item, items
+
+from meliad_like.config import RunConfig
+from meliad_like.conversion.pretrained import convert_to_huggingface
+from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.run.opening import write_checkpoint
+
+PATH = Path(__file__).parent / "golden" / "harness.json"
+SMALL = PretrainedConfig(
+    architecture="llama",
+    num_layers=3,
+    model_width=36,
+    num_heads=9,
+    num_key_value_heads=3,
+    head_size=4,
+    feedforward_width=96,
+    activation="silu",
+    max_positions=512,
+    window_length=512,
+    norm_epsilon=1e-5,
+    rotary_base=100_000.0,
+)
+FULL = {"num_layers": 30, "model_width": 576, "head_size": 64, "feedforward_width": 1536}
+
+
+def write_folder(config: PretrainedConfig, folder: Path) -> Path:
+    """Writes a random model, which is the same for a config on every machine, as a folder of transformers."""
+    vocabulary = ByteVocabulary()
+    chance = np.random.default_rng(0)
+
+    def parameter(leaf: Any) -> np.ndarray:
+        # Embeddings and norms of about 1, and kernels that keep that size.
+        scale = 1 if leaf.ndim == 1 else leaf.shape[-1 if leaf.shape[0] == vocabulary.size else 0] ** -0.5
+        return (chance.normal(size=leaf.shape) * scale + (leaf.ndim == 1)).astype(np.float32)
+
+    model = Model(config, vocabulary.size)
+    params = jax.tree.map(parameter, model.abstract_params)
+    run = RunConfig(model=config, vocabulary=BytesVocabularyConfig())
+    write_checkpoint(folder / "ours", params, run, vocabulary)
+    convert_to_huggingface(folder / "ours", folder / "theirs")
+    return folder / "theirs"
+
+
+def answers(lm: Any, questions: list[Item]) -> dict[str, Any]:
+    """What an adapter says of these questions."""
+    from lm_eval.api.instance import Instance
+
+    pairs = [(item.context, choice) for item in questions for choice in item.choices]
+    texts = [item.context + item.choices[item.answer] for item in questions[:10]]
+    settings = {"until": ["e"], "max_gen_toks": 20}
+    found = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+    return {
+        "nats": [float(nats) for nats, _ in found],
+        "greedy": [bool(greedy) for _, greedy in found],
+        "rolling": lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]),
+        "written": lm.generate_until([Instance("generate_until", {}, (text, settings), 0) for text in texts]),
+    }
+
+
+def theirs(folder: Path, questions: list[Item]) -> dict[str, Any]:
+    """What the harness's own adapter says, on the CPU in float32."""
+    from lm_eval.models.huggingface import HFLM
+
+    return answers(HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=8), questions)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--full", action="store_true")
+    full = parser.parse_args().full
+    questions = items(200 if full else 12)
+    config = SMALL if not full else type(SMALL)(**vars(SMALL) | FULL)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_folder(config, Path(temporary))
+        expected = theirs(folder, questions)
+        if not full:
+            PATH.write_text(json.dumps({"items": questions, **expected}, indent=1) + "\n")
+            return
+        from meliad_like.harness.model import HarnessModel
+
+        found = answers(HarnessModel(folder, first_tokens=True), questions)
+    for name in ("nats", "rolling"):
+        ours, others = np.array(found[name]), np.array(expected[name])
+        print(f"{name}: at most {np.abs(ours - others).max():.1e} of {np.abs(others).max():.0f} nats")
+    for name in ("greedy", "written"):
+        print(f"{name}: {sum(a == b for a, b in zip(found[name], expected[name]))} of {len(found[name])} the same")
+    right = [np.array(x["nats"]).reshape(len(questions), -1).argmax(1) for x in (found, expected)]
+    print("accuracy:", *(np.mean(x == [item.answer for item in questions]) for x in right))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The lm-evaluation-harness: its numbers are those of the library and of the evaluator, and of its own adapter."""
+
+import json
+import os
+import sys
+import tempfile
+
+import forked
+import jax
+import numpy as np
+import pytest
+from harness_items import Item, items, write_tasks
+from make_golden_harness import PATH as GOLDEN
+from make_golden_harness import SMALL, answers, theirs, write_folder
+from test_library import BYTES, FAMILIES, C, W, language_model
+
+from meliad_like.data.split import Documents
+from meliad_like.errors import UserError
+from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.library import LanguageModel
+from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.run.opening import write_checkpoint
+
+# Nothing is downloaded, and no copy of a task's documents stays.
+HOME = tempfile.TemporaryDirectory()
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": HOME.name}
+lm_eval = pytest.importorskip("lm_eval", reason="pip install lm_eval")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from meliad_like.harness.__main__ import import_harness  # noqa: E402
+from meliad_like.harness.model import HarnessModel  # noqa: E402
+
+BOOK = "It was read once, and remembered for all of the questions. "
+QUESTIONS = [
+    *((BOOK + "What was read?", answer) for answer in (" A book", " A bill", " It")),
+    *((BOOK + "How often?", answer) for answer in (" Once", " Twice or more, and each time from its first page")),
+    (BOOK[:9], BOOK[9:]),
+    ("?", " 7"),
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def lm(request) -> LanguageModel:
+    return language_model(FAMILIES[request.param])
+
+
+@pytest.fixture(scope="module")
+def states() -> LanguageModel:
+    return language_model(FAMILIES["lstm:dual"])
+
+
+def requests(kind, arguments):
+    return [Instance(kind, {}, given, 0) for given in arguments]
+
+
+def evaluate(model, files):
+    tasks = TaskManager(include_defaults=False)
+    return lm_eval.simple_evaluate(model=model, tasks=list(map(str, files)), task_manager=tasks, bootstrap_iters=0)
+
+
+def plain(lm, context, continuation):
+    """The log-probability of a continuation, from the library's score of the whole text."""
+    return float(lm.score(context + continuation).log_probabilities[len(context) :].sum(dtype=np.float64))
+
+
+def test_a_shared_prefix_changes_nothing(lm):
+    model = HarnessModel(lm, batch_size=3)
+    together = model.loglikelihood(requests("loglikelihood", QUESTIONS))
+    alone = [model.loglikelihood(requests("loglikelihood", [question]))[0] for question in QUESTIONS]
+    np.testing.assert_allclose(*([nats for nats, _ in found] for found in (together, alone)), atol=1e-4)
+    assert [greedy for _, greedy in together] == [greedy for _, greedy in alone]
+    np.testing.assert_allclose([nats for nats, _ in together], [plain(lm, *q) for q in QUESTIONS], atol=1e-4)
+
+
+def test_a_prefix_is_read_once(states, monkeypatch):
+    num_read, read = [], states.read
+    monkeypatch.setattr(states, "read", lambda tokens, state: num_read.append(len(tokens)) or read(tokens, state))
+    HarnessModel(states).loglikelihood(requests("loglikelihood", QUESTIONS))
+    # The state after the book, the two after its questions, and that after the beginning of the book.
+    assert len(num_read) <= 5 and sum(num_read) < 2 * len(BOOK)
+
+
+def test_the_most_likely_continuation_is_found(states):
+    written = states.generate(BOOK, 5, temperature=0).tokens
+    model = HarnessModel(states)
+    found = model._loglikelihood_tokens(
+        [(("", ""), list(BOOK.encode()), tokens) for tokens in (written, [1, *written])]
+    )
+    assert [greedy for _, greedy in found] == [True, False]
+
+
+def test_rolling_likelihood_is_that_of_the_evaluation(lm):
+    texts = [item.context for item in items(3)] + ["", "a"]
+    found = HarnessModel(lm, batch_size=2).loglikelihood_rolling(
+        requests("loglikelihood_rolling", [(t,) for t in texts])
+    )
+    tokens = [BYTES.encode(text) for text in texts]
+    lengths = np.array([len(x) for x in tokens])
+    documents = Documents(texts, lengths, lengths, lengths, lambda i, a, b: tokens[i][a:b], np.arange(len(texts)))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    evaluator = Evaluator(lm.model, documents, mesh, name="test", segment_length=C * W, max_lanes=1)
+    expected = evaluator(lm.params)
+    for result, document in zip(found, expected.documents, strict=True):
+        assert -result == pytest.approx(document.nats, abs=1e-6 * max(document.num_tokens, 1))
+
+
+def test_accuracy_is_that_of_a_plain_loop(states, tmp_path):
+    questions = items(200)
+    results = evaluate(HarnessModel(states, batch_size=64), [write_tasks(tmp_path, 200)["library_choices"]])
+    right = [
+        int(np.argmax([plain(states, item.context, choice) for choice in item.choices])) == item.answer
+        for item in questions
+    ]
+    assert results["results"]["library_choices"]["acc,none"] == np.mean(right)
+
+
+def test_text_is_written_up_to_what_ends_it(states):
+    model, start = HarnessModel(states), "once"
+    whole = states.generate(start, 40, temperature=0).text
+    stop = whole[5:7]
+    [greedy] = model.generate_until(requests("generate_until", [(start, {"until": [stop], "max_gen_toks": 40})]))
+    assert greedy == whole[: whole.index(stop)]
+    sampled = {"until": [], "max_gen_toks": 9, "do_sample": True, "temperature": 2.0, "top_k": 40}
+    found = model.generate_until(requests("generate_until", [(start, sampled)] * 2))
+    assert found[0] == states.generate(start, 9, seed=0, temperature=2.0, top_k=40).text != found[1]
+    with pytest.raises(UserError, match="generation_kwargs.num_beams is not one of do_sample, temperature, top_k"):
+        model.generate_until(requests("generate_until", [(start, {"until": [], "num_beams": 2})]))
+
+
+def test_the_first_token_of_a_document(states):
+    with pytest.raises(UserError, match="empty context, .* choose --first_tokens"):
+        HarnessModel(states).loglikelihood(requests("loglikelihood", [("", "a")]))
+    model = HarnessModel(states, first_tokens=True)
+    [(nats, _)] = model.loglikelihood(requests("loglikelihood", [("", "ab")]))
+    expected = states.score([BYTES.end_of_document, *b"ab"]).log_probabilities[1:].sum()
+    assert nats == pytest.approx(expected, abs=1e-5)
+    assert model.loglikelihood_rolling(requests("loglikelihood_rolling", [("ab",)])) == pytest.approx([nats], abs=1e-5)
+
+
+def test_the_command(states, tmp_path):
+    opened = states.opened
+    write_checkpoint(tmp_path / "run" / "checkpoints", opened.params, opened.run, opened.vocabulary, 3)
+    files = write_tasks(tmp_path, 8)
+    flags = [f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'results.json'}", "--log_samples", "--limit=5"]
+    done = forked.run("-m", "meliad_like.harness", *flags, f"--tasks={','.join(map(str, files.values()))}")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["config"]["checkpoint_step"] == 3 and results["n-samples"]["library_choices"]["effective"] == 5
+    found = [sample["resps"] for sample in results["samples"]["library_choices"]]
+    assert [float(x[0][0]) for x in found[0]] == pytest.approx(
+        [plain(states, items(8)[0].context, choice) for choice in items(8)[0].choices], abs=1e-4
+    )
+    assert results["results"]["library_rolling"]["bits_per_byte,none"] > 0
+    assert "library_writing" in done.stdout
+
+
+def test_mistakes_are_named(tmp_path):
+    def refused(message, *flags):
+        done = forked.run("-m", "meliad_like.harness", f"--checkpoint={tmp_path}", *flags)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+
+    refused("error: there is no task file none.yaml", "--tasks=none.yaml")
+    refused("error: --log_samples has no effect without --output", "--tasks=none.yaml", "--log_samples")
+
+
+def test_a_missing_harness_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"install the harness with pip install 'meliad_like\[harness\]'"):
+        import_harness()
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return json.loads(GOLDEN.read_text())
+
+
+def test_the_harness_own_adapter_says_the_same(golden, tmp_path):
+    """For a random Llama with the heads of SmolLM2-135M, which our export has written for transformers."""
+    questions = [Item(*item) for item in golden["items"]]
+    found = answers(HarnessModel(write_folder(SMALL, tmp_path), first_tokens=True), questions)
+    np.testing.assert_allclose(found["nats"], golden["nats"], atol=1e-3)
+    np.testing.assert_allclose(found["rolling"], golden["rolling"], atol=1e-3)
+    assert (found["greedy"], found["written"]) == (golden["greedy"], golden["written"])
+
+
+def test_the_arrays_are_those_of_the_harness(golden, tmp_path):
+    """Where transformers is installed."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    found = theirs(write_folder(SMALL, tmp_path), [Item(*item) for item in golden["items"]])
+    np.testing.assert_allclose(found["nats"], golden["nats"], atol=1e-4)
