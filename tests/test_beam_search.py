@@ -49,15 +49,15 @@ def language_model(name) -> LanguageModel:
     return LanguageModel(OpenedCheckpoint(run, model, params, Letters(), 0))
 
 
-CHOSEN = ("lstm:dual", "memorizing", "shortformer", "overlapping llama")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in CHOSEN else pytest.mark.exhaustive) for name in FAMILIES],
-)
+@pytest.fixture(scope="module")
 def lm(request):
     return language_model(request.param)
+
+
+def of_some(*names):
+    """Every family in the exhaustive tests, and these families always."""
+    marked = [pytest.param(name, marks=() if name in names else pytest.mark.exhaustive) for name in FAMILIES]
+    return pytest.mark.parametrize("lm", marked, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,7 @@ def enumerated(lm, start, alpha=0.0, **restrictions):
     return sorted(zip(normalised, texts), reverse=True)
 
 
+@of_some("lstm:dual", "shortformer")
 @pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=pytest.mark.exhaustive), 1.5])
 def test_a_wide_beam_finds_what_an_enumeration_finds(lm, alpha):
     # The first block ends while the hypotheses grow, and so what they remember of it has to follow them.
@@ -93,6 +94,7 @@ def test_a_wide_beam_finds_what_an_enumeration_finds(lm, alpha):
     assert {one.ended for one in found} == {True, False}
 
 
+@of_some("lstm:dual")
 def test_hypotheses_have_their_own_memory(lm):
     start = lm.read("abcde" * 3)
     # A narrow beam drops hypotheses and extends others twice in nearly every step.
