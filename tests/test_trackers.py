@@ -1,8 +1,15 @@
 """Where metrics are shown: any registered kind gets them, and the services work offline."""
 
+import collections
+import contextlib
 import dataclasses
+import json
 import math
+import os
+import sqlite3
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny_run
@@ -70,3 +77,62 @@ def test_a_package_that_is_not_installed(bindings, tmp_path, monkeypatch, name):
         UserError, match=rf'needs a package that is not installed \(.*\): pip install -e "\.\[{name}\]"'
     ):
         train(run, tmp_path)
+
+
+# A run of four steps that is resumed after the second one.
+PROGRAM = """
+import sys
+from meliad_like.trackers import TRACKERS
+from meliad_like.training.metrics import MetricsWriter
+
+for start in (0, 2):
+    with MetricsWriter(sys.argv[1], start, 4, (TRACKERS[sys.argv[2]](),), {"TrainingConfig.num_steps": 4}) as writer:
+        for step in (start + 1, start + 2):
+            writer.write(step, {"loss": 1 / step})
+            writer.write(step, {"bits_per_byte": 2.0}, kind="validation")
+"""
+EXPECTED = {step: {"train/loss": 1 / step, "validation/bits_per_byte": 2.0} for step in (1, 2, 3, 4)}
+
+
+def track(name: str, folder: Path) -> str:
+    """Runs the program in the folder `mine` below this one, without a network; returns the run's identity."""
+    pytest.importorskip(name, reason=f'optional: pip install -e ".[{name}]"')
+    workdir = folder / "mine"
+    workdir.mkdir()
+    offline = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", PROGRAM, workdir, name], env=os.environ | offline, check=True)
+    return (workdir / "tracked_as").read_text()
+
+
+def test_weights_and_biases_offline(tmp_path):
+    identity = track("wandb", tmp_path)
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = {}
+    for path in sorted((tmp_path / "mine").glob("wandb/offline-run-*/*.wandb")):
+        # A log of records: after 7 bytes, each with a checksum (4 bytes), a length (2), a type (1) and its content.
+        data = path.read_bytes()[7:]
+        while data:
+            end = 7 + int.from_bytes(data[4:6], "little")
+            record, data = Record.FromString(data[7:end]), data[end:]
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                run = record.run
+                assert (run.run_id, run.project, run.display_name) == (identity, "meliad_like", "mine")
+                assert {item.key: item.value_json for item in run.config.update}["TrainingConfig.num_steps"] == "4"
+            elif kind == "history":
+                row = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
+                found[row["_step"]] = {name: value for name, value in row.items() if name[0] != "_"}
+    assert found == EXPECTED
+
+
+def test_trackio(tmp_path):
+    identity = track("trackio", tmp_path)
+    found = collections.defaultdict(dict)
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "meliad_like.db")) as database:
+        for name, step, metrics in database.execute("SELECT run_name, step, metrics FROM metrics"):
+            assert name == f"mine-{identity}"
+            found[step] |= json.loads(metrics)
+    assert found == EXPECTED
