@@ -4,8 +4,8 @@ AlphaGeometry (Trinh et al. 2024; github.com/google-deepmind/alphageometry) is t
 prover calls `LanguageModelInference.beam_decode(inputs, eos_tokens, mask_tokens, dstate)` on a decoder of 12 layers,
 width 1024, 8 heads of 128, a vocabulary of 1024, a window of 1024 and T5 positions.
 
-    python examples/alphageometry.py
-    python examples/alphageometry.py --gin_param=DecoderConfig.num_layers=2 --tokens=16
+    python examples/alphageometry.py                                                 # 3 GB of memory
+    python examples/alphageometry.py --gin_param=DecoderConfig.num_layers=2
 
 THE WEIGHTS ARE RANDOM, and so is what the model says: the trained ones are not distributed with this project. The
 random weights are written under the names and in the shapes of meliad's checkpoints, and converted by the same code as
@@ -17,7 +17,7 @@ and --gin_param="FileVocabularyConfig.model_file = 'geometry.757.model'". `--che
 vocabulary is a list of the words of a few problems.
 """
 
-import re
+import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
 
 import meliad_like
 from meliad_like import config
@@ -33,13 +32,6 @@ from meliad_like.conversion.meliad import convert_from_meliad, to_meliad
 from meliad_like.errors import UserError
 from meliad_like.library import LanguageModel, State
 from meliad_like.models.model import Model
-
-CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "A converted checkpoint. Default: one with random weights is made."
-)
-BEAMS = flags.DEFINE_integer("beams", 2, "The width of the beam.", lower_bound=1)
-TOKENS = flags.DEFINE_integer("tokens", 32, "The largest number of tokens of a construction.", lower_bound=1)
-GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Changes of the model with random weights.")
 
 FILES = ("size/medium_150m.gin", "option/window_1024.gin", "option/unmasked_empty_cache.gin", "option/segment_1024.gin")
 VOCABULARY_SIZE = 1024
@@ -125,17 +117,25 @@ def make_random_checkpoint(folder: Path, changes: Sequence[str] = ()) -> Path:
     return folder / "converted"
 
 
-def main(_) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", help="A converted checkpoint. Default: one with random weights is made.")
+    parser.add_argument("--beams", type=int, default=2, help="The width of the beam.")
+    parser.add_argument("--tokens", type=int, default=32, help="The largest number of tokens of a sequence.")
+    parser.add_argument("--gin_param", action="append", default=[], help="Changes of the model with random weights.")
+    flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = CHECKPOINT.value or make_random_checkpoint(Path(folder), GIN_PARAM.value)
-        model = LanguageModelInference(checkpoint, BEAMS.value, TOKENS.value)
-        if CHECKPOINT.value is None:
+        checkpoint, ends = flags.checkpoint, [";"]
+        if checkpoint is None:
+            # A random model hardly says ";", so other words end its sequences, too.
             print("The weights are random: these are no constructions.")
-        outputs = model.beam_decode(PROBLEM, eos_tokens=[";"])
-        for text, score in zip(outputs["seqs_str"], outputs["scores"], strict=True):
-            print(f"{score:9.4f}  {re.sub(' +', ' ', text)}")
-        print(f"{len(outputs['scores'])} of {BEAMS.value} sequences ended within {TOKENS.value} tokens")
+            checkpoint, ends = make_random_checkpoint(Path(folder), flags.gin_param), WORDS[26:]
+        model = LanguageModelInference(checkpoint, flags.beams, flags.tokens)
+    outputs = model.beam_decode(PROBLEM, eos_tokens=ends)
+    for text, score in zip(outputs["seqs_str"], outputs["scores"], strict=True):
+        print(f"{score:9.4f}  {text}")
+    print(f"{len(outputs['scores'])} of {flags.beams} sequences ended within {flags.tokens} tokens")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -66,6 +66,15 @@ def test_the_prover_gets_its_sequences(alphageometry, prover_model):
     np.testing.assert_allclose(added["scores"], whole["scores"], atol=1e-5)
 
 
+def test_the_program(alphageometry, monkeypatch, capsys):
+    changes = [f"--gin_param={binding}" for binding in SMALL]
+    monkeypatch.setattr("sys.argv", ["alphageometry.py", "--beams=4", "--tokens=30", *changes])
+    alphageometry.main()
+    first, *sequences, last = capsys.readouterr().out.splitlines()
+    assert first == "The weights are random: these are no constructions."
+    assert last == f"{len(sequences)} of 4 sequences ended within 30 tokens" and sequences
+
+
 def test_an_end_of_several_tokens_is_named(alphageometry, prover_model):
     with pytest.raises(UserError, match="'a b' has 2 tokens, and must be one"):
         prover_model.beam_decode(alphageometry.PROBLEM, eos_tokens=["a b"])

@@ -3,10 +3,17 @@
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from test_library import language_model
+from test_sharded_families import CONFIGS
+
+from meliad_like import library
+from meliad_like.run.opening import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [*sorted(ROOT.glob("launch/*.s*")), *sorted(ROOT.glob("tests/*.sh")), ROOT / ".ci" / "run"]
@@ -159,8 +166,10 @@ def test_unusable_python_gets_one_line(checkout, environment, message):
     assert checkout.installs() == []
 
 
-def build(folder: Path) -> tuple[Path, Path]:
-    """Makes the source distribution, and from it the wheel."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """The source distribution, and the wheel that is made from it."""
+    folder = tmp_path_factory.mktemp("built")
     # A copy of what git would give others: setuptools writes build/ and *.egg-info beside setup.py.
     tracked = ["setup.py", "requirements.txt", "constraints.txt", "pyproject.toml", "MANIFEST.in", "meliad_like", "gin"]
     tracked += ["README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"]
@@ -180,8 +189,8 @@ def build(folder: Path) -> tuple[Path, Path]:
     return archive, wheel
 
 
-def test_wheel_from_the_source_distribution_contains_every_module_and_gin_file(tmp_path):
-    archive, wheel = build(tmp_path)
+def test_wheel_from_the_source_distribution_contains_every_module_and_gin_file(built):
+    archive, wheel = built
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", archive, wheel], check=True)
     suffixes = (".py", ".css", ".csv", ".js", ".html", ".typed")
     expected = {str(p.relative_to(ROOT)) for p in ROOT.glob("meliad_like/**/*") if p.suffix in suffixes}
@@ -189,6 +198,25 @@ def test_wheel_from_the_source_distribution_contains_every_module_and_gin_file(t
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == expected
+
+
+def test_the_library_needs_only_the_wheel(built, tmp_path):
+    """The lines of the library's docstring run in an empty folder, in a virtual environment with only the wheel."""
+    environment, folder = tmp_path / "environment", tmp_path / "empty"
+    venv.create(environment, symlinks=True)
+    [packages] = environment.glob("lib/python*/site-packages")
+    zipfile.ZipFile(built[1]).extractall(packages)
+    # The packages that it requires are those of the tests' environment, without this checkout.
+    (packages / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    opened = language_model(CONFIGS["lstm:dual"]).opened
+    write_checkpoint(folder / "runs/quickstart/checkpoints", opened.params, opened.run, opened.vocabulary)
+    (folder / "book.txt").write_text("A book. " * 20)
+    lines = "\n".join(library.__doc__.split("\n\n")[1:3])
+    code = f"{lines}\nprint(meliad_like.__file__, book.num_tokens)"
+    without_checkout = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    python = [environment / "bin" / "python", "-c", code]
+    done = subprocess.run(python, cwd=folder, env=without_checkout, capture_output=True, check=True)
+    assert done.stdout.decode().splitlines()[-1] == f"{packages / 'meliad_like' / '__init__.py'} 160"
 
 
 def test_gin_folder_does_not_hide_the_gin_library():
