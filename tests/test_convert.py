@@ -18,8 +18,11 @@ from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.mechanisms.positions import Infused
+from meliad_like.mechanisms.dense_memory import DenseMemory
+from meliad_like.mechanisms.melodi import Melodi
+from meliad_like.mechanisms.positions import Infused, Rotary
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import open_checkpoint
@@ -64,6 +67,43 @@ def test_names_there_and_back(name):
     assert back.keys() == theirs.keys()
     for key in theirs:
         np.testing.assert_array_equal(back[key], theirs[key])
+
+
+NEWER = {
+    "melodi": (Melodi(long_layers=(0,), num_summaries=3, short_length=3, long_length=2, long_slots=4),),
+    "dense": (SlidingWindow(except_layers=(1,)), DenseMemory(layers=(1,), num_slots=8, repeat_input=True)),
+}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_files_of_the_newer_stack_there_and_back(name, tmp_path):
+    config = dataclasses.replace(CONFIG, mechanisms=NEWER[name], feedforward_bias=True, num_layers=3)
+    params = Model(config, V).init(jax.random.key(0))
+    np.savez(tmp_path / "theirs.npz", **to_meliad(params, config))
+    convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
+    jax.tree.map(np.testing.assert_array_equal, open_checkpoint(tmp_path / "ours").params, params)
+    convert_to_meliad(tmp_path / "ours", tmp_path / "back.npz")
+    with np.load(tmp_path / "theirs.npz") as theirs, np.load(tmp_path / "back.npz") as back:
+        layers = {key.split("/")[1] for key in theirs if key.startswith("layer_stack/")}
+        assert layers >= ({"melodi_layers_2"} if name == "melodi" else {"transformer0", "transformer1", "side_layer"})
+        assert set(back) == set(theirs)
+        for key in theirs:
+            np.testing.assert_array_equal(back[key], theirs[key])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"feedforward_bias": False}, "need DecoderConfig.feedforward_bias=True"),
+        ({"mechanisms": (SlidingWindow(), DenseMemory(layers=(1,)))}, "DenseMemory.repeat_input=True"),
+        ({"mechanisms": (SlidingWindow(), Melodi(layers=(1,)))}, "in the reference all layers have MELODI"),
+        ({"position": Rotary()}, "Rotary.unit='pi'"),
+    ],
+)
+def test_what_the_newer_stack_lacks(changes, message, tmp_path):
+    config = dataclasses.replace(CONFIG, **{"mechanisms": NEWER["dense"], "feedforward_bias": True} | changes)
+    with pytest.raises(UserError, match=message):
+        convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
 
 
 @pytest.mark.parametrize("name", ["slide", "fixed_skip", "lstm_dual"])

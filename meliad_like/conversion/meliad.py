@@ -276,5 +276,9 @@ def _check_new_stack(model: DecoderConfig, origin: str) -> None:
     layers = model.total_layers
     if melodi is not None and len(melodi.indices(layers)) < layers:
         raise UserError(f"{origin}: in the reference all layers have MELODI, and here Melodi.layers={melodi.layers}")
+    if dense is not None and not dense.repeat_input:
+        raise UserError(
+            f"{origin}: in the reference the dense layer's input counts twice: DenseMemory.repeat_input=True"
+        )
     if dense is not None and len(dense.indices(layers)) > 1:
         raise UserError(f"{origin}: the reference has one layer with a dense memory, and here {dense.layers} have it")

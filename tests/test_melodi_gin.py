@@ -1,0 +1,93 @@
+"""The files of gin/melodi: their models' sizes, and that each is a row of the table."""
+
+import pytest
+
+from meliad_like import config
+from meliad_like.config.bindings import shipped_files
+from meliad_like.experiments.scales import SCALES, configure
+from meliad_like.experiments.tables import SUBJECTS
+from meliad_like.mechanisms.melodi import Melodi
+from meliad_like.models.model import Model
+from meliad_like.optimization.schedules import CosineSchedule
+
+ROWS = {row.files[0].removeprefix("melodi/").removesuffix(".gin"): row for row in SUBJECTS["melodi"].rows}
+
+
+def idle(width, u=64, window=512):
+    """The parameters with which the reference's last layer mixes summaries that nothing reads."""
+    return (window + u) * u + u + 2 * width
+
+
+# With a vocabulary of 32,000: the reference's numbers without its idle parameters, where it has the model.
+BASE = 184_873_600 - idle(1024)
+LONG = 19_488  # what a long-term layer has beside an ordinary one
+PARAMETERS = {
+    "base": BASE,
+    "s192_l32": 200_236_296 - idle(1024, 192),
+    "s128_l64": 198_803_112 - idle(1024, 128),
+    "s192_l96": 200_281_416 - idle(1024, 192),
+    "short_only": BASE - LONG,
+    "cover_2": BASE,
+    "cover_8": BASE,
+    "cover_32": BASE,
+    "two_long_32": BASE + LONG,
+    # Mixing has fewer numbers: 11 for the layer above and 12 for the next window, and one for the long-term memory.
+    "window_256": BASE - 23 * (576 * 64 + 64 - (288 * 32 + 32)) - (576 * 32 + 32 - (288 * 16 + 16)) - 32 * 1024,
+    "window_128": BASE - 23 * (576 * 64 + 64 - (144 * 16 + 16)) - (576 * 32 + 32 - (144 * 8 + 8)) - 48 * 1024,
+    **dict.fromkeys(("dense_4k", "dense_16k", "dense_64k", "dense_xl"), 196_443_240),
+    "xl": 196_376_936,
+    "block_recurrent": 193_230_968,
+}
+SIZES = {
+    "small_37m": 55_142_016,
+    "small_75m": 92_915_840,
+    "medium_150m": 184_873_600,
+    "medium_300m": 335_921_888,
+    "large_600m": 670_832_352,
+    "large_1200m": 1_274_918_816,
+}
+
+
+def test_every_file_is_a_row():
+    files = {name.removeprefix("melodi/").removesuffix(".gin") for name in shipped_files() if "melodi/" in name}
+    assert files == set(ROWS) == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_and_protocol_of_a_row(name):
+    run = config.parse(ROWS[name].files)
+    assert Model(run.model, 32_000).num_parameters == PARAMETERS[name]
+    assert (run.data.segment_length, run.data.tokens_per_step) == (4096, 32 * 4096)
+    assert isinstance(run.schedule, CosineSchedule) and run.training.num_steps == 500_000
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=() if size == "small_37m" else pytest.mark.exhaustive) for size in SIZES]
+)
+def test_parameters_of_a_size(size):
+    model = config.parse([f"size/{size}.gin", "melodi/base.gin"]).model
+    assert Model(model, 32_000).num_parameters == SIZES[size] - idle(model.model_width)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_row_keeps_its_proportions_at_tiny(name):
+    whole, tiny = config.parse(ROWS[name].files).model, configure(ROWS[name], SCALES["tiny"]).model
+    assert [type(mechanism) for mechanism in tiny.mechanisms] == [type(mechanism) for mechanism in whole.mechanisms]
+    if (melodi := whole.mechanism(Melodi)) is not None:
+        small = tiny.mechanism(Melodi)
+        assert small.long_slots * melodi.long_length == melodi.long_slots * small.long_length or name == "window_128"
+        assert len(small.long_layers) == len(melodi.long_layers)
+
+
+def test_operations_of_the_base_by_hand():
+    """The figures of the mechanism's paper and code: 32.08M a layer, and 1.16 times 12 layers with a window."""
+    base, slide = (config.parse([name]).model for name in ("melodi/base.gin", "block_recurrent/slide_12l.gin"))
+    d, w, u = 1024, 512, 64
+    layer = ((w + u) * 24 * d**2 + 4 * d**2 * 64 + 4 * d * (w + u) * (w + 2 * u) + 2 * d * (w + u) * 2 * u) / w
+    assert layer / 1e6 == pytest.approx(32.08, abs=0.005)
+    last = 2 * d * (w + u) * u / w
+    long = (4 * d * (w + u) * 4096 + 4 * d**2 * 32 + 2 * d * (w + u) * 32) / w
+    assert base.flops(0).forward == pytest.approx(12 * layer - last + long)
+    # Once a segment the long-term memory is projected, which is not counted.
+    once = 4 * d**2 * 4096 / 4096
+    assert (12 * layer + long + once) / slide.flops(0).forward == pytest.approx(1.16, abs=0.01)
