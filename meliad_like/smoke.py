@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meliad_like.command_line import Command
-from meliad_like.errors import UserError
+from meliad_like.errors import MissingStoreError, UserError
 
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig
@@ -81,14 +81,14 @@ def make_small(run: "RunConfig", folder: Path) -> "RunConfig":
     from meliad_like.config import differences, with_changes
     from meliad_like.data.files_source import StandardLibrarySource, TextSource
     from meliad_like.data.preparation import prepare
-    from meliad_like.data.token_store import STORE_NAME
     from meliad_like.experiments.shrinking import shrink
     from meliad_like.tables import Table
 
-    if (Path(run.data.store).expanduser() / STORE_NAME).exists():
+    try:
+        run.data.open_stores()
         say(f"documents: the token store {run.data.store}")
         small = shrink(run, keep_vocabulary=True)
-    else:
+    except MissingStoreError:
         file = getattr(run.vocabulary, "model_file", "")
         small = shrink(run, keep_vocabulary=bool(file) and Path(file).expanduser().exists())
         documents = folder / "documents"
@@ -97,8 +97,12 @@ def make_small(run: "RunConfig", folder: Path) -> "RunConfig":
         except UserError as error:
             say(f"the task's documents are not there ({error})")
             copy_documents(StandardLibrarySource(), documents)
-        small = with_changes(small, {"source": TextSource(folder=str(documents)), "data.store": str(folder / "store")})
-        prepare(small.source, small.vocabulary, small.data.store, 1, for_training=True)
+        stores = [str(folder / f"store_{i}") for i in range(len(small.data.shares))]
+        small = with_changes(
+            small, {"source": TextSource(folder=str(documents)), "data": small.data.with_stores(stores)}
+        )
+        for store in stores:
+            prepare(small.source, small.vocabulary, store, 1, for_training=True)
     changed = [(name, str(full), str(value)) for name, (full, value) in differences(run, small).items()]
     Console().print(Table("made smaller", ("", "full", "here"), changed).to_rich())
     return small

@@ -26,6 +26,8 @@ ROWS = {
     "table5": ["block_recurrent/table5/sentencepiece_32k.gin"],
     "mechanisms": ["mechanism/gated_delta_rule.gin"],
     "shortformer": ["shortformer/shortformer.gin", "task/wikitext103.gin"],
+    "melodi": ["melodi/s128_l64.gin"],
+    "mixture": ["size/tiny.gin", "task/books_and_standard_library.gin"],
     "recurrence": ["pretrained/gpt2_small.gin", "recurrent_pretrained/tables/recurrent_overlap_30.gin"],
     "ancient_history": ["ancient_history/train_recent.gin"],
 }

@@ -118,6 +118,9 @@ class MixtureReaderConfig(ReaderConfig):
     def shares(self) -> tuple[float, ...]:
         return tuple(weight / sum(self.weights) for weight in self.weights)
 
+    def with_stores(self, folders: Sequence[str]) -> "MixtureReaderConfig":
+        return dataclasses.replace(self, store=folders[0], other_stores=tuple(folders[1:]))
+
     def open_stores(self) -> list[TokenStore]:
         first, *others = stores = list(map(TokenStore, (self.store, *self.other_stores)))
         for other in others:

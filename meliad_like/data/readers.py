@@ -236,6 +236,10 @@ class ReaderConfig:
         """The share of each of the token stores in all targets."""
         return (1.0,)
 
+    def with_stores(self, folders: Sequence[str]) -> "ReaderConfig":
+        """The same reader of other token stores: a folder for each of the `shares`."""
+        return dataclasses.replace(self, store=folders[0])
+
     def open_stores(self) -> list[TokenStore]:
         """Opens all token stores that it reads; the first is that of the run's documents.
 

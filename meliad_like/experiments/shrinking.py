@@ -11,6 +11,7 @@ from meliad_like.data.vocabulary import BytesVocabularyConfig, FileVocabularyCon
 from meliad_like.errors import UserError
 from meliad_like.experiments.scales import Scale
 from meliad_like.mesh import MeshConfig
+from meliad_like.trackers import TensorBoard
 
 NUM_STEPS = 40
 EVERY = 10
@@ -23,7 +24,8 @@ CUTOFF_DIVISOR = 256
 
 
 def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
-    """A run of seconds with all mechanisms, stages and options of another one, on all devices of this machine.
+    """A run of seconds with all mechanisms, stages and options of another one, on all devices of this machine. Its
+    metrics are only logged locally.
 
     Lengths, widths, heads and layers are divided as in the scales of the tables, by the largest numbers that leave a
     possible run of at least the smallest sizes above. First stages and the schedule's numbers of steps keep their share
@@ -36,7 +38,7 @@ def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
       UserError: no smaller run is possible, for the reason of the last attempt.
     """
     sizes: dict[str, Any] = {}
-    changes = _steps(run) | {"mesh": MeshConfig()}
+    changes = _steps(run) | {"mesh": MeshConfig(), "trackers": (TensorBoard(),)}
     if not keep_vocabulary:
         changes["vocabulary"] = _small_vocabulary(run.vocabulary)
         if cutoffs := getattr(run.model, "cutoffs", ()):
