@@ -8,12 +8,19 @@ square is also a ring: column `s` belongs to the last token before the query who
 how one token at a time is decoded, with a cache of `w` entries.
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
+
+from meliad_like.layers.basic import SOFTMAX
+from meliad_like.layers.sharding import platform
 
 MASKED = -1e6
 # No unmasked score is this low. It makes the output 0, rather than an average, where all keys are masked.
@@ -59,17 +66,36 @@ def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
 
 
 def weigh(
-    scores: Float[Array, "*batch t s"], multiplier: Float[Array, "..."] | None = None
+    scores: Float[Array, "*batch t s"], dtype: Any, multiplier: Float[Array, "..."] | None = None
 ) -> tuple[Float[Array, "*batch t s"], Float[Array, "*batch t 1"]]:
     """The softmax of `scores` over the keys as unnormalised weights (times a dropout `multiplier`) and their sum.
 
-    The caller divides after the product with the values, which is a smaller array. All computations are float32.
-    Rows in which all keys are masked get weights 0.
+    The caller divides after the product with the values, which is a smaller array. Rows in which all keys are masked
+    get weights 0. All computations are float32; only the weights are rounded to `dtype`, that of the values.
     """
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST))
-    weights = jnp.exp(scores - highest)
-    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(LOWEST - highest)
-    return weights if multiplier is None else weights * multiplier, total
+    highest = checkpoint_name(highest, SOFTMAX)
+    weights, total = _exponential(scores - highest, dtype)
+    if multiplier is not None:
+        weights = (weights * multiplier).astype(dtype)
+    return weights, checkpoint_name(total + jnp.exp(LOWEST - highest), SOFTMAX)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _exponential(x: Float[Array, "*batch s"], dtype: Any) -> tuple[Float[Array, "*batch s"], Float[Array, "*batch 1"]]:
+    """The exponential, rounded to `dtype`, and the float32 sum of what was rounded.
+
+    The derivative is computed from the rounded values, so that the backward pass keeps no second array in float32.
+    """
+    y = jnp.exp(x).astype(dtype)
+    return y, jnp.sum(y, axis=-1, keepdims=True, dtype=jnp.float32)
+
+
+@_exponential.defjvp
+def _exponential_jvp(dtype, primals, tangents):
+    y, total = _exponential(*primals, dtype)
+    tangent = y.astype(jnp.float32) * tangents[0]
+    return (y, total), (tangent.astype(dtype), jnp.sum(tangent, axis=-1, keepdims=True))
 
 
 def attend(
@@ -89,9 +115,24 @@ def attend(
         scores += bias
     if mask is not None:
         scores = jnp.where(mask, scores, MASKED)
-    weights, total = weigh(scores, multiplier)
-    mixed = jnp.einsum("...hts,...hsk->...htk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    weights, total = weigh(scores, value.dtype, multiplier)
+    mixed = jnp.einsum("...hts,...hsk->...htk", weights, value, preferred_element_type=jnp.float32)
     return (mixed / total).astype(value.dtype)
+
+
+def attend_in_scan(query: Array, key: Array, value: Array, mask: Array | None = None) -> Array:
+    """`attend` for the body of a scan: on accelerators its backward pass computes scores and weights again.
+
+    They are larger than all else, and would take longer to be written in one turn of the scan and read in another.
+    """
+
+    def attended(query, key, value):
+        return attend(query, key, value, mask=mask)
+
+    if platform() != "cpu":
+        kept = jax.checkpoint_policies.save_only_these_names(SOFTMAX)
+        attended = jax.checkpoint(attended, policy=kept, prevent_cse=False)
+    return attended(query, key, value)
 
 
 def attend_window(
@@ -120,12 +161,11 @@ def attend_window(
         return jnp.einsum("bchtk,bchsk->bchts", query, key, preferred_element_type=jnp.float32)
 
     def mix(weights, value):
-        weights = weights.astype(value.dtype)
         return jnp.einsum("bchts,bchsk->bchtk", weights, value, preferred_element_type=jnp.float32)
 
     # The two halves of the tile are separate products: on a CPU this is faster than concatenated keys of length 2w.
     scores = jnp.where(own, scores_with(key), scores_with(previous_key)) + bias
     scores = jnp.where(own | previous_valid[:, :, None, None, None], scores, MASKED)
-    weights, total = weigh(scores, multiplier)
-    mixed = mix(jnp.where(own, 0.0, weights), previous_value) + mix(jnp.where(own, weights, 0.0), value)
+    weights, total = weigh(scores, value.dtype, multiplier)
+    mixed = mix(jnp.where(own, 0, weights), previous_value) + mix(jnp.where(own, weights, 0), value)
     return (mixed / total).astype(value.dtype)

@@ -33,6 +33,8 @@ REMAT_POLICIES = {
 
 LINEAR = "linear"
 """The name of the outputs of linear maps, for the policies of `jax.checkpoint`."""
+SOFTMAX = "softmax"
+"""The name of the maxima and sums of a softmax, for the same policies."""
 
 
 def fan_in_scaled(scale: float) -> jax.nn.initializers.Initializer:
@@ -206,7 +208,13 @@ class FeedForward(nnx.Module):
         self.output = Linear(feedforward_width, model_width, ("feedforward", "model"), **biases)
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... d"]:
-        return self.output(jax.nn.relu(self.hidden(x)))
+        def finish(output, hidden):
+            return output(jax.nn.relu(hidden))
+
+        # Accelerators keep the hidden layer from before the relu for the backward pass; otherwise the relu's mask would
+        # be kept as well, and a TPU takes longer to pack it than to compute the relu again.
+        finish = finish if platform() == "cpu" else jax.checkpoint(finish)
+        return finish(self.output, self.hidden(x))
 
 
 def dropout_multiplier(key: PRNGKeyArray, rate: float, shape: tuple[int, ...], dtype) -> Array:

@@ -4,9 +4,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from meliad_like.layers.basic import SOFTMAX
 from meliad_like.layers.sequence import num_parts
+from meliad_like.layers.sharding import platform
 
 
 class TokenLosses(NamedTuple):
@@ -40,15 +43,17 @@ def token_losses(
 
     def losses(hidden, targets):
         logits = module.logits(hidden)
-        if num_parts() == 1:
+        if num_parts() == 1 and platform() == "cpu":
             target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         else:
-            # XLA crashes on a lookup along the vocabulary, sharded over `tensor`, inside of `over_sequence`.
+            # A lookup has a scatter as its gradient, which is slow on accelerators. And XLA crashes on a lookup along
+            # the vocabulary, sharded over `tensor`, inside of `over_sequence`.
             chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
             target_logits = jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
-        nats = jax.nn.logsumexp(logits, axis=-1) - target_logits
-        # On a CPU argmax takes many times as long as the maximum, which logsumexp needs in any case.
-        return TokenLosses(nats, target_logits >= jnp.max(logits, axis=-1))
+        highest = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), SOFTMAX)
+        total = checkpoint_name(jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1), SOFTMAX)
+        # On a CPU argmax takes many times as long as the maximum, which the softmax needs in any case.
+        return TokenLosses(jnp.log(total) + highest - target_logits, target_logits >= highest)
 
     return in_slices(losses, divisor(hidden.shape[1], slice_length), hidden, targets)
 
@@ -59,10 +64,14 @@ def divisor(n: int, at_most: int) -> int:
 
 
 def in_slices(function, length: int, *arrays):
-    """`function` of slices of `length` along the second axis; the backward pass computes each slice again."""
+    """`function` of slices of `length` along the second axis; the backward pass computes each slice again.
+
+    What `function` has named `SOFTMAX` is kept, so that the logits are computed again, but not their softmax's sums.
+    """
     b, n = arrays[0].shape[:2]
     if length == n:
         return function(*arrays)
     slices = tuple(jnp.moveaxis(y.reshape(b, n // length, length, *y.shape[2:]), 1, 0) for y in arrays)
-    by_slice = jax.lax.map(lambda y: jax.checkpoint(function)(*y), slices)
+    kept = jax.checkpoint_policies.save_only_these_names(SOFTMAX)
+    by_slice = jax.lax.map(lambda y: jax.checkpoint(function, policy=kept, prevent_cse=False)(*y), slices)
     return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(b, n, *y.shape[3:]), by_slice)

@@ -112,7 +112,7 @@ def attend_memories(
 ) -> Float[Array, "*batch t k"]:
     """Attention of every query to the memories found for it; the result is 0 where there are none."""
     scores = jnp.einsum("...tk,...tjk->...tj", query, key, preferred_element_type=jnp.float32)
-    weights, total = weigh(jnp.where(valid, scores, MASKED))
+    weights, total = weigh(jnp.where(valid, scores, MASKED), jnp.float32)
     mixed = jnp.einsum("...tj,...tjk->...tk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
     return (mixed / total).astype(value.dtype)
 

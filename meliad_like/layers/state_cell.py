@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention import attend, head_scale, merge_heads, split_heads, unit
+from meliad_like.layers.attention import attend_in_scan, head_scale, merge_heads, split_heads, unit
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
 from meliad_like.layers.sharding import constrain
 
@@ -181,8 +181,8 @@ class StateCell(nnx.Module):
         Returns:
             The states, and the input of each gate, for `gate_values`.
         """
-        own = attend(heads.query, heads.key, heads.value)
-        cross = attend(heads.cross_query, key, value, mask=valid[:, None, None, :])
+        own = attend_in_scan(heads.query, heads.key, heads.value)
+        cross = attend_in_scan(heads.cross_query, key, value, valid[:, None, None, :])
         mixed = merge_heads(own, cross)
         read = {}
         if self.cell in ("skip", "dual"):

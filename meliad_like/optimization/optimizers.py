@@ -60,17 +60,18 @@ class Adafactor(OptimizerConfig):
         check_not_negative(self, ("decay",))
 
     def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
-        return optax.adafactor(
-            rate,
-            min_dim_size_to_factor=self.factored_size,
-            decay_rate=self.decay,
-            multiply_by_parameter_scale=True,
-            clipping_threshold=1.0,
-            momentum=self.momentum or None,
-            weight_decay_rate=self.weight_decay or None,
-            weight_decay_mask=decayed,
-            eps=1e-30,
-        )
+        # As optax.adafactor, whose states this chain has as well, except for the scale of the parameters.
+        chain = [
+            optax.scale_by_factored_rms(decay_rate=self.decay, min_dim_size_to_factor=self.factored_size),
+            optax.clip_by_block_rms(1.0),
+            optax.scale_by_learning_rate(rate, flip_sign=False),
+            scale_by_parameter_size(),
+        ]
+        if self.momentum:
+            chain.append(optax.ema(self.momentum, debias=False))
+        if self.weight_decay:
+            chain.append(optax.add_decayed_weights(self.weight_decay, mask=decayed))
+        return optax.chain(*chain, optax.scale(-1))
 
 
 @OPTIMIZERS.register("adam")
@@ -152,6 +153,18 @@ def at_rates(optimizer: optax.GradientTransformation, factors: Mapping[str, floa
         return {name: optax.tree.scale(factors.get(name, 1.0), tree) for name, tree in updates.items()}
 
     return optax.chain(optimizer, optax.stateless(scale)) if factors else optimizer
+
+
+def scale_by_parameter_size(smallest: float = 1e-3) -> optax.GradientTransformation:
+    """Multiplies the update of each parameter by the parameter's root mean square, which counts as at least `smallest`.
+
+    optax.scale_by_param_block_rms has the same value, but can be differentiated, for which it reads a parameter twice.
+    """
+
+    def scale(update, param):
+        return update * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(param))), smallest)
+
+    return optax.stateless(lambda updates, params: jax.tree.map(scale, updates, params))
 
 
 class NesterovState(NamedTuple):
