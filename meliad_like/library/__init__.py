@@ -13,7 +13,18 @@ Every method takes one text or state, or a list of them, which are computed as o
 list. A text in a batch has the results of this text alone, up to rounding.
 """
 
-from meliad_like.library.language_model import LanguageModel, Text, load
+from meliad_like.library.language_model import LanguageModel, SearchSettings, Text, WritingSettings, load
 from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score, State
 
-__all__ = ["Continuation", "Hypothesis", "LanguageModel", "Outputs", "Score", "State", "Text", "load"]
+__all__ = [
+    "Continuation",
+    "Hypothesis",
+    "LanguageModel",
+    "Outputs",
+    "Score",
+    "SearchSettings",
+    "State",
+    "Text",
+    "WritingSettings",
+    "load",
+]

@@ -1,9 +1,9 @@
 """A trained model with its parameters and its vocabulary."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -25,6 +25,37 @@ from meliad_like.run.text import carry_identity, encode_prompt
 Text = str | Sequence[int] | np.ndarray
 """A text, or its tokens."""
 Result = TypeVar("Result")
+
+
+class WritingSettings(TypedDict, total=False):
+    """The settings of `LanguageModel.generate` and `stream`."""
+
+    temperature: float
+    """The divisor of the logits; 0: always the most likely token. Default: 1."""
+    top_k: int
+    """Sample from this number of most likely tokens; 0, the default: from all tokens."""
+    top_p: float
+    """Sample from the most likely tokens that together reach this probability. Default: 1."""
+    stop_at_end: bool
+    """Whether the end of the document ends the text, which is the default. If not, this token is never sampled, except
+    in vocabularies of whole words, where it ends lines, too."""
+    chunk: int
+    """The number of tokens of a piece. Default: 8."""
+
+
+class SearchSettings(TypedDict, total=False):
+    """The settings of `LanguageModel.search`."""
+
+    width: int
+    """The number of hypotheses that are kept in each step. Default: 4."""
+    num_best: int | None
+    """The number of hypotheses that are returned, `width` by default. There can be fewer."""
+    length_penalty: float
+    """The exponent of the normalisation by length. Default: 0, no normalisation."""
+    end_tokens: Collection[int] | None
+    """A hypothesis ends with the first of these tokens. Default: the end of the document."""
+    forbidden_tokens: Collection[int]
+    """Tokens that no hypothesis contains."""
 
 
 def load(path: str | Path, *, step: int | None = None) -> "LanguageModel":
@@ -137,7 +168,7 @@ class LanguageModel:
 
     @overload
     def generate(
-        self, start: State | Text, tokens: int = 200, *, seed: int | None = None, **settings: Any
+        self, start: State | Text, tokens: int = 200, *, seed: int | None = None, **settings: Unpack[WritingSettings]
     ) -> Continuation: ...
     @overload
     def generate(
@@ -146,7 +177,7 @@ class LanguageModel:
         tokens: int = 200,
         *,
         seed: int | Sequence[int] | None = None,
-        **settings: Any,
+        **settings: Unpack[WritingSettings],
     ) -> list[Continuation]: ...
     def generate(self, start, tokens=200, *, seed=None, **settings):
         """Continues states or texts by up to this number of tokens. The other arguments are those of `stream`."""
@@ -166,9 +197,7 @@ class LanguageModel:
         tokens: int = 200,
         *,
         seed: int | None = None,
-        stop_at_end: bool = True,
-        chunk: int = 8,
-        **sampling: Any,
+        **settings: Unpack[WritingSettings],
     ) -> Iterator[Continuation]: ...
     @overload
     def stream(
@@ -177,9 +206,7 @@ class LanguageModel:
         tokens: int = 200,
         *,
         seed: int | Sequence[int] | None = None,
-        stop_at_end: bool = True,
-        chunk: int = 8,
-        **sampling: Any,
+        **settings: Unpack[WritingSettings],
     ) -> Iterator[list[Continuation]]: ...
     def stream(self, start, tokens=200, *, seed=None, **settings) -> Iterator[Any]:
         """Yields a continuation in pieces of `chunk` tokens, as they are written.
@@ -192,29 +219,27 @@ class LanguageModel:
           tokens: the largest number of tokens.
           seed: random seed; None: the random state of `start`. A list has a seed for each `start`, or continues one
             `start` once for each seed.
-          stop_at_end: whether the end of the document ends the text. If not, this token is never sampled, except in
-            vocabularies of whole words, where it ends lines, too.
-          chunk: the number of tokens of a piece.
-          sampling: the fields of `SamplingConfig`: `temperature`, `top_k`, `top_p`.
+          settings: those of `WritingSettings`: `temperature`, `top_k`, `top_p`, `stop_at_end`, `chunk`.
         """
         states, seeds, is_batch = self._starts(start, seed)
         for pieces in self._write(states, seeds, tokens, **settings):
             yield _like(is_batch, pieces)
 
     @overload
-    def search(self, start: State | Text, tokens: int = 200, **settings: Any) -> list[Hypothesis]: ...
+    def search(
+        self, start: State | Text, tokens: int = 200, **settings: Unpack[SearchSettings]
+    ) -> list[Hypothesis]: ...
     @overload
-    def search(self, start: Sequence[State | Text], tokens: int = 200, **settings: Any) -> list[list[Hypothesis]]: ...
+    def search(
+        self, start: Sequence[State | Text], tokens: int = 200, **settings: Unpack[SearchSettings]
+    ) -> list[list[Hypothesis]]: ...
     def search(self, start, tokens=200, *, num_best=None, end_tokens=None, forbidden_tokens=(), **settings):
         """The most likely continuations, the best first, by beam search (`generation/beam_search.py`).
 
         Args:
           start: the state or the text that is continued, or a list of them.
           tokens: the largest number of tokens.
-          num_best: the number of hypotheses; None: `width`. There can be fewer.
-          end_tokens: tokens with which a hypothesis ends; None: the end of the document.
-          forbidden_tokens: tokens that no hypothesis contains.
-          settings: further fields of `BeamConfig`: `width`, `length_penalty`.
+          settings: those of `SearchSettings`: `width`, `num_best`, `length_penalty`, `end_tokens`, `forbidden_tokens`.
         """
         ends = (self.vocabulary.end_of_document,) if end_tokens is None else tuple(end_tokens)
         config = BeamConfig(end_tokens=ends, forbidden_tokens=tuple(forbidden_tokens), **settings)
