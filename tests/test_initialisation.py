@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 
 from meliad_like.conversion.meliad import to_meliad
+from meliad_like.mechanisms.dense_memory import DenseMemory
+from meliad_like.mechanisms.melodi import Melodi
+from meliad_like.mechanisms.positions import Alibi, Fourier, Network, Orthogonal
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
-REFERENCE = json.loads((Path(__file__).parent / "golden" / "i_init_statistics.json").read_text())
+GOLDEN = Path(__file__).parent / "golden"
+REFERENCE = json.loads((GOLDEN / "i_init_statistics.json").read_text())
+NEWER = json.loads((GOLDEN / "melodi_init_statistics.json").read_text())
+SIZES = {"model_width": 256, "num_heads": 4, "head_size": 64, "feedforward_width": 1024}
 
 
 def num_layers_and_recurrent(statistics):
@@ -29,10 +36,7 @@ def test_fresh_parameters_are_the_references(name):
     gates = {} if name == "slide" else dict(zip(("gate", "cell"), name.split("_")))
     config = DecoderConfig(
         num_layers=num_layers,
-        model_width=256,
-        num_heads=4,
-        head_size=64,
-        feedforward_width=1024,
+        **SIZES,
     )
     if recurrent:
         config = config.with_mechanism(RecurrentStates(layers=recurrent, num_states=64, **gates))
@@ -40,6 +44,11 @@ def test_fresh_parameters_are_the_references(name):
     assert model.num_parameters == num_parameters
     ours = to_meliad(model.init(jax.random.key(0)))
     assert {key: list(value.shape) for key, value in ours.items()} == {k: v["shape"] for k, v in reference.items()}
+    assert_alike(ours, reference)
+
+
+def assert_alike(ours, reference):
+    """Checks that the distributions of parameters are those of the reference's, by the same names."""
     for key, theirs in reference.items():
         values = ours[key].astype(np.float64)
         if theirs["std"] == 0:
@@ -58,3 +67,28 @@ def test_fresh_parameters_are_the_references(name):
             assert values.max() < 1.01 * theirs["max"], key
         elif n > 10_000:
             assert values.max() > 3 * std, key
+
+
+MELODI = Melodi(long_layers=(1,), num_summaries=32, short_length=32, long_length=16, long_slots=64)
+SIDE = (SlidingWindow(except_layers=(1,)), DenseMemory(layers=(1,)))
+NEWER_MODELS = {
+    "melodi": {"mechanisms": (MELODI,)},
+    "dense_kv": {"mechanisms": SIDE, "num_layers": 3},
+    "alibi": {"mechanisms": (MELODI,), "position": Alibi(learned_slope=True, bound="learned")},
+    "fourier": {"mechanisms": (MELODI,), "position": Fourier()},
+    "nn": {"mechanisms": (MELODI,), "position": Network()},
+    "orthogonal": {"mechanisms": (MELODI,), "position": Orthogonal()},
+}
+
+
+@pytest.mark.parametrize("name", NEWER_MODELS)
+def test_fresh_parameters_of_the_newer_stack_are_the_references(name):
+    changes = {"num_layers": 2, "window_length": 128, "feedforward_bias": True} | NEWER_MODELS[name]
+    config = DecoderConfig(**SIZES, **changes)
+    reference = {key.removeprefix(f"{name}/"): value for key, value in NEWER.items() if key.startswith(f"{name}/")}
+    ours = to_meliad(Model(config, 1000).init(jax.random.key(0)), config)
+    if name in ("melodi", "dense_kv"):
+        assert {key: list(value.shape) for key, value in ours.items()} == {k: v["shape"] for k, v in reference.items()}
+    # Our last layer has no mixing for a layer above.
+    idle = "layer_stack/melodi_layers_1/melodi_layer/token_mixing_summary/"
+    assert_alike(ours, {key: value for key, value in reference.items() if not key.startswith(idle)})

@@ -1,0 +1,84 @@
+"""The dense memory against attention to all tokens at once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ways import V, W, starts, tokens_of
+
+from meliad_like import config
+from meliad_like.errors import UserError
+from meliad_like.mechanisms import dense_memory
+from meliad_like.mechanisms.dense_memory import DenseMemory
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.model import Model
+
+SIZES = {"num_layers": 1, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 8, "window_length": W}
+M = 6
+
+
+@functools.cache
+def make(**changes):
+    model = Model(DecoderConfig(**SIZES, mechanisms=(DenseMemory(layers=None, num_slots=M, **changes),)), V)
+    return model, model.init(jax.random.key(0))
+
+
+def attend(model, params, tokens, low):
+    """The hidden vectors of a document, where token t sees the tokens from low[t] to t - 1, by a dense product."""
+    p = params["layers"][0]
+    layer = model.bind(params).layers[0]
+    x = params["embedding"][tokens]
+    key, value, query = (y[0] for y in layer.heads.of(layer.attention_norm(x[None])))
+    t = np.arange(len(tokens))
+    seen = (t[None] >= low[:, None]) & (t[None] < t[:, None])
+    weights = jnp.where(seen, jnp.exp(query @ jnp.swapaxes(key, 1, 2)), 0)
+    mixed = weights @ value / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-9)
+    z = x + jnp.swapaxes(mixed, 0, 1).reshape(len(tokens), -1) @ p["output"]["kernel"]
+    return model.bind(params).final_norm(z + layer.feedforward(layer.feedforward_norm(z)))
+
+
+@pytest.mark.parametrize("piece", [3, 2048])
+@pytest.mark.parametrize("horizon", ["tokens", "segment"])
+def test_several_pieces_and_segments_are_attention_to_all_tokens(piece, horizon, monkeypatch):
+    monkeypatch.setattr(dense_memory, "PIECE", piece)
+    model, params = make(horizon=horizon)
+    tokens, t = tokens_of(1, 6)[0], np.arange(6 * W)
+    # Two segments of three blocks; the memory, which begins with the first segment's last M tokens, wraps in between.
+    first = 3 * W * (t // (3 * W))
+    low = t - M if horizon == "tokens" else np.maximum(first - M, 0)
+
+    def ours(params):
+        module = model.bind(params)
+        hidden, carry = module(tokens[None, : 3 * W], module.init_carry(1), starts(1, 3, (0, 0)))
+        return jnp.concatenate([hidden, module(tokens[None, 3 * W :], carry, starts(1, 3))[0]], axis=1)[0]
+
+    np.testing.assert_allclose(jax.jit(ours)(params), attend(model, params, tokens, low), atol=1e-5)
+
+    # Within a segment, gradients pass through keys and values.
+    def loss(hidden):
+        return jnp.sum(hidden[: 3 * W] * jnp.linspace(-1, 1, 8))
+
+    gradient = jax.jit(jax.grad(lambda p: loss(ours(p))))(params)
+    expected = jax.grad(lambda p: loss(attend(model, p, tokens, low)))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), gradient, expected)
+
+
+def test_a_horizon_of_segments_is_not_decoded():
+    model, _ = make(horizon="segment")
+    assert model.config.needs_segments and not make()[0].config.needs_segments
+
+
+@pytest.mark.parametrize(
+    ("binding", "message"),
+    [
+        ("DenseMemory.num_slots = 0", "DenseMemory.num_slots=0 must be at least 1"),
+        ("DenseMemory.horizon = 'all'", "DenseMemory.horizon='all' must be 'tokens' or 'segment'"),
+        ("SlidingWindow.except_layers = (13,)", "SlidingWindow.except_layers=(13,) names a layer that 13 layers lack"),
+    ],
+)
+def test_mistakes(binding, message):
+    with pytest.raises(UserError) as error:
+        config.parse(["melodi/dense_4k.gin"], [binding])
+    assert message in str(error.value)
