@@ -1,13 +1,15 @@
 """Compares the harness's adapter for transformers with ours, on a random Llama of the architecture of SmolLM2-135M.
 
-    python tests/make_golden_harness.py           # makes golden/harness.json, of a small model
-    python tests/make_golden_harness.py --full    # the sizes of SmolLM2-135M, 200 questions: prints the differences
+    python tests/make_golden_harness.py                        # makes golden/harness.json, of a small model
+    python tests/make_golden_harness.py --questions=200        # prints the differences for this number of questions
+    python tests/make_golden_harness.py --questions=4 --full   # with the sizes of SmolLM2-135M, and bytes as tokens
 
 It needs lm_eval, transformers, PyTorch and accelerate. The model is written as a folder by our own export, which both
 adapters open; its tokens are bytes.
 """
 
 import argparse
+import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -85,14 +87,14 @@ def theirs(folder: Path, questions: list[Item]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--questions", type=int)
     parser.add_argument("--full", action="store_true")
-    full = parser.parse_args().full
-    questions = items(200 if full else 12)
-    config = SMALL if not full else type(SMALL)(**vars(SMALL) | FULL)
+    flags = parser.parse_args()
+    questions = items(flags.questions or 12)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = write_folder(config, Path(temporary))
+        folder = write_folder(dataclasses.replace(SMALL, **FULL) if flags.full else SMALL, Path(temporary))
         expected = theirs(folder, questions)
-        if not full:
+        if flags.questions is None:
             PATH.write_text(json.dumps({"items": questions, **expected}, indent=1) + "\n")
             return
         from meliad_like.harness.model import HarnessModel
@@ -100,11 +102,13 @@ def main() -> None:
         found = answers(HarnessModel(folder, first_tokens=True), questions)
     for name in ("nats", "rolling"):
         ours, others = np.array(found[name]), np.array(expected[name])
-        print(f"{name}: at most {np.abs(ours - others).max():.1e} of {np.abs(others).max():.0f} nats")
+        most = np.abs(ours - others).max()
+        print(f"{name}: {len(ours)} differ by at most {most:.1e} nats, and are up to {-others.min():.0f}")
     for name in ("greedy", "written"):
-        print(f"{name}: {sum(a == b for a, b in zip(found[name], expected[name]))} of {len(found[name])} the same")
-    right = [np.array(x["nats"]).reshape(len(questions), -1).argmax(1) for x in (found, expected)]
-    print("accuracy:", *(np.mean(x == [item.answer for item in questions]) for x in right))
+        same = sum(ours == others for ours, others in zip(found[name], expected[name], strict=True))
+        print(f"{name}: {same} of {len(found[name])} are the same")
+    chosen = (np.array(x["nats"]).reshape(len(questions), -1).argmax(axis=1) for x in (found, expected))
+    print("accuracy:", *(np.mean(one == [item.answer for item in questions]) for one in chosen))
 
 
 if __name__ == "__main__":

@@ -33,10 +33,13 @@ from meliad_like.harness.__main__ import import_harness  # noqa: E402
 from meliad_like.harness.model import HarnessModel  # noqa: E402
 
 BOOK = "It was read once, and remembered for all of the questions. "
+OTHER = "It was read on every day, by those who remember nothing. "
 QUESTIONS = [
     *((BOOK + "What was read?", answer) for answer in (" A book", " A bill", " It")),
     *((BOOK + "How often?", answer) for answer in (" Once", " Twice or more, and each time from its first page")),
     (BOOK[:9], BOOK[9:]),
+    # In batches with those above: of the same length, and with another state or none.
+    *((OTHER + "How often?", answer) for answer in (" Once", " Each day")),
     ("?", " 7"),
 ]
 
@@ -78,8 +81,8 @@ def test_a_prefix_is_read_once(states, monkeypatch):
     num_read, read = [], states.read
     monkeypatch.setattr(states, "read", lambda tokens, state: num_read.append(len(tokens)) or read(tokens, state))
     HarnessModel(states).loglikelihood(requests("loglikelihood", QUESTIONS))
-    # The state after the book, the two after its questions, and that after the beginning of the book.
-    assert len(num_read) <= 5 and sum(num_read) < 2 * len(BOOK)
+    # What all begin with, each book, and its questions.
+    assert len(num_read) <= 7 and sum(num_read) < 1.5 * len(BOOK + OTHER)
 
 
 def test_the_most_likely_continuation_is_found(states):

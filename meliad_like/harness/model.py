@@ -66,6 +66,16 @@ class Row(NamedTuple):
         return len(self.question.tokens) - 1 - self.num_read
 
 
+class Shape(NamedTuple):
+    """What rows must have in common to be read in one batch."""
+
+    model: Model
+    length: int
+    """The number of tokens with padding, a whole number of blocks."""
+    begins: bool
+    """Whether they begin documents."""
+
+
 @register_model("meliad_like")
 class HarnessModel(TemplateLM):
     """A trained model of any family, on the first device."""
@@ -131,15 +141,15 @@ class HarnessModel(TemplateLM):
             for i, (_, context, continuation) in enumerate(requests)
         ]
         found = [(0.0, True)] * len(questions)
-        batches: dict[tuple[Model, int], list[Row]] = {}
+        batches: dict[Shape, list[Row]] = {}
 
-        def score(shape: tuple[Model, int]) -> None:
+        def score(shape: Shape) -> None:
             rows = batches.pop(shape)
-            for row, result in zip(rows, self._score(*shape, rows), strict=True):
+            for row, result in zip(rows, self._score(shape, rows), strict=True):
                 found[row.question.index] = result
 
         for row in self._rows(sorted(questions, key=lambda question: question.tokens), None, 0):
-            shape = self._shape(row.num_inputs, row.num_read)
+            shape = self._shape(row.num_inputs, row.state is None)
             batches.setdefault(shape, []).append(row)
             if len(batches[shape]) == self._batch_size:
                 score(shape)
@@ -174,29 +184,27 @@ class HarnessModel(TemplateLM):
         # The last of these tokens, which the model has not read yet, is that of one question alone.
         return State(self.lm.opened, reading._replace(token=np.array([NO_TOKEN], np.int32)))
 
-    def _shape(self, num_inputs: int, num_read: int) -> tuple[Model, int]:
-        """The model that reads so many more tokens, and their number with padding."""
+    def _shape(self, num_inputs: int, begins: bool) -> Shape:
+        """The shape in which so many tokens are read; they may begin a document."""
         model = self.lm.model
-        if num_read == 0 and num_inputs <= model.config.window_length:
+        if begins and num_inputs <= model.config.window_length:
             # A pretrained model may have much larger windows than a task has texts.
             length = min(_power_of_two(max(num_inputs, SHORTEST)), model.config.window_length)
             model = Model(model.config.for_separate_sequences(length), model.vocabulary_size)
         w = model.config.window_length
-        return model, _power_of_two(-(-num_inputs // w)) * w
+        return Shape(model, _power_of_two(-(-num_inputs // w)) * w, begins)
 
-    def _score(self, model: Model, length: int, rows: list[Row]) -> Iterator[tuple[float, bool]]:
+    def _score(self, shape: Shape, rows: list[Row]) -> Iterator[tuple[float, bool]]:
         """The log-probability of the scored tokens of each row, and whether they were the most likely ones."""
+        model, length, begins = shape
         tokens = np.zeros((self._batch_size, length + 1), np.int32)
         start = np.zeros((self._batch_size, length // model.config.window_length), bool)
+        start[:, 0] = begins
         for i, row in enumerate(rows):
             tokens[i, : row.num_inputs + 1] = row.question.tokens[row.num_read :]
-            start[i, 0] = row.num_read == 0
-        carries = [row.state.reading.carry for row in rows if row.state is not None]
-        carry = None
-        if carries:
-            # Unused lanes repeat the last one, so that a program is compiled for one number of lanes.
-            carries += carries[-1:] * (self._batch_size - len(carries))
-            carry = join_lanes(model, carries)
+        # Unused lanes repeat the last one, so that a program is compiled for one number of lanes.
+        states = [row.state for row in (rows + rows[-1:] * self._batch_size)[: self._batch_size]]
+        carry = None if begins else join_lanes(model, [state.reading.carry for state in states if state is not None])
         losses = _losses(model, self.lm.params, carry, tokens[:, :-1], tokens[:, 1:], start)
         nats, correct = np.asarray(losses.nats, np.float64), np.asarray(losses.correct)
         for i, row in enumerate(rows):
@@ -227,7 +235,7 @@ class HarnessModel(TemplateLM):
             read=lambda document, start, stop: texts[document][start:stop],
             indices=np.arange(len(texts)),
         )
-        model, length = self._shape(int(lengths.max()) - 1, 0)
+        model, length, _ = self._shape(int(lengths.max()) - 1, True)
         return Evaluator(
             model,
             documents,
