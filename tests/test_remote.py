@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tiny_run
@@ -18,10 +19,13 @@ from tiny_run import parse, read_metadata, train
 
 import meliad_like
 from meliad_like import command_line, remote
+from meliad_like.conversion.pretrained import Pretrained, write_huggingface
 from meliad_like.data import token_store
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import TokenStore
+from meliad_like.data.tokenizers_vocabulary import _byte_characters
 from meliad_like.errors import UserError
+from meliad_like.models.model import Model
 from meliad_like.remote import any_path
 from meliad_like.run.opening import open_checkpoint, write_checkpoint
 from meliad_like.training import metrics
@@ -158,6 +162,17 @@ def test_a_model_and_its_states_in_a_bucket(bucket):
     bucket.refuse = lambda method, name: 403 if "book" in name else None
     with pytest.raises(UserError, match="cannot write the carry to gs://bucket/book.npz: .*"):
         book.save("gs://bucket/book.npz")
+
+
+def test_a_folder_of_transformers_in_a_bucket(bucket, tmp_path):
+    config = CONFIGS["gpt2"]
+    write_huggingface(Pretrained(config, 257, Model(config, 257).init(jax.random.key(0))), 256, tmp_path)
+    tokens = [*_byte_characters().values(), "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    upload(bucket, tmp_path, "gpt2")
+    there, here = (meliad_like.load(place).score("a text") for place in ("gs://bucket/gpt2", tmp_path))
+    np.testing.assert_array_equal(there.log_probabilities, here.log_probabilities)
 
 
 def test_a_store_is_copied_once_and_again_when_it_is_another(bindings, bucket, cache, capsys):
