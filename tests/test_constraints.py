@@ -6,6 +6,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import meliad_like
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -21,3 +23,7 @@ def test_every_requirement_is_pinned_within_its_bounds():
     assert all(re.fullmatch(r"\d[\w.]*", version) for version in pins.values())
     for required in requirements("requirements.txt"):
         assert required.specifier.contains(pins[canonicalize_name(required.name)]), required
+
+
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {meliad_like.__version__}\n" in (ROOT / "CITATION.cff").read_text()
