@@ -197,7 +197,10 @@ def tell_needs(run: "RunConfig") -> None:
     else:
         Console().print(description.table().to_rich())
     print("before the full run:")
-    print(f"  meliad_like prepare{COMMAND.gin_flags}")
+    try:
+        run.data.open_stores()
+    except MissingStoreError:
+        print(f"  meliad_like prepare{COMMAND.gin_flags}")
     print(f"  meliad_like plan{COMMAND.gin_flags} --topology=v4:2x2x4")
 
 
