@@ -102,12 +102,12 @@ def attend_parts(
     real = real[:, None, None]
     products = [jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=jnp.float32) for key in keys]
     scores = jnp.where(real, jnp.concatenate(products, axis=-1), 0.0) + bias
-    weights, total = weigh(
-        jnp.where(shown, scores, MASKED), real.astype(jnp.float32) if multiplier is None else real * multiplier
-    )
+    # Neither zeros nor what dropout removes is added to the result.
+    kept = real.astype(jnp.float32) if multiplier is None else real * multiplier
+    weights, total = weigh(jnp.where(shown, scores, MASKED), query.dtype, kept)
     mixed, first = jnp.zeros((), jnp.float32), 0
     for value in values:
-        some = weights[..., first : first + value.shape[2]].astype(value.dtype)
+        some = weights[..., first : first + value.shape[2]]
         mixed += jnp.einsum("bhts,bhsk->bhtk", some, value, preferred_element_type=jnp.float32)
         first += value.shape[2]
     return (mixed / total).astype(query.dtype)

@@ -298,7 +298,7 @@ class MelodiMemory(Mechanism):
         return summaries, MelodiCarry(short, long, self._decoding(parts, short, long, decoding))
 
     def watch(self, before, after, tile, start):
-        return Watched(before.short, after.short, {})
+        return Watched(jnp.where(start[:, None, None], 0, before.short), after.short, {})
 
 
 @MECHANISMS.register("melodi")
