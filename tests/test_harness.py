@@ -36,10 +36,10 @@ BOOK = "It was read once, and remembered for all of the questions. "
 OTHER = "It was read on every day, by those who remember nothing. "
 QUESTIONS = [
     *((BOOK + "What was read?", answer) for answer in (" A book", " A bill", " It")),
-    *((BOOK + "How often?", answer) for answer in (" Once", " Twice or more, and each time from its first page")),
+    *((BOOK + "How often?", answer) for answer in (" 1", " Twice or more, and each time from its first page")),
     (BOOK[:9], BOOK[9:]),
-    # In batches with those above: of the same length, and with another state or none.
     *((OTHER + "How often?", answer) for answer in (" Once", " Each day")),
+    # As long as what follows the states above, but without a state.
     ("?", " 7"),
 ]
 
