@@ -9,8 +9,6 @@ ROOT = Path(__file__).resolve().parent
 REQUIREMENTS = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "meliad_like" / "__init__.py").read_text(), re.MULTILINE)[1]
 
-DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"]
-
 setup(
     name="meliad_like",
     version=VERSION,
@@ -54,12 +52,13 @@ setup(
         "trackio": ["trackio>=0.2"],
         "harness": ["lm_eval>=0.4.13"],  # EleutherAI's lm-evaluation-harness
         "fairseq": ["torch>=2.6"],  # for reading its checkpoints, and for nothing else
-        "docs": DOCS,  # the site: mkdocs build --strict
+        "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],  # the site: mkdocs build --strict
         "dev": [
-            *DOCS,
             "beartype>=0.20",
             "gcsfs>=2025.3",
             "hypothesis>=6.100",
+            "mkdocs-material>=9.6",
+            "mkdocstrings[python]>=0.29",
             "pandas-stubs>=3.0",
             "pre-commit>=4",
             "pyright[nodejs]>=1.1.400",

@@ -18,7 +18,8 @@ def make_checkout(folder: Path, python: str = REAL_PYTHON, extra: str = "base") 
     """A checkout, with a space in its name, with `extra` installed: `python` is the text of its interpreter."""
     checkout = folder / "a checkout"
     (checkout / ".venv" / "bin").mkdir(parents=True)
-    for name in ("launch", "gin", "meliad_like", "setup.py", "requirements.txt", "pyproject.toml", "MANIFEST.in"):
+    files = ("setup.py", "requirements.txt", "pyproject.toml", "MANIFEST.in", "README.md")
+    for name in ("launch", "gin", "meliad_like", *files):
         (checkout / name).symlink_to(ROOT / name)
     interpreter = checkout / ".venv" / "bin" / "python"
     interpreter.write_text(python)
