@@ -16,7 +16,12 @@ from meliad_like.errors import UserError
 from meliad_like.remote import check_output
 
 COMMAND = Command(__doc__, no_effect=dict.fromkeys(("gin_file", "gin_param"), "the config comes from the checkpoint"))
-CHECKPOINT = COMMAND.string("checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True)
+CHECKPOINT = COMMAND.string(
+    "checkpoint",
+    None,
+    "Checkpoint folder, --workdir of a training, folder of transformers, or GGUF file.",
+    required=True,
+)
 STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
 PROMPT = COMMAND.string("prompt", None, "Text to continue.")
 PROMPT_FILE = COMMAND.string("prompt_file", None, "UTF-8 file with the text to continue, of any length.")
@@ -53,15 +58,13 @@ def main() -> None:
     import jax
 
     from meliad_like.generation.sampling import SamplingConfig
-    from meliad_like.library import LanguageModel
-    from meliad_like.run.opening import open_checkpoint
+    from meliad_like.library import load
     from meliad_like.run.text import encode_prompt, read_document
 
     sampling = SamplingConfig(TEMPERATURE.value, TOP_K.value, TOP_P.value)
-    opened = open_checkpoint(CHECKPOINT.value, step=STEP.value)
-    lm = LanguageModel(opened)
+    lm = load(CHECKPOINT.value, step=STEP.value)
     if prompt is None:
-        prompt = read_document(opened, STORE.value, DOCUMENT.value, DOCUMENT_TOKENS.value)
+        prompt = read_document(lm.opened, STORE.value, DOCUMENT.value, DOCUMENT_TOKENS.value)
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # independent of the locale
     if ECHO.value:
         print(f"--- read, up to here:\n{prompt[-ECHO.value :]}\n--- written:")

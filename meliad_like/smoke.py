@@ -36,7 +36,7 @@ VOCABULARY_SIZE = COMMAND.integer(
 
 NUM_DOCUMENTS = {"train": 12, "validation": 2, "test": 2}
 MOST_CHARACTERS = 20_000
-"""Of each document."""
+"""The number of characters that are kept of each document."""
 MOST_READ = 500
 """The number of documents among which those of each split are looked for."""
 TOKENS_TO_EVALUATE, TOKENS_TO_READ, TOKENS_TO_WRITE = 4000, 64, 32

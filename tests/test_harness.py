@@ -39,6 +39,8 @@ QUESTIONS = [
     *((BOOK + "How often?", answer) for answer in (" 1", " Twice or more, and each time from its first page")),
     (BOOK[:9], BOOK[9:]),
     *((OTHER + "How often?", answer) for answer in (" Once", " Each day")),
+    # Longer than a window, and not after a state.
+    ("None of this was read by others", " yet"),
     # As long as what follows the states above, but without a state.
     ("?", " 7"),
 ]

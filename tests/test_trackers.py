@@ -68,6 +68,14 @@ def test_any_kind_gets_the_metrics_of_the_run_and_of_its_resumption(bindings, tm
     assert WRITTEN == [("mine", identity, 2, 3), (3, {"train/loss": 1.5}), ("closed", True)]
 
 
+def test_all_trackers_of_a_run_know_it_by_the_same_identity(tmp_path):
+    WRITTEN.clear()
+    for start in (0, 1):
+        with MetricsWriter(tmp_path, start, 2, (ListTracker(), ListTracker()), {KEY: 2}):
+            pass
+    assert len({identity for _, identity, *_ in (row for row in WRITTEN if row[0] != "closed")}) == 1
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_package_that_is_not_installed(bindings, tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)

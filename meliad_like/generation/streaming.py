@@ -86,14 +86,14 @@ class Generator:
         """
         check_prompts(reading)
         while num_tokens > 0 and not reading.ended.all():
-            going_on = ~reading.ended
-            arguments = (reading.token, reading.key, going_on, min(num_tokens, self._chunk))
+            is_active = ~reading.ended
+            arguments = (reading.token, reading.key, is_active, min(num_tokens, self._chunk))
             carry, key, written, count = self._write_tokens(reading.carry, *arguments)
             written = np.asarray(written)[:, : int(count)]
             num_tokens -= written.shape[1]
-            ended = ~going_on | (written[:, -1] == self._end_of_document)
+            ended = ~is_active | (written[:, -1] == self._end_of_document)
             reading = Reading(carry, written[:, -1], key, reading.num_read + written.shape[1], ended)
-            yield [tokens.tolist() if live else [] for tokens, live in zip(written, going_on, strict=True)], reading
+            yield [tokens.tolist() if live else [] for tokens, live in zip(written, is_active, strict=True)], reading
 
     def continuation(self, prompt: Int[np.ndarray, " n"], num_tokens: int, seed: int = 0) -> list[int]:
         """Up to `num_tokens` tokens that continue one prompt, which begins a document."""
@@ -137,7 +137,7 @@ def _write_tokens(
     carry,
     token: Int[Array, " b"],
     key: UInt32[Array, "b ..."],
-    going_on: Bool[Array, " b"],
+    is_active: Bool[Array, " b"],
     count,
     *,
     sampling: SamplingConfig,
@@ -145,7 +145,7 @@ def _write_tokens(
     stop_at_end: bool,
     chunk: int,
 ):
-    """Generates up to `count` tokens after `token`, until a lane that was `going_on` ends.
+    """Generates up to `count` tokens after `token`, until an active lane ends.
 
     Lanes that have ended before are not left out, because a smaller batch would be compiled again; what they write is
     ignored. Returns carry, keys, tokens [b, chunk], and the number generated.
@@ -156,7 +156,7 @@ def _write_tokens(
         i, _, token, _, _ = loop
         if end_of_document is None:
             return i < count
-        return (i < count) & ((i == 0) | ~jnp.any(going_on & (token == end_of_document)))
+        return (i < count) & ((i == 0) | ~jnp.any(is_active & (token == end_of_document)))
 
     def write_token(loop):
         i, carry, token, key, written = loop

@@ -185,7 +185,7 @@ class HarnessModel(TemplateLM):
         return State(self.lm.opened, reading._replace(token=np.array([NO_TOKEN], np.int32)))
 
     def _shape(self, num_inputs: int, begins: bool) -> Shape:
-        """The shape in which so many tokens are read; they may begin a document."""
+        """The shape of a batch of rows with `num_inputs` tokens each; `begins`: whether they begin documents."""
         model = self.lm.model
         if begins and num_inputs <= model.config.window_length:
             # A pretrained model may have much larger windows than a task has texts.
@@ -308,5 +308,8 @@ def _losses(
 ) -> TokenLosses:
     """The losses of the targets. Without a carry, documents begin."""
     module = model.bind(params)
-    hidden, _ = module(inputs, module.init_carry(len(inputs)) if carry is None else carry, start)
+    if carry is None:
+        # With overlapping windows, only a carry for decoding receives tokens without repetition.
+        carry = module.init_carry(len(inputs), decoding=model.config.overlap > 0)
+    hidden, _ = module(inputs, carry, start)
     return token_losses(module, hidden, targets, LOSS_SLICE)

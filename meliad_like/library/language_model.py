@@ -67,9 +67,11 @@ def load(path: str | Path, *, step: int | None = None) -> "LanguageModel":
       step: which checkpoint of a training; None: the newest that is not damaged.
 
     Raises:
-      UserError: there is no such model, or it is damaged.
+      UserError: there is no such model, or it is damaged; or it has no steps.
     """
     if (kind := kind_of(path)) is not None:
+        if step is not None:
+            raise UserError(f"step={step}: {path} is no training, and has only one state")
         with local_files(path) as place:
             return LanguageModel(open_pretrained(kind, place, read_changes((), ())))
     return LanguageModel(open_checkpoint(path, step=step))
@@ -288,7 +290,7 @@ class LanguageModel:
                 if tokens:
                     states[lane] = self._state(after, lane, decoders[lane].unfinished)
                     if after.ended[lane] and len(states) > 1:
-                        # The other texts go on, in the same memory.
+                        # The other texts are continued, in the same memory.
                         states[lane] = states[lane].copy()
             yield [Continuation(*one) for one in zip(texts, written, states, after.ended.tolist())]
 

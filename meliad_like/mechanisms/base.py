@@ -67,7 +67,7 @@ class OneToken(NamedTuple):
 
 
 class LayerParts(NamedTuple):
-    """The parts of a layer that a mechanism which closes the layer calls itself (`Mechanism.closes`)."""
+    """The parts of a layer that a mechanism which closes the layer calls itself (`MechanismConfig.closes`)."""
 
     norm: Callable[[Array, PRNGKeyArray | None], Array]
     """The norm of the layer's input, with dropout if there is a key."""
@@ -96,11 +96,6 @@ class Mechanism(nnx.Module):
     A block-by-block reader, which is a decoder that writes token by token or one whose layers share what they publish,
     calls `begin_block` before a block, for the lanes whose block begins, and while decoding `end_block` after it.
     """
-
-    closes = False
-    """Whether it computes the output of its layer itself, after the layer's other mechanisms, by the methods whose
-    names begin with `close`, which are then called instead of `__call__` and `decode_step`. A mechanism does so if its
-    memory is made of this output, so that a block waits for the one before, or if it changes the residual."""
 
     def init_carry(self, b: int, dtype: Any, decoding: bool) -> Any:
         """The carry of `b` lanes before their first token: a pytree of arrays with the lane axis first."""
@@ -227,7 +222,7 @@ class MechanismConfig:
     """The logical axes of every array in the carry, from the first axis; axes not listed are not sharded."""
     rank: ClassVar[int] = 2
     """A layer's mechanisms are called in the order of their ranks, then of their names. Rank 0 is the window, rank 1 is
-    mixed into the window's result head by head, rank 2 is concatenated with it."""
+    mixed into the window's result head by head, rank 2 is concatenated with it, rank 3 computes the layer's output."""
     without_positions: ClassVar[bool] = False
     """Whether its layers have no positions, because it compares tokens at any distance."""
     sees_block_before: ClassVar[bool] = True
@@ -272,7 +267,12 @@ class MechanismConfig:
 
     @property
     def closes(self) -> bool:
-        """Whether its module closes its layers (`Mechanism.closes`), which one mechanism of a layer can do."""
+        """Whether its module computes the output of its layers itself, which one mechanism of a layer can do.
+
+        This is computed after the layer's other mechanisms, by the methods whose names begin with `close`, which are
+        then called instead of `__call__` and `decode_step`. A mechanism does so if its memory is made of this output,
+        so that a block waits for the one before, or if it changes the residual.
+        """
         return False
 
     @property

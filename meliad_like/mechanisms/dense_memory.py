@@ -29,7 +29,7 @@ class DenseAttention(Mechanism):
     """Attention to a ring of the document's last m tokens, which is the carry."""
 
     def __init__(self, config: "DenseMemory", shape: Shape):
-        self.config, self.shape, self.closes = config, shape, config.closes
+        self.config, self.shape = config, shape
 
     def init_carry(self, b, dtype, decoding):
         empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)

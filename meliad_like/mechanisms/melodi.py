@@ -56,8 +56,6 @@ class MelodiCarry(NamedTuple):
 class MelodiMemory(Mechanism):
     """The memories of one layer. It closes its layer, because they are made of the layer's output."""
 
-    closes = True
-
     def __init__(self, config: "Melodi", shape: Shape, index: int, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
         u, r, e = config.num_summaries, config.short_length, config.long_length

@@ -196,9 +196,9 @@ class DecoderLayer(Layer):
         self.output = Linear(mixed_width, d, ("heads", "model"), rngs=rngs)
         self.feedforward_norm = RMSNorm(d, rngs=rngs)
         self.feedforward = FeedForward(d, config.feedforward_width, d, rngs=rngs, bias=config.feedforward_bias)
-        self.closing = next((name for name in self.names if self.mechanisms[name].closes), None)
+        kinds = [kind for kind in config.mechanisms if MECHANISMS.name_of(kind) in self.names]
+        self.closing = next((MECHANISMS.name_of(kind) for kind in kinds if kind.closes), None)
         """The mechanism that computes the layer's output, if there is one."""
-        kinds = (kind for kind in config.mechanisms if MECHANISMS.name_of(kind) in self.names)
         self.sees_block_before = any(kind.sees_block_before for kind in kinds)
 
     def init_carry(self, b: int, dtype, decoding: bool) -> LayerCarry:

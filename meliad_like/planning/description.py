@@ -24,7 +24,7 @@ class Description(NamedTuple):
     parts: dict[str, int]
     """Bytes between steps by kind (`planning.programs.PARTS`), in the stage that needs the most."""
     num_lanes: int
-    """Of that stage."""
+    """The number of lanes in that stage."""
     forward_flops: float
     """Operations of a token in the last stage (`layers/flops.py`)."""
     training_flops: float

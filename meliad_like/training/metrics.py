@@ -1,5 +1,6 @@
 """What a run shows of its metrics: `metrics.jsonl`, its trackers, such as TensorBoard, and the progress line."""
 
+import functools
 import json
 import math
 import os
@@ -59,11 +60,11 @@ class MetricsWriter:
             write_whole(local / FILE_NAME, kept)
         self._file = (local / FILE_NAME).open("a")
         name = os.path.basename(os.path.abspath(workdir))
-        run = TrackedRun(local, name, self._identity, start_step, settings or {})
-        self._trackers, self._failed = [], False
+        run = TrackedRun(local, name, functools.cache(self._identity), start_step, settings or {})
+        self._trackers, self._open_trackers, self._failed = [], ExitStack(), False
         for config in trackers:
             self._trackers.append(tracker := config.open(run))
-            self._closing.callback(lambda tracker=tracker: tracker.close(self._failed))
+            self._open_trackers.callback(lambda tracker=tracker: tracker.close(self._failed))
         self.console = Console()
         self._progress = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console, transient=True
@@ -147,6 +148,8 @@ class MetricsWriter:
             return
         self._failed = kind is not None
         with self._closing, self._file:
+            # Closed before the last upload, which takes the end of their files along.
+            self._open_trackers.close()
             self._progress.stop()
             if self.console.is_terminal and self._line:
                 self.say(self._line)
