@@ -72,7 +72,7 @@ def process(workdir, number):
     raise AssertionError(f"no process {number}")
 
 
-@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("name", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_a_signal_to_the_script_saves_both(start, tmp_path, name):
     script = start("TrainingConfig.num_steps = 10000")
     wait_for_steps(tmp_path / "a run", 2)

@@ -110,6 +110,7 @@ def bindings(tmp_path_factory):
     return [*first, "RunConfig.data = 'mixture'", others, "MixtureReaderConfig.weights = (1, 1)"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_exactly(bindings, tmp_path):
     whole = parse(bindings, "TrainingConfig.num_steps = 4", "RunConfig.schedule = 'constant'")
     train(whole, tmp_path / "whole")

@@ -30,7 +30,9 @@ def parse(*files):
     return config.parse(["pretrained/gpt2_small.gin", *files])
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "gpt2_xl")) for name in SIZES]
+)
 def test_parameters(name):
     vocabulary_size, expected = SIZES[name]
     run = config.parse([f"pretrained/{name}.gin"])

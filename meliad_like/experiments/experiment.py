@@ -322,7 +322,10 @@ def fields_of(folder: Path) -> dict[str, Any]:
     if not isinstance(model, PretrainedConfig) or vocabulary["kind"] != "tokenizers":
         held = f"{type(model).__name__} with a vocabulary of {vocabulary['kind']}"
         raise UserError(f"--load_dir={folder} holds {held}, not a pretrained model: {HOW_TO_GET_ONE}")
-    return {f"PretrainedConfig.{name}": getattr(model, name) for name in DECODER_FIELDS} | {
+    values = config.bound_values(model)
+    decoder = {name: values[name] for name in (f"PretrainedConfig.{field}" for field in DECODER_FIELDS)}
+    decoder |= config.bound_values(model.rotary_scaling)
+    return decoder | {
         "RunConfig.vocabulary": "tokenizers",
         "FileVocabularyConfig.model_file": str((checkpoints / VOCABULARY_FOLDER / TOKENIZER_NAME).absolute()),
         "TokenizersVocabularyConfig.end_token": vocabulary["end_token"],
