@@ -63,7 +63,7 @@ def describe(name: str) -> Topology:
         jax.config.update("jax_num_cpu_devices", int(shape))
         return Topology(name, jax.devices("cpu"), "cpu", None, None)
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError(f"--topology={name} needs the TPU compiler: install it with pip install 'meliad_like[tpu]'")
+        raise UserError(f"--topology={name} needs the TPU compiler: install it with pip install -e '.[tpu]'")
     # The compiler would otherwise ask this machine for its slice, and only one process at a time could load it.
     slice_of = {"TPU_ACCELERATOR_TYPE": "v4-32", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"}
     os.environ.update({"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", **slice_of, **os.environ})
