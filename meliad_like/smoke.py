@@ -3,9 +3,9 @@
     meliad_like smoke --gin_file=size/large_1200m.gin --gin_file=task/pg19_tokens.gin \\
         --gin_file=block_recurrent/fixed_skip.gin --gin_file=option/bfloat16.gin
 
---gin_file and --gin_param are those of train. Lengths, widths, layers, stages and warmup shrink as in the small scales of the papers'
-tables; every mechanism and option remains. The documents are the first ones of the task, or Python's standard library
-if the task's are not there. At the end it shows what the full run needs.
+--gin_file and --gin_param are those of train. Lengths, widths, layers, stages and warmup shrink as in the small scales
+of the papers' tables; every mechanism and option remains. The documents are the first ones of the task, or Python's
+standard library if the task's are not there. At the end it shows what the full run needs.
 """
 
 import contextlib
