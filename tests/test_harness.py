@@ -40,7 +40,7 @@ QUESTIONS = [
     (BOOK[:9], BOOK[9:]),
     *((OTHER + "How often?", answer) for answer in (" Once", " Each day")),
     # Longer than a window, and not after a state.
-    ("None of this was read by others", " yet"),
+    ("None read it", " yet"),
     # As long as what follows the states above, but without a state.
     ("?", " 7"),
 ]
