@@ -3,24 +3,17 @@
 import functools
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_golden_models import assert_gradients, below
+from test_golden_models import assert_gradients, below, compared_segments, train_eight_steps
 
-from meliad_like.config.run import TrainingConfig
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
-from meliad_like.layers.losses import token_losses
 from meliad_like.mechanisms.dense_memory import DenseMemory
 from meliad_like.mechanisms.melodi import Melodi
 from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.optimization.optimizers import Adafactor, make_optimizer
-from meliad_like.optimization.schedules import CosineSchedule, make_schedule
-from meliad_like.training.step import init_state, make_train_step
 
 GOLDEN = Path(__file__).parent / "golden"
 W, V = 16, 40
@@ -91,25 +84,8 @@ def states_of(carry):
 @of_each_model
 def test_language_model_over_segments(name):
     arrays, model, params = language_model(name)
-
-    @jax.jit
-    def differentiate(params, carry, batch):
-        def loss(params):
-            module = model.bind(params)
-            hidden, new_carry = module(batch.inputs, carry, batch.start)
-            losses = token_losses(module, hidden, batch.targets, W)
-            return jnp.sum(losses.nats * batch.loss_mask), (module.logits(hidden), losses.nats, new_carry)
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    carry = model.bind(params).init_carry(2)
-    for segment in range(3):
-        batch, seg = segment_batch(arrays, segment)
-        (loss, (logits, nats, carry)), gradient = differentiate(params, carry, batch)
-        np.testing.assert_allclose(logits, seg["logits"], atol=1e-5)
-        mask = seg["loss_mask"]
-        np.testing.assert_allclose(np.where(mask, nats, 0), np.where(mask, seg["token_losses"], 0), atol=1e-5)
-        np.testing.assert_allclose(loss, seg["training_loss"], rtol=1e-5)
+    segments = (segment_batch(arrays, segment) for segment in range(3))
+    for seg, gradient, carry in compared_segments(model, params, segments, W):
         theirs = below(seg, "grad_params/")
         assert not any(x.any() for key, x in theirs.items() if key not in without_idle(theirs))
         assert_gradients(without_idle(to_meliad(gradient, model.config)), without_idle(theirs))
@@ -120,18 +96,8 @@ def test_language_model_over_segments(name):
 @of_each_model
 def test_eight_training_steps(name):
     arrays, model, params = language_model(name)
-    optimizer = make_optimizer(Adafactor(), make_schedule(CosineSchedule(warmup_steps=4), 20))
-    state = init_state(model, optimizer, 2, jax.random.key(0))
-    state = state._replace(params=params, optimizer_state=optimizer.init(params))
-    # The reference begins with states of zero, where no document begins.
-    state = state._replace(carry=jax.tree.map(jnp.zeros_like, state.carry))
-    train_step = jax.jit(make_train_step(model, optimizer, TrainingConfig(num_steps=20)))
-    for step in range(8):
-        batch, _ = segment_batch(arrays, step % 3)
-        blocks = batch.start.shape
-        state, metrics = train_step(state, batch._replace(document=np.zeros(blocks), position=np.zeros(blocks)))
-        np.testing.assert_allclose(metrics.loss * metrics.num_tokens, arrays["train/losses"][step], rtol=1e-5)
-    ours, theirs = to_meliad(state.params, model.config), below(arrays, "train/final_params/")
+    trained = train_eight_steps(arrays, model, params, [segment_batch(arrays, segment)[0] for segment in range(3)])
+    ours, theirs = to_meliad(trained, model.config), below(arrays, "train/final_params/")
     assert set(ours) == set(theirs)
     for parameter, value in without_idle(theirs).items():
         np.testing.assert_allclose(ours[parameter], value, atol=1e-5, err_msg=parameter)

@@ -145,28 +145,34 @@ def segment_batch(arrays, segment):
     return Batch(arrays["tokens"][segment], seg["target_tokens"], seg["loss_mask"], start, None, None), seg
 
 
-@pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])
-def test_language_model_over_segments(name):
-    arrays, model, params = language_model(name)
+def compared_segments(model, params, segments, slice_length):
+    """Compares logits and losses of segments, (batch, arrays of the reference) each; yields arrays, gradient, carry."""
 
     @jax.jit
     def differentiate(params, carry, batch):
         def loss(params):
             module = model.bind(params)
             hidden, new_carry = module(batch.inputs, carry, batch.start)
-            losses = token_losses(module, hidden, batch.targets, N // 2)
+            losses = token_losses(module, hidden, batch.targets, slice_length)
             return jnp.sum(losses.nats * batch.loss_mask), (module.logits(hidden), losses.nats, new_carry)
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
     carry = model.bind(params).init_carry(2)
-    for segment in range(3):
-        batch, seg = segment_batch(arrays, segment)
+    for batch, seg in segments:
         (loss, (logits, nats, carry)), gradient = differentiate(params, carry, batch)
         np.testing.assert_allclose(logits, seg["logits"], atol=1e-5)
         mask = seg["loss_mask"]
         np.testing.assert_allclose(np.where(mask, nats, 0), np.where(mask, seg["token_losses"], 0), atol=1e-5)
         np.testing.assert_allclose(loss, seg["training_loss"], rtol=1e-5)
+        yield seg, gradient, carry
+
+
+@pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])
+def test_language_model_over_segments(name):
+    arrays, model, params = language_model(name)
+    segments = (segment_batch(arrays, segment) for segment in range(3))
+    for seg, gradient, carry in compared_segments(model, params, segments, N // 2):
         assert_gradients(to_meliad(gradient), below(seg, "grad_params/"))
         for layer, layer_carry in enumerate(carry.layers):
             theirs = below(seg, f"next_state/transformer{layer}/")
@@ -182,9 +188,8 @@ def test_language_model_over_segments(name):
                 np.testing.assert_allclose(recurrent.states, theirs["recurrent_state_train"], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])
-def test_eight_training_steps(name):
-    arrays, model, params = language_model(name)
+def train_eight_steps(arrays, model, params, segments):
+    """Trains with the batches of the three segments in turn, compares losses, and returns the parameters."""
     schedule = make_schedule(CosineSchedule(warmup_steps=4), 20)
     optimizer = make_optimizer(Adafactor(), schedule)
     state = init_state(model, optimizer, 2, jax.random.key(0))._replace(
@@ -194,12 +199,22 @@ def test_eight_training_steps(name):
     state = state._replace(carry=jax.tree.map(jnp.zeros_like, state.carry))
     train_step = jax.jit(make_train_step(model, optimizer, TrainingConfig(num_steps=20)))
     for step in range(8):
-        np.testing.assert_allclose(schedule(step), arrays["train/learning_rates"][step], rtol=1e-5)
-        batch, _ = segment_batch(arrays, step % 3)
-        state, metrics = train_step(state, batch._replace(document=np.zeros((2, 4)), position=np.zeros((2, 4))))
+        batch = segments[step % 3]
+        blocks = batch.start.shape
+        state, metrics = train_step(state, batch._replace(document=np.zeros(blocks), position=np.zeros(blocks)))
         np.testing.assert_allclose(metrics.loss * metrics.num_tokens, arrays["train/losses"][step], rtol=1e-5)
+    return state.params
+
+
+@pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])
+def test_eight_training_steps(name):
+    arrays, model, params = language_model(name)
+    schedule = make_schedule(CosineSchedule(warmup_steps=4), 20)
+    for step in range(8):
+        np.testing.assert_allclose(schedule(step), arrays["train/learning_rates"][step], rtol=1e-5)
+    trained = train_eight_steps(arrays, model, params, [segment_batch(arrays, segment)[0] for segment in range(3)])
     theirs = below(arrays, "train/final_params/")
-    ours = to_meliad(state.params)
+    ours = to_meliad(trained)
     assert set(ours) == set(theirs)
     for parameter, value in theirs.items():
         np.testing.assert_allclose(ours[parameter], value, atol=1e-5, err_msg=parameter)

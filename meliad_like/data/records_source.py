@@ -59,7 +59,7 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
     """Patterns of names of files and folders to leave out."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """Of the files that are read."""
+    """The suffixes of the names of the files that are read."""
 
     def open(self) -> Source:
         path, passed_over = Path(self.folder).expanduser().absolute(), ""

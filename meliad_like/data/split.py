@@ -27,7 +27,7 @@ class Documents:
     indices: Int[np.ndarray, " documents"]
     """The index of each document in its split of the token store. Random choices depend on it."""
     sizes: tuple[int, ...] = ()
-    """Of joined collections: the number of documents of each."""
+    """The number of documents of each collection, if several were joined."""
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -29,6 +29,7 @@ from meliad_like.data.readers import LanesReader
 from meliad_like.data.split import Documents, random_subset
 from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
+from meliad_like.layers.lanes import choose_lanes
 from meliad_like.mesh import carry_shardings, lane_sharding, lane_shards, replicated
 from meliad_like.models.model import Model
 
@@ -244,7 +245,7 @@ def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -
     """Does the same as `evaluation_step`, one token after the other; documents begin with a segment."""
     module = model.bind(params)
     fresh, begins = module.init_carry(len(batch.start), decoding=True), batch.start[:, 0]
-    carry = jax.tree.map(lambda new, old: jnp.where(begins.reshape(-1, *[1] * (new.ndim - 1)), new, old), fresh, carry)
+    carry = choose_lanes(begins, fresh, carry)
 
     def one_token(carry, token):
         inputs, target = token

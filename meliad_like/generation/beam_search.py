@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.generation.lanes import choose_lanes, take_lanes
 from meliad_like.generation.reading import Reading
+from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.models.model import Model
 
 
@@ -132,13 +132,13 @@ def _search(
     def extend(loop):
         step, carry, token, beams = loop
         logits, after = module.decode_step(token, carry)
-        carry = choose_lanes(model, beams.ended.reshape(-1), carry, after)
+        carry = choose_lanes(beams.ended.reshape(-1), carry, after)
         parent, token, beams = _best(beams, logits.reshape(g, width, -1), step, ends, allowed, length_penalty)
         # Each hypothesis continues with the memory of the one that it extends.
-        carry = take_lanes(model, carry, (parent + width * jnp.arange(g)[:, None]).reshape(-1))
+        carry = take_lanes(carry, (parent + width * jnp.arange(g)[:, None]).reshape(-1))
         return step + 1, carry, token.reshape(-1), beams
 
-    loop = (0, take_lanes(model, carry, lanes), token[lanes], beams)
+    loop = (0, take_lanes(carry, lanes), token[lanes], beams)
     _, carry, _, beams = jax.lax.while_loop(unfinished, extend, loop)
     return carry, beams
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
 from meliad_like.errors import DAMAGED_NPZ, UserError, refusals
-from meliad_like.generation.lanes import choose_lanes, join_lanes, take_lanes
+from meliad_like.layers.lanes import choose_lanes, join_lanes, take_lanes
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path, one_line, write_whole
@@ -42,21 +42,21 @@ class Reading(NamedTuple):
     end-of-document token, which in vocabularies of whole words also ends lines."""
 
 
-def take_reading(model: Model, reading: Reading, lanes: Sequence[int]) -> Reading:
+def take_reading(reading: Reading, lanes: Sequence[int]) -> Reading:
     """New states of these texts, in this order; the buffers are copies."""
     index = np.asarray(lanes, np.int32)
     host = (x[index] for x in (reading.token, reading.num_read, reading.ended))
     token, num_read, ended = host
-    return Reading(take_lanes(model, reading.carry, index), token, reading.key[index], num_read, ended)
+    return Reading(take_lanes(reading.carry, index), token, reading.key[index], num_read, ended)
 
 
-def join_readings(model: Model, readings: Sequence[Reading]) -> Reading:
+def join_readings(readings: Sequence[Reading]) -> Reading:
     """New states with the texts of all readings, in their order."""
     token, num_read, ended = (
         np.concatenate([getattr(reading, name) for reading in readings]) for name in ("token", "num_read", "ended")
     )
     key = jnp.concatenate([reading.key for reading in readings])
-    return Reading(join_lanes(model, [reading.carry for reading in readings]), token, key, num_read, ended)
+    return Reading(join_lanes([reading.carry for reading in readings]), token, key, num_read, ended)
 
 
 class Wanted(NamedTuple):
@@ -201,7 +201,7 @@ def _results(module: Any, outputs: list[Array], targets: Int[Array, "b n"], want
 def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, wanted: Wanted):
     """Reads whole blocks in the flagged lanes (None: in all): returns the carry and the results."""
     results, after = _look(model, params, carry, tokens, targets, start, wanted)
-    return after if lanes is None else choose_lanes(model, lanes, after, carry), results
+    return after if lanes is None else choose_lanes(lanes, after, carry), results
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="wanted")
@@ -250,7 +250,7 @@ def _read_tokens(
         carry, found = loop
         results, after = read_token(i, carry)
         found = jax.tree.map(lambda all, one: all.at[:, i].set(one[:, 0]), found, results)
-        return after if even else choose_lanes(model, i < counts, after, carry), found
+        return after if even else choose_lanes(i < counts, after, carry), found
 
     shapes = jax.eval_shape(read_token, 0, carry)[0]
     found = jax.tree.map(lambda one: jnp.zeros((*tokens.shape, *one.shape[2:]), one.dtype), shapes)

@@ -25,8 +25,8 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.generation.lanes import join_lanes
 from meliad_like.generation.reading import LOSS_SLICE, NO_TOKEN
+from meliad_like.layers.lanes import join_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.library import LanguageModel, State, load
 from meliad_like.mesh import MeshConfig, make_mesh
@@ -204,7 +204,7 @@ class HarnessModel(TemplateLM):
             tokens[i, : row.num_inputs + 1] = row.question.tokens[row.num_read :]
         # Unused lanes repeat the last one, so that a program is compiled for one number of lanes.
         states = [row.state for row in (rows + rows[-1:] * self._batch_size)[: self._batch_size]]
-        carry = None if begins else join_lanes(model, [state.reading.carry for state in states if state is not None])
+        carry = None if begins else join_lanes([state.reading.carry for state in states if state is not None])
         losses = _losses(model, self.lm.params, carry, tokens[:, :-1], tokens[:, 1:], start)
         nats, correct = np.asarray(losses.nats, np.float64), np.asarray(losses.correct)
         for i, row in enumerate(rows):

@@ -333,9 +333,9 @@ class LanguageModel:
             state.check_model(self.opened)
         batch = states[0].batch
         if all(state.batch is batch for state in states):
-            reading = take_reading(self.model, batch, [state.lane for state in states])
+            reading = take_reading(batch, [state.lane for state in states])
         else:
-            reading = join_readings(self.model, [state.reading for state in states])
+            reading = join_readings([state.reading for state in states])
         if seeds is None:
             return reading
         key = jax.random.key_data(jax.vmap(jax.random.key)(np.asarray(seeds, np.uint32)))

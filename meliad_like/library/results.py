@@ -37,7 +37,7 @@ class State:
     def reading(self) -> Reading:
         """This state as a batch of one."""
         is_alone = len(self.batch.token) == 1
-        return self.batch if is_alone else take_reading(self.opened.model, self.batch, [self.lane])
+        return self.batch if is_alone else take_reading(self.batch, [self.lane])
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +67,7 @@ class State:
 
     def copy(self) -> "State":
         """The same state with memory of its own."""
-        return dataclasses.replace(self, batch=take_reading(self.opened.model, self.batch, [self.lane]), lane=0)
+        return dataclasses.replace(self, batch=take_reading(self.batch, [self.lane]), lane=0)
 
     def save(self, path: str | Path) -> None:
         """Writes the state to a file for `LanguageModel.resume`, also on `gs://`.

@@ -8,8 +8,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -318,21 +316,3 @@ class MechanismConfig:
     def share(self, published: dict[int, Any]) -> Any:
         """What other layers receive, from the values that layers with the mechanism publish, by layer."""
         raise NotImplementedError
-
-
-def at_lanes(flags: Bool[Array, " b"], function, carry: Any) -> Any:
-    """`function(carry)` for the flagged lanes, and `carry` for the others. Without a flagged lane it is not computed.
-
-    Args:
-        flags: one for each lane.
-        function: maps a carry to one of the same shape.
-        carry: a pytree of arrays with the lane axis first.
-    """
-
-    def change(carry: Any) -> Any:
-        def select(new, old):
-            return old if new is old else jnp.where(flags.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-        return jax.tree.map(select, function(carry), carry)
-
-    return jax.lax.cond(jnp.any(flags), change, lambda carry: carry, carry)

@@ -241,7 +241,7 @@ class Alibi(PositionConfig):
     """The number at which the bias stops falling: none, a learned one for each layer, one for each head, or a `fixed`
     one."""
     fixed_bound: float = 2.0
-    """That number, if it is fixed."""
+    """The bound, if `bound` is `fixed`."""
 
     def __post_init__(self):
         check_choices(self)

@@ -14,10 +14,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import rematerialise
+from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence, own_blocks
 from meliad_like.layers.sharding import constrain
-from meliad_like.mechanisms.base import Watched, at_lanes
+from meliad_like.mechanisms.base import Watched
 from meliad_like.models.base import ModelConfig
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.

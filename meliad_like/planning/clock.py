@@ -43,8 +43,9 @@ class Timed(NamedTuple):
     source: str
     """The innermost line of this package that it was traced from; empty if that is not known."""
     runs: int
+    """How often a step runs it."""
     cycles: int
-    """Of all its runs."""
+    """The estimated cycles of all runs together."""
 
 
 class Clock(NamedTuple):

@@ -14,9 +14,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import LINEAR, check_tokens, dropout, embed, parameter, product, rows
+from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.sharding import constrain
-from meliad_like.mechanisms.base import at_lanes
 from meliad_like.mechanisms.window_summary import Recurrence
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.parts import Block, KeyValueCache, make_norm, normal

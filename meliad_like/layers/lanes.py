@@ -1,0 +1,46 @@
+"""The lanes of a carry, each of which is the memory of one text: they are taken, joined and chosen.
+
+A carry is a pytree of arrays with the lane axis first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+@jax.jit
+def take_lanes(carry: Any, lanes: Int[Array, " j"]) -> Any:
+    """A new carry of these lanes, in this order. A lane may be taken several times."""
+    return jax.tree.map(lambda x: jnp.take(x, lanes, 0, mode="clip"), carry)
+
+
+def join_lanes(carries: Sequence[Any]) -> Any:
+    """A new carry with the lanes of all carries, in their order."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *carries)
+
+
+def choose_lanes(flags: Bool[Array, " b"], chosen: Any, others: Any) -> Any:
+    """The lanes of the carry `chosen` where their flag is true, and those of the carry `others` elsewhere."""
+
+    def choose(chosen: Array, others: Array) -> Array:
+        if chosen is others:
+            return others
+        return jnp.where(flags.reshape(-1, *[1] * (chosen.ndim - 1)), chosen, others)
+
+    return jax.tree.map(choose, chosen, others)
+
+
+def at_lanes(flags: Bool[Array, " b"], function: Callable[[Any], Any], carry: Any) -> Any:
+    """`function(carry)` for the flagged lanes, and `carry` for the others. Without a flagged lane it is not computed.
+
+    Args:
+        flags: one for each lane.
+        function: maps a carry to one of the same shape.
+        carry: the carry of all lanes.
+    """
+    return jax.lax.cond(
+        jnp.any(flags), lambda carry: choose_lanes(flags, function(carry), carry), lambda carry: carry, carry
+    )
