@@ -150,6 +150,7 @@ class MetricsWriter:
         with self._closing, self._file:
             # Closed before the last upload, which takes the end of their files along.
             self._open_trackers.close()
+            self._trackers.clear()
             self._progress.stop()
             if self.console.is_terminal and self._line:
                 self.say(self._line)
