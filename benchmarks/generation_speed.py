@@ -1,8 +1,12 @@
 """Time per token of generation, early and late in a document: it must not depend on how much was read.
 
 python benchmarks/generation_speed.py
+
+A window's last token is also measured apart: some models compress the window then. It is the difference between chunks
+of tokens with a window's end and chunks without.
 """
 
+import dataclasses
 import time
 
 import jax
@@ -11,15 +15,18 @@ from absl import app, flags
 from rich.console import Console
 
 from meliad_like.generation.streaming import Generator, Reading, SamplingConfig
+from meliad_like.mechanisms.dense_memory import DenseMemory
+from meliad_like.mechanisms.melodi import Melodi
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.tables import Table
 
-TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens per measurement, whole blocks, so that each has the same work.")
+TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens per measurement, whole windows, so that each has the same work.")
 REPEATS = flags.DEFINE_integer("repeats", 5, "Measurements of each place, in turn; the median counts.")
 
-V, SEGMENT_LENGTH = 256, 1024
+V, SEGMENT_LENGTH, CHUNK = 256, 1024, 64
 SLIDE = DecoderConfig(
     num_layers=4,
     model_width=256,
@@ -32,6 +39,14 @@ CONFIGS = {
     "Slide": SLIDE,
     "fixed:skip": SLIDE.with_mechanism(RecurrentStates(layers=(-2,), num_states=128)),
     "lstm:dual": SLIDE.with_mechanism(RecurrentStates(layers=(-2,), num_states=128, gate="lstm", cell="dual")),
+    # A quarter of the sizes of melodi/base.gin and melodi/dense_4k.gin, as the window.
+    "MELODI": dataclasses.replace(
+        SLIDE,
+        mechanisms=(Melodi(long_layers=(2,), num_summaries=16, short_length=16, long_length=8, long_slots=1024),),
+    ),
+    "Dense memory": dataclasses.replace(
+        SLIDE, mechanisms=(SlidingWindow(except_layers=(2,)), DenseMemory(layers=(2,), num_slots=1024))
+    ),
 }
 
 
@@ -47,7 +62,7 @@ def main(_):
             end_of_document=V - 1,
             sampling=SamplingConfig(),
             stop_at_end=False,
-            chunk=64,
+            chunk=CHUNK,
         )
         places = {
             (1_000, "read"): read(generator, 1_000),
@@ -58,10 +73,14 @@ def main(_):
         measure(generator, places)  # compiles
         samples = [measure(generator, places) for _ in range(REPEATS.value)]
         for place in places:
-            seconds = float(np.median([sample[place] for sample in samples]))
-            rows.append((name, f"{place[0]:,}", place[1], f"{1e3 * seconds:.3f}", f"{1 / seconds:,.0f}"))
-    header = ("model", "position", "how", "ms per token", "tokens per second")
-    Console().print(Table(str(jax.devices()[0]), header, rows).to_rich())
+            ending, others = (np.concatenate([sample[place][i] for sample in samples]) for i in range(2))
+            token = float(np.median(np.concatenate([ending, others]).reshape(REPEATS.value, -1).mean(axis=1))) / CHUNK
+            last = float(np.median(ending) - (CHUNK - 1) / CHUNK * np.median(others))
+            rows.append(
+                (name, f"{place[0]:,}", place[1], f"{1e3 * token:.3f}", f"{1e3 * last:.2f}", f"{1 / token:,.0f}")
+            )
+    header = ("model", "position", "how", "ms per token", "ms of a window's last token", "tokens per second")
+    Console(width=120).print(Table(str(jax.devices()[0]), header, rows).to_rich())
 
 
 def read(generator: Generator, num_tokens: int) -> Reading:
@@ -75,14 +94,16 @@ def at(reading: Reading, position: int) -> Reading:
     return reading._replace(carry=reading.carry._replace(position=places.astype(np.int32)), num_read=places)
 
 
-def measure(generator: Generator, places: dict[tuple[int, str], Reading]) -> dict[tuple[int, str], float]:
-    """Seconds per token at each place, which moves on by `--tokens`."""
-    seconds = {}
+def measure(generator: Generator, places: dict[tuple[int, str], Reading]) -> dict[tuple[int, str], tuple[list, list]]:
+    """Seconds of each chunk at each place, which moves on by `--tokens`: chunks with a window's end, and others."""
+    seconds = {place: ([], []) for place in places}
     for place, reading in places.items():
-        began = time.perf_counter()
+        offset, began = int(reading.carry.position.item()), time.perf_counter()
         for _, reading in generator.write(reading, TOKENS.value):  # noqa: B007, B020  # the last one is kept
-            pass
-        seconds[place] = (time.perf_counter() - began) / TOKENS.value
+            now = time.perf_counter()
+            has_end = offset % SLIDE.window_length + CHUNK >= SLIDE.window_length
+            seconds[place][0 if has_end else 1].append(now - began)
+            offset, began = offset + CHUNK, now
         places[place] = reading
     return seconds
 

@@ -2,8 +2,9 @@ r"""Kills a training repeatedly, and compares its final state with that of an un
 
     python benchmarks/soak.py                  # 20 times kill -9, one process
     python benchmarks/soak.py --processes=2    # one of two processes that train together
+    python benchmarks/soak.py --gin_file=mechanism/gated_delta_rule.gin
 
-A tiny recurrent model, in two stages, on the standard library's source, with a checkpoint every few steps: it is killed
+A tiny model, in two stages, on the standard library's source, with a checkpoint every few steps: it is killed
 while the program starts, compiles, steps or writes a checkpoint. The same command then resumes, as a user's would.
 """
 
@@ -25,7 +26,7 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import STORE_NAME
 from meliad_like.run.opening import open_checkpoint
 
-FILES = ("size/tiny.gin", "task/standard_library.gin", "block_recurrent/fixed_skip.gin")
+FILES = ("size/tiny.gin", "task/standard_library.gin")
 
 FOLDER = flags.DEFINE_string("folder", "runs/soak", "Of the documents, the runs and their logs; a new one each time.")
 KILLS = flags.DEFINE_integer("kills", 20, "How often.", lower_bound=1)
@@ -33,6 +34,7 @@ PROCESSES = flags.DEFINE_integer("processes", 1, "Of the training; one of them i
 NUM_STEPS = flags.DEFINE_integer("num_steps", 4000, "Of the whole run.", lower_bound=4)
 SEED = flags.DEFINE_integer("seed", 0, "Decides the moments, and who is killed.")
 PATIENCE = flags.DEFINE_float("patience", 150.0, "Seconds in which the others must notice, and end.")
+GIN_FILE = flags.DEFINE_multi_string("gin_file", ["block_recurrent/fixed_skip.gin"], "What is trained, at size tiny.")
 GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Bindings of the training.")
 
 
@@ -53,7 +55,8 @@ def start(folder: Path, name: str) -> list[subprocess.Popen]:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "meliad_like.train", f"--workdir={folder / name}"]
-    command += [f"--gin_file={file}" for file in FILES] + [f"--gin_param={text}" for text in bindings(folder)]
+    command += [f"--gin_file={file}" for file in (*FILES, *GIN_FILE.value)]
+    command += [f"--gin_param={text}" for text in bindings(folder)]
     started = []
     for process in range(PROCESSES.value):
         place = [f"--coordinator_address=localhost:{port}", f"--num_processes={PROCESSES.value}"]
@@ -139,7 +142,7 @@ def main(_) -> None:
     if folder.exists():
         raise SystemExit(f"error: {folder} is there already: choose another --folder")
     folder.mkdir(parents=True)
-    run = config.parse(FILES, bindings(folder))
+    run = config.parse([*FILES, *GIN_FILE.value], bindings(folder))
     if not (Path(run.data.store) / STORE_NAME).exists():
         prepare(run.source, run.vocabulary, run.data.store)
     finish(folder, "undisturbed")

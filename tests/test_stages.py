@@ -163,6 +163,7 @@ def test_killed_around_a_switch(bindings, straight, tmp_path):
     assert figures[0] == figures[1]
 
 
+@pytest.mark.exhaustive
 def test_a_first_step_of_a_stage_that_is_not_finite(bindings, tmp_path, monkeypatch):
     """The saved state is the last step of the stage before, with the lanes of that stage."""
 

@@ -87,6 +87,7 @@ def test_two_processes_equal_one(bindings, one, tmp_path):
     assert (tmp_path / "samples" / "step_6.txt").exists()
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_to_one_stops_both_after_the_same_step(bindings, one, tmp_path):
     """It becomes SIGTERM, of which jax notifies the other processes."""
     # What one process saved, two go on with.
