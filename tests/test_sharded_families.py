@@ -17,6 +17,7 @@ from meliad_like.layers.sequence import over_sequence
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.positions import Infused, Rotary
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.models.decoder import DecoderConfig
@@ -48,6 +49,7 @@ CONFIGS = {
     "slide below skip": TWO.with_mechanism(dataclasses.replace(STATES, layers=(1,), clear_states=True)),
     "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
     "infused": dataclasses.replace(SKIP, position=Infused()),
+    "kernel": SLIDE.with_mechanism(SlidingWindow(kernel="interpreted")),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
     "feedback": TWO.with_mechanism(dataclasses.replace(STATES, feedback="last")),
     "memorizing": SLIDE.with_mechanism(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3)),
@@ -72,7 +74,12 @@ CHOSEN = [
     (name, (2, 2, 2, 1)) for name in (*BOTH, "xl", "feedback", "fixed:single", "lstm:dual", "llama", "recurrent gpt2")
 ]
 CHOSEN += [(name, (1, 1, 8, 1)) for name in (*BOTH, "slide")]
-CHOSEN += [("fixed:skip", (2, 4, 1, 1)), ("slide below skip", (1, 1, 1, 8)), ("lstm:dual", (2, 1, 2, 2))]
+CHOSEN += [
+    ("fixed:skip", (2, 4, 1, 1)),
+    ("slide below skip", (1, 1, 1, 8)),
+    ("lstm:dual", (2, 1, 2, 2)),
+    ("kernel", (1, 2, 2, 2)),
+]
 MARKED = [
     pytest.param(
         name,

@@ -1,41 +1,44 @@
 """Sliding-window attention: every token sees the `w` tokens before it (Block-Recurrent Transformers, section 3)."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend, attend_window, ring_square
+from meliad_like.layers.attention_kernel import ROWS, attend_window_in_kernel
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.sharding import platform
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape
-from meliad_like.registry import size
+from meliad_like.registry import resumable, size
+from meliad_like.validation import check_choices
 
 
 class WindowAttention(Mechanism):
     """Attention of the layer's queries to the keys of the window; it has no parameters and no carry of its own."""
 
-    def __init__(self, shape: Shape):
-        self.dropout_rate = shape.dropout_rate
+    def __init__(self, shape: Shape, kernel: str):
+        self.dropout_rate, self.kernel = shape.dropout_rate, kernel
 
     def __call__(self, tokens, carry, dropout_key):
         tile, multiplier = tokens.tile, None
         h, w = tile.bias.shape
         if dropout_key is not None and self.dropout_rate > 0.0:
             multiplier = dropout_multiplier(dropout_key, self.dropout_rate, (h, w, w), jnp.float32)
-        attended = attend_window(
-            tile.placed.query,
-            tile.placed.key,
-            tile.value,
-            tile.placed.previous_key,
-            tile.previous_value,
-            ring_square(tile.bias),
-            tile.previous_valid,
-            multiplier,
-        )
-        return attended, carry
+        placed = tile.placed
+        blocks = (placed.query, placed.key, tile.value, placed.previous_key, tile.previous_value)
+        if self.kernel == "none":
+            return attend_window(*blocks, ring_square(tile.bias), tile.previous_valid, multiplier), carry
+        interpret = self.kernel == "interpreted"
+        if not interpret and (platform() != "tpu" or w % ROWS):
+            raise UserError(
+                f"SlidingWindow.kernel='tpu' needs a TPU and windows of a multiple of {ROWS} tokens, not {platform()} "
+                f"and window_length={w}: set it to 'none' (--gin_param=\"SlidingWindow.kernel = 'none'\")"
+            )
+        return attend_window_in_kernel(*blocks, tile.bias, tile.previous_valid, multiplier, interpret=interpret), carry
 
     def decode_step(self, token, carry):
         tile = token.tile
@@ -55,9 +58,14 @@ class SlidingWindow(MechanismConfig):
     except_layers: tuple[int, ...] = size((), "layer_indices")
     """Layers of these that don't. In a smaller model they stay what another mechanism has instead of a window."""
 
+    kernel: Literal["none", "tpu", "interpreted"] = resumable("none")
+    """The kernel that computes the attention of a segment without its scores in memory (`layers/attention_kernel.py`):
+    none, one compiled for TPUs, or the same interpreted, which is slow, for tests on other platforms."""
+
     rank: ClassVar[int] = 0
 
     def __post_init__(self):
+        check_choices(self)
         object.__setattr__(self, "except_layers", tuple(self.except_layers))
 
     def check(self, shape, others):
@@ -71,7 +79,7 @@ class SlidingWindow(MechanismConfig):
         return super().indices(num_layers) - {layer % num_layers for layer in self.except_layers}
 
     def build(self, shape, index, *, rngs):
-        return WindowAttention(shape) if index in self.indices(shape.num_layers) else None
+        return WindowAttention(shape, self.kernel) if index in self.indices(shape.num_layers) else None
 
     def flops(self, shape, index):
         """The operations of full tiles of `w` queries by `2w` keys, although a query sees half of its tile."""

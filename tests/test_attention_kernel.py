@@ -1,0 +1,128 @@
+"""The TPU kernel, interpreted, against the attention that all platforms share."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from meliad_like.config import parse
+from meliad_like.errors import UserError
+from meliad_like.layers.attention import attend_window, ring_square
+from meliad_like.layers.attention_kernel import attend_window_in_kernel
+from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.model import Model
+
+
+def draw(seed):
+    """The arguments of the attention, with a scale by head, and the number of queries in a row."""
+    generator = np.random.default_rng(seed)
+    b, c, h = generator.integers(1, 4, 3)
+    rows = int(generator.choice([4, 8, 16]))
+    w, k = rows * int(generator.integers(1, 5)), int(generator.choice([4, 8]))
+
+    def normal(*shape):
+        return jnp.asarray(generator.standard_normal(shape), jnp.float32)
+
+    arguments = {
+        "blocks": [normal(b, c, h, w, k) for _ in range(5)],
+        "bias": normal(h, w),
+        "scale": normal(h),
+    }
+    valid = jnp.asarray(generator.random((b, c)) < 0.6)
+    multiplier = dropout_multiplier(jax.random.key(seed), 0.3, (h, w, w), jnp.float32) if seed % 2 else None
+    return arguments, valid, multiplier, normal(b, c, h, w, k), rows
+
+
+def reference(query, key, value, previous_key, previous_value, bias, valid, multiplier):
+    square = ring_square(bias)
+    return attend_window(query, key, value, previous_key, previous_value, square, valid, multiplier)
+
+
+def outputs_and_gradients(attend, arguments, valid, multiplier, cotangent):
+    def attended(arguments):
+        query, *others = arguments["blocks"]
+        scale = jnp.abs(arguments["scale"])
+        query, bias = query * scale[:, None, None], arguments["bias"] * scale[:, None]
+        return attend(query, *others, bias, valid, multiplier)
+
+    @jax.jit
+    def both(arguments):
+        outputs, pull_back = jax.vjp(attended, arguments)
+        return outputs, pull_back(cotangent)[0]
+
+    return both(arguments)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(4, 40))])
+def test_outputs_and_gradients_equal_the_shared_attention(seed):
+    *inputs, rows = draw(seed)
+    kernel = functools.partial(attend_window_in_kernel, rows=rows, interpret=True)
+    actual, expected = (outputs_and_gradients(attend, *inputs) for attend in (kernel, reference))
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
+    arguments, valid, multiplier, cotangent, rows = draw(1)
+    rounded = arguments | {"blocks": [x.astype(jnp.bfloat16) for x in arguments["blocks"]]}
+    cotangent = cotangent.astype(jnp.bfloat16)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), (rounded, cotangent))
+    kernel = functools.partial(attend_window_in_kernel, rows=rows, interpret=True)
+    expected = outputs_and_gradients(reference, exact[0], valid, multiplier, exact[1])
+    found = (outputs_and_gradients(attend, rounded, valid, multiplier, cotangent) for attend in (kernel, reference))
+    errors = [
+        [float(jnp.max(jnp.abs(x - y))) for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(expected), strict=True)]
+        for one in found
+    ]
+    assert (np.array(errors[0]) < 1.5 * np.array(errors[1]) + 1e-5).all()
+
+
+def lower(window_length, platform, dropout):
+    """The program of a loss and its gradient for one device of a platform."""
+    config = DecoderConfig(
+        num_layers=1,
+        model_width=16,
+        num_heads=2,
+        head_size=8,
+        feedforward_width=16,
+        window_length=window_length,
+        dropout_rate=0.1,
+        mechanisms=(SlidingWindow(kernel="tpu"),),
+    )
+    model = Model(config, 32)
+
+    def loss(params, tokens, key):
+        module = model.bind(params)
+        hidden, _ = module(tokens, module.init_carry(2), jnp.zeros((2, 2), bool), key)
+        return jnp.sum(hidden)
+
+    kind = AbstractDevice(device_kind="any", num_cores=1, platform=platform)
+    mesh = AbstractMesh((1,) * 4, ("data", "fsdp", "tensor", "sequence"), abstract_device=kind)
+    tokens, key = jnp.zeros((2, 2 * window_length), jnp.int32), jax.random.key(0)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.grad(loss)).trace(model.abstract_params, tokens, key if dropout else None)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_training_step_is_lowered_for_tpus_without_scores_in_memory(dropout):
+    program = lower(256, "tpu", dropout)
+    assert program.count("tpu_custom_call") == 2
+    # With dropout, its multiplier [h, w, w] is there.
+    assert ("256x256x" in program) == dropout and "x2x256x256x" not in program
+
+
+@pytest.mark.parametrize("window_length, platform", [(256, "cpu"), (192, "tpu")])
+def test_what_the_kernel_is_not_for(window_length, platform):
+    with pytest.raises(UserError, match=f"not {platform} and window_length={window_length}: set it to 'none'"):
+        lower(window_length, platform, dropout=False)
+
+
+def test_the_file_chooses_it_for_the_window():
+    model = parse(["option/attention_kernel.gin"]).model
+    assert isinstance(model, DecoderConfig) and model.mechanisms == (SlidingWindow(kernel="tpu"),)
