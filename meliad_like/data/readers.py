@@ -113,7 +113,8 @@ class LanesReader(ScheduledReader):
                     places = np.s_[row, block * w : block * w + length]
                     window = tokens[first - begin : first - begin + length + 1]
                     batch.inputs[places], batch.targets[places] = window[:-1], window[1:]
-                    batch.loss_mask[row, block * w + repeated : block * w + length] = True
+                    counted = self.documents.costs_loss(window[1 + repeated :])
+                    batch.loss_mask[row, block * w + repeated : block * w + length] = counted
                     batch.start[row, block], batch.document[row, block] = not follows, run.document
                     batch.position[row, block] = first
         return batch
@@ -183,7 +184,8 @@ class StreamReader(Reader):
             first, last = segment * n, min((segment + 1) * n, self._num_tokens)
             tokens = self._stream.tokens(0, first, last + 1)
             places = np.s_[row, : last - first]
-            batch.inputs[places], batch.targets[places], batch.loss_mask[places] = tokens[:-1], tokens[1:], True
+            batch.inputs[places], batch.targets[places] = tokens[:-1], tokens[1:]
+            batch.loss_mask[places] = self.documents.costs_loss(tokens[1:])
             blocks = np.arange(first, last, w)
             document = np.searchsorted(self._begins, blocks, side="right") - 1
             batch.document[row, : len(blocks)] = document

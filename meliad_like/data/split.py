@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from meliad_like.data.schedule import permutation
 from meliad_like.data.vocabulary import Vocabulary
@@ -28,6 +28,8 @@ class Documents:
     """The index of each document in its split of the token store. Random choices depend on it."""
     sizes: tuple[int, ...] = ()
     """The number of documents of each collection, if several were joined."""
+    free: tuple[int, ...] = ()
+    """The ids that cost no loss as targets (`Vocabulary.free`)."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -38,6 +40,10 @@ class Documents:
             raise IndexError(f"tokens {start} to {stop} of document {document}")
         return self.read(document, start, stop)
 
+    def costs_loss(self, targets: np.ndarray) -> Bool[np.ndarray, "..."]:
+        """Which of these targets cost loss, in an array of their shape."""
+        return np.isin(targets, self.free, invert=True)
+
     def subset(self, members: Int[np.ndarray, " members"]) -> "Documents":
         """The documents with these indices."""
         columns = (column[members] for column in (self.lengths, self.num_bytes, self.num_words))
@@ -46,6 +52,7 @@ class Documents:
             *columns,
             read=lambda document, start, stop: self.tokens(int(members[document]), start, stop),
             indices=self.indices[members],
+            free=self.free,
         )
 
     def concatenated(self, end_of_document: int) -> "Documents":
@@ -62,7 +69,7 @@ class Documents:
 
         num_bytes, num_words = (np.sum(column, keepdims=True) for column in (self.num_bytes, self.num_words))
         names = ["all documents, one after the other"]
-        return Documents(names, ends[-1:], num_bytes, num_words, read, np.zeros(1, np.int64))
+        return Documents(names, ends[-1:], num_bytes, num_words, read, np.zeros(1, np.int64), free=self.free)
 
     @staticmethod
     def joined(parts: Mapping[str, "Documents"]) -> "Documents":
@@ -80,7 +87,8 @@ class Documents:
         )
         names = [f"{name}/{each}" for name, member in parts.items() for each in member.names]
         sizes = tuple(map(len, members))
-        return Documents(names, *columns, read=read, indices=np.arange(len(names)), sizes=sizes)
+        # They have one vocabulary.
+        return Documents(names, *columns, read=read, indices=np.arange(len(names)), sizes=sizes, free=members[0].free)
 
     def beginnings(self, vocabulary: Vocabulary, max_tokens: int, shortest: int = 1000) -> "Documents":
         """The beginnings of the first documents, because an evaluation of the whole split would take too long.

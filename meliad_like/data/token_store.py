@@ -160,7 +160,7 @@ class TokenStore:
                 )
             return tokens
 
-        return Documents(names, lengths, num_bytes, num_words, read, np.arange(len(names)))
+        return Documents(names, lengths, num_bytes, num_words, read, np.arange(len(names)), free=self.vocabulary.free)
 
     def _local_copy(self, split: str) -> epath.Path:
         """The folder of a copy of a split in an object store, made once for all processes of this machine."""

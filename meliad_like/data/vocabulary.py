@@ -25,6 +25,7 @@ VOCABULARIES = Registry(
     "meliad_like.data.sentencepiece_vocabulary",
     "meliad_like.data.tokenizers_vocabulary",
     "meliad_like.data.dictionary_vocabulary",
+    "meliad_like.data.memory_source",
 )
 SETTINGS_NAME = "vocabulary.json"
 # Whitespace, composed and rare characters, a placeholder of SentencePiece, a control token, digits.
@@ -38,6 +39,8 @@ class Vocabulary:
     """The name of the kind in `VOCABULARIES`."""
     file_name: ClassVar[str] = ""
     """The name of the file that `save` writes besides `SETTINGS_NAME`; "": none."""
+    free: ClassVar[tuple[int, ...]] = ()
+    """The ids that are read, but cost no loss as targets: they are neither learned nor counted by evaluations."""
 
     def __init__(
         self,

@@ -91,6 +91,7 @@ class Evaluator:
         model.config.check_sequence(segment_length, mesh.shape["sequence"])
         self._targets = np.maximum(self._split.lengths - 1, 0)
         self._starts = np.cumsum(self._targets) - self._targets
+        self._counted = _counted(self._split)
         blocks = -(-self._targets // window)
         shards = lane_shards(mesh)
         # More lanes would only wait for the longest document.
@@ -127,10 +128,11 @@ class Evaluator:
         of tokens predicted so far, and of all tokens to predict.
         """
         nats, correct, seconds = self._read(params, on_progress)
+        counted = self._counted
 
         def sums(group: Int[np.ndarray, " targets"], size: int) -> list[dict[Any, Any]]:
             columns = {
-                "num_tokens": np.bincount(group, minlength=size),
+                "num_tokens": np.bincount(group[counted], minlength=size),
                 "nats": np.bincount(group, nats, size),
                 "num_correct": np.bincount(group[correct], minlength=size),
             }
@@ -161,7 +163,7 @@ class Evaluator:
     ) -> list[Float[np.ndarray, " targets"]]:
         """The loss of every target in nats, float32, by document, of which `__call__` returns sums.
 
-        Number `i` of a document is the loss of its token `i + 1`.
+        Number `i` of a document is the loss of its token `i + 1`; 0 where a target costs none (`Vocabulary.free`).
         """
         return np.split(self._read(params, on_progress)[0], self._starts[1:])
 
@@ -169,8 +171,8 @@ class Evaluator:
         self, params: Any, on_progress: Callable[[int, int], None] | None
     ) -> tuple[Float[np.ndarray, " targets"], Bool[np.ndarray, " targets"], float]:
         """Reads all documents: the losses of their targets, which were the most likely tokens, and the seconds."""
-        total, done = int(self._targets.sum()), 0
-        nats, (correct, seen) = np.zeros(total, np.float32), np.zeros((2, total), bool)
+        total, done = int(self._counted.sum()), 0
+        nats, (correct, seen) = np.zeros(len(self._counted), np.float32), np.zeros((2, len(self._counted)), bool)
 
         def fetch(losses: _Losses) -> None:
             nonlocal done
@@ -200,12 +202,20 @@ class Evaluator:
                 previous = losses
         assert previous is not None
         fetch(previous)
-        if done != total or not seen.all():
-            raise AssertionError("the reader did not deliver every token of every document exactly once")
+        if done != total or (seen != self._counted).any():
+            raise AssertionError("the reader did not deliver every target of every document exactly once")
         return nats, correct, time.perf_counter() - began
 
     def _bin_start(self, index: int) -> int:
         return self._window * (2**index // 2)
+
+
+def _counted(split: Documents) -> Bool[np.ndarray, " targets"]:
+    """Which targets cost loss, document after document."""
+    if not split.free:
+        return np.ones(int(np.maximum(split.lengths - 1, 0).sum()), bool)
+    lengths = enumerate(split.lengths.tolist())
+    return np.concatenate([split.costs_loss(split.tokens(i, min(1, length), length)) for i, length in lengths])
 
 
 def make_evaluator(

@@ -5,6 +5,7 @@
     meliad_like studies context_curve --checkpoint=DIR [--other=DIR ...] --output=DIR
     meliad_like studies gates --checkpoint=DIR --output=DIR
     meliad_like studies continuations --checkpoint=DIR [--other=DIR ...] --output=DIR
+    meliad_like studies memory_map --checkpoint=DIR --output=DIR
 
 The page is index.html in --output.
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from meliad_like.command_line import Command
 
-STUDIES = ("compare", "clear_state", "context_curve", "gates", "continuations")
+STUDIES = ("compare", "clear_state", "context_curve", "gates", "continuations", "memory_map")
 
 USED_BY = {
     **dict.fromkeys(("other", "other_step"), ("compare", "context_curve", "continuations")),
@@ -44,7 +45,7 @@ COMMAND.multi_string("document", [], "Name of a document to read. Repeatable. De
 COMMAND.integer(
     "num_documents",
     None,
-    "Number of random documents, the same each time; 0: all. Default: 5; of context_curve all.",
+    "Number of random documents, the same each time; 0: all. Default: 5; of context_curve and memory_map all.",
     lower_bound=0,
 )
 COMMAND.enum(
@@ -62,7 +63,7 @@ def main(study: str) -> None:
     from meliad_like.studies.readings import StudyRequest
 
     values = {name: COMMAND.flags[name].value for name in StudyRequest._fields}
-    if values["num_documents"] is None and study != "context_curve":
+    if values["num_documents"] is None and study not in ("context_curve", "memory_map"):
         values["num_documents"] = 5
     output = Path(values["output"])
     output.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,166 @@
+"""Documents that measure a memory, and the study that counts a model's right answers."""
+
+import csv
+import json
+import re
+from itertools import permutations
+
+import jax
+import numpy as np
+import pytest
+from study_runs import Page, assert_safe, one_device, request
+
+from meliad_like import config
+from meliad_like.data.memory_source import ANSWERS, FILLER, KEYS, PERMUTATIONS, TASKS, VALUES, Cell, MemoryTasksSource
+from meliad_like.data.preparation import prepare
+from meliad_like.data.readers import LanesReader
+from meliad_like.errors import UserError
+from meliad_like.models.model import Model
+from meliad_like.run.opening import write_checkpoint
+from meliad_like.studies import memory_map
+from meliad_like.studies.memory_map import bits_of_answer, wilson
+
+__all__ = ["one_device"]  # a fixture
+
+WINDOW = 16
+SMALL = MemoryTasksSource(
+    tasks=tuple(TASKS), items=(2, 4), distances=(0, 3), block_length=WINDOW, train_documents=60, cell_documents=2
+)
+
+
+def documents(source):
+    return [reference() for reference in source.open().references()]
+
+
+@pytest.fixture(scope="module")
+def small():
+    return documents(SMALL)
+
+
+def parts(document):
+    """What is written, the filler, and the pairs (question, answer) of a document."""
+    cell = Cell.of_name(document.name)
+    size = cell.items * {"overwritten": 4, "parity": 1, "permutations": 1}.get(cell.task, 2)
+    first = size + cell.distance * SMALL.block_length
+    asked = re.findall(r"\?(.?)(.)(?=\?|$)", document.text[first:])
+    return document.text[:size], document.text[size:first], asked
+
+
+def solve(task, written, question):
+    """The answer, from the text alone."""
+    if task == "parity":
+        return sum(int(value, 16) % 2 for value in written) % 2
+    if task == "permutations":
+        place = VALUES.index(question)
+        for value in written:
+            place = PERMUTATIONS[VALUES.index(value)][place]
+        return place
+    return VALUES.index(written[written.rindex(question) + 1])
+
+
+def test_answers_are_right(small):
+    for document in small:
+        task = Cell.of_name(document.name).task
+        written, _, asked = parts(document)
+        assert asked, document
+        for question, answer in asked:
+            assert solve(task, written, question) == ANSWERS.index(answer), document
+
+
+def test_documents_depend_on_the_seed_alone(small):
+    assert documents(SMALL) == small
+    assert documents(MemoryTasksSource(items=(4,), train_documents=9, seed=1)) != documents(
+        MemoryTasksSource(items=(4,), train_documents=9)
+    )
+
+
+def test_splits_share_no_problem():
+    """Of one key and value there are only 1,024 problems, so that training sees nearly all that are its own."""
+    source = MemoryTasksSource(items=(1,), distances=(0,), train_documents=2000, cell_documents=50)
+    found = {split: {d.text[:2] for d in documents(source) if d.split == split} for split in ("train", "test")}
+    assert len(found["train"]) > 700 and len(found["test"]) > 15
+    assert not found["train"] & found["test"]
+    with pytest.raises(UserError, match="parity with 1 items has no problem for test: leave 1 out of"):
+        documents(MemoryTasksSource(tasks=("parity",), items=(1,), train_documents=1, test_share=1e-9))
+
+
+def test_the_filler_gives_nothing_away():
+    """The best linear guess of the answer from the filler stays at chance; from the written values it does not."""
+    source = MemoryTasksSource(items=(8,), distances=(1,), train_documents=3000, train_questions=1, cell_documents=1)
+    found = [document for document in documents(source) if document.split == "train"]
+    answers = np.array([ANSWERS.index(document.text[-1]) for document in found])
+
+    def deviations(symbols, place):
+        """How many standard deviations the right guesses of the last 1,000 answers are above chance."""
+        read = np.array([[symbols.index(symbol) for symbol in document.text[place]] for document in found])
+        inputs = np.eye(len(symbols))[read].reshape(len(found), -1)
+        weights = np.linalg.lstsq(inputs[:2000], np.eye(len(ANSWERS))[answers[:2000]], rcond=None)[0]
+        correct = np.sum(np.argmax(inputs[2000:] @ weights, axis=1) == answers[2000:])
+        chance = 1 / len(ANSWERS)
+        return (correct - 1000 * chance) / np.sqrt(1000 * chance * (1 - chance))
+
+    assert abs(deviations(FILLER, np.s_[16:48])) < 4
+    assert deviations(VALUES, np.s_[1:16:2]) > 8
+
+
+def test_the_permutations_generate_all_of_five():
+    reached = {tuple(range(5))}
+    while True:
+        further = {tuple(move[place] for place in found) for found in reached for move in PERMUTATIONS}
+        if further <= reached:
+            break
+        reached |= further
+    assert reached == set(permutations(range(5)))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory") / "store"
+    run = config.parse(["task/memory_map.gin"])
+    return prepare(SMALL, run.vocabulary, folder, num_workers=1)
+
+
+def test_answers_alone_cost_loss(store, small):
+    split = store.split("train")
+    reader = LanesReader(split, 3, 64, WINDOW, epochs=1, shuffle=False)
+    batches = [reader.batch(step, range(3)) for step in range(reader.num_steps)]
+    targets = np.concatenate([batch.targets[batch.loss_mask] for batch in batches])
+    expected = "".join(answer for d in small if d.split == "train" for _, answer in parts(d)[2])
+    assert sorted(store.vocabulary.decode(targets)) == sorted(expected)
+    # Everything is still read.
+    assert KEYS[0] in store.vocabulary.decode(np.concatenate([batch.inputs.ravel() for batch in batches]))
+
+
+def test_the_study(store, tmp_path):
+    source = {
+        "tasks": SMALL.tasks, "items": SMALL.items, "distances": SMALL.distances, "block_length": WINDOW,
+        "train_documents": SMALL.train_documents, "cell_documents": SMALL.cell_documents,
+    }  # fmt: skip
+    bindings = [f"MemoryTasksSource.{name} = {value!r}" for name, value in source.items()]
+    bindings.append(f"ReaderConfig.store = '{store.folder}'")
+    run = config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin", "task/memory_map.gin"], bindings)
+    params = jax.jit(Model(run.model, store.vocabulary.size).init)(jax.random.key(0))
+    write_checkpoint(tmp_path / "run" / "checkpoints", params, run, store.vocabulary, step=3)
+    output = tmp_path / "map"
+    output.mkdir()
+    memory_map.run(request(str(tmp_path / "run"), output))
+    page = Page(output)
+    assert_safe(page)
+    assert "states cleared at every block" in page.text and "permutations, chance 0.200" in page.text
+    rows = list(csv.DictReader((output / "map.csv").open(newline="")))
+    # The phone book has no filler. Each cell has its documents, with one question each.
+    assert len(rows) == 2 * (5 * 2 * 2 + 2) and {row["questions"] for row in rows} == {"2"}
+    assert all(float(row["low"]) <= float(row["accuracy"]) <= float(row["high"]) for row in rows)
+    saved = json.loads((output / "summary.json").read_text())
+    assert saved["cells"][0]["correct"] == int(rows[0]["correct"])
+    assert "| items | 0 blocks | 3 blocks |" in (output / "map.md").read_text()
+    with pytest.raises(UserError, match="--split=train has no whole grid"):
+        memory_map.run(request(str(tmp_path / "run"), output, split="train"))
+
+
+def test_intervals_and_bits():
+    low, high = wilson(np.array([0, 5, 10]), np.array([10, 10, 10]))
+    np.testing.assert_allclose(low, [0, 0.2366, 0.7225], atol=1e-4)
+    np.testing.assert_allclose(high, [0.2775, 0.7634, 1], atol=1e-4)
+    assert bits_of_answer(1.0, 16) == 4 and bits_of_answer(1 / 16, 16) == bits_of_answer(0, 16) == 0
+    assert bits_of_answer(0.75, 2) == pytest.approx(1 - 0.8113, abs=1e-4)
