@@ -71,6 +71,8 @@ CONFIGS |= {
     "memory of buckets": dataclasses.replace(SLIDE, mask_empty_cache=False).with_mechanism(BUCKETS),
     "memory and feedback": recurrent(SKIP, **THREE, feedback="last", position=Rotary()).with_mechanism(MEMORY),
     "memory beside states": SKIP.with_mechanism(dataclasses.replace(MEMORY, layers=(0, 1))),
+    "scanned": recurrent(SKIP, **THREE, layers=(1, 2), scan_layers=True),
+    "scanned feedback": recurrent(SKIP, **THREE, layers=(0,), feedback="last", scan_layers=True),
 }
 # As few as show every way through the code, because compiling takes most of the time.
 # Single mechanisms are in test_mechanisms.py.
@@ -225,26 +227,48 @@ def test_rematerialisation_changes_no_gradient():
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients[0]))
 
 
+def compiled_losses_and_gradient(model):
+    """The compiled losses of two lanes with dropout, their gradient, and the carry."""
+    tokens = tokens_of(2, 4)
+
+    def total(params):
+        module = model.bind(params)
+        losses, carry = module.losses(
+            tokens, tokens, module.init_carry(2), starts(2, 4), jax.random.key(3), slice_length=2 * W
+        )
+        return jnp.mean(losses.nats), (losses, carry)
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
 def test_what_is_computed_otherwise_on_accelerators_is_the_same(monkeypatch):
     """Losses and gradients of the formulations that accelerators get, run on the CPU."""
-    tokens = tokens_of(2, 4)
     model, params = make(recurrent(CONFIGS["lstm:dual"], dropout_rate=0.2))
-
-    def losses_and_gradient(params):
-        def total(params):
-            module = model.bind(params)
-            losses, _ = module.losses(
-                tokens, tokens, module.init_carry(2), starts(2, 4), jax.random.key(3), slice_length=2 * W
-            )
-            return jnp.mean(losses.nats), losses
-
-        return jax.value_and_grad(total, has_aux=True)(params)
-
-    here = jax.jit(losses_and_gradient)(params)
+    here = compiled_losses_and_gradient(model)(params)
     for module in ("basic", "attention", "losses"):
         monkeypatch.setattr(f"meliad_like.layers.{module}.platform", lambda: "tpu")
-    there = jax.jit(lambda params: losses_and_gradient(params))(params)
+    there = compiled_losses_and_gradient(model)(params)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), there, here)
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        ("scanned", "none"),
+        pytest.param("scanned", "dots", marks=pytest.mark.exhaustive),
+        pytest.param("scanned", "layers", marks=pytest.mark.exhaustive),
+        pytest.param("scanned feedback", "none", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_scanned_layers_equal_unrolled_ones(name, remat):
+    """Losses, gradients and carries, with dropout, so that masks are the same too; the parameters have one form."""
+    scanned, params = make(dataclasses.replace(CONFIGS[name], dropout_rate=0.2, remat=remat))
+    unrolled = Model(dataclasses.replace(scanned.config, scan_layers=False), V)
+    assert [group.size for group in scanned.bind(params)._groups()] == [1, 2]
+    assert [group.size for group in unrolled.bind(params)._groups()] == [1, 1, 1]
+    assert scanned.axes == unrolled.axes
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    jax.tree.map(compare, *(compiled_losses_and_gradient(model)(params) for model in (scanned, unrolled)))
 
 
 def test_dropout_is_drawn_by_key_and_absent_without():

@@ -48,6 +48,7 @@ CONFIGS = {
     },
     "slide below skip": TWO.with_mechanism(dataclasses.replace(STATES, layers=(1,), clear_states=True)),
     "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
+    "scanned": dataclasses.replace(SKIP, num_layers=3, remat="dots", scan_layers=True),
     "infused": dataclasses.replace(SKIP, position=Infused()),
     "kernel": SLIDE.with_mechanism(SlidingWindow(kernel="interpreted")),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
@@ -79,6 +80,7 @@ CHOSEN += [
     ("slide below skip", (1, 1, 1, 8)),
     ("lstm:dual", (2, 1, 2, 2)),
     ("kernel", (1, 2, 2, 2)),
+    ("scanned", (1, 2, 2, 2)),
 ]
 MARKED = [
     pytest.param(

@@ -191,6 +191,18 @@ def test_going_on_with_another_mesh(bindings, setup, straight, stopped, tmp_path
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), state, expected)
 
 
+@pytest.mark.exhaustive
+def test_going_on_with_scanned_layers_and_back(bindings, tmp_path):
+    layers = ("DecoderConfig.num_layers = 3", "TrainingConfig.checkpoint_every = 2")
+    run = parse(bindings, *layers, "TrainingConfig.num_steps = 6")
+    for steps, scanned in ((2, False), (4, True), (6, False)):
+        changes = f"TrainingConfig.num_steps = {steps}", f"DecoderConfig.scan_layers = {scanned}"
+        assert train(parse(bindings, *layers, *changes), tmp_path / "changed") == 0
+    assert train(run, tmp_path / "straight") == 0
+    ours, expected = (read_state(set_up(run), tmp_path / name, 6) for name in ("changed", "straight"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), ours, expected)
+
+
 def test_checkpoints_written_beside_the_steps_hold_the_states_of_their_steps(bindings, setup, tmp_path):
     """The next steps take over the buffers while a checkpoint is being written."""
     every_step = ("TrainingConfig.num_steps = 6", "TrainingConfig.checkpoint_every = 1")
@@ -276,7 +288,12 @@ def test_fine_tuning_starts_with_the_parameters_alone(bindings, setup, straight,
         fresh = setup.program.initialise()
         assert_same_bits(state._replace(params=None), fresh._replace(params=None))
 
-        sparing = set_up(parse(bindings, "DecoderConfig.remat = 'layers'", "DecoderConfig.dropout_rate = 0.5"))
+        changes = (
+            "DecoderConfig.remat = 'layers'",
+            "DecoderConfig.scan_layers = True",
+            "DecoderConfig.dropout_rate = 0.5",
+        )
+        sparing = set_up(parse(bindings, *changes))
         assert_same_bits(starting_state(sparing, checkpoints, str(straight)).params, state.params)
 
         other = set_up(parse(bindings, "RecurrentStates.gate = 'lstm'"))

@@ -127,10 +127,16 @@ def embed(table: Float[Array, "v d"], tokens: Int[Array, "*batch"]) -> Float[Arr
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
-def rematerialise(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def rematerialise(function: Callable[..., Any], remat: str, *, inside_scan: bool = False) -> Callable[..., Any]:
     """`function` with a rematerialisation policy: the backward pass computes nothing again (`none`), everything except
-    matrix products (`dots`), or everything (`layers`)."""
-    return function if remat == "none" else jax.checkpoint(function, policy=REMAT_POLICIES[remat])
+    matrix products (`dots`), or everything (`layers`).
+
+    `inside_scan` leaves out the barriers that keep the compiler from merging the forward and the backward pass, which
+    are two loops there.
+    """
+    if remat == "none":
+        return function
+    return jax.checkpoint(function, policy=REMAT_POLICIES[remat], prevent_cse=not inside_scan)
 
 
 class Linear(nnx.Module):

@@ -72,7 +72,8 @@ class ModelConfig:
 
     def extends(self, other: "ModelConfig") -> bool:
         """Whether training may start from the parameters of a model with the other config."""
-        same = {name: getattr(self, name) for name in ("activation_dtype", "remat", *self.rates)}
+        resumable = [field.name for field in dataclasses.fields(self) if "resumable" in field.metadata]
+        same = {name: getattr(self, name) for name in ("activation_dtype", *resumable, *self.rates)}
         return type(self) is type(other) and dataclasses.replace(other, **same) == self
 
     @property

@@ -36,7 +36,7 @@ from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.mechanisms.token_heads import TokenCache, TokenHeads
 from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.skeleton import DecoderCarry, Layer, Skeleton
-from meliad_like.registry import kind_field, size
+from meliad_like.registry import kind_field, resumable, size
 from meliad_like.validation import check_not_negative
 
 AnyMechanism = TypeVar("AnyMechanism", bound=MechanismConfig)
@@ -62,6 +62,8 @@ class DecoderConfig(ModelConfig):
     """Whether feed-forward networks have biases, as in the newer code of the reference (`melodi/`)."""
     mask_empty_cache: bool = True
     """Whether the empty cache is masked for a document's first tokens. In the reference they attend to zeros."""
+    scan_layers: bool = resumable(False)
+    """Whether consecutive layers of the same form are one `jax.lax.scan`, which compiles sooner. Decoding is not."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -333,6 +335,7 @@ class Decoder(Skeleton):
     def __init__(self, config: DecoderConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
         self.block_by_block = config.publishes
+        self.scan_layers = config.scan_layers
         self.logit_scale = config.model_width**-0.5 if config.logit_scale is None else config.logit_scale
         shape = (vocabulary_size, config.model_width)
         self.embedding = parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"))

@@ -4,7 +4,9 @@ A family defines the embedding of its tokens, its layers, and the logits of hidd
 families share: scans over blocks, rematerialisation, dropout keys, and the calls where blocks begin and end.
 """
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +103,19 @@ class Layer(nnx.Module):
         return {}
 
 
+class Group(NamedTuple):
+    """Consecutive layers that are applied by one piece of the program."""
+
+    layers: Layer
+    """A layer, or if there are several, a layer whose parameters are stacked along a new first axis."""
+    size: int
+
+
+def stacked(trees: Sequence[Any]) -> Any:
+    """One tree of the same form, each array with the arrays of `trees` along a new first axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
 class Skeleton(nnx.Module):
     """A carry-passing language model of blocks of `w` tokens, without its parameters.
 
@@ -111,6 +126,8 @@ class Skeleton(nnx.Module):
     layers: Any
     block_by_block = False
     """Whether all layers read a block before the next block."""
+    scan_layers = False
+    """Whether consecutive layers of the same form are one `jax.lax.scan`."""
 
     def embed(
         self, tokens: Int[Array, "*batch"], position: Int[Array, "*#batch"], dropout_key: PRNGKeyArray | None
@@ -196,7 +213,7 @@ class Skeleton(nnx.Module):
         if self.block_by_block:
             outputs, layers = self._scan_stack(x, layers, positions, keys[:-2], every_layer)
         else:
-            outputs, layers = self._stack(x, layers, positions, keys[:-2], {})
+            outputs, layers = self._stack(x, layers, positions, keys[:-2], {}, self._groups())
         outputs = [self.leave(x, c) for x in (outputs if every_layer else outputs[-1:])]
         return outputs, carry._replace(position=position, layers=from_rightmost(layers))
 
@@ -248,6 +265,21 @@ class Skeleton(nnx.Module):
         read = jnp.where(last_start >= 0, (block - last_start) * stride, read_before)
         return read + overlap * (read > 0), read[:, -1] + stride + overlap
 
+    def _groups(self) -> list[Group]:
+        """The layers in order; with `scan_layers`, consecutive ones of the same form are one group.
+
+        Two layers have the same form if their trees have the same settings, names, shapes and dtypes.
+        """
+        if not self.scan_layers:
+            return [Group(layer, 1) for layer in self.layers]
+
+        def form(layer):
+            leaves, tree = jax.tree.flatten(layer)
+            return tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+        alike = [list(layers) for _, layers in itertools.groupby(self.layers, form)]
+        return [Group(layers[0] if len(layers) == 1 else stacked(layers), len(layers)) for layers in alike]
+
     def _stack(
         self,
         x: Float[Array, "b n d"],
@@ -255,16 +287,33 @@ class Skeleton(nnx.Module):
         positions: Int[Array, "b c"],
         keys: list[PRNGKeyArray | None],
         shared: dict[str, Any],
+        groups: list[Group],
     ) -> tuple[list[Float[Array, "b n d"]], list[Any]]:
-        """Applies the layers one after the other to the whole segment: returns `x` and each layer's output."""
-        outputs, new_layers = [x], []
-        for layer, one, key in zip(self.layers, layers, keys, strict=True):
-            call = rematerialise(type(layer).__call__, self.config.remat)
+        """Applies the layers one after the other to the whole segment: returns `x` and each layer's output.
+
+        A group of several layers is a `jax.lax.scan`, which the compiler compiles once for all of them. Parameters and
+        carries are stacked only inside of the program; outside each layer has its own arrays.
+        """
+
+        def apply(x, inputs, *, inside_scan=False):
+            layer, one, key = inputs
+            call = rematerialise(type(layer).__call__, self.config.remat, inside_scan=inside_scan)
             with jax.named_scope("attention"):
                 x, one = call(layer, x, one, own_blocks(positions), shared, key)
             x = constrain(x, "lanes", None, None)
-            outputs.append(x)
-            new_layers.append(one)
+            return x, (x, one)
+
+        outputs, new_layers, others = [x], [], zip(layers, keys, strict=True)
+        for group in groups:
+            own = list(itertools.islice(others, group.size))
+            if group.size == 1:
+                x, results = apply(x, (group.layers, *own[0]))
+                results = [results]
+            else:
+                x, results = jax.lax.scan(functools.partial(apply, inside_scan=True), x, (group.layers, *stacked(own)))
+                results = [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(group.size)]
+            outputs += [*(output for output, _ in results[:-1]), x]
+            new_layers += [one for _, one in results]
         return outputs, new_layers
 
     def _scan_stack(
@@ -277,12 +326,14 @@ class Skeleton(nnx.Module):
     ) -> tuple[list[Float[Array, "b n d"]], list[Any]]:
         """Applies all layers to a block before the next block; what it returns of the outputs, as `read_segment`."""
 
+        groups = self._groups()  # Outside of the scan, so that parameters are stacked once and not in every turn.
+
         def step(layers, block):
             x, position, number = block
             begun = [layer.begin_block(one, position) for layer, one in zip(self.layers, layers, strict=True)]
             folded = [None if key is None else jax.random.fold_in(key, number) for key in keys]
             shared = self.shared(DecoderCarry(position, begun))
-            outputs, layers = self._stack(x, begun, position[:, None], folded, shared)
+            outputs, layers = self._stack(x, begun, position[:, None], folded, shared, groups)
             return layers, outputs if every_layer else outputs[-1:]
 
         c = positions.shape[1]

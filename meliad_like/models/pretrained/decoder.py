@@ -118,7 +118,7 @@ class PretrainedDecoder(Skeleton):
         keys = self._keys(dropout_key)
         x = constrain(self.embed(tokens, jnp.arange(t), keys[-2]), "lanes", None, None)
         layers = [None] * len(self.blocks)
-        return self._stack(x, layers, position[:, None], keys[:-2], {"inserted": inserted})[0]
+        return self._stack(x, layers, position[:, None], keys[:-2], {"inserted": inserted}, self._groups())[0]
 
     def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
         """Reads a segment, as `Skeleton.read_segment`.
