@@ -131,8 +131,10 @@ def make_step(
         def choose(new, old):
             return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
-        params = choose(optax.apply_updates(state.params, updates), state.params)
-        optimizer_state = choose(optimizer_state, state.optimizer_state)
+        with jax.named_scope("optimizer"):
+            params = choose(optax.apply_updates(state.params, updates), state.params)
+            optimizer_state = choose(optimizer_state, state.optimizer_state)
+            parameter_norm = optax.tree.norm(params)
         if config.nonfinite == "skip":
             # The carry may also be non-finite.
             carry = choose(carry, objective.init_carry(params, lane_finite.shape[0]))
@@ -149,7 +151,7 @@ def make_step(
             num_tokens=sums.num_tokens,
             gradient_norm=gradient_norm,
             update_norm=update_norm,
-            parameter_norm=optax.tree.norm(params),
+            parameter_norm=parameter_norm,
             finite=finite,
             num_skipped=new_state.num_skipped,
             lane_finite=lane_finite,
