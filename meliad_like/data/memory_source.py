@@ -226,11 +226,14 @@ class MemorySymbols(Vocabulary):
     """One token for each symbol, and the end of a document. Only answers cost loss."""
 
     kind = "memory_symbols"
-    lossless = True  # of its own symbols; others are an error
     free = (*(i for i, symbol in enumerate(SYMBOLS) if symbol not in ANSWERS), len(SYMBOLS))
 
     def __init__(self, size_multiple: int = 1):
         super().__init__([symbol.encode() for symbol in SYMBOLS], len(SYMBOLS), size_multiple)
+
+    @property
+    def lossless(self) -> bool:
+        return True  # Other symbols are an error.
 
     def encode(self, text: str) -> np.ndarray:
         """Raises a UserError for a character that is no symbol."""

@@ -134,9 +134,10 @@ def summary(cells: pd.DataFrame, block_length: int) -> pd.DataFrame:
     rows = []
     for (task, items), group in cells.groupby(["task", "items"], sort=False):
         kind, group = TASKS[task], group.sort_values("distance")
+        answers = int(group["items"].iloc[0]) if kind.independent else 1
         above = ((group.accuracy - group.chance) / (1 - group.chance)).to_numpy()
         distances = group.distance.to_numpy() * block_length
-        bits = [bits_of_answer(a, kind.num_answers) * (items if kind.independent else 1) for a in group.accuracy]
+        bits = [bits_of_answer(a, kind.num_answers) * answers for a in group.accuracy]
         # Where the shortest distance is at chance there is nothing to halve.
         halved = distances[above < above[0] / 2] if group.low.iloc[0] > group.chance.iloc[0] else []
         far = [b for b, distance in zip(bits, distances, strict=True) if distance]

@@ -201,7 +201,8 @@ class PretrainedDecoder(Skeleton):
         # Later tokens replace the padding, and no token sees what comes after it.
         tokens = jnp.pad(carry.tokens[:, -o:], ((0, 0), (0, w - o)))
         x, positions = self.embed(tokens, jnp.arange(w), None), carry.position[:, None]
-        outputs, layers = self._stack(x, carry.layers, positions, [None] * len(self.blocks), self.shared(carry))
+        keys = [None] * len(self.blocks)
+        outputs, layers = self._stack(x, carry.layers, positions, keys, self.shared(carry), self._groups())
         weighed = None if self.recurrence is None else self._weigh(outputs)
         return carry._replace(tokens=tokens, layers=layers, weighed=weighed)
 
