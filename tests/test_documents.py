@@ -195,7 +195,10 @@ def test_fingerprint_follows_contents_not_place(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"kind": "books"}, "source='books' is not one of jsonl, parquet, repositories, standard_library, text, tfds"),
+        (
+            {"kind": "books"},
+            "source='books' is not one of jsonl, memory_tasks, parquet, repositories, standard_library, text, tfds",
+        ),
         ({"empty": "ignore"}, "empty='ignore' is not one of stop, skip"),
         ({"test_share": 0.6, "validation_share": 0.4}, "validation_share=0.4 and test_share=0.6 must"),
         ({"test_documents": ("a",), "validation_documents": ("a",)}, "a is both in validation_documents and in test"),

@@ -144,7 +144,8 @@ def test_missing_things_are_named(runs, tmp_path):
     [
         (
             ["curve"],
-            "the first argument must be compare or clear_state or context_curve or gates or continuations, not 'curve'",
+            "the first argument must be compare or clear_state or context_curve or gates or continuations or "
+            "memory_map, not 'curve'",
         ),
         (
             ["gates", "--other=x"],

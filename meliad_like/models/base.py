@@ -72,9 +72,13 @@ class ModelConfig:
 
     def extends(self, other: "ModelConfig") -> bool:
         """Whether training may start from the parameters of a model with the other config."""
-        resumable = [field.name for field in dataclasses.fields(self) if "resumable" in field.metadata]
-        same = {name: getattr(self, name) for name in ("activation_dtype", *resumable, *self.rates)}
-        return type(self) is type(other) and dataclasses.replace(other, **same) == self
+        if type(self) is not type(other):
+            return False
+        # The metadata says when a field may change: that of kinds, such as mechanisms, may say never.
+        may_change = ((field.name, field.metadata.get("resumable")) for field in dataclasses.fields(self))
+        free = [name for name, when in may_change if when is not None and when(other, self)]
+        same = {name: getattr(self, name) for name in ("activation_dtype", *free, *self.rates)}
+        return dataclasses.replace(other, **same) == self
 
     @property
     def needs_segments(self) -> bool:
