@@ -40,7 +40,7 @@ def main(_) -> None:
             with mock.patch.object(melodi.jax.lax, "scan", functools.partial(jax.lax.scan, unroll=unroll)):
                 (need,) = needs(run, VOCABULARY_SIZE, topology, ("training",))
             cycles = f"{need.clock.cycles / 1e6:.1f}" if need.clock else "-"
-            rows.append((windows, name, f"{need.compile_seconds:.0f}", f"{need.total / 2**30:.1f}", cycles))
+            rows.append((str(windows), name, f"{need.compile_seconds:.0f}", f"{need.total / 2**30:.1f}", cycles))
             print(*rows[-1], flush=True)
     header = ("windows", "windows' loop", "compilation, s", "GiB a device", "million cycles")
     Console().print(Table(f"{TOPOLOGY.value}, {' '.join(GIN_PARAM.value)}", header, rows).to_rich())
