@@ -13,12 +13,15 @@ import tiny_run
 from tiny_run import assert_same_bits, read_metrics, set_up, train
 from ways import (
     W,
+    assert_same,
     begin,
     check_documents,
     check_lanes,
+    check_parts,
     check_segments,
     check_token_by_token,
     decode,
+    read,
     starts,
     tokens_of,
 )
@@ -120,6 +123,28 @@ def test_a_book_in_segments_is_the_book(name):
 @of_each_mechanism
 def test_documents_know_nothing_of_each_other(name):
     check_documents(*make(name))
+
+
+@of_each_mechanism
+def test_memories_can_be_exchanged(name):
+    check_parts(*make(name))
+
+
+@of_each_mechanism
+def test_an_empty_part_is_a_cleared_one(name):
+    """The memory alone is exchanged: the window remains, as with `MechanismConfig.cleared`."""
+    model, params = make(name)
+    _, carry = read(model, params, tokens_of(2, 8), begin(model, params, 2), starts(2, 8))
+    assert set(model.config.parts(carry)) - {"window"} == {name} - {"sliding_window"}
+    if (cleared := model.config.cleared()) is None:
+        return
+    empty = {name: model.config.parts(begin(model, params, 2))[name]}
+    tokens = tokens_of(2, 4, seed=1)
+    logits, _ = read(model, params, tokens, model.config.with_parts(carry, empty), starts(2, 4))
+    expected, _ = read(Model(cleared, V), params, tokens, carry, starts(2, 4))
+    assert_same(logits, expected)
+    kept, _ = read(model, params, tokens, carry, starts(2, 4))
+    assert abs(kept - logits).max() > 1e-3
 
 
 @of_each_mechanism

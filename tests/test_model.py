@@ -16,6 +16,7 @@ from ways import (
     begin,
     check_documents,
     check_lanes,
+    check_parts,
     check_segments,
     check_token_by_token,
     decode,
@@ -128,6 +129,18 @@ def test_documents_that_begin_within_a_segment_are_separate(name):
     carry, alone = check_documents(*make(CONFIGS[name]))
     for ours, theirs in zip(carry.layers, alone.layers, strict=True):
         assert_same(jax.tree.map(lambda x: x[1], ours), jax.tree.map(lambda x: x[0], theirs))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "memory and feedback",
+        pytest.param("feedback of all", marks=pytest.mark.exhaustive),
+        pytest.param("scanned", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_memories_can_be_exchanged(name):
+    check_parts(*make(CONFIGS[name]))
 
 
 def influence(config, blocks):

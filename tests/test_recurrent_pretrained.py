@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import ways
 from fake_split import FakeSplit
 from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 
@@ -34,9 +35,9 @@ class Document(FakeSplit):
         return TOKENS[start:stop]
 
 
-def make(architecture="gpt2", **changes):
+def make(architecture="gpt2", vocabulary_size=V, **changes):
     fields = {"max_positions": 12, "window_length": W, **COMMON, **ARCHITECTURES[architecture], **changes}
-    model = Model(PretrainedConfig(architecture=architecture, **fields), V)
+    model = Model(PretrainedConfig(architecture=architecture, **fields), vocabulary_size)
     # Larger than they begin, so that everything counts.
     noise = np.random.default_rng(1)
     params = model.init(jax.random.key(0))
@@ -121,6 +122,12 @@ def test_how_long_segments_are_does_not_matter():
     model, params = make(**RECURRENT, overlap=3)
     whole = losses_by_windows(model, params, windows=4)
     np.testing.assert_allclose(losses_by_windows(model, params, windows=1), whole, atol=1e-5)
+
+
+def test_summaries_can_be_exchanged():
+    model, params = make(vocabulary_size=ways.V, **RECURRENT, window_length=ways.W)
+    assert set(model.config.parts(ways.begin(model, params, 1))) == {"window_summary"}
+    ways.check_parts(model, params)
 
 
 def test_hidden_vectors_give_the_same_losses():

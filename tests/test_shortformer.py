@@ -14,6 +14,7 @@ from ways import (
     begin,
     check_documents,
     check_lanes,
+    check_parts,
     check_segments,
     check_token_by_token,
     read,
@@ -133,6 +134,10 @@ def test_lanes_decode_independently():
 @pytest.mark.parametrize("name", ["longer cache", "baseline"])
 def test_a_book_in_segments_is_the_book(name):
     check_segments(*make(name))
+
+
+def test_caches_can_be_exchanged():
+    check_parts(*make("longer cache"))
 
 
 @pytest.mark.parametrize("name", ["shortformer", "longer cache"])

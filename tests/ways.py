@@ -103,3 +103,18 @@ def check_documents(model, params):
         expected, alone_carry = read(model, params, alone, begin(model, params, 2), starts(2, 6))
         assert_same(together[lane, first:last], expected[0, : last - first])
     return carry, alone_carry
+
+
+def check_parts(model, params):
+    """A carry with all parts of another one is that one, at whatever places of their documents both are."""
+    config, next_tokens, next_starts = model.config, tokens_of(2, 4, seed=3), starts(2, 4, (1, 2))
+    # Numbers of blocks for which other checks compile programs.
+    _, here = read(model, params, tokens_of(2, 8), begin(model, params, 2), starts(2, 8))
+    _, there = read(model, params, tokens_of(2, 4, seed=1), begin(model, params, 2), starts(2, 4))
+    _, there = read(model, params, tokens_of(2, 1, seed=2), there, starts(2, 1))
+    for other in (here, there, begin(model, params, 2)):
+        exchanged = config.with_parts(here, config.parts(other))
+        expected, after = read(model, params, next_tokens, other, next_starts)
+        logits, exchanged = read(model, params, next_tokens, exchanged, next_starts)
+        assert_same(logits, expected)
+        assert_same(config.parts(exchanged), config.parts(after))

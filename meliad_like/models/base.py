@@ -119,6 +119,20 @@ class ModelConfig:
         """The logical axes of each array of a carry, from the first axis; axes not listed are not sharded."""
         return jax.tree.map(lambda _: ("lanes",), carry)
 
+    def parts(self, carry: Any) -> dict[str, Any]:
+        """What a carry for segments remembers, by part: `window`, which is the cache of the window's attention, and the
+        memories of mechanisms by their names.
+
+        Each part includes the number of tokens of its document that it has read. So it can be exchanged for the same
+        part of any other carry; that of a carry before its first token is empty.
+        """
+        return {"window": carry} if jax.tree.leaves(carry.layers) else {}
+
+    def with_parts(self, carry: Any, parts: dict[str, Any]) -> Any:
+        """The carry with these parts instead of its own."""
+        (carry,) = parts.values() or (carry,)
+        return carry
+
     def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
         """The config of the same model for reading independent sequences of this number of tokens.
 

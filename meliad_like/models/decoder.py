@@ -5,7 +5,7 @@ Block-Recurrent Transformers, section 3; block feedback, appendix E.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,9 @@ from meliad_like.mechanisms.base import (
 )
 from meliad_like.mechanisms.positions import POSITIONS, T5, NoPosition, Position, PositionConfig
 from meliad_like.mechanisms.sliding_window import SlidingWindow
-from meliad_like.mechanisms.token_heads import TokenCache, TokenHeads
+from meliad_like.mechanisms.token_heads import TokenHeads
 from meliad_like.models.base import MODELS, ModelConfig
+from meliad_like.models.decoder_carry import LayerCarry, parts_of, with_parts
 from meliad_like.models.skeleton import DecoderCarry, Layer, Skeleton
 from meliad_like.registry import kind_field, resumable, size
 from meliad_like.validation import check_not_negative
@@ -154,23 +155,21 @@ class DecoderConfig(ModelConfig):
     def carry_axes(self, carry: DecoderCarry) -> DecoderCarry:
         axes = {MECHANISMS.name_of(kind): kind.carry_axes for kind in self.mechanisms}
 
-        def of_layer(layer: "LayerCarry") -> "LayerCarry":
+        def of_layer(layer: LayerCarry) -> LayerCarry:
             mechanisms = {name: jax.tree.map(lambda _, n=name: axes[n], one) for name, one in layer.mechanisms.items()}
-            return LayerCarry(jax.tree.map(lambda _: ("lanes",), layer.tokens), mechanisms)
+            tokens, positions = jax.tree.map(lambda _: ("lanes",), (layer.tokens, layer.positions))
+            return LayerCarry(tokens, mechanisms, positions)
 
         return DecoderCarry(("lanes",), [of_layer(layer) for layer in carry.layers])  # type: ignore[arg-type]
 
+    def parts(self, carry: DecoderCarry) -> dict[str, Any]:
+        return parts_of(carry)
+
+    def with_parts(self, carry: DecoderCarry, parts: dict[str, Any]) -> DecoderCarry:
+        return with_parts(carry, parts)
+
     def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> "Decoder":
         return Decoder(self, vocabulary_size, rngs=rngs)
-
-
-class LayerCarry(NamedTuple):
-    """The carry of one layer."""
-
-    tokens: TokenCache | None
-    """The keys and values of the last window of tokens; None if no mechanism sees the block before."""
-    mechanisms: dict[str, Any]
-    """The carry of each mechanism, by name."""
 
 
 class DecoderLayer(Layer):
@@ -219,8 +218,14 @@ class DecoderLayer(Layer):
         return self._each("begin_segment", carry)
 
     def begin_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
-        carry = self._each("begin_block", carry, position == 0, self.heads.plain(carry.tokens))
-        return carry._replace(tokens=self.heads.begin_block(carry.tokens))
+        cache, begun = self.heads.plain(carry.tokens), {}
+        for name in self.names:
+            own = self._own_positions(carry, name, position[:, None])
+            begun[name] = self.mechanisms[name].begin_block(carry.mechanisms[name], own[:, 0] == 0, cache)
+        return carry._replace(tokens=self.heads.begin_block(carry.tokens), mechanisms=begun)
+
+    def _own_positions(self, carry: LayerCarry, name: str, positions: Int[Array, "b c"]) -> Int[Array, "b c"]:
+        return carry.own_positions(name, positions, self.config.window_length)
 
     def end_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
         return self._each("end_block", carry, self.heads.plain(carry.tokens), position)
@@ -282,20 +287,23 @@ class DecoderLayer(Layer):
         x, summaries = without_summaries(x, positions.shape[1], self.config.window_length)
         normed = self._normed(x, keys[0])
         tile, cache = self.heads.tile(normed, carry.tokens, positions)
-        tokens, mixed, carries = SegmentTokens(normed, tile, positions, shared), [], {}
+        own_positions = {name: self._own_positions(carry, name, positions) for name in self.names}
+        tokens = {name: SegmentTokens(normed, tile, own_positions[name], shared) for name in self.names}
+        mixed, carries = [], {}
         for name, key in zip(self.names, keys[2:], strict=True):
             if name == self.closing:
                 continue
             with jax.named_scope(name):
-                own, carries[name] = self.mechanisms[name](tokens, carry.mechanisms[name], key)
+                own, carries[name] = self.mechanisms[name](tokens[name], carry.mechanisms[name], key)
             mixed = self.mechanisms[name].combine(mixed, own)
         if (name := self.closing) is None:
             x = self._finish(x, rearrange(merge_heads(*mixed), "b c w i -> b (c w) i"), keys[1])
         else:
             with jax.named_scope(name):
-                arguments = x, summaries, tokens, mixed, carry.mechanisms[name], keys[1]
+                arguments = x, summaries, tokens[name], mixed, carry.mechanisms[name], keys[1]
                 x, summaries, carries[name] = self.mechanisms[name].close(self._parts(), *arguments)
-        return with_summaries(x, summaries), LayerCarry(cache, carries)
+        read = {name: own_positions[name][:, -1] + self.config.window_length for name in carry.positions}
+        return with_summaries(x, summaries), LayerCarry(cache, carries, read)
 
     def decode_step(
         self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"], shared: dict[str, Any]

@@ -141,6 +141,9 @@ class PretrainedConfig(ModelConfig):
         """The window up to the token, without the vectors of a recurrence."""
         return np.minimum(self.offset(position) + 1, self.sliding_window or self.window_length)
 
+    def parts(self, carry: Any) -> dict[str, Any]:
+        return {WINDOW_MECHANISMS.name_of(self.summary): carry} if self.summary else {}
+
     @property
     def wavelengths(self) -> Float[np.ndarray, " half"]:
         """`llama`: the scaled wavelengths of the rotary embedding, over 2 pi."""
