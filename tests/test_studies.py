@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from study_runs import DOCUMENTS, Page, assert_safe, one_device, request, runs
 
+from meliad_like.config import with_changes
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.studies import clear_state, compare, context_curve, gates
+from meliad_like.models.model import Model
+from meliad_like.studies import compare, context_curve, gates, memory_use
 from meliad_like.studies.readings import choose, open_subject, read
 
 __all__ = ["one_device", "runs"]  # fixtures
@@ -74,18 +76,46 @@ def test_the_text_of_a_page_is_the_document(compared):
         assert bits.sum() / 100 == pytest.approx(numbers[column][: numbers["lengths"][0]].sum(), abs=0.005 * units)
 
 
-def test_cleared_and_kept_differ_from_the_second_segment_on(runs, tmp_path):
-    clear_state.run(request(runs("fixed_skip"), tmp_path, clear_every=32))
+def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
+    memory_use.run(request(runs("fixed_skip"), tmp_path, every=32, kind=("shuffled", "cleared")))
     saved = json.loads((tmp_path / "summary.json").read_text())
-    assert saved["largest_difference_in_the_first_segment_nats"] == 0
-    assert saved["other"]["segment"] == 32 and saved["other"]["label"] == "states cleared every 32 tokens"
-    numbers = np.load(tmp_path / "tokens.npz")
-    starts = np.cumsum(numbers["lengths"]) - numbers["lengths"]
-    for start, length in zip(starts, numbers["lengths"], strict=True):
-        # Token 33 is the first whose prediction follows a cleared state.
-        gains = (numbers["other_bits"] - numbers["first_bits"])[start : start + length]
-        assert not gains[:33].any() and np.count_nonzero(gains[33:]) > 0.9 * (length - 33)
-    assert_safe(Page(tmp_path))
+    assert saved["parts"] == ["recurrent_states"] and saved["largest_difference_before_nats"] < 1e-5
+    subject = open_subject(runs("fixed_skip"))
+    chosen = choose([subject], request(runs("fixed_skip"), ""))
+    segments = {"data.segment_length": 32, "data.tokens_per_step": 256}
+    losses = []
+    for model in (subject.run.model, subject.run.model.cleared()):
+        run = with_changes(subject.run, segments | {"model": model})
+        opened = subject.opened._replace(run=run, model=Model(model, subject.opened.vocabulary.size))
+        losses.append(read(subject._replace(opened=opened), chosen).losses)
+    gains = [(cleared - kept) / np.log(2) for kept, cleared in zip(*losses, strict=True)]
+    since = np.concatenate([np.arange(32, gain.size) % 32 for gain in gains])
+    gains = np.concatenate([gain[32:] for gain in gains])
+    [total] = [row for row in saved["total"] if row["kind"] == "cleared"]
+    assert total["tokens"] == gains.size and total["cost"] == pytest.approx(gains.mean(), abs=1e-6)
+    assert total["low"] is None  # of three documents
+    rows = [row for row in csv.DictReader((tmp_path / "use.csv").open(newline="")) if row["kind"] == "cleared"]
+    assert [int(row["start"]) for row in rows] == [*range(32)]
+    expected = np.bincount(since, gains) / np.bincount(since)
+    np.testing.assert_allclose([float(row["cost"]) for row in rows], expected, atol=1e-5)
+    shuffled, cleared, contrast = (row["cost"] for row in saved["total"])
+    assert contrast == pytest.approx(shuffled - cleared)
+    page = Page(tmp_path)
+    assert_safe(page)
+    assert "test, 3 documents" in page.text and "another document's memory" in page.text.lower()
+    assert "| shuffled | " in (tmp_path / "use.md").read_text()
+
+
+def test_intervals_of_costs_are_over_documents():
+    kept = [np.zeros(9)] * 5
+    after = [np.log(2) * np.r_[np.zeros(3), np.full(6, bits)] for bits in (1, 1, 1, 1, 1)]
+    rows = memory_use.Use(3, kept, {"cleared": after}).costs(np.array([0, 1, 3]))
+    assert rows["tokens"].tolist() == [10, 20]
+    for name in ("cost", "low", "high"):
+        np.testing.assert_allclose(rows[name], [1, 1])
+    after[0] = 3 * after[0]
+    [row] = memory_use.Use(3, kept, {"cleared": after}).costs(np.array([0, 3])).to_dict("records")
+    assert row["cost"] == pytest.approx(1.4) and row["low"] == pytest.approx(1) and row["high"] > 1.7
 
 
 def test_curves_by_position():
@@ -122,12 +152,22 @@ def test_missing_things_are_named(runs, tmp_path):
         compare.run(request(first, tmp_path))
     with pytest.raises(UserError, match="--document=none is not in test, which has 3: "):
         compare.run(request(first, tmp_path, other=(first,), document=("none",)))
-    with pytest.raises(UserError, match="--clear_every=40 must be a multiple of the window, 16 tokens"):
-        clear_state.run(request(first, tmp_path, clear_every=40))
-    with pytest.raises(UserError, match="--clear_every=1600: none of the documents is longer"):
-        clear_state.run(request(first, tmp_path, clear_every=1600))
-    with pytest.raises(UserError, match="clear_state: the model of .*slide_12l.* has no states to clear"):
-        clear_state.run(request(runs("slide_12l"), tmp_path))
+    with pytest.raises(UserError, match="--every=40 must be a multiple of the window, 16 tokens"):
+        memory_use.run(request(first, tmp_path, every=40))
+    with pytest.raises(UserError, match="--every=1600: none of the documents is longer"):
+        memory_use.run(request(first, tmp_path, every=1600))
+    with pytest.raises(UserError, match="--part=melodi: the model of .* carries window and recurrent_states"):
+        memory_use.run(request(first, tmp_path, part=("melodi",)))
+    with pytest.raises(UserError, match="--kind=shuffled needs two documents"):
+        memory_use.run(request(first, tmp_path, document=("two",)))
+    with pytest.raises(
+        UserError, match="what the model of .* remembers depends on where segments end: change clear_st"
+    ):
+        memory_use.run(request(first, tmp_path, gin_param=("RecurrentStates.clear_states = True",)))
+    with pytest.raises(
+        UserError, match="memory_use: the model of .* remembers nothing beyond its window: --part=window"
+    ):
+        memory_use.run(request(runs("slide_12l"), tmp_path))
     with pytest.raises(
         UserError, match="gates: the model of .*slide_12l.* has no states that pass from block to block"
     ):
@@ -144,7 +184,7 @@ def test_missing_things_are_named(runs, tmp_path):
     [
         (
             ["curve"],
-            "the first argument must be compare or clear_state or context_curve or gates or continuations or "
+            "the first argument must be compare or memory_use or context_curve or gates or continuations or "
             "memory_map, not 'curve'",
         ),
         (

@@ -9,6 +9,7 @@ With `clear_states` a model's states are reset at segment boundaries. Only then 
 length and on the number of lanes (with `whole_segments`, only on the segment length).
 """
 
+import dataclasses
 import functools
 import itertools
 import time
@@ -34,7 +35,7 @@ from meliad_like.mesh import carry_shardings, lane_sharding, lane_shards, replic
 from meliad_like.models.model import Model
 
 
-class _Losses(NamedTuple):
+class Losses(NamedTuple):
     """The losses of a segment of every lane, as the step returns them."""
 
     nats: Float[AnyArray, "b n"]
@@ -42,6 +43,20 @@ class _Losses(NamedTuple):
     counted: Bool[AnyArray, "b n"]
     document: Int[AnyArray, "b c"]
     position: Int[AnyArray, "b c"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How an evaluator reads the segments of its lanes; by default each at once."""
+
+    step: Callable[[Model, int, Any, Any, Batch], tuple[Any, Losses]]
+    """(model, loss_slice, parameters, carry, batch) -> the carry after a segment, and its losses."""
+    init_carry: Callable[[Any, int], Any] = lambda module, b: module.init_carry(b)
+    """(module, number of lanes) -> the carry before the first segment."""
+    carry_axes: Callable[[Model, Any], Any] = Model.carry_axes
+    """(model, carry) -> the logical axes of its arrays."""
+    repeats_windows: bool = True
+    """Whether segments have the tokens that overlapping windows repeat."""
 
 
 class Evaluator:
@@ -63,7 +78,7 @@ class Evaluator:
         max_tokens: int | None = None,
         loss_slice: int = 1024,
         whole_segments: bool = False,
-        decoding: bool = False,
+        way: Way | None = None,
         read: Callable[[Documents, int], Reader] | None = None,
     ):
         """
@@ -75,7 +90,7 @@ class Evaluator:
           loss_slice: number of tokens of a lane whose logits exist at the same time.
           whole_segments: every document begins at a segment boundary, so that `clear_states` resets the states at the
             same positions of every document.
-          decoding: predict one token after the other, as text is written; documents must begin at segment boundaries.
+          way: how segments are read, such as `TOKEN_BY_TOKEN`; None: each at once.
           read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order. The
             report marks results of a reader whose attribute `leaks_the_future` is true.
         """
@@ -92,13 +107,14 @@ class Evaluator:
         self._targets = np.maximum(self._split.lengths - 1, 0)
         self._starts = np.cumsum(self._targets) - self._targets
         self._counted = _counted(self._split)
+        way = way or SEGMENTS
         blocks = -(-self._targets // window)
         shards = lane_shards(mesh)
         # More lanes would only wait for the longest document.
         useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
         num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
         if read is None:
-            lengths, overlap = (segment_length, window), 0 if decoding else model.config.overlap
+            lengths, overlap = (segment_length, window), model.config.overlap if way.repeats_windows else 0
             order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": whole_segments}
             self._reader = LanesReader(self._split, num_lanes, *lengths, overlap=overlap, **order)
         else:
@@ -108,16 +124,14 @@ class Evaluator:
         self._lanes = lane_sharding(mesh, self.num_lanes)
 
         def init_carry(params):
-            return model.bind(params).init_carry(self.num_lanes, decoding=decoding)
+            return way.init_carry(model.bind(params), self.num_lanes)
 
-        carry = carry_shardings(
-            mesh, self.num_lanes, model.carry_axes(jax.eval_shape(init_carry, model.abstract_params))
-        )
+        axes = way.carry_axes(model, jax.eval_shape(init_carry, model.abstract_params))
+        carry = carry_shardings(mesh, self.num_lanes, axes)
         self._init_carry = jax.jit(init_carry, out_shardings=carry)
-        step = decoding_step if decoding else evaluation_step
         # Every host needs the losses of all lanes, which are small compared with the logits.
         self._step = jax.jit(
-            functools.partial(step, model, loss_slice), donate_argnums=1, out_shardings=(carry, replicated(mesh))
+            functools.partial(way.step, model, loss_slice), donate_argnums=1, out_shardings=(carry, replicated(mesh))
         )
         self._compiled: jax.stages.Compiled | None = None
 
@@ -174,7 +188,7 @@ class Evaluator:
         total, done = int(self._counted.sum()), 0
         nats, (correct, seen) = np.zeros(len(self._counted), np.float32), np.zeros((2, len(self._counted)), bool)
 
-        def fetch(losses: _Losses) -> None:
+        def fetch(losses: Losses) -> None:
             nonlocal done
             losses = jax.device_get(losses)
             # Overlapping windows begin at any position.
@@ -245,13 +259,13 @@ def make_evaluator(
     )
 
 
-def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _Losses]:
+def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
     """Reads a segment. Returns the carry after it, and the loss of every target."""
     losses, carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=loss_slice)
-    return carry, _Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
+    return carry, Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
 
 
-def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, _Losses]:
+def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
     """Does the same as `evaluation_step`, one token after the other; documents begin with a segment."""
     module = model.bind(params)
     fresh, begins = module.init_carry(len(batch.start), decoding=True), batch.start[:, 0]
@@ -264,4 +278,9 @@ def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -
         return carry, (jax.nn.logsumexp(logits, axis=-1) - target_logits, jnp.argmax(logits, axis=-1) == target)
 
     carry, (nats, correct) = jax.lax.scan(one_token, carry, (batch.inputs.T, batch.targets.T))
-    return carry, _Losses(nats.T, correct.T, batch.loss_mask, batch.document, batch.position)
+    return carry, Losses(nats.T, correct.T, batch.loss_mask, batch.document, batch.position)
+
+
+SEGMENTS = Way(evaluation_step)
+TOKEN_BY_TOKEN = Way(decoding_step, lambda module, b: module.init_carry(b, decoding=True), repeats_windows=False)
+"""One token after the other, as text is written; documents must begin at segment boundaries."""

@@ -1,7 +1,7 @@
 """Studies of trained models, each a page and its numbers in a folder.
 
     meliad_like studies compare --checkpoint=DIR --other=DIR --output=DIR
-    meliad_like studies clear_state --checkpoint=DIR --output=DIR [--clear_every=4096]
+    meliad_like studies memory_use --checkpoint=DIR --output=DIR [--every=4096]
     meliad_like studies context_curve --checkpoint=DIR [--other=DIR ...] --output=DIR
     meliad_like studies gates --checkpoint=DIR --output=DIR
     meliad_like studies continuations --checkpoint=DIR [--other=DIR ...] --output=DIR
@@ -15,12 +15,18 @@ from pathlib import Path
 
 from meliad_like.command_line import Command
 
-STUDIES = ("compare", "clear_state", "context_curve", "gates", "continuations", "memory_map")
+STUDIES = ("compare", "memory_use", "context_curve", "gates", "continuations", "memory_map")
+
+KINDS = ("shuffled", "earlier", "cleared", "frozen")
+"""The interventions of memory_use, as in `meliad_like/evaluation/interventions.py`, whose import takes seconds."""
+
+ALL_DOCUMENTS = ("context_curve", "memory_map", "memory_use")
+"""The studies that read all documents by default, because their figures are means over documents."""
 
 USED_BY = {
     **dict.fromkeys(("other", "other_step"), ("compare", "context_curve", "continuations")),
-    **dict.fromkeys(("unit", "top"), ("compare", "clear_state")),
-    "clear_every": ("clear_state",),
+    **dict.fromkeys(("unit", "top"), ("compare",)),
+    **dict.fromkeys(("kind", "part", "every"), ("memory_use",)),
     **dict.fromkeys(("context_tokens", "num_contexts", "num_tokens"), ("continuations",)),
 }
 """The flags that not all studies have."""
@@ -45,14 +51,20 @@ COMMAND.multi_string("document", [], "Name of a document to read. Repeatable. De
 COMMAND.integer(
     "num_documents",
     None,
-    "Number of random documents, the same each time; 0: all. Default: 5; of context_curve and memory_map all.",
+    f"Number of random documents, the same each time; 0: all. Default: 5; of {', '.join(ALL_DOCUMENTS)} all.",
     lower_bound=0,
 )
 COMMAND.enum(
     "unit", "auto", ["auto", "word", "token"], "What losses are summed over. auto: words of bytes, otherwise tokens."
 )
 COMMAND.integer("top", 40, "Number of words or tokens of each document with the largest gains.", lower_bound=1)
-COMMAND.integer("clear_every", None, "Tokens between two clearings. Default: a segment.", lower_bound=1)
+COMMAND.multi_enum("kind", [*KINDS], KINDS, "What the memory is exchanged for. Repeatable. Default: each of them.")
+COMMAND.multi_string(
+    "part", [], "What is exchanged: window, or a mechanism by name. Repeatable. Default: all but the window."
+)
+COMMAND.integer(
+    "every", None, "Tokens from one intervention to the next, whole windows. Default: a segment.", lower_bound=1
+)
 COMMAND.integer("context_tokens", None, "Length of a context, whole windows. Default: a window.", lower_bound=1)
 COMMAND.integer("num_contexts", 3, "Most contexts in each document.", lower_bound=1)
 COMMAND.integer("num_tokens", 100, "Number of tokens to write after each context.", lower_bound=2)
@@ -63,7 +75,7 @@ def main(study: str) -> None:
     from meliad_like.studies.readings import StudyRequest
 
     values = {name: COMMAND.flags[name].value for name in StudyRequest._fields}
-    if values["num_documents"] is None and study not in ("context_curve", "memory_map"):
+    if values["num_documents"] is None and study not in ALL_DOCUMENTS:
         values["num_documents"] = 5
     output = Path(values["output"])
     output.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ model pays.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -32,9 +32,7 @@ def run(request: StudyRequest) -> None:
         raise UserError("compare needs one other model: --other=DIR, or --gin_param=... for the same one's settings")
     first, other = subjects = open_compared(request)
     chosen = choose(subjects, request)
-    write_comparison(
-        request, chosen, read(first, chosen), read(other, chosen), f"{first.label} against {other.label}", {}
-    )
+    _write(request, chosen, read(first, chosen), read(other, chosen), f"{first.label} against {other.label}")
 
 
 class ReadDocument(NamedTuple):
@@ -93,24 +91,8 @@ def compare(first: Reading, other: Reading, chosen: Chosen, unit: str, segment: 
     return documents
 
 
-def write_comparison(
-    request: StudyRequest,
-    chosen: Chosen,
-    first: Reading,
-    other: Reading,
-    title: str,
-    details: Mapping[str, Any],
-    template: str = "compare.html",
-    clear_every: int = 0,
-    **more: Any,
-) -> None:
-    """Writes `index.html`, `summary.json`, `top.csv` and `tokens.npz`.
-
-    Args:
-      details: further entries of summary.json.
-      template: of the page, with what it needs in `more`.
-      clear_every: charts along a document have a vertical line after each such number of tokens, if not 0.
-    """
+def _write(request: StudyRequest, chosen: Chosen, first: Reading, other: Reading, title: str) -> None:
+    """Writes `index.html`, `summary.json`, `top.csv` and `tokens.npz`."""
     bytewise = isinstance(first.subject.run.vocabulary, BytesVocabularyConfig)
     unit = request.unit if request.unit != "auto" else "word" if bytewise else "token"
     window, segment = other.subject.run.model.window_length, first.subject.run.data.segment_length
@@ -124,7 +106,7 @@ def write_comparison(
     by_document = pd.DataFrame(bits, columns=["name", "tokens", *_BITS])
     _write_arrays(request, documents, top)
     saved = {"title": title, "first": first.details(), "other": other.details(), "top": request.top}
-    saved |= {**settings, **details, "documents": by_document.to_dict("records")}
+    saved |= {**settings, "documents": by_document.to_dict("records")}
     saved |= {f"by_{by}": g.rename_axis("label").reset_index().to_dict("records") for by, g in groups.items()}
     saved |= {f"top_by_{by}": top[by].value_counts().to_dict() for by in ("category", "place")}
     chosen.write_summary(request.output, saved)
@@ -133,7 +115,7 @@ def write_comparison(
     changed = [(name, *map(str, values)) for name, values in differences(run, other_run).items()]
     write_page(
         request.output / "index.html",
-        template,
+        "compare.html",
         title=title,
         first=first,
         other=other,
@@ -141,7 +123,7 @@ def write_comparison(
         better=(gains > 0.005).mean(),
         worse=(gains < -0.005).mean(),
         parts=[
-            {"charts": _charts(document, clear_every), "gains": [*gained.itertuples()], "losses": [*lost.itertuples()]}
+            {"charts": _charts(document), "gains": [*gained.itertuples()], "losses": [*lost.itertuples()]}
             for document, gained, lost in zip(documents, best, worst, strict=True)
         ],
         place_names=PLACES,
@@ -152,7 +134,6 @@ def write_comparison(
         by_document=_document_table(by_document),
         differences=Table("", ("where their settings differ", "first", "other"), changed),
         **settings,
-        **more,
     )
 
 
@@ -171,14 +152,13 @@ def _write_arrays(request: StudyRequest, documents: Sequence[ReadDocument], top:
     top.assign(document=top["document"].map(names)).to_csv(request.output / "top.csv", index=False)
 
 
-def _charts(document: ReadDocument, clear_every: int) -> list[Chart]:
+def _charts(document: ReadDocument) -> list[Chart]:
     """The gains along a document (Figure 4)."""
     gains = document.other - document.first
     starts = np.arange(0, len(gains), -(-len(gains) // MAX_INTERVALS))
     lowest, highest, sums = (function.reduceat(gains, starts) for function in (np.minimum, np.maximum, np.add))
     edges = np.append(starts, len(gains))
     among = f"of {edges[1]:,} tokens"
-    marks = [*range(clear_every, len(gains) - 1, clear_every)] if clear_every else []
     spread = Chart(
         title="Gain by token",
         x_label="token",
@@ -189,7 +169,6 @@ def _charts(document: ReadDocument, clear_every: int) -> list[Chart]:
         ],
         caption="Above zero the first model predicted better. Click or tap to read the text there; the violet "
         "stripe is the page that is open.",
-        marks=marks,
         document=document.index,
     )
     total = Chart(
@@ -197,7 +176,6 @@ def _charts(document: ReadDocument, clear_every: int) -> list[Chart]:
         x_label="token",
         y_label="sum of the gains, bits",
         series=[Series("", edges, np.append(0, sums.cumsum()))],
-        marks=marks,
         document=document.index,
     )
     return [spread, total]

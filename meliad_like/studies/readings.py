@@ -36,7 +36,9 @@ class StudyRequest(NamedTuple):
     """None: all, if no `document` is named."""
     unit: str
     top: int
-    clear_every: int | None
+    kind: Sequence[str]
+    part: Sequence[str]
+    every: int | None
     context_tokens: int | None
     num_contexts: int
     num_tokens: int

@@ -1,0 +1,153 @@
+"""Losses after what a model remembers has been exchanged, for studies.
+
+Documents are read twice in segments of equal length. The first reading is never disturbed. In the second, whose losses
+count, the memory is exchanged at the beginning of every segment but a document's first; what comes instead is a memory
+of the first reading, or an empty one. What is not exchanged, such as the window, stays that of the second reading. So
+the loss of a token shows what the exchange costs at this distance.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int
+
+from meliad_like.config import RunConfig
+from meliad_like.data.batch import Batch
+from meliad_like.data.readers import LanesReader
+from meliad_like.data.split import Documents
+from meliad_like.evaluation.perplexity import Evaluator, Losses, Way
+from meliad_like.layers.lanes import choose_lanes, take_lanes
+from meliad_like.mesh import lane_shards
+from meliad_like.models.model import Model
+
+
+class Readings(NamedTuple):
+    """The carries of both readings."""
+
+    disturbed: Any
+    """Of the second reading."""
+    now: Any
+    """Of the first reading, after the last whole block of a lane's document, also where another document follows."""
+    earlier: Any
+    """Of the first reading, where the segment before began; empty where the document began there."""
+
+
+class Kind(NamedTuple):
+    """A kind of intervention."""
+
+    description: str
+    memory: Callable[[Readings, Any, Any], Any]
+    """(readings, carry here, empty carry) -> the carry whose parts become the memory."""
+    frozen: bool = False
+    """Whether nothing is written to the memory up to the end of the segment."""
+
+
+KINDS = {
+    "shuffled": Kind(
+        "the memory of another document, of the one that the next lane has read last",
+        lambda readings, here, empty: take_lanes(readings.now, next_lanes(readings.now.position > 0)),
+    ),
+    "earlier": Kind(
+        "the memory of the same document where the segment before began, which lacks what was read since",
+        lambda readings, here, empty: readings.earlier,
+    ),
+    "cleared": Kind("an empty memory, as before a document", lambda readings, here, empty: empty),
+    "frozen": Kind("its own memory, to which nothing is written any more", lambda readings, here, empty: here, True),
+}
+
+
+def next_lanes(filled: Bool[Array, " b"]) -> Int[Array, " b"]:
+    """For each lane the next other lane, cyclically, that is `filled`; if none is, the next one."""
+    b = len(filled)
+    others = (jnp.arange(b)[:, None] + jnp.arange(1, max(b, 2))) % b
+    return jnp.take_along_axis(others, jnp.argmax(filled[others], axis=1)[:, None], axis=1)[:, 0]
+
+
+def losses_after(
+    run: RunConfig,
+    model: Model,
+    params: Any,
+    documents: Documents,
+    mesh: Mesh,
+    kind: str,
+    parts: Sequence[str],
+    every: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[np.ndarray]:
+    """The loss of every target in nats, by document; up to target `every` of a document nothing is changed.
+
+    Args:
+        run: of the model, with the number of lanes and the length of slices.
+        documents: to be read, each of them longer than `every`; at least two if they are `shuffled`.
+        kind: of KINDS.
+        parts: of the carry that are exchanged (`ModelConfig.parts`).
+        every: tokens from one intervention to the next, whole windows.
+        on_progress: as of `Evaluator`.
+    """
+    window, shards = model.config.window_length, lane_shards(mesh)
+    # The evaluator has fewer lanes if documents are of unequal lengths; here the others' memories are needed.
+    lanes = -(-min(max(run.data.num_lanes, 2), len(documents.lengths)) // shards) * shards
+
+    def reader(documents: Documents, _: int) -> LanesReader:
+        order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": True}
+        return LanesReader(documents, lanes, every, window, **order)
+
+    step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
+    way = Way(step, partial(_begin, model), lambda model, state: Readings(*map(model.carry_axes, state)))
+    slices = {"max_lanes": lanes, "loss_slice": run.training.loss_slice}
+    evaluator = Evaluator(model, documents, mesh, name=kind, segment_length=every, way=way, read=reader, **slices)
+    return evaluator.token_losses(params, on_progress)
+
+
+def _begin(model: Model, module: Any, b: int) -> Readings:
+    return Readings(*(_empty(model, module, b) for _ in Readings._fields))
+
+
+def _empty(model: Model, module: Any, b: int) -> Any:
+    """The carry before the first token, in the form with the parts' own positions."""
+    carry = module.init_carry(b)
+    return model.config.with_parts(carry, model.config.parts(carry))
+
+
+def _step(
+    kind: Kind,
+    names: Sequence[str],
+    lengths: Int[np.ndarray, " documents"],
+    model: Model,
+    loss_slice: int,
+    params: Any,
+    readings: Readings,
+    batch: Batch,
+) -> tuple[Readings, Losses]:
+    """Reads a segment of every lane twice, block by block: undisturbed, and after the exchange."""
+    module, config = model.bind(params), model.config
+    begins = batch.start[:, 0]
+
+    def with_memory(carry, source):
+        """The carry with the memory of another one, except for documents that begin here."""
+        parts = config.parts(source)
+        return choose_lanes(begins, carry, config.with_parts(carry, {name: parts[name] for name in names}))
+
+    empty = _empty(model, module, len(begins))
+    here = choose_lanes(begins, empty, readings.now)
+    changed = with_memory(readings.disturbed, kind.memory(readings, here, empty))
+    # The last block of a document may end in padding, which must not become the memory of another document.
+    whole = (batch.document >= 0) & (batch.position + config.window_length < jnp.asarray(lengths)[batch.document])
+
+    def read(carries, block):
+        own, disturbed = carries
+        inputs, targets, start, whole = block
+        losses, after = module.losses(inputs, targets, disturbed, start[:, None], slice_length=loss_slice)
+        after = with_memory(after, disturbed) if kind.frozen else after
+        return (choose_lanes(whole, module(inputs, own, start[:, None])[1], own), after), losses
+
+    tokens = (rearrange(x, "b (c w) -> c b w", c=batch.start.shape[1]) for x in (batch.inputs, batch.targets))
+    (now, disturbed), losses = jax.lax.scan(read, (readings.now, changed), (*tokens, batch.start.T, whole.T))
+    nats, correct = (rearrange(x, "c b w -> b (c w)") for x in losses)
+    return Readings(disturbed, now, here), Losses(nats, correct, batch.loss_mask, batch.document, batch.position)
