@@ -125,6 +125,7 @@ def test_documents_know_nothing_of_each_other(name):
     check_documents(*make(name))
 
 
+@pytest.mark.exhaustive
 @of_each_mechanism
 def test_memories_can_be_exchanged(name):
     check_parts(*make(name))

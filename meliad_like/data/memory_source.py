@@ -163,8 +163,8 @@ class MemoryTasksSource(SourceConfig):
         check_positive(self, counts)
         if unknown := set(self.tasks) - set(TASKS):
             raise UserError(f"MemoryTasksSource.tasks names {min(unknown)!r}; the tasks are {', '.join(TASKS)}")
-        if not self.items or not all(1 <= number <= len(KEYS) for number in self.items):
-            raise UserError(f"MemoryTasksSource.items={self.items} must be numbers from 1 to {len(KEYS)}")
+        if not self.items or not all(1 <= number < len(KEYS) for number in self.items):
+            raise UserError(f"MemoryTasksSource.items={self.items} must be numbers from 1 to {len(KEYS) - 1}")
         if self.block_length % 2:
             raise UserError(f"MemoryTasksSource.block_length={self.block_length} must be even")
         if not any(0 <= distance <= self.trained_distance for distance in self.distances):

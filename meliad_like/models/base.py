@@ -23,6 +23,21 @@ ActivationDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layers"]
 
 
+def _resumed(old: Any, new: Any) -> Any:
+    """The old config with those fields of the new one that may change, also of mechanisms and other configs in it."""
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        return tuple(map(_resumed, old, new))
+    if not dataclasses.is_dataclass(old) or type(old) is not type(new):
+        return old
+    fields = {}
+    for field in dataclasses.fields(old):
+        ours, theirs = getattr(new, field.name), getattr(old, field.name)
+        # The metadata says when a field may change: that of kinds, such as mechanisms, may say never.
+        may_change = field.metadata.get("resumable", lambda old, new: False)
+        fields[field.name] = ours if may_change(old, new) else _resumed(theirs, ours)
+    return dataclasses.replace(old, **fields)  # type: ignore[type-var]
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The sizes of a stack of layers, and the properties of a model that the rest of the package asks for."""
@@ -74,11 +89,8 @@ class ModelConfig:
         """Whether training may start from the parameters of a model with the other config."""
         if type(self) is not type(other):
             return False
-        # The metadata says when a field may change: that of kinds, such as mechanisms, may say never.
-        may_change = ((field.name, field.metadata.get("resumable")) for field in dataclasses.fields(self))
-        free = [name for name, when in may_change if when is not None and when(other, self)]
-        same = {name: getattr(self, name) for name in ("activation_dtype", *free, *self.rates)}
-        return dataclasses.replace(other, **same) == self
+        same = {name: getattr(self, name) for name in ("activation_dtype", *self.rates)}
+        return dataclasses.replace(_resumed(other, self), **same) == self
 
     @property
     def needs_segments(self) -> bool:

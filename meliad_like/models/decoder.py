@@ -64,7 +64,7 @@ class DecoderConfig(ModelConfig):
     mask_empty_cache: bool = True
     """Whether the empty cache is masked for a document's first tokens. In the reference they attend to zeros."""
     scan_layers: bool = resumable(False)
-    """Whether consecutive layers of the same form are one `jax.lax.scan`, which compiles sooner. Decoding is not."""
+    """Whether consecutive layers of the same form are one `jax.lax.scan`, a smaller program. Decoding is not."""
 
     def __post_init__(self):
         super().__post_init__()

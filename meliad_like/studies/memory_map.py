@@ -50,7 +50,7 @@ def run(request: StudyRequest) -> None:
     details = subject.details() | {
         "operations per token (forward)": round(subject.opened.model.forward_flops_per_token),
         "bytes of memory per document": _carry_bytes(subject.opened.model),
-        "tokens that a layer sees": subject.run.model.window_length,
+        "window (tokens)": subject.run.model.window_length,
         "block of filler": source.block_length,
     }
     table = Table.of(totals, formats=dict.fromkeys(("capacity (bits)", "beyond a block (bits)"), ".1f"))
