@@ -98,6 +98,11 @@ def resumable(default: Any, when: Callable[[Any, Any], bool] = lambda old, new: 
     return dataclasses.field(default=default, metadata={"resumable": when})
 
 
+def may_change(field: dataclasses.Field, old: Any, new: Any) -> bool:
+    """Whether a field may differ between two configs of which the new one resumes the old one."""
+    return field.metadata.get("resumable", lambda old, new: False)(old, new)
+
+
 def size(default: Any, scales_as: ScalesAs) -> Any:
     """A dataclass field with a default, and the rule by which it shrinks."""
     return dataclasses.field(default=default, metadata={"scales_as": scales_as})

@@ -14,6 +14,7 @@ from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
+from meliad_like.studies import __main__
 
 W, C, V = 4, 2, 32
 LENGTHS = [31, 26, 18]
@@ -87,6 +88,10 @@ def by_a_plain_loop(kind, names):
             nats.append(losses[:number])
         results.append(np.concatenate(nats))
     return results
+
+
+def test_the_command_line_has_all_kinds():
+    assert tuple(KINDS) == __main__.KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)

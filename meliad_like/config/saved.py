@@ -11,7 +11,7 @@ from meliad_like.config import construction
 from meliad_like.config.bindings import Binding
 from meliad_like.config.run import RunConfig
 from meliad_like.errors import UserError
-from meliad_like.registry import bound_fields, bound_values
+from meliad_like.registry import bound_fields, bound_values, may_change
 from meliad_like.remote import write_whole
 from meliad_like.resumable import check_same, parse_json
 
@@ -75,7 +75,7 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path, flag: str = "--work
         ) from None
     changed = differences(saved, run)
     for name, field, _ in bound_fields(saved):
-        if name in changed and field.metadata.get("resumable", lambda old, new: False)(saved, run):
+        if name in changed and may_change(field, saved, run):
             del changed[name]
     old, new = ({name: values[i] for name, values in changed.items()} for i in (0, 1))
     check_same(path.parent, old, new, way_out=f"choose another {flag}")

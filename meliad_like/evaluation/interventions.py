@@ -31,11 +31,11 @@ class Readings(NamedTuple):
     """The carries of both readings."""
 
     disturbed: Any
-    """Of the second reading."""
+    """The carry of the second reading, whose memory is exchanged."""
     now: Any
-    """Of the first reading, after the last whole block of a lane's document, also where another document follows."""
+    """The carry of the first reading, after the last block that was read without padding."""
     earlier: Any
-    """Of the first reading, where the segment before began; empty where the document began there."""
+    """The carry of the first reading at the previous segment's beginning. It is empty if the document began there."""
 
 
 class Kind(NamedTuple):

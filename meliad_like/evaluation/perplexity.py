@@ -47,7 +47,7 @@ class Losses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How an evaluator reads the segments of its lanes; by default each at once."""
+    """How an evaluator reads the segments of its lanes."""
 
     step: Callable[[Model, int, Any, Any, Batch], tuple[Any, Losses]]
     """(model, loss_slice, parameters, carry, batch) -> the carry after a segment, and its losses."""
@@ -57,6 +57,34 @@ class Way:
     """(model, carry) -> the logical axes of its arrays."""
     repeats_windows: bool = True
     """Whether segments have the tokens that overlapping windows repeat."""
+
+
+def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
+    """Reads a segment. Returns the carry after it, and the loss of every target."""
+    losses, carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=loss_slice)
+    return carry, Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
+
+
+def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
+    """Does the same as `evaluation_step`, one token after the other; documents begin with a segment."""
+    module = model.bind(params)
+    fresh, begins = module.init_carry(len(batch.start), decoding=True), batch.start[:, 0]
+    carry = choose_lanes(begins, fresh, carry)
+
+    def one_token(carry, token):
+        inputs, target = token
+        logits, carry = module.decode_step(inputs, carry)
+        target_logits = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return carry, (jax.nn.logsumexp(logits, axis=-1) - target_logits, jnp.argmax(logits, axis=-1) == target)
+
+    carry, (nats, correct) = jax.lax.scan(one_token, carry, (batch.inputs.T, batch.targets.T))
+    return carry, Losses(nats.T, correct.T, batch.loss_mask, batch.document, batch.position)
+
+
+SEGMENTS = Way(evaluation_step)
+"""Each segment at once."""
+TOKEN_BY_TOKEN = Way(decoding_step, lambda module, b: module.init_carry(b, decoding=True), repeats_windows=False)
+"""One token after the other, as text is written; documents must begin at segment boundaries."""
 
 
 class Evaluator:
@@ -78,7 +106,7 @@ class Evaluator:
         max_tokens: int | None = None,
         loss_slice: int = 1024,
         whole_segments: bool = False,
-        way: Way | None = None,
+        way: Way = SEGMENTS,
         read: Callable[[Documents, int], Reader] | None = None,
     ):
         """
@@ -90,7 +118,7 @@ class Evaluator:
           loss_slice: number of tokens of a lane whose logits exist at the same time.
           whole_segments: every document begins at a segment boundary, so that `clear_states` resets the states at the
             same positions of every document.
-          way: how segments are read, such as `TOKEN_BY_TOKEN`; None: each at once.
+          way: how segments are read, such as `TOKEN_BY_TOKEN`.
           read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order. The
             report marks results of a reader whose attribute `leaks_the_future` is true.
         """
@@ -107,7 +135,6 @@ class Evaluator:
         self._targets = np.maximum(self._split.lengths - 1, 0)
         self._starts = np.cumsum(self._targets) - self._targets
         self._counted = _counted(self._split)
-        way = way or SEGMENTS
         blocks = -(-self._targets // window)
         shards = lane_shards(mesh)
         # More lanes would only wait for the longest document.
@@ -257,30 +284,3 @@ def make_evaluator(
         read=run.data.evaluation_reader(store, split, run.model.window_length),
         **others,
     )
-
-
-def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
-    """Reads a segment. Returns the carry after it, and the loss of every target."""
-    losses, carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=loss_slice)
-    return carry, Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
-
-
-def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
-    """Does the same as `evaluation_step`, one token after the other; documents begin with a segment."""
-    module = model.bind(params)
-    fresh, begins = module.init_carry(len(batch.start), decoding=True), batch.start[:, 0]
-    carry = choose_lanes(begins, fresh, carry)
-
-    def one_token(carry, token):
-        inputs, target = token
-        logits, carry = module.decode_step(inputs, carry)
-        target_logits = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        return carry, (jax.nn.logsumexp(logits, axis=-1) - target_logits, jnp.argmax(logits, axis=-1) == target)
-
-    carry, (nats, correct) = jax.lax.scan(one_token, carry, (batch.inputs.T, batch.targets.T))
-    return carry, Losses(nats.T, correct.T, batch.loss_mask, batch.document, batch.position)
-
-
-SEGMENTS = Way(evaluation_step)
-TOKEN_BY_TOKEN = Way(decoding_step, lambda module, b: module.init_carry(b, decoding=True), repeats_windows=False)
-"""One token after the other, as text is written; documents must begin at segment boundaries."""

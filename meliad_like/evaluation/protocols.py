@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
-from meliad_like.evaluation.perplexity import TOKEN_BY_TOKEN, Evaluator
+from meliad_like.evaluation.perplexity import SEGMENTS, TOKEN_BY_TOKEN, Evaluator
 from meliad_like.evaluation.scores import Score
 from meliad_like.mesh import lane_shards
 from meliad_like.models.model import Model
@@ -136,7 +136,7 @@ def evaluate(
         max_lanes=1,
         loss_slice=loss_slice,
         whole_segments=True,
-        way=TOKEN_BY_TOKEN if protocol == "token_by_token" else None,
+        way=TOKEN_BY_TOKEN if protocol == "token_by_token" else SEGMENTS,
         read=read,
     )(params, on_progress)
     visible = model.config.num_visible(context)

@@ -14,28 +14,30 @@ from jaxtyping import Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
-from meliad_like.registry import Registry, resumable, size
+from meliad_like.registry import Registry, may_change, resumable, size
 from meliad_like.validation import check_choices, check_positive, check_shares
 
 MODELS = Registry("model")
+
+WINDOW = "window"
+"""The part of a carry that is the cache of the window's attention (`ModelConfig.parts`)."""
 
 ActivationDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layers"]
 
 
 def _resumed(old: Any, new: Any) -> Any:
-    """The old config with those fields of the new one that may change, also of mechanisms and other configs in it."""
+    """The old config with the values of the new one where fields may change (`may_change`), also in the configs of
+    mechanisms and others within it."""
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
         return tuple(map(_resumed, old, new))
     if not dataclasses.is_dataclass(old) or type(old) is not type(new):
         return old
-    fields = {}
+    values = {}
     for field in dataclasses.fields(old):
-        ours, theirs = getattr(new, field.name), getattr(old, field.name)
-        # The metadata says when a field may change: that of kinds, such as mechanisms, may say never.
-        may_change = field.metadata.get("resumable", lambda old, new: False)
-        fields[field.name] = ours if may_change(old, new) else _resumed(theirs, ours)
-    return dataclasses.replace(old, **fields)  # type: ignore[type-var]
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        values[field.name] = after if may_change(field, old, new) else _resumed(before, after)
+    return dataclasses.replace(old, **values)  # type: ignore[type-var]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,7 @@ class ModelConfig:
         Each part includes the number of tokens of its document that it has read. So it can be exchanged for the same
         part of any other carry; that of a carry before its first token is empty.
         """
-        return {"window": carry} if jax.tree.leaves(carry.layers) else {}
+        return {WINDOW: carry} if jax.tree.leaves(carry.layers) else {}
 
     def with_parts(self, carry: Any, parts: dict[str, Any]) -> Any:
         """The carry with these parts instead of its own."""

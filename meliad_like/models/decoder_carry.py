@@ -8,9 +8,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from meliad_like.mechanisms.token_heads import TokenCache
+from meliad_like.models.base import WINDOW
 from meliad_like.models.skeleton import DecoderCarry
-
-WINDOW = "window"
 
 
 class LayerCarry(NamedTuple):

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from meliad_like.errors import UserError
 from meliad_like.evaluation.interventions import KINDS, losses_after
 from meliad_like.evaluation.report import with_progress
+from meliad_like.models.base import WINDOW
 from meliad_like.studies.context_curve import FEWEST_DOCUMENTS, RESAMPLES, Curves
 from meliad_like.studies.page import Chart, Series, write_page
 from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject, read
@@ -94,7 +95,7 @@ def run(request: StudyRequest) -> None:
     settings = {"every": every, "parts": parts, "largest_difference_before_nats": use.largest_before}
     frames = {"total": total, "by_distance": by_distance}
     # JSON has no NaN.
-    rows = {name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, frame in frames.items()}
+    rows = {name: frame.replace({math.nan: None}).to_dict("records") for name, frame in frames.items()}
     chosen.write_summary(request.output, {"model": kept.details(), **settings, **rows})
     write_page(
         request.output / "index.html",
@@ -128,9 +129,9 @@ def _parts(subject: Subject, request: StudyRequest) -> list[str]:
     found = list(model.config.parts(carry))
     if unknown := set(request.part) - set(found):
         raise UserError(f"--part={min(unknown)}: {name} carries {' and '.join(found) or 'nothing'}")
-    parts = list(request.part) or [part for part in found if part != "window"]
+    parts = list(request.part) or [part for part in found if part != WINDOW]
     if not parts:
-        way_out = ": --part=window exchanges that" if found else ""
+        way_out = f": --part={WINDOW} exchanges that" if found else ""
         raise UserError(f"memory_use: {name} remembers nothing beyond its window{way_out}")
     return parts
 
