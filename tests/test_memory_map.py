@@ -11,14 +11,24 @@ import pytest
 from study_runs import Page, assert_safe, one_device, request
 
 from meliad_like import config
-from meliad_like.data.memory_source import ANSWERS, FILLER, KEYS, PERMUTATIONS, TASKS, VALUES, Cell, MemoryTasksSource
+from meliad_like.data.memory_source import (
+    ANSWERS,
+    FILLER,
+    KEYS,
+    PAIRS,
+    PERMUTATIONS,
+    TASKS,
+    VALUES,
+    Cell,
+    MemoryTasksSource,
+)
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
+from meliad_like.evaluation.memory_map import accuracies, bits_of_answer, heats, summary, wilson
 from meliad_like.models.model import Model
 from meliad_like.run.opening import write_checkpoint
 from meliad_like.studies import memory_map
-from meliad_like.studies.memory_map import bits_of_answer, wilson
 
 __all__ = ["one_device"]  # a fixture
 
@@ -40,9 +50,9 @@ def small():
 def parts(document):
     """What is written, the filler, and the pairs (question, answer) of a document."""
     cell = Cell.of_name(document.name)
-    size = cell.items * {"overwritten": 4, "parity": 1, "permutations": 1}.get(cell.task, 2)
+    size = cell.items * (2 if cell.task == "overwritten" else 1)
     first = size + cell.distance * SMALL.block_length
-    asked = re.findall(r"\?(.?)(.)(?=\?|$)", document.text[first:])
+    asked = re.findall(rf"([^{ANSWERS}]+)([{ANSWERS}])", document.text[first:])
     return document.text[:size], document.text[size:first], asked
 
 
@@ -51,11 +61,12 @@ def solve(task, written, question):
     if task == "parity":
         return sum(int(value, 16) % 2 for value in written) % 2
     if task == "permutations":
-        place = VALUES.index(question)
+        place = VALUES.index(question[1])
         for value in written:
             place = PERMUTATIONS[VALUES.index(value)][place]
         return place
-    return VALUES.index(written[written.rindex(question) + 1])
+    asked = [pair for pair in map(PAIRS.index, written) if pair // len(VALUES) == KEYS.index(question)]
+    return asked[-1] % len(VALUES)
 
 
 def test_answers_are_right(small):
@@ -77,7 +88,7 @@ def test_documents_depend_on_the_seed_alone(small):
 def test_splits_share_no_problem():
     """Of one key and value there are only 1,024 problems, so that training sees nearly all that are its own."""
     source = MemoryTasksSource(items=(1,), distances=(0,), train_documents=2000, cell_documents=50)
-    found = {split: {d.text[:2] for d in documents(source) if d.split == split} for split in ("train", "test")}
+    found = {split: {d.text[0] for d in documents(source) if d.split == split} for split in ("train", "test")}
     assert len(found["train"]) > 700 and len(found["test"]) > 15
     assert not found["train"] & found["test"]
     with pytest.raises(UserError, match="parity with 1 items has no problem for test: leave 1 out of"):
@@ -90,17 +101,17 @@ def test_the_filler_gives_nothing_away():
     found = [document for document in documents(source) if document.split == "train"]
     answers = np.array([ANSWERS.index(document.text[-1]) for document in found])
 
-    def deviations(symbols, place):
+    def deviations(symbols, place, number):
         """How many standard deviations the right guesses of the last 1,000 answers are above chance."""
-        read = np.array([[symbols.index(symbol) for symbol in document.text[place]] for document in found])
-        inputs = np.eye(len(symbols))[read].reshape(len(found), -1)
+        read = np.array([[symbols.index(symbol) % number for symbol in document.text[place]] for document in found])
+        inputs = np.eye(number)[read].reshape(len(found), -1)
         weights = np.linalg.lstsq(inputs[:2000], np.eye(len(ANSWERS))[answers[:2000]], rcond=None)[0]
         correct = np.sum(np.argmax(inputs[2000:] @ weights, axis=1) == answers[2000:])
         chance = 1 / len(ANSWERS)
         return (correct - 1000 * chance) / np.sqrt(1000 * chance * (1 - chance))
 
-    assert abs(deviations(FILLER, np.s_[16:48])) < 4
-    assert deviations(VALUES, np.s_[1:16:2]) > 8
+    assert abs(deviations(FILLER, np.s_[8:40], len(FILLER))) < 4
+    assert deviations(PAIRS, np.s_[:8], len(VALUES)) > 8  # the values of the pairs
 
 
 def test_the_permutations_generate_all_of_five():
@@ -156,6 +167,29 @@ def test_the_study(store, tmp_path):
     assert "| items | 0 blocks | 3 blocks |" in (output / "map.md").read_text()
     with pytest.raises(UserError, match="--split=train has no whole grid"):
         memory_map.run(request(str(tmp_path / "run"), output, split="train"))
+
+
+def known(right):
+    """The cells of a map of 4 and 8 items at distances 0 and 2, of 100 questions each: (items, distance) -> right."""
+    return accuracies((f"recall/{p}/{d}/{i}", 1, int(i < n)) for (p, d), n in right.items() for i in range(100))
+
+
+def test_cells_and_their_summary():
+    cells = known({(4, 0): 100, (4, 2): 100, (8, 0): 80, (8, 2): 5})
+    assert cells.accuracy.tolist() == [1, 1, 0.8, 0.05] and set(cells.chance) == {1 / 16}
+    totals = summary(cells, block_length=32).set_index("items")
+    low = wilson(np.array([100, 80]), np.array([100, 100]))[0]
+    expected = [4 * bits_of_answer(low[0], 16), 8 * bits_of_answer(low[1], 16)]
+    np.testing.assert_allclose(totals["capacity (bits)"], expected)
+    # What 5 of 100 say is below chance.
+    np.testing.assert_allclose(totals["beyond a block (bits)"], [expected[0], 0])
+    np.testing.assert_array_equal(totals["halved at (tokens)"], [np.nan, 64])
+    (heat,) = heats("a model", cells)
+    assert heat.header == ["0 blocks", "2 blocks"]
+    assert [[(colour, value) for colour, value, _ in row] for _, row in heat.rows] == [
+        [(10, "1.00"), (10, "1.00")],
+        [(8, "0.80"), (0, "0.05")],
+    ]
 
 
 def test_intervals_and_bits():

@@ -5,6 +5,7 @@
 table1, table3, table4, table5   of Block-Recurrent Transformers
 shortformer                      of Shortformer: stages, infused positions and caches
 melodi                           of MELODI: compressed memories and a dense one
+memory_map                       of what memories hold, with documents made for it
 recurrence                       of Adding Recurrence to Pretrained Transformers; --load_dir=DIR is the pretrained model
 ancient_history                  of Ancient History Language Models; --load_dir=DIR is the pretrained model
 
@@ -21,7 +22,7 @@ from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
 HISTORY = "ancient_history"
-TRAININGS = ("table1", "table3", "table4", "table5", "shortformer", "melodi", "recurrence")
+TRAININGS = ("table1", "table3", "table4", "table5", "shortformer", "melodi", "memory_map", "recurrence")
 PRETRAINED = ("recurrence", HISTORY)
 
 USED_BY = {
@@ -34,7 +35,7 @@ USED_BY = {
 COMMAND = Command(__doc__, subjects=(*TRAININGS, HISTORY), used_by=USED_BY)
 
 SCALE = COMMAND.enum("scale", "tiny", ["tiny", "small", "paper"], "How large the models and the runs are.")
-TASK = COMMAND.string("task", "task/standard_library.gin", "Gin file of the documents and their vocabulary.")
+TASK = COMMAND.string("task", None, "Gin file of the documents and their vocabulary. Default: as the table says.")
 STORE = COMMAND.string("store", None, "Token store, made if it doesn't exist. Default: the one of the task.")
 FOLDER = COMMAND.string("folder", None, "Folder of runs and results. Default: runs/experiments/TABLE_SCALE.")
 SEEDS = COMMAND.list("seeds", ["0", "1", "2"], "Seeds of parameters and of the order of documents; one run for each.")
@@ -79,13 +80,15 @@ def main(subject: str) -> int:
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.experiments.experiment import HOW_TO_GET_ONE, Experiment
     from meliad_like.experiments.report import named_for
+    from meliad_like.experiments.tables import SUBJECTS, Table
 
     if subject in PRETRAINED and not (LOAD_DIR.value or REPORT.value):
         raise UserError(f"{subject} begins with a pretrained model: give --load_dir=DIR; {HOW_TO_GET_ONE}")
     store = [f"ReaderConfig.store = {STORE.value!r}"] if STORE.value else []
+    task = TASK.value or SUBJECTS.get(subject, Table).task
     settings = {
         "scale_name": SCALE.value,
-        "gin_files": (TASK.value, *COMMAND.gin_file.value),
+        "gin_files": (task, *COMMAND.gin_file.value),
         "gin_params": (*store, *COMMAND.gin_param.value),
         "folder": Path(FOLDER.value or f"runs/experiments/{subject}_{SCALE.value}"),
         "load_dir": LOAD_DIR.value or "",
@@ -99,8 +102,6 @@ def main(subject: str) -> int:
         tokens = {"scored_tokens": SCORED_TOKENS.value, "document_tokens": DOCUMENT_TOKENS.value}
         experiment, failed = HistoryExperiment(**settings, **tokens), []
     else:
-        from meliad_like.experiments.tables import SUBJECTS
-
         experiment = Experiment(
             **settings,
             table=SUBJECTS[subject],

@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import pandas as pd
 from jax.sharding import Mesh
 from rich.table import Table as RichTable
 
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
 from meliad_like.config.run import stages_of
+from meliad_like.data.memory_source import MemoryTasksSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import label
 from meliad_like.data.token_store import STORE_NAME, TokenStore
@@ -24,9 +26,19 @@ from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME
 from meliad_like.data.vocabulary import SETTINGS_NAME
 from meliad_like.errors import UserError
 from meliad_like.experiments.evaluations import by_document, by_protocol, facts
+from meliad_like.experiments.maps import draw_maps, gather_maps
+from meliad_like.experiments.maps import to_markdown as maps_to_markdown
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import run_processes
-from meliad_like.experiments.report import Results, gather, named_for, read_timing, result_file, timing_file
+from meliad_like.experiments.report import (
+    Results,
+    gather,
+    named_for,
+    read_timing,
+    result_file,
+    scores_file,
+    timing_file,
+)
 from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import estimate, in_shares, make_step, time_in_turn
 from meliad_like.experiments.tables import Row, Table
@@ -82,6 +94,9 @@ class Experiment:
 
     @property
     def scale(self) -> Scale:
+        """UserError if the table does not have it."""
+        if self.scale_name not in self.table.scales:
+            raise UserError(f"{self.table.name} has no scale {self.scale_name}; it has {', '.join(self.table.scales)}")
         return self.table.scales[self.scale_name]
 
     @cached_property
@@ -216,10 +231,25 @@ class Experiment:
         """Writes Markdown, CSV and picture of the results that exist; returns the Markdown."""
         results, path = self.results(), self.folder / named_for(self.table.name, self.topology)
         markdown = results.to_markdown(self.scale_name)
+        if self.table.is_map:
+            maps = gather_maps(results.rows, self.folder, self.seeds, self.split)
+            markdown += "\n" + maps_to_markdown(maps, self._block_length)
+            draw_maps(maps, path.with_suffix(".png"))
+            cells = pd.concat(maps, names=["model"]).reset_index(level=0)
+            cells.to_csv(path.with_name(f"{path.name}_cells.csv"), index=False)
+        else:
+            draw(results, path.with_suffix(".png"))
         path.with_suffix(".md").write_text(markdown)
         results.frame.to_csv(path.with_suffix(".csv"), index=False)
-        draw(results, path.with_suffix(".png"))
         return markdown
+
+    @property
+    def _block_length(self) -> int:
+        """The tokens in a block of filler, of a table of memory maps."""
+        source = self.run(self.rows[0], self.seeds[0]).source
+        if not isinstance(source, MemoryTasksSource):
+            raise UserError(f"{self.table.name} needs the documents of memory_tasks: leave out --task")
+        return source.block_length
 
     def for_terminal(self) -> RichTable:
         """The report, in few enough columns for a terminal."""
@@ -308,8 +338,8 @@ class Job:
         if experiment.table.by_protocol:
             num_single = self.evaluated.data.segment_length + experiment.scale.timed_tokens
             return by_protocol(opened, mesh, documents, whole.beginnings(opened.vocabulary, num_single))
-        name = f"{experiment.split}_{self.row.name}" if self.row.trained_as else experiment.split
-        return by_document(opened, mesh, store, experiment.split, documents, self.workdir / f"{name}.json")
+        scores = scores_file(experiment.folder, self.row, self.seed, experiment.split)
+        return by_document(opened, mesh, store, experiment.split, documents, scores)
 
 
 def fields_of(folder: Path) -> dict[str, Any]:

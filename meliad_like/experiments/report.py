@@ -205,6 +205,11 @@ def result_file(folder: Path, row: Row, seed: int) -> Path:
     return folder / f"{row.run_name}-{seed}" / (f"{row.name}.json" if row.trained_as else RESULT_NAME)
 
 
+def scores_file(folder: Path, row: Row, seed: int, split: str) -> Path:
+    """The file of the evaluation of a row's documents, one by one."""
+    return folder / f"{row.run_name}-{seed}" / (f"{split}_{row.name}.json" if row.trained_as else f"{split}.json")
+
+
 def _figures(folder: Path, row: Row, seed: int, split: str) -> dict[str, Any]:
     result = _read(result_file(folder, row, seed))
     if split not in result.get("splits", {}):

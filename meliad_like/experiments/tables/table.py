@@ -116,6 +116,10 @@ class Table:
     (`evaluations`)."""
     against: str = ""
     """A description of the baselines, if every row has one of its own."""
+    task: str = "task/standard_library.gin"
+    """The gin file of the documents, unless the user names another."""
+    is_map: bool = False
+    """Whether its documents are those of `memory_tasks`, so that the report has a memory map of each row."""
     pretrained: bool = False
     """Whether training begins with a pretrained model, whose folder the user gives."""
 

@@ -1,0 +1,108 @@
+"""The memory map: how many answers of the documents of `memory_tasks` are right, by number of items and distance."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from meliad_like.data.memory_source import TASKS, Cell
+from meliad_like.tables import Table
+
+Z = 1.959964
+"""The quantile of the normal distribution for intervals of 95 %."""
+
+
+class Heat(NamedTuple):
+    """A map of accuracies: a row for each number of items, a column for each distance."""
+
+    title: str
+    header: list[str]
+    rows: list[tuple[int, list[tuple[int, str, str]]]]
+    """(items, cells), where a cell is its colour from 0, chance, to 10, the accuracy, and its interval."""
+
+    def to_markdown(self) -> str:
+        """The map as a table, with the intervals in brackets."""
+        rows = [(str(items), *(f"{value} ({interval})" for _, value, interval in row)) for items, row in self.rows]
+        return Table(self.title, ("items", *self.header), rows).to_markdown()
+
+
+def accuracies(answers: Iterable[tuple[str, int, int]]) -> pd.DataFrame:
+    """A row for each cell of the grid: questions, right answers, accuracy, its 95 % interval, and chance.
+
+    `answers`: of each document its name, the number of questions and of right answers; of several models all together.
+    """
+    rows = [(*Cell.of_name(name), questions, correct) for name, questions, correct in answers]
+    frame = pd.DataFrame(rows, columns=[*Cell._fields, "questions", "correct"])
+    cells = frame.groupby(list(Cell._fields), as_index=False, sort=False).sum()
+    cells["accuracy"] = cells.correct / cells.questions
+    cells["low"], cells["high"] = wilson(cells.correct.to_numpy(), cells.questions.to_numpy())
+    cells["chance"] = [1 / TASKS[task].num_answers for task in cells.task]
+    return cells
+
+
+def wilson(correct: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The 95 % interval of a binomial proportion (Wilson 1927)."""
+    centre = (correct + Z**2 / 2) / (number + Z**2)
+    half = Z / (number + Z**2) * np.sqrt(correct * (number - correct) / number + Z**2 / 4)
+    return centre - half, centre + half
+
+
+def bits_of_answer(accuracy: float, num_answers: int) -> float:
+    """The least information in bits that answers of this accuracy have of the right one (Fano's inequality); 0 at
+    chance and below."""
+    if accuracy <= 1 / num_answers:
+        return 0.0
+    wrong = 1 - accuracy
+    entropy = -sum(p * math.log2(p) for p in (accuracy, wrong) if p > 0)
+    return math.log2(num_answers) - entropy - wrong * math.log2(max(num_answers - 1, 1))
+
+
+def summary(cells: pd.DataFrame, block_length: int) -> pd.DataFrame:
+    """A row for each task and number of items.
+
+    Its columns: the bits of all answers together that the accuracy implies at the best distance, and at the best one of
+    at least a block; and the first distance in tokens at which the accuracy above chance is less than half of that at
+    the shortest one, NaN if there is none. The bits are those of the lower end of the accuracy's interval, because the
+    best of several estimates is too high on average.
+    """
+    rows = []
+    for (task, items), group in cells.groupby(["task", "items"], sort=False):
+        kind, group = TASKS[task], group.sort_values("distance")
+        answers = int(group["items"].iloc[0]) if kind.independent else 1
+        above = ((group.accuracy - group.chance) / (1 - group.chance)).to_numpy()
+        distances = group.distance.to_numpy() * block_length
+        bits = [bits_of_answer(low, kind.num_answers) * answers for low in group.low]
+        # Where the shortest distance is at chance there is nothing to halve.
+        halved = distances[above < above[0] / 2] if group.low.iloc[0] > group.chance.iloc[0] else []
+        far = [b for b, distance in zip(bits, distances, strict=True) if distance]
+        rows.append((task, items, max(bits), max(far, default=math.nan), halved[0] if len(halved) else math.nan))
+    names = ["task", "items", "capacity (bits)", "beyond a block (bits)", "halved at (tokens)"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def summary_table(totals: pd.DataFrame) -> Table:
+    """`summary`, of one model or of several, as a table."""
+    return Table.of(totals, formats=dict.fromkeys(("capacity (bits)", "beyond a block (bits)"), ".1f"))
+
+
+def heats(label: str, cells: pd.DataFrame) -> list[Heat]:
+    """A map for each task."""
+    found = []
+    for task, group in cells.groupby("task", sort=False):
+        distances = sorted(group.distance.unique())
+        rows = []
+        for items, row in group.groupby("items"):
+            at = row.set_index("distance")
+            # A choice of documents can leave cells without any.
+            shown = [_shown(at.loc[distance]) if distance in at.index else (0, "-", "") for distance in distances]
+            rows.append((int(items), shown))
+        header = [f"{distance} blocks" for distance in distances]
+        found.append(Heat(f"{label}: {task}, chance {group.chance.iloc[0]:.3f}", header, rows))
+    return found
+
+
+def _shown(cell: pd.Series) -> tuple[int, str, str]:
+    above = max(0.0, (cell.accuracy - cell.chance) / (1 - cell.chance))
+    return round(10 * above), f"{cell.accuracy:.2f}", f"{cell.low:.2f} to {cell.high:.2f}"

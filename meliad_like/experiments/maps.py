@@ -1,0 +1,55 @@
+"""The memory maps of a table's rows, each of all seeds together: Markdown, CSV and a picture."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from meliad_like.evaluation.memory_map import accuracies, heats, summary, summary_table
+from meliad_like.experiments.report import scores_file
+from meliad_like.experiments.tables import Row
+
+PANELS_IN_ROW = 3
+
+
+def gather_maps(rows: Iterable[Row], folder: Path, seeds: Iterable[int], split: str) -> dict[str, pd.DataFrame]:
+    """The cells of each row that has results, by its label; the answers of its seeds are counted together."""
+    seeds, maps = tuple(seeds), {}
+    for row in rows:
+        files = (scores_file(folder, row, seed, split) for seed in seeds)
+        documents = [score for file in files if file.exists() for score in json.loads(file.read_text())["documents"]]
+        if documents:
+            answers = ((score["name"], score["num_tokens"], score["num_correct"]) for score in documents)
+            maps[row.label] = accuracies(answers)
+    return maps
+
+
+def to_markdown(maps: Mapping[str, pd.DataFrame], block_length: int) -> str:
+    """Each row's map, then how much it holds and how far."""
+    totals = [summary(cells, block_length).assign(model=label) for label, cells in maps.items()]
+    joined = pd.concat(totals)
+    joined = joined[["model", *joined.columns.drop("model")]]
+    parts = [heat.to_markdown() for label, cells in maps.items() for heat in heats(label, cells)]
+    return "\n".join([*parts, summary_table(joined).to_markdown()])
+
+
+def draw_maps(maps: Mapping[str, pd.DataFrame], path: Path) -> None:
+    """Draws the map of each row and task, from white, chance, to dark, all answers right."""
+    groups = [(label, *group) for label, cells in maps.items() for group in cells.groupby("task", sort=False)]
+    num_rows = -(-len(groups) // PANELS_IN_ROW)
+    picture = Figure(figsize=(4.4 * PANELS_IN_ROW, 3.2 * num_rows), dpi=120, layout="constrained")
+    panels = np.atleast_1d(picture.subplots(num_rows, PANELS_IN_ROW)).ravel()
+    for axes in panels[len(groups) :]:
+        axes.remove()
+    for axes, (label, task, cells) in zip(panels, groups):
+        grid = cells.pivot(index="items", columns="distance", values="accuracy")
+        axes.imshow(grid, vmin=cells.chance.iloc[0], vmax=1, cmap="Blues", aspect="auto")
+        for (y, x), accuracy in np.ndenumerate(grid.to_numpy()):
+            axes.text(x, y, f"{accuracy:.2f}", ha="center", va="center", color="white" if accuracy > 0.6 else "black")
+        axes.set_xticks(range(len(grid.columns)), [str(distance) for distance in grid.columns])
+        axes.set_yticks(range(len(grid.index)), [str(items) for items in grid.index])
+        axes.set(xlabel="blocks of filler", ylabel="items", title=f"{label}: {task}")
+    picture.savefig(path)

@@ -1,0 +1,21 @@
+"""Maps of what memories hold, of documents that are made for it (`docs/studies.md`); no paper has this table."""
+
+from meliad_like.experiments.scales import Scale
+from meliad_like.experiments.tables.table import Table, read_rows
+
+MEASURES = (
+    *("segment_length", "num_states", "parameters", "memory_numbers", "bits_per_token", "step_time", "milliseconds"),
+    "training_flops_per_token",
+)
+
+TABLE = Table(
+    "memory_map",
+    "What is remembered, by number and distance",
+    read_rows("memory_map"),
+    (),
+    MEASURES,
+    # The sizes of the gin files are those that are meant.
+    scales={"tiny": Scale(side_by_side=True)},
+    task="task/memory_map.gin",
+    is_map=True,
+)
