@@ -26,6 +26,9 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
 from meliad_like.evaluation.memory_map import accuracies, bits_of_answer, heats, summary, wilson
+from meliad_like.experiments.maps import draw_maps, gather_maps, to_markdown
+from meliad_like.experiments.report import scores_file
+from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.models.model import Model
 from meliad_like.run.opening import write_checkpoint
 from meliad_like.studies import memory_map
@@ -190,6 +193,26 @@ def test_cells_and_their_summary():
         [(10, "1.00"), (10, "1.00")],
         [(8, "0.80"), (0, "0.05")],
     ]
+
+
+def test_a_map_counts_the_answers_of_all_seeds(tmp_path):
+    rows = [SUBJECTS["memory_map"].row(name) for name in ("fixed_skip", "fixed_skip_cleared", "lstm_dual")]
+    for row, seed, correct in ((rows[0], 0, 1), (rows[0], 1, 0), (rows[1], 1, 1)):
+        file = scores_file(tmp_path, row, seed, "test")
+        file.parent.mkdir(exist_ok=True)
+        score = {"name": "recall/4/2/0", "num_tokens": 1, "num_correct": correct}
+        file.write_text(json.dumps({"documents": [score, score | {"name": "recall/4/0/0"}]}))
+    maps = gather_maps(rows, tmp_path, (0, 1), "test")
+    # A row without results has no map; the control is evaluated by itself, and shares the folder of the training.
+    assert list(maps) == ["Rec:fixed:skip", "Rec:fixed:skip, states cleared"]
+    assert maps["Rec:fixed:skip"].questions.tolist() == [2, 2] and maps["Rec:fixed:skip"].accuracy.tolist() == [
+        0.5,
+        0.5,
+    ]
+    text = to_markdown(maps, block_length=32)
+    assert "Rec:fixed:skip, states cleared: recall, chance 0.062" in text and "| 4 | 0.50 (" in text
+    draw_maps(maps, tmp_path / "maps.png")
+    assert (tmp_path / "maps.png").stat().st_size > 1000
 
 
 def test_intervals_and_bits():
