@@ -84,7 +84,8 @@ def summary(cells: pd.DataFrame, block_length: int) -> pd.DataFrame:
 
 def summary_table(totals: pd.DataFrame) -> Table:
     """`summary`, of one model or of several, as a table."""
-    return Table.of(totals, formats=dict.fromkeys(("capacity (bits)", "beyond a block (bits)"), ".1f"))
+    formats = {"capacity (bits)": ".1f", "beyond a block (bits)": ".1f", "halved at (tokens)": ",.0f"}
+    return Table.of(totals, formats=formats)
 
 
 def heats(label: str, cells: pd.DataFrame) -> list[Heat]:
