@@ -26,7 +26,7 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
 from meliad_like.evaluation.memory_map import accuracies, bits_of_answer, heats, summary, wilson
-from meliad_like.experiments.maps import draw_maps, gather_maps, to_markdown
+from meliad_like.experiments.maps import draw_maps, gather_maps, maps_to_markdown
 from meliad_like.experiments.report import scores_file
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.models.model import Model
@@ -86,6 +86,11 @@ def test_documents_depend_on_the_seed_alone(small):
     assert documents(MemoryTasksSource(items=(4,), train_documents=9, seed=1)) != documents(
         MemoryTasksSource(items=(4,), train_documents=9)
     )
+
+
+def test_a_phone_book_needs_no_distance():
+    source = MemoryTasksSource(tasks=("phone_book", "recall"), distances=(1,), train_documents=20, cell_documents=1)
+    assert {Cell.of_name(document.name)[::2] for document in documents(source)} == {("phone_book", 0), ("recall", 1)}
 
 
 def test_splits_share_no_problem():
@@ -205,11 +210,9 @@ def test_a_map_counts_the_answers_of_all_seeds(tmp_path):
     maps = gather_maps(rows, tmp_path, (0, 1), "test")
     # A row without results has no map; the control is evaluated by itself, and shares the folder of the training.
     assert list(maps) == ["Rec:fixed:skip", "Rec:fixed:skip, states cleared"]
-    assert maps["Rec:fixed:skip"].questions.tolist() == [2, 2] and maps["Rec:fixed:skip"].accuracy.tolist() == [
-        0.5,
-        0.5,
-    ]
-    text = to_markdown(maps, block_length=32)
+    cells = maps["Rec:fixed:skip"]
+    assert cells.questions.tolist() == [2, 2] and cells.accuracy.tolist() == [0.5, 0.5]
+    text = maps_to_markdown(maps, block_length=32)
     assert "Rec:fixed:skip, states cleared: recall, chance 0.062" in text and "| 4 | 0.50 (" in text
     draw_maps(maps, tmp_path / "maps.png")
     assert (tmp_path / "maps.png").stat().st_size > 1000

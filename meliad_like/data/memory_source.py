@@ -197,7 +197,7 @@ class MemoryTasksSource(SourceConfig):
 
     def _references(self) -> Iterator[Reference]:
         trained = self.cells(self.trained_distance)
-        ranks = {distance: rank for rank, distance in enumerate(sorted(self.distances))}
+        ranks = {distance: rank for rank, distance in enumerate(sorted({cell.distance for cell in trained}))}
         weights = [self.short_first ** -ranks[cell.distance] for cell in trained]
         chosen = random.Random(f"{self.seed}").choices(trained, weights, k=self.train_documents)
         yield from (partial(self.document, "train", cell, number) for number, cell in enumerate(chosen))

@@ -1,7 +1,7 @@
 """The memory map: how many answers of the documents of `memory_tasks` are right, by number of items and distance."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -82,10 +82,20 @@ def summary(cells: pd.DataFrame, block_length: int) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=names)
 
 
+def by_model(frames: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The rows of several models under each other, with the models' names as the first column."""
+    return pd.concat(frames, names=["model"]).reset_index(level=0)
+
+
 def summary_table(totals: pd.DataFrame) -> Table:
-    """`summary`, of one model or of several, as a table."""
+    """Summaries of several models as a table."""
     formats = {"capacity (bits)": ".1f", "beyond a block (bits)": ".1f", "halved at (tokens)": ",.0f"}
     return Table.of(totals, formats=formats)
+
+
+def to_markdown(found: Iterable[Heat], totals: pd.DataFrame) -> str:
+    """The maps, then the summaries."""
+    return "\n".join([*(heat.to_markdown() for heat in found), summary_table(totals).to_markdown()])
 
 
 def heats(label: str, cells: pd.DataFrame) -> list[Heat]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import pandas as pd
 from jax.sharding import Mesh
 from rich.table import Table as RichTable
 
@@ -25,9 +24,9 @@ from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME
 from meliad_like.data.vocabulary import SETTINGS_NAME
 from meliad_like.errors import UserError
+from meliad_like.evaluation.memory_map import by_model
 from meliad_like.experiments.evaluations import by_document, by_protocol, facts
-from meliad_like.experiments.maps import draw_maps, gather_maps
-from meliad_like.experiments.maps import to_markdown as maps_to_markdown
+from meliad_like.experiments.maps import draw_maps, gather_maps, maps_to_markdown
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import run_processes
 from meliad_like.experiments.report import (
@@ -235,8 +234,7 @@ class Experiment:
             maps = gather_maps(results.rows, self.folder, self.seeds, self.split)
             markdown += "\n" + maps_to_markdown(maps, self._block_length)
             draw_maps(maps, path.with_suffix(".png"))
-            cells = pd.concat(maps, names=["model"]).reset_index(level=0)
-            cells.to_csv(path.with_name(f"{path.name}_cells.csv"), index=False)
+            by_model(maps).to_csv(path.with_name(f"{path.name}_cells.csv"), index=False)
         else:
             draw(results, path.with_suffix(".png"))
         path.with_suffix(".md").write_text(markdown)

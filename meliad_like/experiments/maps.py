@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from meliad_like.evaluation.memory_map import accuracies, heats, summary, summary_table
+from meliad_like.evaluation.memory_map import accuracies, by_model, heats, summary, to_markdown
 from meliad_like.experiments.report import scores_file
 from meliad_like.experiments.tables import Row
 
@@ -27,13 +27,10 @@ def gather_maps(rows: Iterable[Row], folder: Path, seeds: Iterable[int], split: 
     return maps
 
 
-def to_markdown(maps: Mapping[str, pd.DataFrame], block_length: int) -> str:
+def maps_to_markdown(maps: Mapping[str, pd.DataFrame], block_length: int) -> str:
     """Each row's map, then how much it holds and how far."""
-    totals = [summary(cells, block_length).assign(model=label) for label, cells in maps.items()]
-    joined = pd.concat(totals)
-    joined = joined[["model", *joined.columns.drop("model")]]
-    parts = [heat.to_markdown() for label, cells in maps.items() for heat in heats(label, cells)]
-    return "\n".join([*parts, summary_table(joined).to_markdown()])
+    totals = by_model({label: summary(cells, block_length) for label, cells in maps.items()})
+    return to_markdown((heat for label, cells in maps.items() for heat in heats(label, cells)), totals)
 
 
 def draw_maps(maps: Mapping[str, pd.DataFrame], path: Path) -> None:

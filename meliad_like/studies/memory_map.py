@@ -8,7 +8,7 @@ import pandas as pd
 from meliad_like.config import with_changes
 from meliad_like.data.memory_source import MemoryTasksSource
 from meliad_like.errors import UserError
-from meliad_like.evaluation.memory_map import accuracies, heats, summary, summary_table
+from meliad_like.evaluation.memory_map import accuracies, by_model, heats, summary, summary_table, to_markdown
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.evaluation.report import with_progress
 from meliad_like.models.decoder import DecoderConfig
@@ -29,9 +29,8 @@ def run(request: StudyRequest) -> None:
     maps = {subject.label: _accuracies(subject, chosen)}
     if (cleared := _cleared(subject)) is not None:
         maps[cleared.label] = _accuracies(cleared, chosen)
-    frame = pd.concat(maps, names=["model"]).reset_index(level=0)
-    totals = pd.concat([summary(cells, source.block_length).assign(model=label) for label, cells in maps.items()])
-    totals = totals[["model", *totals.columns.drop("model")]]
+    frame = by_model(maps)
+    totals = by_model({label: summary(cells, source.block_length) for label, cells in maps.items()})
     records = {"cells": frame.to_dict("records"), "summary": totals.replace({math.nan: None}).to_dict("records")}
     details = subject.details() | {
         "operations per token (forward)": round(subject.opened.model.forward_flops_per_token),
@@ -39,20 +38,18 @@ def run(request: StudyRequest) -> None:
         "window (tokens)": subject.run.model.window_length,
         "block of filler": source.block_length,
     }
-    table = summary_table(totals)
     found = [heat for label, cells in maps.items() for heat in heats(label, cells)]
     frame.to_csv(request.output / "map.csv", index=False)
     totals.to_csv(request.output / "summary.csv", index=False)
     chosen.write_summary(request.output, {"model": details, **records})
-    markdown = "\n".join([*(heat.to_markdown() for heat in found), table.to_markdown()])
-    (request.output / "map.md").write_text(markdown, encoding="utf-8")
+    (request.output / "map.md").write_text(to_markdown(found, totals), encoding="utf-8")
     title = f"{subject.label}: what is remembered, by number and distance"
     write_page(
         request.output / "index.html",
         "memory_map.html",
         title=title,
         heats=found,
-        totals=table,
+        totals=summary_table(totals),
         details=[details],
         models=[subject.label],
         chosen=chosen,
