@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -67,6 +68,30 @@ def assert_alike(ours, reference):
             assert values.max() < 1.01 * theirs["max"], key
         elif n > 10_000:
             assert values.max() > 3 * std, key
+
+
+@pytest.mark.parametrize("cell", ["skip", "single", "dual"])
+@pytest.mark.parametrize("gate", ["fixed", "lstm"])
+def test_gates_begin_with_the_time_constants(gate, cell):
+    recurrence = RecurrentStates(layers=(0,), num_states=8, gate=gate, cell=cell, time_constants=(2.0, 1000.0))
+    model = Model(DecoderConfig(num_layers=1, **SIZES).with_mechanism(recurrence), 64)
+    states = model.bind(model.init(jax.random.key(0))).layers[0].mechanisms["recurrent_states"].cell
+    times = np.geomspace(2, 1000, SIZES["model_width"])
+    hidden = {"attention_gate": 2 * SIZES["num_heads"] * SIZES["head_size"], "feedforward_gate": 1024}
+    read = {name: jnp.zeros((1, 1, width)) for name, width in hidden.items() if hasattr(states, name)}
+    for kept, taken in states.gate_values(read).values():
+        np.testing.assert_allclose(kept[0, 0], np.exp(-1 / times), rtol=1e-5)
+        np.testing.assert_allclose(taken, 1 - kept, atol=1e-6)
+
+
+def test_attention_of_states_begins_with_its_scale():
+    recurrence = RecurrentStates(layers=(0,), num_states=8, feedback="last", attention_scale=4.0)
+    model = Model(DecoderConfig(num_layers=2, **SIZES).with_mechanism(recurrence), 64)
+    parameters = to_meliad(model.init(jax.random.key(0)))
+    scales = {path: value for path, value in parameters.items() if "attention_scale" in path}
+    of_states = {path for path in scales if "recurrent" in path or path.endswith("attention_scale2")}
+    assert len(of_states) == 4  # Of states to states and to tokens, and of the tokens of each layer to states.
+    assert {path for path, scale in scales.items() if (scale == 4).all()} == of_states
 
 
 MELODI = Melodi(long_layers=(1,), num_summaries=32, short_length=32, long_length=16, long_slots=64)

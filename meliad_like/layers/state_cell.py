@@ -18,12 +18,35 @@ GateKind = Literal["fixed", "lstm"]
 CellKind = Literal["skip", "single", "dual"]
 
 
+def spread_gates(time_constants: tuple[float, float]) -> jax.nn.initializers.Initializer:
+    """Initial biases of gates that keep `exp(-1 / t)` of a state, so that 1/e of it is left after `t` blocks.
+
+    `t` is spread evenly over the channels, on a logarithmic scale, as by the chrono initialisation of Tallec and
+    Ollivier (2018, arXiv:1804.11188), whose time constants are drawn.
+    """
+
+    def biases(key, shape, dtype=jnp.float32):
+        del key
+        return -jnp.log(jnp.expm1(1 / jnp.geomspace(*time_constants, *shape))).astype(dtype)
+
+    return biases
+
+
 class FixedGate(nnx.Module):
     """`g * state + (1 - g) * update` with `g = sigmoid(bias)`: a learned moving average (section 3.2)."""
 
-    def __init__(self, hidden_width: int, model_width: int, hidden_axis: str, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        hidden_width: int,
+        model_width: int,
+        hidden_axis: str,
+        time_constants: tuple[float, float] | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
         del hidden_width, hidden_axis  # This gate doesn't depend on its input.
-        self.bias = parameter(rngs.params(), jax.nn.initializers.normal(0.1), (model_width,), ("model",))
+        bias = spread_gates(time_constants) if time_constants else jax.nn.initializers.normal(0.1)
+        self.bias = parameter(rngs.params(), bias, (model_width,), ("model",))
 
     def __call__(
         self, state: Float[Array, "b r d"], hidden: Float[Array, "b r f"], update: Float[Array, "b r d"]
@@ -41,12 +64,24 @@ class FixedGate(nnx.Module):
 class LstmGate(nnx.Module):
     """`f * state + i * update`, with both gates computed from `hidden` and biased to keep the state (section 3.2)."""
 
-    def __init__(self, hidden_width: int, model_width: int, hidden_axis: str, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        hidden_width: int,
+        model_width: int,
+        hidden_axis: str,
+        time_constants: tuple[float, float] | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
         small = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
-        bias = jax.nn.initializers.normal(0.1)
+        forget = input_ = jax.nn.initializers.normal(0.1)
+        if time_constants:
+            # `gates` adds 1 and -1. What is taken in is at first what is forgotten.
+            spread = spread_gates(time_constants)
+            forget, input_ = (lambda *like: spread(*like) - 1), (lambda *like: 1 - spread(*like))
         size = (hidden_width, model_width, (hidden_axis, "model"))
-        self.forget = Linear(*size, rngs=rngs, initializer=small, bias_initializer=bias)
-        self.input = Linear(*size, rngs=rngs, initializer=small, bias_initializer=bias)
+        self.forget = Linear(*size, rngs=rngs, initializer=small, bias_initializer=forget)
+        self.input = Linear(*size, rngs=rngs, initializer=small, bias_initializer=input_)
 
     def __call__(
         self, state: Float[Array, "b r d"], hidden: Float[Array, "b r f"], update: Float[Array, "b r d"]
@@ -89,6 +124,8 @@ class StateCell(nnx.Module):
         feedforward_width: int,
         gate: GateKind,
         cell: CellKind,
+        attention_scale: float = 1.0,
+        time_constants: tuple[float, float] | None = None,
         rngs: nnx.Rngs,
     ):
         self.num_heads = num_heads
@@ -101,20 +138,20 @@ class StateCell(nnx.Module):
         self.value = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
         self.query = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
         self.cross_query = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
-        ones = jax.nn.initializers.ones
-        self.attention_scale = parameter(rngs.params(), ones, (num_heads,), ("heads",))
-        self.cross_attention_scale = parameter(rngs.params(), ones, (num_heads,), ("heads",))
+        scale = jax.nn.initializers.constant(attention_scale)
+        self.attention_scale = parameter(rngs.params(), scale, (num_heads,), ("heads",))
+        self.cross_attention_scale = parameter(rngs.params(), scale, (num_heads,), ("heads",))
         gate_class = GATES[gate]
         if cell in ("skip", "dual"):
             self.output = Linear(2 * inner, model_width, ("heads", "model"), rngs=rngs)
-            self.attention_gate = gate_class(2 * inner, model_width, "heads", rngs=rngs)
+            self.attention_gate = gate_class(2 * inner, model_width, "heads", time_constants, rngs=rngs)
         if cell == "dual":
             self.feedforward_norm = RMSNorm(model_width, rngs=rngs)
             self.feedforward = FeedForward(model_width, feedforward_width, model_width, rngs=rngs)
         if cell == "single":
             self.feedforward = FeedForward(2 * inner, feedforward_width, model_width, rngs=rngs)
         if cell in ("single", "dual"):
-            self.feedforward_gate = gate_class(feedforward_width, model_width, "feedforward", rngs=rngs)
+            self.feedforward_gate = gate_class(feedforward_width, model_width, "feedforward", time_constants, rngs=rngs)
         self.cell = cell
 
     def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:

@@ -48,11 +48,11 @@ class StatesCarry(NamedTuple):
 class StateReader(Mechanism):
     """Attention of a layer's tokens to the states that another layer has published."""
 
-    def __init__(self, name: str, shape: Shape, *, rngs: nnx.Rngs):
-        self.name, self.num_heads = name, shape.num_heads
+    def __init__(self, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
+        self.name, self.num_heads = config.name, shape.num_heads
         self.cross_query = Linear(shape.model_width, shape.inner_width, ("model", "heads"), rngs=rngs)
-        ones = jax.nn.initializers.ones
-        self.cross_attention_scale = parameter(rngs.params(), ones, (shape.num_heads,), ("heads",))
+        scale = jax.nn.initializers.constant(config.attention_scale)
+        self.cross_attention_scale = parameter(rngs.params(), scale, (shape.num_heads,), ("heads",))
 
     def _attend(self, normed: Float[Array, "b n d"], keys: StateKeys) -> Float[Array, "*batch h t k"]:
         """Attention of tokens to states; separately for each block if the states' keys have a block axis."""
@@ -74,8 +74,8 @@ class StateReader(Mechanism):
 class StateRecurrence(StateReader):
     """Tokens read the layer's own states, and the states are updated after every block."""
 
-    def __init__(self, name: str, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
-        super().__init__(name, shape, rngs=rngs)
+    def __init__(self, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
+        super().__init__(config, shape, rngs=rngs)
         self.config, self.shape = config, shape
         self.cell = StateCell(
             num_states=config.num_states,
@@ -85,6 +85,8 @@ class StateRecurrence(StateReader):
             feedforward_width=shape.feedforward_width,
             gate=config.gate,
             cell=config.cell,
+            attention_scale=config.attention_scale,
+            time_constants=config.time_constants,
             rngs=rngs,
         )
 
@@ -181,12 +183,18 @@ class RecurrentStates(MechanismConfig):
     """Reset the states in every segment, which measures the value of recurrence beyond a segment."""
     feedback: Feedback = "none"
     """Block feedback (appendix E): other layers read the states of the `last` recurrent layer, or of `all` of them."""
+    attention_scale: float = 1.0
+    """The scale of all attention to and of states at the start of training (section 3.1: learned, from 1)."""
+    time_constants: tuple[float, float] | None = None
+    """The shortest and longest number of blocks after which a gate keeps 1/e of a state, at the start of training: the
+    channels are spread between them, evenly on a logarithmic scale. None: all begin with about 1.4 (`gate="fixed"`) or
+    3.2 (`"lstm"`), as in the paper's code."""
 
     name: ClassVar[str] = "recurrent_states"
 
     def __post_init__(self):
         check_choices(self)
-        check_positive(self, ("num_states",))
+        check_positive(self, ("num_states", "attention_scale"))
 
     @property
     def publishes(self) -> bool:
@@ -209,8 +217,8 @@ class RecurrentStates(MechanismConfig):
 
     def build(self, shape, index, *, rngs):
         if index in self.indices(shape.num_layers):
-            return StateRecurrence(self.name, self, shape, rngs=rngs)
-        return StateReader(self.name, shape, rngs=rngs) if self.publishes else None
+            return StateRecurrence(self, shape, rngs=rngs)
+        return StateReader(self, shape, rngs=rngs) if self.publishes else None
 
     def share(self, published: dict[int, StateKeys]) -> StateKeys:
         if self.feedback == "last":
