@@ -18,18 +18,13 @@ GateKind = Literal["fixed", "lstm"]
 CellKind = Literal["skip", "single", "dual"]
 
 
-def spread_gates(time_constants: tuple[float, float]) -> jax.nn.initializers.Initializer:
-    """Initial biases of gates that keep `exp(-1 / t)` of a state, so that 1/e of it is left after `t` blocks.
+def spread_biases(time_constants: tuple[float, float], width: int) -> Float[Array, " d"]:
+    """Biases of gates that keep `exp(-1 / t)` of a state at first, so that 1/e of it is left after `t` blocks.
 
     `t` is spread evenly over the channels, on a logarithmic scale, as by the chrono initialisation of Tallec and
     Ollivier (2018, arXiv:1804.11188), whose time constants are drawn.
     """
-
-    def biases(key, shape, dtype=jnp.float32):
-        del key
-        return -jnp.log(jnp.expm1(1 / jnp.geomspace(*time_constants, *shape))).astype(dtype)
-
-    return biases
+    return -jnp.log(jnp.expm1(1 / jnp.geomspace(*time_constants, width)))
 
 
 class FixedGate(nnx.Module):
@@ -45,7 +40,9 @@ class FixedGate(nnx.Module):
         rngs: nnx.Rngs,
     ):
         del hidden_width, hidden_axis  # This gate doesn't depend on its input.
-        bias = spread_gates(time_constants) if time_constants else jax.nn.initializers.normal(0.1)
+        bias = jax.nn.initializers.normal(0.1)
+        if time_constants:
+            bias = jax.nn.initializers.constant(spread_biases(time_constants, model_width))
         self.bias = parameter(rngs.params(), bias, (model_width,), ("model",))
 
     def __call__(
@@ -77,8 +74,8 @@ class LstmGate(nnx.Module):
         forget = input_ = jax.nn.initializers.normal(0.1)
         if time_constants:
             # `gates` adds 1 and -1. What is taken in is at first what is forgotten.
-            spread = spread_gates(time_constants)
-            forget, input_ = (lambda *like: spread(*like) - 1), (lambda *like: 1 - spread(*like))
+            spread = spread_biases(time_constants, model_width)
+            forget, input_ = jax.nn.initializers.constant(spread - 1), jax.nn.initializers.constant(1 - spread)
         size = (hidden_width, model_width, (hidden_axis, "model"))
         self.forget = Linear(*size, rngs=rngs, initializer=small, bias_initializer=forget)
         self.input = Linear(*size, rngs=rngs, initializer=small, bias_initializer=input_)
