@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from study_runs import Page, assert_safe, one_device, request
+from tiny_run import train
 
 from meliad_like import config
 from meliad_like.data.memory_source import (
@@ -150,14 +151,31 @@ def test_answers_alone_cost_loss(store, small):
     assert KEYS[0] in store.vocabulary.decode(np.concatenate([batch.inputs.ravel() for batch in batches]))
 
 
-def test_the_study(store, tmp_path):
+def parse(store, *more):
+    """A tiny run on the documents of `SMALL`."""
     source = {
         "tasks": SMALL.tasks, "items": SMALL.items, "distances": SMALL.distances, "block_length": WINDOW,
         "train_documents": SMALL.train_documents, "cell_documents": SMALL.cell_documents,
     }  # fmt: skip
     bindings = [f"MemoryTasksSource.{name} = {value!r}" for name, value in source.items()]
-    bindings.append(f"ReaderConfig.store = '{store.folder}'")
-    run = config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin", "task/memory_map.gin"], bindings)
+    bindings += [f"ReaderConfig.store = '{store.folder}'", *more]
+    return config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin", "task/memory_map.gin"], bindings)
+
+
+def test_losses_are_not_by_byte(store, tmp_path, capsys):
+    """Only answers cost loss, and the bytes are those of everything that is read."""
+    run = parse(store, "TrainingConfig.num_steps = 1", "TrainingConfig.evaluate_every = 1", "MeshConfig.data = 1")
+    train(run, tmp_path)
+    assert re.search(r"step 1/1  [\d.]+ bits/token", printed := capsys.readouterr().out)
+    assert re.search(r"step 1: [\d.]+ bits/token on validation", printed)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [row["kind"] for row in rows] == ["train", "validation"]
+    assert all(row["bits_per_byte"] is None and row["bits_per_token"] > 0 for row in rows)
+    assert rows[1]["word_perplexity"] is None
+
+
+def test_the_study(store, tmp_path):
+    run = parse(store)
     params = jax.jit(Model(run.model, store.vocabulary.size).init)(jax.random.key(0))
     write_checkpoint(tmp_path / "run" / "checkpoints", params, run, store.vocabulary, step=3)
     output = tmp_path / "map"

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -124,12 +124,17 @@ class TokenStore:
         return vocabulary
 
     def totals(self, split: str) -> Totals:
-        """The sums over a split's documents; zero for a split without documents."""
-        return self.info.splits[split]
+        """The sums over a split's documents; zero for a split without documents.
+
+        Bytes and words are zero if some tokens cost no loss, because a loss by byte would mean nothing.
+        """
+        totals = self.info.splits[split]
+        return replace(totals, bytes=0, words=0) if self.vocabulary.free else totals
 
     def split(self, name: str) -> Documents:
-        """The documents of a split. Raises a UserError if the split does not exist, is empty or is damaged.
+        """The documents of a split, whose bytes and words are counted as in `totals`.
 
+        Raises a UserError if the split does not exist, is empty or is damaged.
         Reading a token that is not in the vocabulary raises one, too.
         """
         if name not in self.info.splits or not self.info.splits[name].documents:
@@ -149,6 +154,8 @@ class TokenStore:
             raise UserError(f"{path} is damaged or missing: prepare the token store again")
         names, *columns = json.loads(saved).values()
         lengths, num_bytes, num_words = (np.asarray(column, np.int64) for column in columns)
+        if self.vocabulary.free:
+            num_bytes = num_words = np.zeros_like(lengths)
         stored, begins = np.memmap(folder / "tokens.bin", self.info.dtype, "r"), np.cumsum(lengths) - lengths
 
         def read(document: int, start: int, stop: int) -> np.ndarray:

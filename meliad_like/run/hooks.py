@@ -91,7 +91,8 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Ca
         figures = {name: getattr(result, name) for name in LOGGED}
         writer.write(step, figures, kind=label(run.training.evaluate_split, result.leaks_the_future))
         beginning = f", the beginning of {result.documents[0].name}" if _reads_a_beginning(setup) else ""
-        writer.say(f"step {step}: {result.bits_per_byte:.3f} bits/byte on {report.title(result)}{beginning}")
+        bits = _bits(result.bits_per_token, result.bits_per_byte)
+        writer.say(f"step {step}: {bits} on {report.title(result)}{beginning}")
         if run.training.keep_best:
             if jax.process_index() == 0:
                 save_vocabulary(setup.store.vocabulary, best)
@@ -167,6 +168,7 @@ class Reporter:
         taken = [m for m in self._gathered if m.finite]
         loss, accuracy = (average_by_token(taken, name) for name in ("loss", "accuracy"))
         bits = loss / math.log(2)
+        bits_per_byte = bits / self._bytes_per_token if self._bytes_per_token else math.nan
         tokens_per_second = self._setup.run.data.tokens_per_step * len(self._gathered) / seconds
         flops = self._setup.model.training_flops_per_token * tokens_per_second
         last = self._gathered[-1]
@@ -175,7 +177,7 @@ class Reporter:
             {
                 "loss": loss,
                 "bits_per_token": bits,
-                "bits_per_byte": bits / self._bytes_per_token,
+                "bits_per_byte": bits_per_byte,
                 "accuracy": accuracy,
                 "gradient_norm": float(last.gradient_norm),
                 "update_norm": float(last.update_norm),
@@ -196,7 +198,7 @@ class Reporter:
         epochs = f"{step * self._epochs_per_step:.1f} epochs"
         self._writer.show(
             step,
-            f"{bits / self._bytes_per_token:.3f} bits/byte  {tokens_per_second:,.0f} tokens/s  {epochs}",
+            f"{_bits(bits, bits_per_byte)}  {tokens_per_second:,.0f} tokens/s  {epochs}",
             skipped + ("  leaks the future" if self._leaks else ""),
         )
         self._gathered, self._seconds_out, self._waited = [], 0.0, self._batches.seconds_waited
@@ -236,6 +238,11 @@ class Reporter:
 def num_targets(reader: ReaderConfig, totals: Totals) -> int:
     """The number of targets of an epoch; a document's first token may not be one."""
     return totals.tokens - (0 if reader.first_tokens_are_targets else totals.documents)
+
+
+def _bits(per_token: float, per_byte: float) -> str:
+    """The loss in a line of the log: by byte, unless bytes are not counted (`TokenStore.totals`)."""
+    return f"{per_token:.3f} bits/token" if math.isnan(per_byte) else f"{per_byte:.3f} bits/byte"
 
 
 def bytes_per_target(reader: ReaderConfig, totals: Sequence[Totals]) -> float:
