@@ -231,6 +231,7 @@ def test_a_map_counts_the_answers_of_all_seeds(tmp_path):
     cells = maps["Rec:fixed:skip"]
     assert cells.questions.tolist() == [2, 2] and cells.accuracy.tolist() == [0.5, 0.5]
     text = maps_to_markdown(maps, block_length=32)
+    assert "| Rec:fixed:skip | 0.50 | 0.50 |\n| Rec:fixed:skip, states cleared | 1.00 | 1.00 |" in text
     assert "Rec:fixed:skip, states cleared: recall, chance 0.062" in text and "| 4 | 0.50 (" in text
     draw_maps(maps, tmp_path / "maps.png")
     assert (tmp_path / "maps.png").stat().st_size > 1000

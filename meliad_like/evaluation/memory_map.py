@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from meliad_like.data.memory_source import TASKS, Cell
-from meliad_like.tables import Table
+from meliad_like.tables import Table, number
 
 Z = 1.959964
 """The quantile of the normal distribution for intervals of 95 %."""
@@ -85,6 +85,15 @@ def summary(cells: pd.DataFrame, block_length: int) -> pd.DataFrame:
 def by_model(frames: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """The rows of several models under each other, with the models' names as the first column."""
     return pd.concat(frames, names=["model"]).reset_index(level=0)
+
+
+def by_distance(maps: Mapping[str, pd.DataFrame]) -> Table:
+    """Models side by side: the share of right answers at each distance, of all tasks and numbers of items together."""
+    sums = {label: cells.groupby("distance")[["correct", "questions"]].sum() for label, cells in maps.items()}
+    shares = pd.DataFrame({label: each.correct / each.questions for label, each in sums.items()}).sort_index()
+    header = ("model", *(f"{distance} blocks" for distance in shares.index))
+    rows = [(str(label), *(number(share, ".2f") for share in of_model)) for label, of_model in shares.items()]
+    return Table("Right answers by distance", header, rows)
 
 
 def summary_table(totals: pd.DataFrame) -> Table:

@@ -35,6 +35,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "sliding_perplexity": ("perplexity, sliding", ",.4g"),
     "bits_per_byte": ("bits per byte", ".4f"),
     "sliding_bits_per_byte": ("bits per byte, sliding", ".4f"),
+    "accuracy": ("right answers", ".4f"),
     "difference": ("difference", "+.4f"),
     "step_time": ("step time", ".3f"),
     "milliseconds": ("ms a step", ",.1f"),
@@ -53,7 +54,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
 IN_MILLIONS = ("training_flops_per_token", "memory_bytes", "flops_by_the_paper", "flops_as_counted")
 WITH_ERROR = (
     *("bits_per_token", "bits_per_byte", "sliding_bits_per_byte", "word_perplexity", "perplexity"),
-    *("sliding_perplexity", "difference"),
+    *("sliding_perplexity", "accuracy", "difference"),
 )
 
 
@@ -108,9 +109,9 @@ class Results(NamedTuple):
         """All figures, with what the runs have in common above them."""
         times = " and step times" if "step_time" in self.measures else ""
         explained = (
-            f"Differences in bits per byte (of runs with the same seed){times} are relative to: {_baselines(self)}. ± "
-            "is the standard error of the mean over the runs. `-` is a figure that is missing, or that was not finite "
-            "in one of the runs."
+            f"Differences in {COLUMNS[self.table.compared][0]} (of runs with the same seed){times} are relative to: "
+            f"{_baselines(self)}. ± is the standard error of the mean over the runs. `-` is a figure that is missing, "
+            "or that was not finite in one of the runs."
         )
         table = _text(self.frame, self.measures, self.table.paper_columns).to_markdown().rstrip()
         grids = [text for grid in self.table.grids if (text := _grid(grid, self))]
@@ -122,11 +123,12 @@ class Results(NamedTuple):
         if not runs.empty:
             one, seeds = runs.iloc[0], sorted(set(runs.index.get_level_values("seed")))
             whole = pd.isna(one["max_tokens"])
-            documents = f"{one['num_documents']:,} documents, " if whole else f"{one['num_tokens']:,} tokens, "
+            documents = f"{one['num_documents']:,} documents" if whole else f"{one['num_tokens']:,} tokens"
+            size = f", {one['num_bytes']:,} bytes" if one["num_bytes"] else ""
             lines += [
                 f"Scale {scale}: {_span(runs['num_steps'])} steps of {_span(runs['tokens_per_step'])} tokens; "
                 f"seeds {', '.join(map(str, seeds))}. Evaluated on {'all' if whole else 'a part'} of {one['split']}: "
-                f"{documents}{one['num_bytes']:,} bytes.",
+                f"{documents}{size}.",
                 f"Trained on {', '.join(sorted(set(runs['device'])))}; a run took {runs['seconds'].min():,.0f} to "
                 f"{runs['seconds'].max():,.0f} s.",
             ]
@@ -160,7 +162,7 @@ def gather(
     errors: Any
     means, errors = by_row.mean(skipna=False), by_row.sem(skipna=False)
     if not runs.empty:
-        difference = _differences(runs["bits_per_byte"].astype(float), table).groupby(level="row")
+        difference = _differences(runs[table.compared].astype(float), table).groupby(level="row")
         means["difference"], errors["difference"] = difference.mean(skipna=False), difference.sem(skipna=False)
     timing = read_timing(folder, topology)
     means = means.combine_first(pd.DataFrame({row.name: _timed(timing, row, table) for row in table.rows}).T)

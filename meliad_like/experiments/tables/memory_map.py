@@ -4,8 +4,8 @@ from meliad_like.experiments.scales import Scale
 from meliad_like.experiments.tables.table import Table, read_rows
 
 MEASURES = (
-    *("segment_length", "num_states", "parameters", "memory_numbers", "bits_per_token", "step_time", "milliseconds"),
-    "training_flops_per_token",
+    *("segment_length", "num_states", "parameters", "memory_numbers", "accuracy", "difference", "step_time"),
+    *("milliseconds", "training_flops_per_token"),
 )
 
 TABLE = Table(
@@ -14,8 +14,10 @@ TABLE = Table(
     read_rows("memory_map"),
     (),
     MEASURES,
+    compared="accuracy",
     # The sizes of the gin files are those that are meant.
     scales={"tiny": Scale(side_by_side=True)},
+    against="Slide; of changes of Rec:fixed:skip, that one",
     task="task/memory_map.gin",
     is_map=True,
 )

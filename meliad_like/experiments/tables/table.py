@@ -30,7 +30,7 @@ class Row:
     files: tuple[str, ...]
     """Its gin files, at the paper's size."""
     baseline: str
-    """The row that it is compared with: by step time, and by bits per byte within a seed."""
+    """The row that it is compared with: by step time, and by the table's `compared` figure within a seed."""
     paper: Mapping[str, float] = field(default_factory=dict)
     """The paper's figures by the names of its columns."""
     vocabulary_size: int = 0
@@ -108,6 +108,8 @@ class Table:
     panels: tuple[Panel, ...]
     measures: tuple[str, ...] = MEASURES
     """The columns of figures."""
+    compared: str = "bits_per_byte"
+    """The figure of which `difference` is that of a row minus that of its baseline."""
     grids: tuple[Grid, ...] = ()
     scales: Mapping[str, Scale] = field(default_factory=lambda: SCALES)
     """The sizes in which it can be made."""
