@@ -59,6 +59,7 @@ CONFIGS |= {
     "none": dataclasses.replace(SKIP, position=NoPosition()),
     "infused": dataclasses.replace(SKIP, position=Infused()),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
+    "slots": recurrent(CONFIGS["lstm:skip"], compete=True),
     "two": recurrent(CONFIGS["lstm:skip"], layers=(0, 1)),
 }
 THREE = {"num_layers": 3}
@@ -77,9 +78,19 @@ CONFIGS |= {
 }
 # As few as show every way through the code, because compiling takes most of the time.
 # Single mechanisms are in test_mechanisms.py.
-WAYS = ("lstm:dual", "lstm:single", "rotary", "none", "infused", "unmasked", "feedback of the last", "feedback of all")
+WAYS = (
+    "lstm:dual",
+    "lstm:single",
+    "slots",
+    "rotary",
+    "none",
+    "infused",
+    "unmasked",
+    "feedback of the last",
+    "feedback of all",
+)
 WAYS += ("memory of buckets", "memory and feedback")
-WAYS += ("memory beside states",)
+WAYS += ("memory beside states", "slots")
 
 
 @functools.cache

@@ -135,6 +135,23 @@ def attend_in_scan(query: Array, key: Array, value: Array, mask: Array | None = 
     return attended(query, key, value)
 
 
+SMALLEST_SHARE = 1e-8
+"""Of a key for every query in slot attention, so that a query without keys gets the mean of all values."""
+
+
+def attend_as_slots(query: Array, key: Array, value: Array, valid: Bool[Array, "..."]) -> Array:
+    """Slot attention (Locatello et al. 2020, arXiv:2006.15055, section 2.1): the queries compete for the keys.
+
+    The softmax is over the queries, and divides each key among them; a query gets the mean of the values by its shares.
+    `valid` (True: visible) broadcasts to [*batch, h, t, s]; each query sees a key.
+    """
+    scores = jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
+    shares = jnp.where(valid, jax.nn.softmax(scores, axis=-2) + SMALLEST_SHARE, 0)
+    total = jnp.sum(shares, axis=-1, keepdims=True)
+    mixed = jnp.einsum("...hts,...hsk->...htk", shares.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return (mixed / total).astype(value.dtype)
+
+
 def attend_window(
     query: Float[Array, "b c h w k"],
     key: Float[Array, "b c h w k"],

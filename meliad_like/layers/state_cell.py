@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention import attend_in_scan, head_scale, merge_heads, split_heads, unit
+from meliad_like.layers.attention import attend_as_slots, attend_in_scan, head_scale, merge_heads, split_heads, unit
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
 from meliad_like.layers.sharding import constrain
 
@@ -123,6 +123,7 @@ class StateCell(nnx.Module):
         cell: CellKind,
         attention_scale: float = 1.0,
         time_constants: tuple[float, float] | None = None,
+        compete: bool = False,
         rngs: nnx.Rngs,
     ):
         self.num_heads = num_heads
@@ -149,7 +150,7 @@ class StateCell(nnx.Module):
             self.feedforward = FeedForward(2 * inner, feedforward_width, model_width, rngs=rngs)
         if cell in ("single", "dual"):
             self.feedforward_gate = gate_class(feedforward_width, model_width, "feedforward", time_constants, rngs=rngs)
-        self.cell = cell
+        self.cell, self.compete = cell, compete
 
     def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:
         """For each gate, the share of each channel that it keeps, and the share of the update that it takes in.
@@ -216,7 +217,8 @@ class StateCell(nnx.Module):
             The states, and the input of each gate, for `gate_values`.
         """
         own = attend_in_scan(heads.query, heads.key, heads.value)
-        cross = attend_in_scan(heads.cross_query, key, value, valid[:, None, None, :])
+        attend = attend_as_slots if self.compete else attend_in_scan
+        cross = attend(heads.cross_query, key, value, valid[:, None, None, :])
         mixed = merge_heads(own, cross)
         read = {}
         if self.cell in ("skip", "dual"):
