@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention import attend_as_slots, attend_in_scan, head_scale, merge_heads, split_heads, unit
+from meliad_like.layers.attention import attend_in_scan, head_scale, merge_heads, split_heads, unit
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
 from meliad_like.layers.sharding import constrain
 
@@ -217,8 +217,7 @@ class StateCell(nnx.Module):
             The states, and the input of each gate, for `gate_values`.
         """
         own = attend_in_scan(heads.query, heads.key, heads.value)
-        attend = attend_as_slots if self.compete else attend_in_scan
-        cross = attend(heads.cross_query, key, value, valid[:, None, None, :])
+        cross = attend_in_scan(heads.cross_query, key, value, valid[:, None, None, :], compete=self.compete)
         mixed = merge_heads(own, cross)
         read = {}
         if self.cell in ("skip", "dual"):
