@@ -1,12 +1,15 @@
-"""What recurrent states hold: what a model's wrong answers say of it, and how alike the states are.
+"""What recurrent states hold: how alike they are, and what the wrong answers of a memory map say.
 
     python benchmarks/memory_contents.py FOLDER/fixed_skip-0 FOLDER/fixed_skip-1 FOLDER/fixed_skip-2
 
-Reads the test documents of associative recall by models of `experiments memory_map`, and prints two tables. The first
-has by the number of pairs, with one and two blocks of filler, the share of right answers, that of the wrong ones which
-are the value of another pair of the document, and the same for guesses among all wrong values. The second has, by model
-and layer, of what the states after two blocks with 8 pairs differ by between documents: the share that all states have
-in common, and the effective number of different states, exp of the entropy of the squared singular values.
+The first table has, by model and layer, of what the states differ by from text to text: the share that all states of
+the layer have in common, and the effective number of different states, exp of the entropy of the squared singular
+values. The texts are of a segment's length, from 40 places of the test split; for `experiments memory_map` they are
+the first two blocks of test documents with 8 pairs.
+
+For such models, a second table has by the number of pairs, with one and two blocks of filler, the share of right
+answers, that of the wrong ones which are the value of another pair of the document, and the same for guesses among all
+wrong values.
 """
 
 import argparse
@@ -16,10 +19,12 @@ import numpy as np
 
 import meliad_like
 from meliad_like.data.memory_source import ANSWERS, PAIRS, VALUES, Cell, MemoryTasksSource
+from meliad_like.data.token_store import TokenStore
 from meliad_like.tables import Table
 
 DISTANCES = (1, 2)
 NUM_PAIRS = 8
+NUM_TEXTS = 40
 
 
 def main() -> None:
@@ -27,12 +32,12 @@ def main() -> None:
     parser.add_argument("checkpoint", nargs="+", help="of several seeds, whose answers are counted together")
     names = parser.parse_args().checkpoint
     models = [meliad_like.load(name) for name in names]
+    rows = [row for name, model in zip(names, models, strict=True) for row in _states(name, model)]
+    print(Table("", ("model and layer", "states", "in common", "different states"), rows).to_markdown())
     source = models[0].opened.run.source
-    assert isinstance(source, MemoryTasksSource)
-    header = ("pairs", "questions", "right", "of the wrong: another pair's value", "of guesses")
-    print(Table("", header, [_answers(models, source, items) for items in source.items]).to_markdown())
-    rows = [row for name, model in zip(names, models, strict=True) for row in _states(name, model, source)]
-    print(Table("", ("model", "states", "in common", "different states"), rows).to_markdown())
+    if isinstance(source, MemoryTasksSource):
+        header = ("pairs", "questions", "right", "of the wrong: another pair's value", "of guesses")
+        print(Table("", header, [_answers(models, source, items) for items in source.items]).to_markdown())
 
 
 def _texts(source: MemoryTasksSource, items: int, distances: Sequence[int]) -> list[str]:
@@ -64,9 +69,22 @@ def _given(model: meliad_like.LanguageModel, texts: list[str]) -> np.ndarray:
     return np.array([np.argmax(model.forward(text[:-1]).logits[-1][answers]) for text in texts])
 
 
-def _states(name: str, model: meliad_like.LanguageModel, source: MemoryTasksSource) -> list[tuple[str, ...]]:
-    # The last token is not read yet, so the states are those after two blocks.
-    texts = [text[: 2 * source.block_length + 1] for text in _texts(source, NUM_PAIRS, DISTANCES[1:])]
+def _beginnings(model: meliad_like.LanguageModel) -> list[str]:
+    run = model.opened.run
+    if isinstance(run.source, MemoryTasksSource):
+        # The last token that is read is not in the states yet.
+        return [text[: 2 * run.source.block_length + 1] for text in _texts(run.source, NUM_PAIRS, DISTANCES[1:])]
+    split, length = TokenStore(run.data.store).split("test"), run.data.segment_length + 1
+    places = np.linspace(0, split.lengths.sum(), NUM_TEXTS, endpoint=False).astype(int)
+    ends = np.cumsum(split.lengths)
+    documents = np.searchsorted(ends, places, side="right")
+    starts = np.clip(places - ends[documents] + split.lengths[documents], 0, split.lengths[documents] - length)
+    pairs = zip(documents.tolist(), starts.tolist(), strict=True)
+    return [model.vocabulary.decode(split.tokens(document, start, start + length)) for document, start in pairs]
+
+
+def _states(name: str, model: meliad_like.LanguageModel) -> list[tuple[str, ...]]:
+    texts = _beginnings(model)
     found = [model.read(text).arrays for text in texts]
     rows = []
     for place in (place for place in found[0] if place.endswith("/recurrent_states/states")):
@@ -77,7 +95,7 @@ def _states(name: str, model: meliad_like.LanguageModel, source: MemoryTasksSour
         energy = np.linalg.svd(own, compute_uv=False) ** 2
         energy /= energy.sum(axis=1, keepdims=True)
         number = np.exp(-(energy * np.log(energy + 1e-30)).sum(axis=1)).mean()
-        rows.append((f"{name}, {place}", f"{own.shape[1]}", f"{in_common:.3f}", f"{number:.1f}"))
+        rows.append((f"{name}, layer {place.split('/')[1]}", f"{own.shape[1]}", f"{in_common:.3f}", f"{number:.1f}"))
     return rows
 
 
