@@ -1,6 +1,8 @@
 """The launch scripts and the packaging, which run before any Python code of the package."""
 
+import functools
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -59,6 +61,8 @@ class Checkout:
             cwd="/",
             capture_output=True,
             text=True,
+            # A shell that starts the tests in the background makes them ignore Ctrl-C.
+            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
     def installs(self) -> list[str]:
