@@ -49,7 +49,7 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
 
 def _memory_numbers(model: Model) -> int:
     """The numbers in the carry of one lane between two segments: all that a document leaves for its next tokens."""
-    carry = jax.eval_shape(lambda params: model.bind(params).init_carry(1), model.abstract_params)
+    carry = model.abstract_carry(1)
     return sum(leaf.size for leaf in jax.tree.leaves(carry._replace(position=None)))
 
 

@@ -72,6 +72,12 @@ class Model:
         counted = self.forward_flops_per_token * w / (w - self.config.overlap)
         return {"as_counted": counted} | ({} if paper is None else {"by_the_paper": paper})
 
+    def abstract_carry(self, num_lanes: int, *, decoding: bool = False) -> Any:
+        """The shapes and dtypes of what is carried between segments, or with `decoding` between tokens."""
+        return jax.eval_shape(
+            lambda params: self.bind(params).init_carry(num_lanes, decoding=decoding), self.abstract_params
+        )
+
     def carry_axes(self, carry: Any) -> Any:
         """The logical axes of each array of a carry, from the first axis; axes not listed are not sharded."""
         return self.config.carry_axes(carry)

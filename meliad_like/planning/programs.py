@@ -104,7 +104,7 @@ def needs(
     mesh, num_lanes = make_mesh(run.mesh, topology.devices), run.data.num_lanes
     program = make_program(run, vocabulary_size, mesh)
     model, state, batch = program.model, program.abstract_state, program.abstract_batch
-    lanes, carry = lane_sharding(mesh, num_lanes), _decoding_carry(model, state.params, num_lanes, mesh)
+    lanes, carry = lane_sharding(mesh, num_lanes), _decoding_carry(model, num_lanes, mesh)
     token = jax.ShapeDtypeStruct((num_lanes,), jnp.int32, sharding=lanes)
     evaluate = jax.jit(
         functools.partial(evaluation_step, model, run.training.loss_slice),
@@ -199,8 +199,8 @@ def _size_on_device(tree: Any) -> int:
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
 
 
-def _decoding_carry(model: Model, params: Any, num_lanes: int, mesh: Mesh) -> Any:
-    shapes = jax.eval_shape(lambda params: model.bind(params).init_carry(num_lanes, decoding=True), params)
+def _decoding_carry(model: Model, num_lanes: int, mesh: Mesh) -> Any:
+    shapes = model.abstract_carry(num_lanes, decoding=True)
     shardings = carry_shardings(mesh, num_lanes, model.carry_axes(shapes))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 

@@ -85,5 +85,4 @@ def _accuracies(subject: Subject, chosen: Chosen) -> pd.DataFrame:
 
 
 def _carry_bytes(model: Model) -> int:
-    carry = jax.eval_shape(lambda params: model.bind(params).init_carry(1), model.abstract_params)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(carry))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.abstract_carry(1)))

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
@@ -125,7 +124,7 @@ def _parts(subject: Subject, request: StudyRequest) -> list[str]:
         )
     if model.config.overlap:
         raise UserError("memory_use needs windows that repeat nothing: --gin_param='PretrainedConfig.overlap = 0'")
-    carry = jax.eval_shape(lambda params: model.bind(params).init_carry(1), model.abstract_params)
+    carry = model.abstract_carry(1)
     found = list(model.config.parts(carry))
     if unknown := set(request.part) - set(found):
         raise UserError(f"--part={min(unknown)}: {name} carries {' and '.join(found) or 'nothing'}")
