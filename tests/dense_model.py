@@ -37,13 +37,6 @@ def attend(query, key, value, scale, bias=0.0, seen=True):
     return np.einsum("hts,hsk->htk", softmax_of_seen(scores, seen), value)
 
 
-def attend_as_slots(query, key, value, scale, bias, seen):
-    """Each key is divided among the queries; a query gets the mean of the values by its shares of the visible keys."""
-    scores = (np.einsum("htk,hsk->hts", query, key) + bias) * np.abs(scale)[:, None, None]
-    shares = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True) * seen
-    return np.einsum("hts,hsk->htk", shares / shares.sum(axis=2, keepdims=True), value)
-
-
 def rotate(x, position):
     half = x.shape[-1] // 2
     angle = position[:, None] / 10_000 ** (np.arange(half) / half)
@@ -171,9 +164,7 @@ class DenseModel:
     def recur(self, p, states, heads, key, value, valid):
         own_key, own_value, query, cross_query = heads
         own = attend(query, own_key, own_value, p["recurrent_tbase/_kvq/attention_scale"])
-        cross = (attend_as_slots if self.recurrent.compete else attend)(
-            cross_query, key, value, p["recurrent_tbase/attention_scale2"], 0.0, valid
-        )
+        cross = attend(cross_query, key, value, p["recurrent_tbase/attention_scale2"], 0.0, valid)
         return self.update(p, states, np.concatenate([own, cross]).transpose(1, 0, 2).reshape(len(states), -1))
 
     def update(self, p, states, mixed):

@@ -78,7 +78,7 @@ TABLE_1 = {
 
 def beside(name):
     """What a shipped file needs to say anything: options of recurrent states need a row that has them."""
-    of_states = name.startswith(("option/states_", "option/clear_states", "option/slots"))
+    of_states = name.startswith(("option/states_", "option/clear_states", "option/sharp_states"))
     return ["block_recurrent/fixed_skip.gin"] if of_states else []
 
 

@@ -59,7 +59,6 @@ CONFIGS |= {
     "none": dataclasses.replace(SKIP, position=NoPosition()),
     "infused": dataclasses.replace(SKIP, position=Infused()),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
-    "slots": recurrent(CONFIGS["lstm:skip"], compete=True),
     "two": recurrent(CONFIGS["lstm:skip"], layers=(0, 1)),
 }
 THREE = {"num_layers": 3}
@@ -90,7 +89,7 @@ WAYS = (
     "feedback of all",
 )
 WAYS += ("memory of buckets", "memory and feedback")
-WAYS += ("memory beside states", "slots")
+WAYS += ("memory beside states",)
 
 
 @functools.cache

@@ -46,7 +46,6 @@ CONFIGS = {
         for gate in ("fixed", "lstm")
         for cell in ("skip", "single", "dual")
     },
-    "slots": SLIDE.with_mechanism(dataclasses.replace(STATES, compete=True)),
     "slide below skip": TWO.with_mechanism(dataclasses.replace(STATES, layers=(1,), clear_states=True)),
     "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
     "scanned": dataclasses.replace(SKIP, num_layers=3, remat="dots", scan_layers=True),
@@ -78,7 +77,6 @@ CHOSEN = [
 CHOSEN += [(name, (1, 1, 8, 1)) for name in (*BOTH, "slide")]
 CHOSEN += [
     ("fixed:skip", (2, 4, 1, 1)),
-    ("slots", (2, 2, 2, 1)),
     ("slide below skip", (1, 1, 1, 8)),
     ("lstm:dual", (2, 1, 2, 2)),
     ("kernel", (1, 2, 2, 2)),

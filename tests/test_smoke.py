@@ -35,7 +35,7 @@ ROWS = {
 
 def others(name):
     """What a file needs beside it to be the config of a training."""
-    if name.startswith(("option/states_", "option/clear_states", "option/slots")):
+    if name.startswith(("option/states_", "option/clear_states", "option/sharp_states")):
         return ["block_recurrent/fixed_skip.gin"]
     return ["pretrained/gpt2_small.gin"] if name.startswith("recurrent_pretrained/") else []
 

@@ -120,32 +120,14 @@ def attend(
     return (mixed / total).astype(value.dtype)
 
 
-SMALLEST_SHARE = 1e-8
-"""Of a key for every query in slot attention, so that a query without keys gets the mean of all values."""
-
-
-def attend_as_slots(query: Array, key: Array, value: Array, mask: Bool[Array, "..."]) -> Array:
-    """Slot attention (Locatello et al. 2020, arXiv:2006.15055, section 2.1): the queries compete for the keys.
-
-    The softmax is over the queries, and divides each key among them; a query gets the mean of the values by its shares.
-    `mask` (True: visible) broadcasts to [*batch, h, t, s]; each query sees a key.
-    """
-    scores = jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
-    shares = jnp.where(mask, jax.nn.softmax(scores, axis=-2) + SMALLEST_SHARE, 0)
-    total = jnp.sum(shares, axis=-1, keepdims=True)
-    mixed = jnp.einsum("...hts,...hsk->...htk", shares.astype(value.dtype), value, preferred_element_type=jnp.float32)
-    return (mixed / total).astype(value.dtype)
-
-
-def attend_in_scan(query: Array, key: Array, value: Array, mask: Array | None = None, compete: bool = False) -> Array:
+def attend_in_scan(query: Array, key: Array, value: Array, mask: Array | None = None) -> Array:
     """`attend` for the body of a scan: on accelerators its backward pass computes scores and weights again.
 
     They are larger than all else, and would take longer to be written in one turn of the scan and read in another.
-    With `compete` it is `attend_as_slots`.
     """
 
     def attended(query, key, value):
-        return attend_as_slots(query, key, value, mask) if compete else attend(query, key, value, mask=mask)
+        return attend(query, key, value, mask=mask)
 
     if platform() != "cpu":
         kept = jax.checkpoint_policies.save_only_these_names(SOFTMAX)

@@ -123,7 +123,6 @@ class StateCell(nnx.Module):
         cell: CellKind,
         attention_scale: float = 1.0,
         time_constants: tuple[float, float] | None = None,
-        compete: bool = False,
         rngs: nnx.Rngs,
     ):
         self.num_heads = num_heads
@@ -150,7 +149,7 @@ class StateCell(nnx.Module):
             self.feedforward = FeedForward(2 * inner, feedforward_width, model_width, rngs=rngs)
         if cell in ("single", "dual"):
             self.feedforward_gate = gate_class(feedforward_width, model_width, "feedforward", time_constants, rngs=rngs)
-        self.cell, self.compete = cell, compete
+        self.cell = cell
 
     def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:
         """For each gate, the share of each channel that it keeps, and the share of the update that it takes in.
@@ -217,7 +216,7 @@ class StateCell(nnx.Module):
             The states, and the input of each gate, for `gate_values`.
         """
         own = attend_in_scan(heads.query, heads.key, heads.value)
-        cross = attend_in_scan(heads.cross_query, key, value, valid[:, None, None, :], compete=self.compete)
+        cross = attend_in_scan(heads.cross_query, key, value, valid[:, None, None, :])
         mixed = merge_heads(own, cross)
         read = {}
         if self.cell in ("skip", "dual"):

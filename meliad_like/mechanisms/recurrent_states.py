@@ -87,7 +87,6 @@ class StateRecurrence(StateReader):
             cell=config.cell,
             attention_scale=config.attention_scale,
             time_constants=config.time_constants,
-            compete=config.compete,
             rngs=rngs,
         )
 
@@ -190,9 +189,6 @@ class RecurrentStates(MechanismConfig):
     """The shortest and longest number of blocks after which a gate keeps 1/e of a state, at the start of training: the
     channels are spread between them, evenly on a logarithmic scale. None: all begin with about 1.4 (`gate="fixed"`) or
     3.2 (`"lstm"`), as in the paper's code."""
-    compete: bool = False
-    """Whether the states compete for the tokens, as slots (`attend_as_slots`), instead of attending to them each by
-    itself, which makes all states of a layer alike (docs/results.md)."""
 
     name: ClassVar[str] = "recurrent_states"
 
