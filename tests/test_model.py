@@ -77,17 +77,7 @@ CONFIGS |= {
 }
 # As few as show every way through the code, because compiling takes most of the time.
 # Single mechanisms are in test_mechanisms.py.
-WAYS = (
-    "lstm:dual",
-    "lstm:single",
-    "slots",
-    "rotary",
-    "none",
-    "infused",
-    "unmasked",
-    "feedback of the last",
-    "feedback of all",
-)
+WAYS = ("lstm:dual", "lstm:single", "rotary", "none", "infused", "unmasked", "feedback of the last", "feedback of all")
 WAYS += ("memory of buckets", "memory and feedback")
 WAYS += ("memory beside states",)
 
