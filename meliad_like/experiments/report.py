@@ -249,7 +249,7 @@ def _text(frame: pd.DataFrame, measures: Sequence[str], papers: Sequence[str]) -
 
 def _baselines(results: Results) -> str:
     """What rows are compared with, by the labels of both where there are several."""
-    labels = {row.name: row.label for row in results.rows}
+    labels = {row.name: row.label for row in results.table.rows}
     compared: dict[str, list[str]] = {}
     for row in results.rows:
         if row.baseline != row.name:

@@ -17,7 +17,6 @@ TABLE = Table(
     compared="accuracy",
     # The sizes of the gin files are those that are meant.
     scales={"tiny": Scale(side_by_side=True)},
-    against="Slide; of changes of Rec:fixed:skip, that one",
     task="task/memory_map.gin",
     is_map=True,
 )
