@@ -1,8 +1,6 @@
 """The launch scripts and the packaging, which run before any Python code of the package."""
 
-import functools
 import os
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -34,6 +32,13 @@ case "$*" in
 esac
 """
 
+# Runs its arguments with Ctrl-C as by default: a shell that starts the tests in the background makes them ignore it.
+AS_BY_DEFAULT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
 
 class Checkout:
     """A folder, with a space in its name, of the set-up's files, and a PATH that begins with fake Pythons."""
@@ -56,13 +61,11 @@ class Checkout:
         """Runs set_up_environment from another folder, as a person may."""
         script = 'source "$1/launch/environment.sh"; set_up_environment $2; pwd'
         return subprocess.run(
-            ["bash", "-c", script, "launch/quickstart.sh", str(self.root), extra],
+            [sys.executable, "-c", AS_BY_DEFAULT, "bash", "-c", script, "launch/quickstart.sh", str(self.root), extra],
             env=self.environment | environment,
             cwd="/",
             capture_output=True,
             text=True,
-            # A shell that starts the tests in the background makes them ignore Ctrl-C.
-            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
     def installs(self) -> list[str]:
