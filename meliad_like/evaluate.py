@@ -76,9 +76,12 @@ def main() -> None:
         shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
         params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(run.training.seed))
         untrained = report.with_progress("untrained", lambda progress: evaluator(params, progress))
-        compressors = report.compressed_bits_per_byte(split, evaluator.documents, vocabulary)
+        compressors = {}
+        # Where bytes are not counted (`TokenStore.totals`) a model cannot be compared with compressors.
+        if evaluation.num_bytes:
+            compressors = report.compressed_bits_per_byte(split, evaluator.documents, vocabulary)
+            details["other_bits_per_byte"] = {"untrained": untrained.bits_per_byte, **compressors}
         console.print(report.comparison({"untrained": untrained, trained: evaluation}, compressors).to_rich())
-        details["other_bits_per_byte"] = {"untrained": untrained.bits_per_byte, **compressors}
     first_bytes = sum(len(vocabulary.decode_bytes(split.tokens(int(i), 0, 1))) for i in evaluator.documents)
     console.print(
         f"Each document's first token is read but not predicted: {first_bytes:,} bytes in all.", highlight=False
