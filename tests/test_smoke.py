@@ -5,6 +5,7 @@ import re
 
 import forked
 import pytest
+from test_gin_files import beside
 from tiny_run import environment
 
 from meliad_like import config
@@ -35,9 +36,7 @@ ROWS = {
 
 def others(name):
     """What a file needs beside it to be the config of a training."""
-    if name.startswith(("option/states_", "option/clear_states", "option/sharp_states")):
-        return ["block_recurrent/fixed_skip.gin"]
-    return ["pretrained/gpt2_small.gin"] if name.startswith("recurrent_pretrained/") else []
+    return ["pretrained/gpt2_small.gin"] if name.startswith("recurrent_pretrained/") else beside(name)
 
 
 def check_small(*names):

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from meliad_like.data.memory_source import TASKS, Cell
-from meliad_like.tables import Table, number
+from meliad_like.tables import Table
 
 Z = 1.959964
 """The quantile of the normal distribution for intervals of 95 %."""
@@ -90,10 +90,10 @@ def by_model(frames: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 def by_distance(maps: Mapping[str, pd.DataFrame]) -> Table:
     """Models side by side: the share of right answers at each distance, of all tasks and numbers of items together."""
     sums = {label: cells.groupby("distance")[["correct", "questions"]].sum() for label, cells in maps.items()}
-    shares = pd.DataFrame({label: each.correct / each.questions for label, each in sums.items()}).sort_index()
-    header = ("model", *(f"{distance} blocks" for distance in shares.index))
-    rows = [(str(label), *(number(share, ".2f") for share in of_model)) for label, of_model in shares.items()]
-    return Table("Right answers by distance", header, rows)
+    shares = pd.DataFrame({label: each.correct / each.questions for label, each in sums.items()}).sort_index().T
+    shares.columns = [f"{distance} blocks" for distance in shares.columns]
+    formats = dict.fromkeys(shares.columns, ".2f")
+    return Table.of(shares.reset_index(names="model"), "Right answers by distance", formats)
 
 
 def summary_table(totals: pd.DataFrame) -> Table:

@@ -16,33 +16,27 @@ from meliad_like.layers.sharding import constrain
 
 GateKind = Literal["fixed", "lstm"]
 CellKind = Literal["skip", "single", "dual"]
+TimeConstants = tuple[float, float] | None
+"""The shortest and longest time constant of gates at the start of training, in blocks; None: as in the paper's code."""
 
 
-def spread_biases(time_constants: tuple[float, float], width: int) -> Float[Array, " d"]:
+def spread_biases(times: tuple[float, float], width: int) -> Float[Array, " d"]:
     """Biases of gates that keep `exp(-1 / t)` of a state at first, so that 1/e of it is left after `t` blocks.
 
     `t` is spread evenly over the channels, on a logarithmic scale, as by the chrono initialisation of Tallec and
     Ollivier (2018, arXiv:1804.11188), whose time constants are drawn.
     """
-    return -jnp.log(jnp.expm1(1 / jnp.geomspace(*time_constants, width)))
+    return -jnp.log(jnp.expm1(1 / jnp.geomspace(*times, width)))
 
 
 class FixedGate(nnx.Module):
     """`g * state + (1 - g) * update` with `g = sigmoid(bias)`: a learned moving average (section 3.2)."""
 
-    def __init__(
-        self,
-        hidden_width: int,
-        model_width: int,
-        hidden_axis: str,
-        time_constants: tuple[float, float] | None = None,
-        *,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, hidden_width: int, model_width: int, hidden_axis: str, times: TimeConstants, *, rngs: nnx.Rngs):
         del hidden_width, hidden_axis  # This gate doesn't depend on its input.
         bias = jax.nn.initializers.normal(0.1)
-        if time_constants:
-            bias = jax.nn.initializers.constant(spread_biases(time_constants, model_width))
+        if times:
+            bias = jax.nn.initializers.constant(spread_biases(times, model_width))
         self.bias = parameter(rngs.params(), bias, (model_width,), ("model",))
 
     def __call__(
@@ -61,20 +55,12 @@ class FixedGate(nnx.Module):
 class LstmGate(nnx.Module):
     """`f * state + i * update`, with both gates computed from `hidden` and biased to keep the state (section 3.2)."""
 
-    def __init__(
-        self,
-        hidden_width: int,
-        model_width: int,
-        hidden_axis: str,
-        time_constants: tuple[float, float] | None = None,
-        *,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, hidden_width: int, model_width: int, hidden_axis: str, times: TimeConstants, *, rngs: nnx.Rngs):
         small = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
         forget = input_ = jax.nn.initializers.normal(0.1)
-        if time_constants:
+        if times:
             # `gates` adds 1 and -1. What is taken in is at first what is forgotten.
-            spread = spread_biases(time_constants, model_width)
+            spread = spread_biases(times, model_width)
             forget, input_ = jax.nn.initializers.constant(spread - 1), jax.nn.initializers.constant(1 - spread)
         size = (hidden_width, model_width, (hidden_axis, "model"))
         self.forget = Linear(*size, rngs=rngs, initializer=small, bias_initializer=forget)
@@ -121,8 +107,8 @@ class StateCell(nnx.Module):
         feedforward_width: int,
         gate: GateKind,
         cell: CellKind,
-        attention_scale: float = 1.0,
-        time_constants: tuple[float, float] | None = None,
+        attention_scale: float,
+        time_constants: TimeConstants,
         rngs: nnx.Rngs,
     ):
         self.num_heads = num_heads

@@ -19,7 +19,7 @@ from meliad_like.layers.attention import attend, head_scale, split_heads, unit
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import scan_in_order
-from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads
+from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape, Watched
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
@@ -185,7 +185,7 @@ class RecurrentStates(MechanismConfig):
     """Block feedback (appendix E): other layers read the states of the `last` recurrent layer, or of `all` of them."""
     attention_scale: float = 1.0
     """The scale of all attention to and of states at the start of training (section 3.1: learned, from 1)."""
-    time_constants: tuple[float, float] | None = None
+    time_constants: TimeConstants = None
     """The shortest and longest number of blocks after which a gate keeps 1/e of a state, at the start of training: the
     channels are spread between them, evenly on a logarithmic scale. None: all begin with about 1.4 (`gate="fixed"`) or
     3.2 (`"lstm"`), as in the paper's code."""

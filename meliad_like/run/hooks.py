@@ -168,7 +168,7 @@ class Reporter:
         taken = [m for m in self._gathered if m.finite]
         loss, accuracy = (average_by_token(taken, name) for name in ("loss", "accuracy"))
         bits = loss / math.log(2)
-        bits_per_byte = bits / self._bytes_per_token if self._bytes_per_token else math.nan
+        bits_per_byte = bits / self._bytes_per_token
         tokens_per_second = self._setup.run.data.tokens_per_step * len(self._gathered) / seconds
         flops = self._setup.model.training_flops_per_token * tokens_per_second
         last = self._gathered[-1]
@@ -246,9 +246,12 @@ def _bits(per_token: float, per_byte: float) -> str:
 
 
 def bytes_per_target(reader: ReaderConfig, totals: Sequence[Totals]) -> float:
-    """The ratio of bytes and targets, averaged over the targets that are read of token stores with these totals."""
+    """The ratio of bytes and targets, averaged over the targets that are read of token stores with these totals.
+
+    NaN if bytes are not counted (`TokenStore.totals`).
+    """
     ratios = (each.bytes / num_targets(reader, each) for each in totals)
-    return sum(share * ratio for share, ratio in zip(reader.shares, ratios, strict=True))
+    return sum(share * ratio for share, ratio in zip(reader.shares, ratios, strict=True)) or math.nan
 
 
 def average_by_token(steps: Sequence[StepMetrics], name: str) -> float:
