@@ -69,18 +69,15 @@ def _given(model: meliad_like.LanguageModel, texts: list[str]) -> np.ndarray:
     return np.array([np.argmax(model.forward(text[:-1]).logits[-1][answers]) for text in texts])
 
 
-def _beginnings(model: meliad_like.LanguageModel) -> list[str]:
+def _beginnings(model: meliad_like.LanguageModel) -> Sequence[str | np.ndarray]:
+    """Texts of which the last token is not in the states yet."""
     run = model.opened.run
     if isinstance(run.source, MemoryTasksSource):
-        # The last token that is read is not in the states yet.
         return [text[: 2 * run.source.block_length + 1] for text in _texts(run.source, NUM_PAIRS, DISTANCES[1:])]
     split, length = TokenStore(run.data.store).split("test"), run.data.segment_length + 1
-    places = np.linspace(0, split.lengths.sum(), NUM_TEXTS, endpoint=False).astype(int)
-    ends = np.cumsum(split.lengths)
-    documents = np.searchsorted(ends, places, side="right")
-    starts = np.clip(places - ends[documents] + split.lengths[documents], 0, split.lengths[documents] - length)
-    pairs = zip(documents.tolist(), starts.tolist(), strict=True)
-    return [model.vocabulary.decode(split.tokens(document, start, start + length)) for document, start in pairs]
+    whole = split.concatenated(model.vocabulary.end_of_document)
+    starts = np.linspace(1, whole.lengths[0] - length, NUM_TEXTS).astype(int).tolist()
+    return [whole.tokens(0, start, start + length) for start in starts]
 
 
 def _states(name: str, model: meliad_like.LanguageModel) -> list[tuple[str, ...]]:
