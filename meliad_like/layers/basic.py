@@ -35,6 +35,8 @@ LINEAR = "linear"
 """The name of the outputs of linear maps, for the policies of `jax.checkpoint`."""
 SOFTMAX = "softmax"
 """The name of the maxima and sums of a softmax, for the same policies."""
+RELU = "relu"
+"""The name of the results of `relu`, for the same policies."""
 
 
 def fan_in_scaled(scale: float) -> jax.nn.initializers.Initializer:
@@ -202,6 +204,18 @@ class LayerNorm(nnx.Module):
         return (y * self.scale[...] + self.bias[...]).astype(x.dtype).reshape(x.shape)
 
 
+@jax.custom_jvp
+def relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The larger of `x` and 0; its derivative needs only the result, which the next linear map keeps in any case."""
+    return jnp.maximum(x, 0)
+
+
+@relu.defjvp
+def _relu_jvp(primals, tangents):
+    y = checkpoint_name(relu(*primals), RELU)
+    return y, jnp.where(y > 0, tangents[0], 0)
+
+
 class FeedForward(nnx.Module):
     """`relu(x W1) W2`, or with biases `relu(x W1 + b1) W2 + b2`.
 
@@ -215,11 +229,12 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... d"]:
         def finish(output, hidden):
-            return output(jax.nn.relu(hidden))
+            return output(relu(hidden))
 
-        # Accelerators keep the hidden layer from before the relu for the backward pass; otherwise the relu's mask would
-        # be kept as well, and a TPU takes longer to pack it than to compute the relu again.
-        finish = finish if platform() == "cpu" else jax.checkpoint(finish)
+        # Accelerators keep only the relu's result for the backward pass; otherwise its mask would be kept as well, and
+        # a TPU takes longer to pack it than to compare again.
+        if platform() != "cpu":
+            finish = jax.checkpoint(finish, policy=jax.checkpoint_policies.save_only_these_names(RELU))
         return finish(self.output, self.hidden(x))
 
 
