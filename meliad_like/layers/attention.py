@@ -25,12 +25,14 @@ from meliad_like.layers.sharding import platform
 MASKED = -1e6
 # No unmasked score is this low. It makes the output 0, rather than an average, where all keys are masked.
 LOWEST = -1e3
+UNIT_EPSILON = 1e-6
+"""What is added to the square of a length before the division by it."""
 
 
 def unit(x: Float[Array, "... k"]) -> Float[Array, "... k"]:
     """`x` scaled to unit length per head (Henry et al. 2020); the length is computed in float32."""
     y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    return (y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + UNIT_EPSILON)).astype(x.dtype)
 
 
 def split_heads(x: Float[Array, "*batch n i"], num_heads: int) -> Float[Array, "*batch h n k"]:

@@ -95,6 +95,9 @@ class Mechanism(nnx.Module):
     calls `begin_block` before a block, for the lanes whose block begins, and while decoding `end_block` after it.
     """
 
+    reads_projected: bool = False
+    """Whether its tile must have queries, keys and values as they are projected (`Tile.projected`)."""
+
     def init_carry(self, b: int, dtype: Any, decoding: bool) -> Any:
         """The carry of `b` lanes before their first token: a pytree of arrays with the lane axis first."""
         del b, dtype, decoding

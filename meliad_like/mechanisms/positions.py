@@ -7,7 +7,7 @@ any length. Each is a config under a registered name (`DecoderConfig.position`) 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +36,9 @@ class Placed(NamedTuple):
 
 class Position(nnx.Module):
     """The strategy without positions, and the base class of the other strategies."""
+
+    changes_keys: ClassVar[bool] = False
+    """Whether queries and keys have positions; if not, positions are at most a bias."""
 
     def __init__(self, w: int):
         self.w = w
@@ -121,6 +124,8 @@ class BiasPosition(Position):
 class RotaryPosition(Position):
     """Rotary embedding: queries and keys are rotated by their places (Su et al. 2021)."""
 
+    changes_keys = True
+
     def __init__(self, w: int, unit: float):
         super().__init__(w)
         self.unit = unit
@@ -144,6 +149,8 @@ class InfusedPosition(Position):
     A document's first block also has the places w to 2w - 1; in Shortformer it counts from 0. Because a projection is
     linear, that of the sinusoids is added to that of the tokens, before both get unit length; so keys are kept without.
     """
+
+    changes_keys = True
 
     def __init__(self, w: int, model_width: int):
         super().__init__(w)

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend, attend_window, ring_square
@@ -21,24 +22,36 @@ class WindowAttention(Mechanism):
     """Attention of the layer's queries to the keys of the window; it has no parameters and no carry of its own."""
 
     def __init__(self, shape: Shape, kernel: str):
-        self.dropout_rate, self.kernel = shape.dropout_rate, kernel
+        self.dropout_rate, self.mask_empty_cache, self.kernel = shape.dropout_rate, shape.mask_empty_cache, kernel
+        self.reads_projected = kernel != "none"
 
     def __call__(self, tokens, carry, dropout_key):
         tile, multiplier = tokens.tile, None
         h, w = tile.bias.shape
         if dropout_key is not None and self.dropout_rate > 0.0:
             multiplier = dropout_multiplier(dropout_key, self.dropout_rate, (h, w, w), jnp.float32)
-        placed = tile.placed
-        blocks = (placed.query, placed.key, tile.value, placed.previous_key, tile.previous_value)
         if self.kernel == "none":
+            placed = tile.placed
+            blocks = (placed.query, placed.key, tile.value, placed.previous_key, tile.previous_value)
             return attend_window(*blocks, ring_square(tile.bias), tile.previous_valid, multiplier), carry
         interpret = self.kernel == "interpreted"
-        if not interpret and (platform() != "tpu" or w % ROWS):
+        head_size = tile.value.shape[-1]
+        if tile.projected is None or (not interpret and (platform() != "tpu" or w % ROWS or head_size % ROWS)):
             raise UserError(
-                f"SlidingWindow.kernel='tpu' needs a TPU and windows of a multiple of {ROWS} tokens, not {platform()} "
-                f"and window_length={w}: set it to 'none' (--gin_param=\"SlidingWindow.kernel = 'none'\")"
+                f"SlidingWindow.kernel={self.kernel!r} needs positions that are a bias and, compiled, a TPU and "
+                f"windows and heads of multiples of {ROWS}, not {platform()}, window_length={w} and "
+                f"head_size={head_size}: set it to 'none' (--gin_param=\"SlidingWindow.kernel = 'none'\")"
             )
-        return attend_window_in_kernel(*blocks, tile.bias, tile.previous_valid, multiplier, interpret=interpret), carry
+        mixed = attend_window_in_kernel(
+            tile.projected,
+            tile.scale,
+            tile.bias,
+            tokens.positions > 0,
+            multiplier,
+            mask_previous=self.mask_empty_cache,
+            interpret=interpret,
+        )
+        return rearrange(mixed, "b (c w) (h k) -> b c h w k", h=h, w=w), carry
 
     def decode_step(self, token, carry):
         tile = token.tile

@@ -8,7 +8,8 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import head_scale, split_heads
+from meliad_like.layers.attention import head_scale, merge_heads, split_heads
+from meliad_like.layers.attention_kernel_block import Projected
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.sequence import from_left
 from meliad_like.mechanisms.positions import Placed, Position, PositionConfig
@@ -40,6 +41,10 @@ class Tile(NamedTuple):
     """Queries and keys with positions."""
     bias: Float[Array, "h w"]
     """The bias of the scores at the distances 1 to w, times the attention scale."""
+    scale: Float[Array, " h"]
+    """The attention scale."""
+    projected: Projected | None = None
+    """Queries, keys and values before all this, if a kernel reads them; None also if positions change them."""
 
     def both_blocks(self) -> tuple[Float[Array, "b c h s k"], Float[Array, "b c h s k"], Bool[Array, "b c s"]]:
         """Keys and values of the block before and the block, and whether each belongs to the block's document."""
@@ -113,11 +118,18 @@ class TokenHeads(nnx.Module):
 
     def _project(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
         """Keys, values and queries; keys and queries in the form in which the position strategy keeps them."""
-        key, value, query = (split_heads(linear(y), self.num_heads) for linear in (self.key, self.value, self.query))
+        return self._kept(self.key(y), self.value(y), self.query(y))
+
+    def _kept(self, *projected: Float[Array, "b n i"]) -> tuple[Float[Array, "b h n k"], ...]:
+        key, value, query = (split_heads(x, self.num_heads) for x in projected)
         return self.position.kept(key), value, self.position.kept(query)
 
     def tile(
-        self, y: Float[Array, "b n d"], cache: TokenCache | None, positions: Int[Array, "b c"]
+        self,
+        y: Float[Array, "b n d"],
+        cache: TokenCache | None,
+        positions: Int[Array, "b c"],
+        for_kernel: bool = False,
     ) -> tuple[Tile, TokenCache | None]:
         """The heads of a segment, and the cache after it.
 
@@ -125,16 +137,26 @@ class TokenHeads(nnx.Module):
             y: the layer's input, after its norm.
             cache: the cache after the segment before; None: the layer's mechanisms don't see the block before theirs.
             positions: position of each block's first token in its document; 0 where a document begins.
+            for_kernel: whether the tile has the projections as well.
         """
+        projected = self.key(y), self.value(y), self.query(y)
         # Kept before they are cut into blocks: an axis for the lengths of the blocks costs XLA two copies a layer.
-        key, value, query = (rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in self._project(y))
+        key, value, query = (rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in self._kept(*projected))
+        last_key, last_value = key[:, -1], value[:, -1]
+        if for_kernel:
+            # By itself, so that the other blocks' keys are not computed twice, here and in the kernel.
+            last_key, last_value, _ = self._kept(*(x[:, -self.w :] for x in projected))
         if cache is None:
-            nothing = jnp.zeros_like(key[:, 0])
-            return self._tile(query, key, value, nothing, nothing, positions), None
-        before_key, before_value = from_left((key[:, -1], value[:, -1]), (cache.key, cache.value))
-        return self._tile(query, key, value, before_key, before_value, positions), cache._replace(
-            key=key[:, -1], value=value[:, -1]
-        )
+            before_key, before_value, after = jnp.zeros_like(last_key), jnp.zeros_like(last_value), None
+        else:
+            before_key, before_value = from_left((last_key, last_value), (cache.key, cache.value))
+            after = cache._replace(key=last_key, value=last_value)
+        tile = self._tile(query, key, value, before_key, before_value, positions)
+        if for_kernel and not self.position.changes_keys:
+            of_key, of_value, of_query = projected
+            of_before = [merge_heads(x.astype(of_key.dtype)) for x in (before_key, before_value)]
+            tile = tile._replace(projected=Projected(of_query, of_key, of_value, *of_before))
+        return tile, after
 
     def tile_of_caches(self, before: TokenCache, after: TokenCache, position: Int[Array, " b"]) -> Tile:
         """The tile of one block that has been read, from the caches before and after it; its queries are zeros.
@@ -162,6 +184,7 @@ class TokenHeads(nnx.Module):
             previous_valid=previous_valid,
             placed=self.position.place((self.query, self.key), self._scale, query, key, previous_key),
             bias=self.bias(self.w),
+            scale=jnp.abs(self.attention_scale[...]),
         )
 
     def plain(self, cache: TokenCache | None) -> TokenCache | None:

@@ -286,7 +286,8 @@ class DecoderLayer(Layer):
         keys = [None] * num_keys if dropout_key is None else list(jax.random.split(dropout_key, num_keys))
         x, summaries = without_summaries(x, positions.shape[1], self.config.window_length)
         normed = self._normed(x, keys[0])
-        tile, cache = self.heads.tile(normed, carry.tokens, positions)
+        for_kernel = any(module.reads_projected for module in self.mechanisms.values())
+        tile, cache = self.heads.tile(normed, carry.tokens, positions, for_kernel)
         own_positions = {name: self._own_positions(carry, name, positions) for name in self.names}
         tokens = {name: SegmentTokens(normed, tile, own_positions[name], shared) for name in self.names}
         mixed, carries = [], {}
