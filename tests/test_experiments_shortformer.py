@@ -33,7 +33,7 @@ TINIEST = Scale(
         "TrainingConfig.log_every": 1,
         "MeshConfig.data": 1,
     },
-    keep_share_of_steps=True,
+    keep_share_of_warmup=True,
     max_tokens=300,
     timed_tokens=5,
 )

@@ -180,6 +180,20 @@ def test_what_the_user_binds_is_not_scaled():
     assert (run.model.window_length, states(run.model).num_states, run.training.num_steps) == (64, 64, 7)
 
 
+def test_stages_keep_their_share_of_the_steps_and_warmup_does_not():
+    row, files, shares = TABLES["table1"].row("slide_12l"), ["option/short_segments_first.gin"], {}
+    for scale, steps in (("tiny", 800), ("small", 5000), ("paper", 500_000)):
+        run = configure(row, SCALES[scale], files)
+        shares[scale] = run.stages.num_steps[0] / steps, run.data.segment_length / run.stages.segment_length[0]
+    assert set(shares.values()) == {(0.5, 4.0)}
+    run = configure(row, SCALES["tiny"], files, ["TrainingConfig.num_steps = 900"])
+    assert (run.stages.num_steps, run.schedule.warmup_steps) == ((450,), 50)
+    # What the user binds is not scaled.
+    bound = ["StagesConfig.num_steps = (7,)", "StagesConfig.segment_length = (32,)"]
+    stages = configure(row, SCALES["tiny"], gin_params=bound).stages
+    assert (stages.num_steps, stages.segment_length) == ((7,), (32,))
+
+
 def test_a_vocabulary_of_the_row_wins_over_the_tasks_and_has_a_store_of_its_own():
     row = TABLES["table5"].row("sentencepiece_1k")
     run = configure(row, SCALES["tiny"], ["task/standard_library.gin"])

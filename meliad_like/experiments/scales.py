@@ -44,8 +44,8 @@ class Scale:
     """Whether one core for each model is the fastest way to train several."""
     lengths: int = 0
     """Divisor of lengths; 0: the same as of widths."""
-    keep_share_of_steps: bool = False
-    """Whether first stages and warmup keep their share of the steps."""
+    keep_share_of_warmup: bool = False
+    """Whether the warmup keeps its share of the steps, as stages always do."""
     segments: int = 1
     """Divisor of the lengths of segments alone; windows keep theirs."""
     lanes: int = 1
@@ -159,11 +159,10 @@ def configure(
     macros = [param for param in gin_params if "." not in param.partition("=")[0]]
     whole = config.parse(files, macros, fixed)
     values = scale.sizes(whole) | dict(scale.bindings)
-    if scale.keep_share_of_steps:
-        num_steps = (values | bound).get("TrainingConfig.num_steps", whole.training.num_steps)
-        share = num_steps / whole.training.num_steps
+    share = (values | bound).get("TrainingConfig.num_steps", whole.training.num_steps) / whole.training.num_steps
+    values["StagesConfig.num_steps"] = tuple(max(round(steps * share), 1) for steps in whole.stages.num_steps)
+    if scale.keep_share_of_warmup:
         values["ScheduleConfig.warmup_steps"] = int(whole.schedule.warmup_steps * share)
-        values["StagesConfig.num_steps"] = tuple(max(round(steps * share), 1) for steps in whole.stages.num_steps)
     if scale.segments > 1 or scale.lanes > 1:
         # A segment that the user bound is the one whose lanes count.
         segment = (values | bound)["ReaderConfig.segment_length"]
