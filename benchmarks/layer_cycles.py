@@ -1,9 +1,10 @@
 r"""What one layer of a decoder takes on a TPU by its compiler's clock: forward and backward, on one chip.
 
-    PYTHONPATH=LIBTPU JAX_PLATFORMS=cpu python benchmarks/layer_cycles.py --topology=v4:2x2x1 \
+    JAX_PLATFORMS=cpu python benchmarks/layer_cycles.py --topology=v4:2x2x1 \
         --gin_file=block_recurrent/slide_12l.gin --gin_file=option/bfloat16.gin
 
-It compiles in a minute, a whole step in several. Two lanes of 4,096 tokens, with dropout.
+It needs the TPU compiler (libtpu), and compiles in a minute, a whole step in several. Two lanes of 4,096 tokens, with
+dropout.
 """
 
 import jax
@@ -13,6 +14,7 @@ from absl import app, flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meliad_like import config
+from meliad_like.models.model import Model
 from meliad_like.planning.clock import read_clock
 from meliad_like.planning.hlo import Module
 from meliad_like.planning.topology import describe
@@ -22,11 +24,10 @@ GIN_FILE = flags.DEFINE_multi_string("gin_file", [], "Gin files of the model.")
 GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Bindings.")
 COSTLIEST = flags.DEFINE_integer("costliest", 20, "The number of instructions to list.")
 LANES, TOKENS = 2, 4096
+"""Those of a chip in the paper's runs."""
 
 
 def main(_):
-    from meliad_like.models.model import Model
-
     topology = describe(TOPOLOGY.value)
     run = config.parse(GIN_FILE.value, [*GIN_PARAM.value, "DecoderConfig.num_layers = 1"])
     model = Model(run.model, 256)

@@ -15,6 +15,7 @@ from meliad_like.layers.attention import attend_window, ring_square, unit
 from meliad_like.layers.attention_kernel import attend_window_in_kernel
 from meliad_like.layers.attention_kernel_block import Projected
 from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.mechanisms.positions import Infused, Rotary
 from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -102,6 +103,58 @@ def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
         for one in found
     ]
     assert (np.array(errors[0]) < 1.5 * np.array(errors[1]) + 1e-5).all()
+
+
+@pytest.mark.parametrize("mask_empty_cache", [True, False])
+def test_a_decoder_with_the_kernel_equals_the_default(mask_empty_cache):
+    generator, (b, c, w) = np.random.default_rng(0), (2, 3, 4)
+    tokens = jnp.asarray(generator.integers(0, 32, (2, b, c * w)), jnp.int32)
+    start = jnp.asarray(generator.random((2, b, c)) < 0.3)
+    default = DecoderConfig(
+        num_layers=2,
+        model_width=16,
+        num_heads=2,
+        head_size=8,
+        feedforward_width=16,
+        window_length=w,
+        dropout_rate=0.1,
+        mask_empty_cache=mask_empty_cache,
+    )
+
+    def of_two_segments(config):
+        model = Model(config, 32)
+        # Perturbed, so that no scale is 1 and no bias is 0.
+        params = jax.tree.map(lambda x: x + 0.3 * generator_of(x), model.init(jax.random.key(0)))
+
+        def loss(params):
+            module = model.bind(params)
+            first, carry = module(tokens[0], module.init_carry(b), start[0], jax.random.key(1))
+            second, carry = module(tokens[1], carry, start[1], jax.random.key(2))
+            return jnp.sum(first**2) + jnp.sum(second**3), (first, second, carry)
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    def generator_of(x):
+        return jax.random.normal(jax.random.key(x.size), x.shape)
+
+    results = map(of_two_segments, (default, default.with_mechanism(SlidingWindow(kernel="interpreted"))))
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("position", [Rotary(), Infused()])
+def test_positions_that_change_keys_are_refused(position):
+    config = DecoderConfig(
+        num_layers=1, window_length=4, position=position, mechanisms=(SlidingWindow(kernel="interpreted"),)
+    )
+    model = Model(config, 32)
+
+    def read(params):
+        module = model.bind(params)
+        return module(jnp.zeros((1, 4), jnp.int32), module.init_carry(1), jnp.zeros((1, 1), bool))
+
+    with pytest.raises(UserError, match="needs a DecoderConfig.position that is none, t5, alibi or another bias"):
+        jax.eval_shape(read, model.abstract_params)
 
 
 def lower(window_length, platform, dropout):

@@ -45,7 +45,7 @@ class Scale:
     lengths: int = 0
     """Divisor of lengths; 0: the same as of widths."""
     keep_share_of_warmup: bool = False
-    """Whether the warmup keeps its share of the steps, as stages always do."""
+    """Whether the warmup keeps its share of the steps, as stages do where the number of steps is not from `targets`."""
     segments: int = 1
     """Divisor of the lengths of segments alone; windows keep theirs."""
     lanes: int = 1

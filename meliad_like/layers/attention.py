@@ -26,7 +26,7 @@ MASKED = -1e6
 # No unmasked score is this low. It makes the output 0, rather than an average, where all keys are masked.
 LOWEST = -1e3
 UNIT_EPSILON = 1e-6
-"""What is added to the square of a length before the division by it."""
+"""Added to a squared length before its inverse square root is taken."""
 
 
 def unit(x: Float[Array, "... k"]) -> Float[Array, "... k"]:

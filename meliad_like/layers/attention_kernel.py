@@ -1,7 +1,8 @@
 """A Pallas kernel for TPUs that computes `attend_window` (`layers/attention.py`) without writing scores to memory.
 
-It reads queries, keys and values as the projections write them, with the heads side by side: an axis for the heads
-would cost copies; and unit length, scales and the keys of the block before would be further arrays.
+It reads queries, keys and values as the projections write them, with the heads side by side, because an axis for the
+heads would cost copies. Unit length, scale and the block before are computed or kept inside, because each would be one
+more array in memory.
 
 One run of the kernel computes one block of one head (`attention_kernel_block`). What lasts for a whole head, its bias
 and the gradients of bias and scale, is laid out or summed in the chip's own memory; so the head is the grid's outermost
@@ -21,7 +22,7 @@ from meliad_like.layers.attention_kernel_block import Heads, Options, Projected,
 from meliad_like.layers.sharding import MESH_AXES_OF
 
 ROWS = 128
-"""The number of queries in a row; compiled for a TPU, window and head size must be multiples of it."""
+"""The number of queries in each row of the ring; compiled for a TPU, window and head size must be multiples of it."""
 VMEM_LIMIT = 100 * 2**20
 """The chip's own memory that a kernel may use, in bytes. The compiler's default is too little for windows of 1024."""
 
@@ -49,7 +50,8 @@ def attend_window_in_kernel(
         previous_valid: whether the block before each block belongs to the same document.
         multiplier: dropout of the weights, shared by lanes and blocks.
         mask_previous: whether a block before that is not valid is masked; otherwise its keys and values are 0.
-        rows: the number of queries in a row, of which `w` must be a multiple. None: 128, or `w` if it is no multiple.
+        rows: the number of queries in each row of the ring, of which `w` must be a multiple. None: 128, or `w` if it
+            is no multiple.
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU.
     """
     w = bias.shape[1]
@@ -115,8 +117,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 class _Grid:
     """The grid of the kernels (heads, lanes, blocks), and the parts of the arrays that a run of them sees.
 
-    Forward, a block finds the keys and values of the one before in scratch, where this one left them. The backward pass
-    goes through the blocks from last to first: a block finds the gradient that the next one has left for it.
+    The forward pass goes through the blocks from first to last; each leaves its keys and values in scratch for the next
+    one. The backward pass goes from last to first; each leaves there the gradient of the keys and values before it.
     """
 
     def __init__(self, projected: Projected, bias: Array, options: Options, backward: bool):

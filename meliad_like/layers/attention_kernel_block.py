@@ -40,7 +40,7 @@ class Options(NamedTuple):
     """What is known when a kernel is compiled."""
 
     rows: int
-    """The number of queries in a row."""
+    """The number of queries in each row of the ring."""
     mask_previous: bool
     """Whether a block before that is not valid is masked; otherwise it has keys and values of 0."""
     interpret: bool
@@ -74,7 +74,7 @@ def forward_kernel(options, valid, scale, bias, multiplier, projected, previous,
         total = jnp.sum(weights, axis=1, keepdims=True) + jnp.exp(LOWEST - highest)
         result = row.mix(row.dropped(weights).astype(dtype), heads.value, heads.previous_value)
         mixed[row.queries, :] = (result / total).astype(dtype)
-        log_totals[row.index : row.index + 1, :] = _turned(highest + jnp.log(total))[:1]
+        log_totals[row.index : row.index + 1, :] = _broadcast_transposed(highest + jnp.log(total))[:1]
 
 
 def backward_kernel(
@@ -98,7 +98,7 @@ def backward_kernel(
         dtype, cotangent = heads.query.dtype, cotangents[row.queries, :]
         inner = cotangent.astype(jnp.float32) * mixed[row.queries, :].astype(jnp.float32)
         inner = jnp.sum(inner, axis=1, keepdims=True)
-        weights = jnp.exp(row.scores() - _turned(log_totals[row.index : row.index + 1, :])[:, :1])
+        weights = jnp.exp(row.scores() - _broadcast_transposed(log_totals[row.index : row.index + 1, :])[:, :1])
         products = row.products(cotangent, heads.value, heads.previous_value)
         gradient = weights * (row.dropped(products) - inner)
         bias_sums[...] += row.rotated(gradient, back=True)
@@ -140,7 +140,8 @@ def _begin_head(bias, bias_row, bias_sums, scale_sums) -> None:
 
 
 def _begin_block(sums: Sums, turn: Array) -> None:
-    """The block after this one, the turn before, has left its part of the gradients."""
+    """Begins the sums of a block. The turn before, of the block after it, has left its part of them as those of the
+    block before; they become the block's own, and the others start again at 0."""
     for one, left in ((sums.key, sums.previous_key), (sums.value, sums.previous_value)):
         one[...] = jnp.where(turn > 0, left[...], jnp.zeros(left.shape, jnp.float32))
         left[...] = jnp.zeros(left.shape, jnp.float32)
@@ -179,7 +180,7 @@ def _rows_of(options, is_valid, multiplier, heads, bias_row) -> Iterator["_Row"]
 
 
 class _Row:
-    """Some of the queries of one block and head, and their row [rows, w] of the ring."""
+    """A row of the ring: `rows` consecutive queries of one block and head, and their scores [rows, w]."""
 
     def __init__(self, index: int, options: Options, is_valid, multiplier, heads: Heads, bias_row):
         rows = options.rows
@@ -231,7 +232,7 @@ class _Row:
         return x if self.multiplier is None else x * self.multiplier[self.queries, :]
 
     def rotated(self, x, back: bool = False):
-        """The first row of the bias, as it is in this row; or back."""
+        """`x` with its columns rotated from their places in the first row of the ring to those in this row; or back."""
         shift = self.w - self.begin if back else self.begin
         return x if self.begin == 0 else pltpu.roll(x, shift, 1)
 
@@ -242,8 +243,8 @@ def _dot(x: Array, y: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
     return jax.lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=jnp.float32)
 
 
-def _turned(x: Array) -> Array:
-    """A column [rows, 1] repeated in all rows, or a row [1, rows] in all columns."""
+def _broadcast_transposed(x: Array) -> Array:
+    """The transpose of a column [rows, 1] or a row [1, rows], repeated to [rows, rows]."""
     return jnp.broadcast_to(x, (x.size, x.size)).T
 
 
@@ -257,10 +258,10 @@ def _sheared(x: Array, right: bool) -> Array:
 
 
 def _lay_out(bias, bias_row) -> None:
-    """Fills the ring's first row: column `s` of query `t` has entry `s - t` (modulo w) of the reversed bias."""
+    """Fills the ring's first row: column `s` of query `t` gets entry `(s - t) % w` of the reversed bias."""
     bias_row[...] = _sheared(jnp.broadcast_to(bias[...], bias_row.shape), right=True)
 
 
 def _sum_by_distance(bias_sums, bias_gradient) -> None:
-    """Adds up what `_lay_out` copies."""
+    """The transpose of `_lay_out`: sums the gradient over the queries, by distance."""
     bias_gradient[...] = jnp.sum(_sheared(bias_sums[...], right=False), axis=0, keepdims=True)

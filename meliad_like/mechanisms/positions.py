@@ -7,7 +7,7 @@ any length. Each is a config under a registered name (`DecoderConfig.position`) 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,11 +37,13 @@ class Placed(NamedTuple):
 class Position(nnx.Module):
     """The strategy without positions, and the base class of the other strategies."""
 
-    changes_keys: ClassVar[bool] = False
-    """Whether queries and keys have positions; if not, positions are at most a bias."""
-
     def __init__(self, w: int):
         self.w = w
+
+    @property
+    def changes_keys(self) -> bool:
+        """Whether positions change queries or keys, instead of only adding a bias to the scores."""
+        return type(self).place is not Position.place or type(self).kept is not Position.kept
 
     def kept(self, projected: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
         """The form in which projected queries and keys are kept, keys also in the cache: by default of unit length."""
@@ -124,8 +126,6 @@ class BiasPosition(Position):
 class RotaryPosition(Position):
     """Rotary embedding: queries and keys are rotated by their places (Su et al. 2021)."""
 
-    changes_keys = True
-
     def __init__(self, w: int, unit: float):
         super().__init__(w)
         self.unit = unit
@@ -149,8 +149,6 @@ class InfusedPosition(Position):
     A document's first block also has the places w to 2w - 1; in Shortformer it counts from 0. Because a projection is
     linear, that of the sinusoids is added to that of the tokens, before both get unit length; so keys are kept without.
     """
-
-    changes_keys = True
 
     def __init__(self, w: int, model_width: int):
         super().__init__(w)

@@ -36,11 +36,16 @@ class WindowAttention(Mechanism):
             return attend_window(*blocks, ring_square(tile.bias), tile.previous_valid, multiplier), carry
         interpret = self.kernel == "interpreted"
         head_size = tile.value.shape[-1]
-        if tile.projected is None or (not interpret and (platform() != "tpu" or w % ROWS or head_size % ROWS)):
+        instead = "set it to 'none' (--gin_param=\"SlidingWindow.kernel = 'none'\")"
+        if tile.projected is None:
             raise UserError(
-                f"SlidingWindow.kernel={self.kernel!r} needs positions that are a bias and, compiled, a TPU and "
-                f"windows and heads of multiples of {ROWS}, not {platform()}, window_length={w} and "
-                f"head_size={head_size}: set it to 'none' (--gin_param=\"SlidingWindow.kernel = 'none'\")"
+                f"SlidingWindow.kernel={self.kernel!r} needs a DecoderConfig.position that is none, t5, alibi or "
+                f"another bias, because the others change keys: {instead}"
+            )
+        if not interpret and (platform() != "tpu" or w % ROWS or head_size % ROWS):
+            raise UserError(
+                f"SlidingWindow.kernel='tpu' needs a TPU, and a window and heads of multiples of {ROWS}, not "
+                f"{platform()}, window_length={w} and head_size={head_size}: {instead}"
             )
         mixed = attend_window_in_kernel(
             tile.projected,

@@ -44,7 +44,8 @@ class Tile(NamedTuple):
     scale: Float[Array, " h"]
     """The attention scale."""
     projected: Projected | None = None
-    """Queries, keys and values before all this, if a kernel reads them; None also if positions change them."""
+    """Queries, keys and values as they are projected, for a kernel; None if no mechanism of the layer reads them, or if
+    positions change queries and keys."""
 
     def both_blocks(self) -> tuple[Float[Array, "b c h s k"], Float[Array, "b c h s k"], Bool[Array, "b c s"]]:
         """Keys and values of the block before and the block, and whether each belongs to the block's document."""
@@ -137,14 +138,14 @@ class TokenHeads(nnx.Module):
             y: the layer's input, after its norm.
             cache: the cache after the segment before; None: the layer's mechanisms don't see the block before theirs.
             positions: position of each block's first token in its document; 0 where a document begins.
-            for_kernel: whether the tile has the projections as well.
+            for_kernel: whether a mechanism reads `Tile.projected`.
         """
         projected = self.key(y), self.value(y), self.query(y)
         # Kept before they are cut into blocks: an axis for the lengths of the blocks costs XLA two copies a layer.
         key, value, query = (rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in self._kept(*projected))
         last_key, last_value = key[:, -1], value[:, -1]
         if for_kernel:
-            # By itself, so that the other blocks' keys are not computed twice, here and in the kernel.
+            # Computed by itself, so that the other blocks' keys get unit length only in the kernel.
             last_key, last_value, _ = self._kept(*(x[:, -self.w :] for x in projected))
         if cache is None:
             before_key, before_value, after = jnp.zeros_like(last_key), jnp.zeros_like(last_value), None
