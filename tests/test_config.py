@@ -105,6 +105,15 @@ def test_a_file_overrides_what_it_includes(tmp_path):
     assert (model.num_layers, model.model_width) == (5, 32)
 
 
+def test_a_file_overrides_what_it_includes_if_that_is_given_as_well(tmp_path):
+    name = write(tmp_path, "mine.gin", "include 'size/tiny.gin'\nDecoderConfig.num_layers = 5\n")
+    outer = write(tmp_path, "outer.gin", f"include {name!r}\nDecoderConfig.num_layers = 7\n")
+    for files in ([name, "size/tiny.gin"], ["size/tiny.gin", name]):
+        assert config.parse(files).model.num_layers == 5
+    for files in ([outer, "size/tiny.gin", name], ["size/tiny.gin", name, outer]):
+        assert config.parse(files).model.num_layers == 7
+
+
 def test_an_included_file_that_contradicts_another_file_is_named(tmp_path):
     name = write(tmp_path, "mine.gin", "include 'size/tiny.gin'\n")
     assert "size/tiny.gin:8" in message([name, "option/window_128.gin"])

@@ -15,7 +15,7 @@ from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.experiments.scales import SCALES, Scale, configure
 from meliad_like.experiments.step_time import random_batch
-from meliad_like.experiments.tables import TABLES
+from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.mechanisms.base import MECHANISMS
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
@@ -65,6 +65,14 @@ def test_a_row_reads_32_lanes_of_4096_tokens_a_step_whatever_its_segments(file):
     assert run.data.segment_length == (run.model.window_length if one_window else 4096)
     assert run.training.num_steps == 500_000
     assert run.model.dropout_rate == 0.05
+
+
+@pytest.mark.parametrize(
+    "table", [table for table in SUBJECTS.values() if not table.pretrained], ids=lambda one: one.name
+)
+def test_the_files_of_a_row_agree_with_the_tables_task(table):
+    for row in table.rows:
+        configure(row, table.scales["tiny"], [table.task])
 
 
 def test_the_scaling_study_alone_has_a_cosine():

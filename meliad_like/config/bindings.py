@@ -112,8 +112,8 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
     """All bindings of a run, macros replaced by their values.
 
     Precedence: (1) `--gin_param`, the last one first; (2) `values` by `Class.field`, which nothing needs to read; (3)
-    `--gin_file`s, whose order does not matter because two that differ are an error; (4) `base.gin`, which is always
-    read. A macro that is not bound, or that nothing reads, is an error.
+    `--gin_file`s, whose order does not matter: a file wins over those that it includes, and two others that differ are an
+    error; (4) `base.gin`, which is always read. A macro that is not bound, or that nothing reads, is an error.
     """
     parameters: Bindings = {}
     for text in gin_params:
@@ -205,7 +205,10 @@ def _merge(tables: Sequence[Bindings], settled: Set[str]) -> Bindings:
     for table in tables:
         for key, binding in table.items():
             other = merged.setdefault(key, binding)
-            if other.value == binding.value:
+            if other.value == binding.value or _replaces(other, binding):
+                continue
+            if _replaces(binding, other):
+                merged[key] = binding
                 continue
             if key not in settled:
                 raise UserError(
@@ -215,6 +218,11 @@ def _merge(tables: Sequence[Bindings], settled: Set[str]) -> Bindings:
             # What belongs to a kind that is settled otherwise need not be read.
             merged[key] = replace(other, replaced=binding)
     return merged
+
+
+def _replaces(upper: Binding, lower: Binding) -> bool:
+    """Whether the file of `upper` includes that of `lower`, and says something else."""
+    return upper.replaced is not None and (upper.replaced.origin == lower.origin or _replaces(upper.replaced, lower))
 
 
 def _resolve(value: Any, bindings: Bindings, read: set[str], origin: str, inside: tuple[str, ...] = ()) -> Any:
