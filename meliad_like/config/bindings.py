@@ -112,8 +112,8 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
     """All bindings of a run, macros replaced by their values.
 
     Precedence: (1) `--gin_param`, the last one first; (2) `values` by `Class.field`, which nothing needs to read; (3)
-    `--gin_file`s, whose order does not matter: a file wins over those that it includes, and two others that differ are an
-    error; (4) `base.gin`, which is always read. A macro that is not bound, or that nothing reads, is an error.
+    `--gin_file`s, whose order does not matter: a file wins over those that it includes, and two others that differ are
+    an error; (4) `base.gin`, which is always read. A macro that is not bound, or that nothing reads, is an error.
     """
     parameters: Bindings = {}
     for text in gin_params:
