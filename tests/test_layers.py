@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from meliad_like.layers.basic import product
+from meliad_like.layers.attention import LARGEST_SCALE, UNIT_EPSILON, Block, attend, attend_unit, unit, unit_query
+from meliad_like.layers.basic import parameter, product, turn
 
 ACCELERATORS = {"tpu": "TPU v4", "cuda": "NVIDIA H100 80GB HBM3"}
 
@@ -62,3 +63,63 @@ def test_products_are_rounded_and_the_gradient_of_the_kernel_is_not(arguments, a
     gradient = program(jax.grad(lambda x, k: value(x, k, "bfloat16"), argnums=(0, 1)), accelerator, x, kernel)
     products = [line.partition(" : ")[2] for line in gradient.splitlines() if "dot_general" in line]
     assert sorted(line.count("bf16") for line in products) == [0, 2, 2]
+
+
+def attention_arguments():
+    """Queries of 5 vectors, and keys and values of two blocks of 7; 3 lanes, 2 heads of 4 channels."""
+    generator = np.random.default_rng(1)
+    return [generator.standard_normal((3, 2, n, 4), np.float32) for n in (5, 7, 7, 7, 7)]
+
+
+VISIBLE = np.array([True, False, True])
+
+
+def by_attend_unit(scale, query, key, value, before_key, before_value):
+    before, own = Block(unit(before_key), before_value, VISIBLE), Block(unit(key), value)
+    return attend_unit(unit_query(query, scale), before, own)
+
+
+def by_attend(scale, query, key, value, before_key, before_value):
+    def plain_unit(x):
+        return x / jnp.sqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + UNIT_EPSILON)
+
+    keys = plain_unit(jnp.concatenate([before_key, key], axis=2))
+    mask = jnp.repeat(jnp.stack([VISIBLE, np.ones(3, bool)], axis=1), 7, axis=1)[:, None, None]
+    scaled = plain_unit(query) * jnp.abs(scale[...])[:, None, None]
+    return attend(scaled, keys, jnp.concatenate([before_value, value], axis=2), mask=mask)
+
+
+def scales(*values):
+    return parameter(jax.random.key(0), lambda *_: jnp.asarray(values), (2,), ("heads",))
+
+
+def test_attention_of_unit_vectors_and_its_gradients_are_those_of_all_attention():
+    def total(attended):
+        return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(3 * attended(*x))), argnums=tuple(range(6)))
+
+    arguments = (scales(-5.0, 8.0), *attention_arguments())
+    for ours, theirs in zip(*(jax.tree.leaves(total(f)(*arguments)) for f in (by_attend_unit, by_attend))):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_of_unit_vectors_is_finite_with_any_scale():
+    arguments = attention_arguments()
+    largest = by_attend_unit(scales(LARGEST_SCALE, LARGEST_SCALE), *arguments)
+    assert jnp.all(by_attend_unit(scales(1e4, -1e4), *arguments) == largest)
+    assert jnp.all(jnp.isfinite(largest))
+
+
+def test_a_turn_of_a_scan_keeps_less_on_accelerators(accelerator):
+    def scanned(scale, query, *others):
+        step = turn(lambda carry, _: (by_attend_unit(scale, carry, *others), None))
+        return jnp.sum(jax.lax.scan(step, query, None, length=3)[0])
+
+    def largest_kept():
+        jaxpr = jax.make_jaxpr(jax.grad(scanned, argnums=1))(scales(1.0, 2.0), *attention_arguments())
+        forward = next(one for one in jaxpr.eqns if one.primitive.name == "scan")
+        return max(np.prod(out.aval.shape) for out in forward.outvars)
+
+    queries, weights = 3 * 3 * 2 * 5 * 4, 3 * 3 * 2 * 5 * 7
+    assert largest_kept() == queries
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        assert largest_kept() == weights

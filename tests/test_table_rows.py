@@ -67,10 +67,9 @@ def test_a_row_reads_32_lanes_of_4096_tokens_a_step_whatever_its_segments(file):
     assert run.model.dropout_rate == 0.05
 
 
-@pytest.mark.parametrize(
-    "table", [table for table in SUBJECTS.values() if not table.pretrained], ids=lambda one: one.name
-)
-def test_the_files_of_a_row_agree_with_the_tables_task(table):
+@pytest.mark.parametrize("name", [name for name, table in SUBJECTS.items() if not table.pretrained])
+def test_the_files_of_a_row_agree_with_the_tables_task(name):
+    table = SUBJECTS[name]
     for row in table.rows:
         configure(row, table.scales["tiny"], [table.task])
 

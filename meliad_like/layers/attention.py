@@ -9,7 +9,7 @@ how one token at a time is decoded, with a cache of `w` entries.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,52 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.basic import SOFTMAX
-from meliad_like.layers.sharding import platform
+from meliad_like.layers.basic import SOFTMAX, UNIT
 
 MASKED = -1e6
 # No unmasked score is this low. It makes the output 0, rather than an average, where all keys are masked.
 LOWEST = -1e3
 UNIT_EPSILON = 1e-6
 """Added to a squared length before its inverse square root is taken."""
+LARGEST_SCALE = 60.0
+"""Larger scales count as this one in `attend_unit`, whose exponentials are then finite in float32."""
 
 
+class Block(NamedTuple):
+    """Keys of unit length and values that are visible to all queries of a block, or to none."""
+
+    key: Float[Array, "*batch h s k"]
+    value: Float[Array, "*batch h s k"]
+    visible: Bool[Array, "*batch"] | None = None
+    """None: they are always visible."""
+
+
+@jax.custom_jvp
 def unit(x: Float[Array, "... k"]) -> Float[Array, "... k"]:
-    """`x` scaled to unit length per head (Henry et al. 2020); the length is computed in float32."""
+    """`x` scaled to unit length per head (Henry et al. 2020); the length is computed in float32.
+
+    Its derivative is computed from the result, which attention keeps in any case.
+    """
+    return _unit(x)[0]
+
+
+def _unit(x: Float[Array, "... k"]) -> tuple[Float[Array, "... k"], Float[Array, "... 1"]]:
     y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + UNIT_EPSILON)).astype(x.dtype)
+    factor = jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + UNIT_EPSILON)
+    return (y * factor).astype(x.dtype), factor
+
+
+@unit.defjvp
+def _unit_jvp(primals, tangents):
+    y, factor = (checkpoint_name(part, UNIT) for part in _unit(*primals))
+    along, tangent = y.astype(jnp.float32), tangents[0].astype(jnp.float32)
+    tangent -= along * jnp.sum(along * tangent, axis=-1, keepdims=True)
+    return y, (factor * tangent).astype(y.dtype)
+
+
+def unit_query(x: Float[Array, "*batch h t k"], scale: nnx.Param) -> Float[Array, "*batch h t k"]:
+    """Queries of unit length times the scale of their head, for `attend_unit`."""
+    return unit(x) * jnp.minimum(head_scale(scale, x.dtype), LARGEST_SCALE)
 
 
 def split_heads(x: Float[Array, "*batch n i"], num_heads: int) -> Float[Array, "*batch h n k"]:
@@ -100,6 +132,21 @@ def _exponential_jvp(dtype, primals, tangents):
     return (y, total), (tangent.astype(dtype), jnp.sum(tangent, axis=-1, keepdims=True))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def average(mixed: Float[Array, "*batch k"], total: Float[Array, "*batch 1"], dtype: Any) -> Float[Array, "*batch k"]:
+    """The sum of weighted values over the sum of their weights, rounded to `dtype`.
+
+    The derivative is computed from the result, so that the backward pass keeps no sum in float32.
+    """
+    return (mixed / total).astype(dtype)
+
+
+@average.defjvp
+def _average_jvp(dtype, primals, tangents):
+    y = average(*primals, dtype)
+    return y, ((tangents[0] - y.astype(jnp.float32) * tangents[1]) / primals[1]).astype(dtype)
+
+
 def attend(
     query: Float[Array, "*batch h t k"],
     key: Float[Array, "*batch h s k"],
@@ -119,22 +166,28 @@ def attend(
         scores = jnp.where(mask, scores, MASKED)
     weights, total = weigh(scores, value.dtype, multiplier)
     mixed = jnp.einsum("...hts,...hsk->...htk", weights, value, preferred_element_type=jnp.float32)
-    return (mixed / total).astype(value.dtype)
+    return average(mixed, total, value.dtype)
 
 
-def attend_in_scan(query: Array, key: Array, value: Array, mask: Array | None = None) -> Array:
-    """`attend` for the body of a scan: on accelerators its backward pass computes scores and weights again.
+def attend_unit(query: Float[Array, "*batch h t k"], *blocks: Block) -> Float[Array, "*batch h t k"]:
+    """Attention to blocks of keys of unit length, of which at least one is visible.
 
-    They are larger than all else, and would take longer to be written in one turn of the scan and read in another.
+    The scores of unit vectors are at most the scale, so their exponentials need no maximum.
+
+    Args:
+        query: the result of `unit_query`.
+        blocks: keys and values.
     """
-
-    def attended(query, key, value):
-        return attend(query, key, value, mask=mask)
-
-    if platform() != "cpu":
-        kept = jax.checkpoint_policies.save_only_these_names(SOFTMAX)
-        attended = jax.checkpoint(attended, policy=kept, prevent_cse=False)
-    return attended(query, key, value)
+    mixed, total = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    for key, value, visible in blocks:
+        scores = jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
+        weights, weight = _exponential(scores, value.dtype)
+        of_block = jnp.einsum("...hts,...hsk->...htk", weights, value, preferred_element_type=jnp.float32)
+        if visible is not None:
+            shown = visible[..., None, None, None]
+            of_block, weight = jnp.where(shown, of_block, 0), jnp.where(shown, weight, 0)
+        mixed, total = mixed + of_block, total + weight
+    return average(mixed, checkpoint_name(total, SOFTMAX), query.dtype)
 
 
 def attend_window(
@@ -170,4 +223,4 @@ def attend_window(
     scores = jnp.where(own | previous_valid[:, :, None, None, None], scores, MASKED)
     weights, total = weigh(scores, value.dtype, multiplier)
     mixed = mix(jnp.where(own, 0, weights), previous_value) + mix(jnp.where(own, weights, 0), value)
-    return (mixed / total).astype(value.dtype)
+    return average(mixed, total, value.dtype)

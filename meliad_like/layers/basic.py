@@ -37,6 +37,8 @@ SOFTMAX = "softmax"
 """The name of the maxima and sums of a softmax, for the same policies."""
 RELU = "relu"
 """The name of the results of `relu`, for the same policies."""
+UNIT = "unit"
+"""The name of vectors of unit length and of the factors that gave it to them, for the same policies."""
 
 
 def fan_in_scaled(scale: float) -> jax.nn.initializers.Initializer:
@@ -139,6 +141,18 @@ def rematerialise(function: Callable[..., Any], remat: str, *, inside_scan: bool
     if remat == "none":
         return function
     return jax.checkpoint(function, policy=REMAT_POLICIES[remat], prevent_cse=not inside_scan)
+
+
+def turn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, the body of a scan; on accelerators the backward pass computes again what is cheap to compute.
+
+    What a turn keeps is written into an array of all turns, and read from it again. This takes longer than attention
+    weights and norms take to be computed from linear maps and sums.
+    """
+    if platform() == "cpu":
+        return function
+    kept = jax.checkpoint_policies.save_only_these_names(LINEAR, SOFTMAX, RELU, UNIT)
+    return jax.checkpoint(function, policy=kept, prevent_cse=False)
 
 
 class Linear(nnx.Module):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import MASKED, weigh
+from meliad_like.layers.attention import MASKED, average, weigh
 
 MemorySearch = Literal["exact", "bucketed"]
 
@@ -114,7 +114,7 @@ def attend_memories(
     scores = jnp.einsum("...tk,...tjk->...tj", query, key, preferred_element_type=jnp.float32)
     weights, total = weigh(jnp.where(valid, scores, MASKED), jnp.float32)
     mixed = jnp.einsum("...tj,...tjk->...tk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
-    return (mixed / total).astype(value.dtype)
+    return average(mixed, total, value.dtype)
 
 
 def remember(

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from meliad_like.layers.attention import attend_in_scan, head_scale, merge_heads, split_heads, unit
+from meliad_like.layers.attention import Block, attend_unit, merge_heads, split_heads, unit, unit_query
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
 from meliad_like.layers.sharding import constrain
 
@@ -81,7 +81,7 @@ GATES = {"fixed": FixedGate, "lstm": LstmGate}
 
 
 class StateHeads(NamedTuple):
-    """The heads of the states of one block: [b, h, r, k] each. Keys have unit length; queries too, times the scale."""
+    """The heads of the states before a block, [b, h, r, k] each; keys of unit length, queries as of `unit_query`."""
 
     key: Array
     value: Array
@@ -149,60 +149,36 @@ class StateCell(nnx.Module):
         """The learned states at the start of a document."""
         return jnp.broadcast_to(self.initial[...].astype(dtype), (b, *self.initial.shape))
 
-    def kernels(self, dtype) -> Float[Array, "d 4 i"]:
-        """The kernels of the four projections for `heads`, stacked once, outside of a scan.
-
-        One product instead of four, because inside the scan the matrices are small. Stacked rather than side by side,
-        because each is sharded along its heads.
-        """
-        return jnp.stack([projection.kernel[...] for projection in self._projections], axis=1).astype(dtype)
-
-    @property
-    def _projections(self) -> tuple[Linear, ...]:
-        return self.key, self.value, self.query, self.cross_query
-
-    def heads(self, states: Float[Array, "b r d"], kernels: Float[Array, "d 4 i"] | None = None) -> StateHeads:
-        """Projects the states. The state ids are added after the norm, so they reach the values as well.
-
-        Args:
-            states: the states before a block.
-            kernels: `self.kernels(...)`; None: four products, where stacking the kernels would take longer than that.
-        """
+    def heads(self, states: Float[Array, "b r d"]) -> StateHeads:
+        """Projects the states. The state ids are added after the norm, so they reach the values as well."""
         x = self.norm(states) + self.identity[...].astype(states.dtype)
-        if kernels is None:
-            projected = [projection(x) for projection in self._projections]
-        else:
-            y = jnp.einsum("nd,djx->njx", rows(x), kernels).reshape(*x.shape[:-1], *kernels.shape[1:])
-            projected = [y[..., j, :] for j in range(4)]
-        key, value, query, cross_query = (split_heads(y, self.num_heads) for y in projected)
+        projections = self.key, self.value, self.query, self.cross_query
+        key, value, query, cross_query = (split_heads(project(x), self.num_heads) for project in projections)
         return StateHeads(
             key=unit(key),
             value=value,
-            query=unit(query) * head_scale(self.attention_scale, x.dtype),
-            cross_query=unit(cross_query) * head_scale(self.cross_attention_scale, x.dtype),
+            query=unit_query(query, self.attention_scale),
+            cross_query=unit_query(cross_query, self.cross_attention_scale),
         )
 
     def update(
         self,
         states: Float[Array, "b r d"],
         heads: StateHeads,
-        key: Float[Array, "b h s k"],
-        value: Float[Array, "b h s k"],
-        valid: Bool[Array, "b s"],
+        *blocks: Block,
     ) -> tuple[Float[Array, "b r d"], dict[str, Float[Array, "b r _"]]]:
         """The next states: attention among the states and to the tokens of the block and the one before, then gates.
 
         Args:
             states: the states before the block.
-            heads: `self.heads(states, ...)`.
-            key, value: keys and values of the tokens.
-            valid: which tokens belong to the same document.
+            heads: `self.heads(states)`.
+            blocks: the tokens of the block before and of the block.
 
         Returns:
             The states, and the input of each gate, for `gate_values`.
         """
-        own = attend_in_scan(heads.query, heads.key, heads.value)
-        cross = attend_in_scan(heads.cross_query, key, value, valid[:, None, None, :])
+        own = attend_unit(heads.query, Block(heads.key, heads.value))
+        cross = attend_unit(heads.cross_query, *blocks)
         mixed = merge_heads(own, cross)
         read = {}
         if self.cell in ("skip", "dual"):

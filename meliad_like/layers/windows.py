@@ -12,7 +12,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import MASKED, weigh
+from meliad_like.layers.attention import MASKED, average, weigh
 from meliad_like.layers.basic import RMSNorm, fan_in, parameter
 
 
@@ -110,4 +110,4 @@ def attend_parts(
         some = weights[..., first : first + value.shape[2]]
         mixed += jnp.einsum("bhts,bhsk->bhtk", some, value, preferred_element_type=jnp.float32)
         first += value.shape[2]
-    return (mixed / total).astype(query.dtype)
+    return average(mixed, total, query.dtype)

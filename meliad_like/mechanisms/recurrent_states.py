@@ -15,8 +15,8 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention import attend, head_scale, split_heads, unit
-from meliad_like.layers.basic import Linear, parameter
+from meliad_like.layers.attention import Block, attend_unit, split_heads, unit_query
+from meliad_like.layers.basic import Linear, parameter, turn
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import scan_in_order
 from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
@@ -56,11 +56,10 @@ class StateReader(Mechanism):
 
     def _attend(self, normed: Float[Array, "b n d"], keys: StateKeys) -> Float[Array, "*batch h t k"]:
         """Attention of tokens to states; separately for each block if the states' keys have a block axis."""
-        query = unit(split_heads(self.cross_query(normed), self.num_heads))
-        query = query * head_scale(self.cross_attention_scale, query.dtype)
+        query = unit_query(split_heads(self.cross_query(normed), self.num_heads), self.cross_attention_scale)
         if keys.key.ndim == 5:
             query = rearrange(query, "b h (c w) k -> b c h w k", c=keys.key.shape[1])
-        return attend(query, keys.key, keys.value)
+        return attend_unit(query, Block(*keys))
 
     def __call__(self, tokens, carry, dropout_key):
         # Layers that read what others publish read one block at a time.
@@ -103,10 +102,10 @@ class StateRecurrence(StateReader):
             return carry
         return carry._replace(states=self.cell.initial_states(carry.states.shape[0], carry.states.dtype))
 
-    def _begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"], kernels: Array | None = None):
+    def _begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"]) -> tuple[Array, StateHeads]:
         """The states before a block, and their projections."""
         states = jnp.where(start[:, None, None], self.cell.initial_states(states.shape[0], states.dtype), states)
-        return states, self.cell.heads(states, kernels)
+        return states, self.cell.heads(states)
 
     def begin_block(self, carry, start, cache):
         states, heads = self._begin(carry.states, start)
@@ -122,32 +121,31 @@ class StateRecurrence(StateReader):
         if self.config.publishes and carry.heads is not None:
             # The layers read one block at a time, and `begin_block` has been called for this one.
             keys = jax.tree.map(lambda x: x[:, None], self.publish(carry))
-            states, _ = self.cell.update(carry.states, carry.heads, *(y[:, 0] for y in tile))
+            states, _ = self.cell.update(carry.states, carry.heads, *jax.tree.map(lambda y: y[:, 0], tile))
             heads = None if carry.previous_key is None else carry.heads
             return self._attend(tokens.normed, keys), carry._replace(states=states, heads=heads)
         states, keys = self._scan(carry.states, tokens.positions == 0, tile)
         return self._attend(tokens.normed, keys), carry._replace(states=states)
 
-    def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[Array, ...]):
+    def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[Block, ...]):
         """Runs the states over the blocks.
 
         Args:
             states: the states after the segment before.
             start: blocks before which the states are reset to the initial states.
-            tiles: for each block, by `b` and `c`: keys and values of the block before and the block, and which of
-                them belong to its document.
+            tiles: the blocks before, and the blocks, each with the axes `b` and `c`.
 
         Returns:
             The last states, and the keys and values of the states before each block.
         """
-        kernels = self.cell.kernels(states.dtype)
 
+        @turn
         def step(states, block):
-            start, *tile = block
-            states, heads = self._begin(states, start, kernels)
+            start, tile = block
+            states, heads = self._begin(states, start)
             return self.cell.update(states, heads, *tile)[0], StateKeys(heads.key, heads.value)
 
-        blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (start, *tiles))
+        blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (start, tiles))
         states, keys = scan_in_order(lambda states: jax.lax.scan(step, states, blocks), states)
         return states, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), keys)
 
@@ -156,15 +154,14 @@ class StateRecurrence(StateReader):
 
     def end_block(self, carry, cache, position):
         w = self.shape.window_length
-        previous = ((position >= w) | (not self.shape.mask_empty_cache))[:, None]
-        key = jnp.concatenate([carry.previous_key, cache.key], axis=2)
-        value = jnp.concatenate([carry.previous_value, cache.value], axis=2)
-        states, _ = self.cell.update(carry.states, carry.heads, key, value, (jnp.arange(2 * w) >= w) | previous)
+        visible = (position >= w) | (not self.shape.mask_empty_cache)
+        before = Block(carry.previous_key, carry.previous_value, visible)
+        states, _ = self.cell.update(carry.states, carry.heads, before, Block(cache.key, cache.value))
         return carry._replace(states=states)
 
     def watch(self, before, after, tile, start):
         states, heads = self._begin(before.states, start)
-        _, read = self.cell.update(states, heads, *(y[:, 0] for y in tile.both_blocks()))
+        _, read = self.cell.update(states, heads, *jax.tree.map(lambda y: y[:, 0], tile.both_blocks()))
         return Watched(states, after.states, self.cell.gate_values(read))
 
 

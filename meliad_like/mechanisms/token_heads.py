@@ -8,7 +8,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import head_scale, merge_heads, split_heads
+from meliad_like.layers.attention import Block, head_scale, merge_heads, split_heads
 from meliad_like.layers.attention_kernel_block import Projected
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.sequence import from_left
@@ -47,14 +47,9 @@ class Tile(NamedTuple):
     """Queries, keys and values as they are projected, for a kernel; None if no mechanism of the layer reads them, or if
     positions change queries and keys."""
 
-    def both_blocks(self) -> tuple[Float[Array, "b c h s k"], Float[Array, "b c h s k"], Bool[Array, "b c s"]]:
-        """Keys and values of the block before and the block, and whether each belongs to the block's document."""
-        valid = jnp.stack([self.previous_valid, jnp.ones_like(self.previous_valid)], axis=2)
-        return (
-            jnp.concatenate([self.previous_key, self.key], axis=3),
-            jnp.concatenate([self.previous_value, self.value], axis=3),
-            jnp.repeat(valid, self.key.shape[3], axis=2),
-        )
+    def both_blocks(self) -> tuple[Block, Block]:
+        """The block before, which is visible if it belongs to the same document, and the block."""
+        return Block(self.previous_key, self.previous_value, self.previous_valid), Block(self.key, self.value)
 
 
 class TokenTile(NamedTuple):

@@ -15,7 +15,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import rematerialise
+from meliad_like.layers.basic import rematerialise, turn
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence, own_blocks
@@ -310,7 +310,8 @@ class Skeleton(nnx.Module):
                 x, results = apply(x, (group.layers, *own[0]))
                 results = [results]
             else:
-                x, results = jax.lax.scan(functools.partial(apply, inside_scan=True), x, (group.layers, *stacked(own)))
+                one_layer = turn(functools.partial(apply, inside_scan=True))
+                x, results = jax.lax.scan(one_layer, x, (group.layers, *stacked(own)))
                 results = [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(group.size)]
             outputs += [*(output for output, _ in results[:-1]), x]
             new_layers += [one for _, one in results]
@@ -328,6 +329,7 @@ class Skeleton(nnx.Module):
 
         groups = self._groups()  # Outside of the scan, so that parameters are stacked once and not in every turn.
 
+        @turn
         def step(layers, block):
             x, position, number = block
             begun = [layer.begin_block(one, position) for layer, one in zip(self.layers, layers, strict=True)]
