@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from meliad_like.layers.attention import LARGEST_SCALE, UNIT_EPSILON, Block, attend, attend_unit, unit, unit_query
-from meliad_like.layers.basic import parameter, product, turn
+from meliad_like.layers.attention import LARGEST_SCALE, UNIT_EPSILON, KeysAndValues, attend_unit, unit, unit_query
+from meliad_like.layers.basic import parameter, product, rematerialise_iteration
 
 ACCELERATORS = {"tpu": "TPU v4", "cuda": "NVIDIA H100 80GB HBM3"}
 
@@ -75,31 +75,33 @@ VISIBLE = np.array([True, False, True])
 
 
 def by_attend_unit(scale, query, key, value, before_key, before_value):
-    before, own = Block(unit(before_key), before_value, VISIBLE), Block(unit(key), value)
-    return attend_unit(unit_query(query, scale), before, own)
+    before = KeysAndValues(unit(before_key), before_value, VISIBLE)
+    return attend_unit(unit_query(query, scale), before, KeysAndValues(unit(key), value))
 
 
-def by_attend(scale, query, key, value, before_key, before_value):
+def by_softmax(scale, query, key, value, before_key, before_value):
     def plain_unit(x):
         return x / jnp.sqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + UNIT_EPSILON)
 
     keys = plain_unit(jnp.concatenate([before_key, key], axis=2))
-    mask = jnp.repeat(jnp.stack([VISIBLE, np.ones(3, bool)], axis=1), 7, axis=1)[:, None, None]
-    scaled = plain_unit(query) * jnp.abs(scale[...])[:, None, None]
-    return attend(scaled, keys, jnp.concatenate([before_value, value], axis=2), mask=mask)
+    visible = jnp.repeat(jnp.stack([VISIBLE, np.ones(3, bool)], axis=1), 7, axis=1)[:, None, None]
+    scores = jnp.einsum("bhtk,bhsk->bhts", plain_unit(query) * jnp.abs(scale[...])[:, None, None], keys)
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+    return jnp.einsum("bhts,bhsk->bhtk", weights, jnp.concatenate([before_value, value], axis=2))
 
 
 def scales(*values):
     return parameter(jax.random.key(0), lambda *_: jnp.asarray(values), (2,), ("heads",))
 
 
-def test_attention_of_unit_vectors_and_its_gradients_are_those_of_all_attention():
+@pytest.mark.parametrize(("scale", "tolerance"), [(8.0, 1e-5), (LARGEST_SCALE - 1e-3, 1e-3)])
+def test_attention_of_unit_vectors_and_its_gradients_are_those_of_a_softmax(scale, tolerance):
     def total(attended):
         return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(3 * attended(*x))), argnums=tuple(range(6)))
 
-    arguments = (scales(-5.0, 8.0), *attention_arguments())
-    for ours, theirs in zip(*(jax.tree.leaves(total(f)(*arguments)) for f in (by_attend_unit, by_attend))):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    arguments = (scales(-5.0, scale), *attention_arguments())
+    for ours, theirs in zip(*(jax.tree.leaves(total(f)(*arguments)) for f in (by_attend_unit, by_softmax))):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_attention_of_unit_vectors_is_finite_with_any_scale():
@@ -109,9 +111,9 @@ def test_attention_of_unit_vectors_is_finite_with_any_scale():
     assert jnp.all(jnp.isfinite(largest))
 
 
-def test_a_turn_of_a_scan_keeps_less_on_accelerators(accelerator):
+def test_an_iteration_keeps_less_on_accelerators(accelerator):
     def scanned(scale, query, *others):
-        step = turn(lambda carry, _: (by_attend_unit(scale, carry, *others), None))
+        step = rematerialise_iteration(lambda carry, _: (by_attend_unit(scale, carry, *others), None))
         return jnp.sum(jax.lax.scan(step, query, None, length=3)[0])
 
     def largest_kept():

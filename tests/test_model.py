@@ -254,9 +254,10 @@ def compiled_losses_and_gradient(model):
     return jax.jit(jax.value_and_grad(total, has_aux=True))
 
 
-def test_what_is_computed_otherwise_on_accelerators_is_the_same(monkeypatch):
+@pytest.mark.parametrize("name", ["lstm:dual", "scanned", "feedback"])
+def test_what_is_computed_otherwise_on_accelerators_is_the_same(name, monkeypatch):
     """Losses and gradients of the formulations that accelerators get, run on the CPU."""
-    model, params = make(recurrent(CONFIGS["lstm:dual"], dropout_rate=0.2))
+    model, params = make(dataclasses.replace(CONFIGS[name], dropout_rate=0.2))
     here = compiled_losses_and_gradient(model)(params)
     for module in ("basic", "losses"):
         monkeypatch.setattr(f"meliad_like.layers.{module}.platform", lambda: "tpu")

@@ -112,8 +112,9 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
     """All bindings of a run, macros replaced by their values.
 
     Precedence: (1) `--gin_param`, the last one first; (2) `values` by `Class.field`, which nothing needs to read; (3)
-    `--gin_file`s, whose order does not matter: a file wins over those that it includes, and two others that differ are
-    an error; (4) `base.gin`, which is always read. A macro that is not bound, or that nothing reads, is an error.
+    `--gin_file`s, whose order does not matter because two that differ are an error, except that a file wins over those
+    that it includes; (4) `base.gin`, which is always read. A macro that is not bound, or that nothing reads, is an
+    error.
     """
     parameters: Bindings = {}
     for text in gin_params:
@@ -121,10 +122,12 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
     computed = {key: Binding(value, "the scale", optional=True) for key, value in (values or {}).items()}
     settled = {*parameters, *computed}
     base_path = gin_root() / BASE
-    base = _read_file(base_path, BASE, settled)
+    base = _read_file(base_path, BASE, settled, set())
     paths = {name: find_file(name) for name in gin_files}
     others = {name: path for name, path in paths.items() if path.resolve() != base_path.resolve()}
-    files = _merge([_read_file(path, name, settled) for name, path in others.items()], settled)
+    included: set[epath.Path] = set()
+    tables = {path.resolve(): _read_file(path, name, settled, included) for name, path in others.items()}
+    files = _merge([table for path, table in tables.items() if path not in included], settled)
     bindings = override(override(base, files), parameters)
 
     read: set[str] = set()
@@ -150,8 +153,13 @@ def override(lower: Bindings, upper: Bindings) -> Bindings:
     }
 
 
-def _read_file(path: epath.Path, name: str, settled: Set[str], including: tuple[str, ...] = ()) -> Bindings:
-    """Bindings of a file over those of the files it includes; the names in `settled` need not agree."""
+def _read_file(
+    path: epath.Path, name: str, settled: Set[str], included: set[epath.Path], including: tuple[str, ...] = ()
+) -> Bindings:
+    """Bindings of a file over those of the files it includes, whose paths it adds to `included`.
+
+    The names in `settled` need not agree.
+    """
     if name == BASE and path.resolve() != (gin_root() / BASE).resolve():
         # Somebody's own file of this name: what it binds is no default.
         name = str(path.resolve())
@@ -162,7 +170,9 @@ def _read_file(path: epath.Path, name: str, settled: Set[str], including: tuple[
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8: {error}") from None
     own, includes = _read_text(text, name, settled)
-    inner = [_read_file(find_file(include), include, settled, (*including, name)) for include in includes]
+    paths = [find_file(include) for include in includes]
+    included.update(path.resolve() for path in paths)
+    inner = [_read_file(path, include, settled, included, (*including, name)) for path, include in zip(paths, includes)]
     return override(_merge(inner, settled), own)
 
 
@@ -205,10 +215,7 @@ def _merge(tables: Sequence[Bindings], settled: Set[str]) -> Bindings:
     for table in tables:
         for key, binding in table.items():
             other = merged.setdefault(key, binding)
-            if other.value == binding.value or _replaces(other, binding):
-                continue
-            if _replaces(binding, other):
-                merged[key] = binding
+            if other.value == binding.value:
                 continue
             if key not in settled:
                 raise UserError(
@@ -218,11 +225,6 @@ def _merge(tables: Sequence[Bindings], settled: Set[str]) -> Bindings:
             # What belongs to a kind that is settled otherwise need not be read.
             merged[key] = replace(other, replaced=binding)
     return merged
-
-
-def _replaces(upper: Binding, lower: Binding) -> bool:
-    """Whether the file of `upper` includes that of `lower`, and says something else."""
-    return upper.replaced is not None and (upper.replaced.origin == lower.origin or _replaces(upper.replaced, lower))
 
 
 def _resolve(value: Any, bindings: Bindings, read: set[str], origin: str, inside: tuple[str, ...] = ()) -> Any:

@@ -26,12 +26,13 @@ MASKED = -1e6
 LOWEST = -1e3
 UNIT_EPSILON = 1e-6
 """Added to a squared length before its inverse square root is taken."""
-LARGEST_SCALE = 60.0
-"""Larger scales count as this one in `attend_unit`, whose exponentials are then finite in float32."""
+LARGEST_SCALE = 40.0
+"""Larger scales count as this one in `unit_query`, so that neither sums of exponentials nor their inverses, times a
+gradient, leave the range of float32."""
 
 
-class Block(NamedTuple):
-    """Keys of unit length and values that are visible to all queries of a block, or to none."""
+class KeysAndValues(NamedTuple):
+    """Keys of unit length and values that are visible to all queries of a lane, or to none."""
 
     key: Float[Array, "*batch h s k"]
     value: Float[Array, "*batch h s k"]
@@ -136,7 +137,7 @@ def _exponential_jvp(dtype, primals, tangents):
 def average(mixed: Float[Array, "*batch k"], total: Float[Array, "*batch 1"], dtype: Any) -> Float[Array, "*batch k"]:
     """The sum of weighted values over the sum of their weights, rounded to `dtype`.
 
-    The derivative is computed from the result, so that the backward pass keeps no sum in float32.
+    The derivative is computed from the rounded result, so that the backward pass does not keep `mixed`.
     """
     return (mixed / total).astype(dtype)
 
@@ -169,24 +170,24 @@ def attend(
     return average(mixed, total, value.dtype)
 
 
-def attend_unit(query: Float[Array, "*batch h t k"], *blocks: Block) -> Float[Array, "*batch h t k"]:
-    """Attention to blocks of keys of unit length, of which at least one is visible.
+def attend_unit(query: Float[Array, "*batch h t k"], *parts: KeysAndValues) -> Float[Array, "*batch h t k"]:
+    """Attention to keys of unit length, in parts of which at least one is visible.
 
-    The scores of unit vectors are at most the scale, so their exponentials need no maximum.
+    Scores are at most the scale, so that their exponentials are finite without subtracting the maximum.
 
     Args:
         query: the result of `unit_query`.
-        blocks: keys and values.
+        parts: keys and values, in one array or several, so that they need not be copied into one.
     """
     mixed, total = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    for key, value, visible in blocks:
+    for key, value, visible in parts:
         scores = jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
-        weights, weight = _exponential(scores, value.dtype)
-        of_block = jnp.einsum("...hts,...hsk->...htk", weights, value, preferred_element_type=jnp.float32)
+        weights, part_total = _exponential(scores, value.dtype)
+        part_mixed = jnp.einsum("...hts,...hsk->...htk", weights, value, preferred_element_type=jnp.float32)
         if visible is not None:
             shown = visible[..., None, None, None]
-            of_block, weight = jnp.where(shown, of_block, 0), jnp.where(shown, weight, 0)
-        mixed, total = mixed + of_block, total + weight
+            part_mixed, part_total = jnp.where(shown, part_mixed, 0), jnp.where(shown, part_total, 0)
+        mixed, total = mixed + part_mixed, total + part_total
     return average(mixed, checkpoint_name(total, SOFTMAX), query.dtype)
 
 

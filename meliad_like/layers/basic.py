@@ -143,11 +143,11 @@ def rematerialise(function: Callable[..., Any], remat: str, *, inside_scan: bool
     return jax.checkpoint(function, policy=REMAT_POLICIES[remat], prevent_cse=not inside_scan)
 
 
-def turn(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, the body of a scan; on accelerators the backward pass computes again what is cheap to compute.
+def rematerialise_iteration(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, the body of a scan, of which accelerators keep only some values for the backward pass.
 
-    What a turn keeps is written into an array of all turns, and read from it again. This takes longer than attention
-    weights and norms take to be computed from linear maps and sums.
+    They keep results of linear maps, vectors of unit length, and the sums of a softmax. What an iteration keeps is
+    written into an array of all iterations and read from it again, which takes longer than to compute the rest again.
     """
     if platform() == "cpu":
         return function

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from meliad_like.layers.attention import Block, attend_unit, merge_heads, split_heads, unit, unit_query
+from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit, unit_query
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
 from meliad_like.layers.sharding import constrain
 
@@ -81,7 +81,7 @@ GATES = {"fixed": FixedGate, "lstm": LstmGate}
 
 
 class StateHeads(NamedTuple):
-    """The heads of the states before a block, [b, h, r, k] each; keys of unit length, queries as of `unit_query`."""
+    """The heads of the states before a block, [b, h, r, k] each: keys of unit length, queries by `unit_query`."""
 
     key: Array
     value: Array
@@ -165,20 +165,20 @@ class StateCell(nnx.Module):
         self,
         states: Float[Array, "b r d"],
         heads: StateHeads,
-        *blocks: Block,
+        *tokens: KeysAndValues,
     ) -> tuple[Float[Array, "b r d"], dict[str, Float[Array, "b r _"]]]:
         """The next states: attention among the states and to the tokens of the block and the one before, then gates.
 
         Args:
             states: the states before the block.
             heads: `self.heads(states)`.
-            blocks: the tokens of the block before and of the block.
+            tokens: those of the block before, and those of the block.
 
         Returns:
             The states, and the input of each gate, for `gate_values`.
         """
-        own = attend_unit(heads.query, Block(heads.key, heads.value))
-        cross = attend_unit(heads.cross_query, *blocks)
+        own = attend_unit(heads.query, KeysAndValues(heads.key, heads.value))
+        cross = attend_unit(heads.cross_query, *tokens)
         mixed = merge_heads(own, cross)
         read = {}
         if self.cell in ("skip", "dual"):

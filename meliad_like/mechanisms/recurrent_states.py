@@ -15,8 +15,9 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention import Block, attend_unit, split_heads, unit_query
-from meliad_like.layers.basic import Linear, parameter, turn
+from meliad_like.errors import UserError
+from meliad_like.layers.attention import LARGEST_SCALE, KeysAndValues, attend_unit, split_heads, unit_query
+from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import scan_in_order
 from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
@@ -59,7 +60,7 @@ class StateReader(Mechanism):
         query = unit_query(split_heads(self.cross_query(normed), self.num_heads), self.cross_attention_scale)
         if keys.key.ndim == 5:
             query = rearrange(query, "b h (c w) k -> b c h w k", c=keys.key.shape[1])
-        return attend_unit(query, Block(*keys))
+        return attend_unit(query, KeysAndValues(*keys))
 
     def __call__(self, tokens, carry, dropout_key):
         # Layers that read what others publish read one block at a time.
@@ -127,7 +128,7 @@ class StateRecurrence(StateReader):
         states, keys = self._scan(carry.states, tokens.positions == 0, tile)
         return self._attend(tokens.normed, keys), carry._replace(states=states)
 
-    def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[Block, ...]):
+    def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[KeysAndValues, ...]):
         """Runs the states over the blocks.
 
         Args:
@@ -139,7 +140,7 @@ class StateRecurrence(StateReader):
             The last states, and the keys and values of the states before each block.
         """
 
-        @turn
+        @rematerialise_iteration
         def step(states, block):
             start, tile = block
             states, heads = self._begin(states, start)
@@ -155,8 +156,8 @@ class StateRecurrence(StateReader):
     def end_block(self, carry, cache, position):
         w = self.shape.window_length
         visible = (position >= w) | (not self.shape.mask_empty_cache)
-        before = Block(carry.previous_key, carry.previous_value, visible)
-        states, _ = self.cell.update(carry.states, carry.heads, before, Block(cache.key, cache.value))
+        before = KeysAndValues(carry.previous_key, carry.previous_value, visible)
+        states, _ = self.cell.update(carry.states, carry.heads, before, KeysAndValues(cache.key, cache.value))
         return carry._replace(states=states)
 
     def watch(self, before, after, tile, start):
@@ -181,7 +182,8 @@ class RecurrentStates(MechanismConfig):
     feedback: Feedback = "none"
     """Block feedback (appendix E): other layers read the states of the `last` recurrent layer, or of `all` of them."""
     attention_scale: float = 1.0
-    """The scale of all attention to and of states at the start of training (section 3.1: learned, from 1)."""
+    """The scale of all attention to and of states at the start of training (section 3.1: learned, from 1); at most
+    40, which is also what a larger learned scale counts as."""
     time_constants: TimeConstants = None
     """The shortest and longest number of blocks after which a gate keeps 1/e of a state, at the start of training: the
     channels are spread between them, evenly on a logarithmic scale. None: all begin with about 1.4 (`gate="fixed"`) or
@@ -192,6 +194,8 @@ class RecurrentStates(MechanismConfig):
     def __post_init__(self):
         check_choices(self)
         check_positive(self, ("num_states", "attention_scale"))
+        if self.attention_scale > LARGEST_SCALE:
+            raise UserError(f"RecurrentStates.attention_scale={self.attention_scale} must be at most {LARGEST_SCALE}")
 
     @property
     def publishes(self) -> bool:

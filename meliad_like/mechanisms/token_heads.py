@@ -8,7 +8,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import Block, head_scale, merge_heads, split_heads
+from meliad_like.layers.attention import KeysAndValues, head_scale, merge_heads, split_heads
 from meliad_like.layers.attention_kernel_block import Projected
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.sequence import from_left
@@ -47,9 +47,10 @@ class Tile(NamedTuple):
     """Queries, keys and values as they are projected, for a kernel; None if no mechanism of the layer reads them, or if
     positions change queries and keys."""
 
-    def both_blocks(self) -> tuple[Block, Block]:
+    def both_blocks(self) -> tuple[KeysAndValues, KeysAndValues]:
         """The block before, which is visible if it belongs to the same document, and the block."""
-        return Block(self.previous_key, self.previous_value, self.previous_valid), Block(self.key, self.value)
+        before = KeysAndValues(self.previous_key, self.previous_value, self.previous_valid)
+        return before, KeysAndValues(self.key, self.value)
 
 
 class TokenTile(NamedTuple):

@@ -15,7 +15,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import rematerialise, turn
+from meliad_like.layers.basic import rematerialise, rematerialise_iteration
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence, own_blocks
@@ -310,12 +310,16 @@ class Skeleton(nnx.Module):
                 x, results = apply(x, (group.layers, *own[0]))
                 results = [results]
             else:
-                one_layer = turn(functools.partial(apply, inside_scan=True))
+                one_layer = self._iteration(functools.partial(apply, inside_scan=True))
                 x, results = jax.lax.scan(one_layer, x, (group.layers, *stacked(own)))
                 results = [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(group.size)]
             outputs += [*(output for output, _ in results[:-1]), x]
             new_layers += [one for _, one in results]
         return outputs, new_layers
+
+    def _iteration(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """The body of a scan; a policy of its own would replace the one that the user chose for layers."""
+        return rematerialise_iteration(body) if self.config.remat == "none" else body
 
     def _scan_stack(
         self,
@@ -329,7 +333,6 @@ class Skeleton(nnx.Module):
 
         groups = self._groups()  # Outside of the scan, so that parameters are stacked once and not in every turn.
 
-        @turn
         def step(layers, block):
             x, position, number = block
             begun = [layer.begin_block(one, position) for layer, one in zip(self.layers, layers, strict=True)]
@@ -343,7 +346,7 @@ class Skeleton(nnx.Module):
             layers, outputs = step(layers, (x, positions[:, 0], 0))
             return outputs, layers
         blocks = rearrange(x, "b (c w) d -> c b w d", c=c)
-        layers, outputs = jax.lax.scan(step, layers, (blocks, positions.T, jnp.arange(c)))
+        layers, outputs = jax.lax.scan(self._iteration(step), layers, (blocks, positions.T, jnp.arange(c)))
         return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], layers
 
     def begin_block(self, layers: dict[int, Any], position: Int[Array, " b"]) -> dict[int, Any]:
