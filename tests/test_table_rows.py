@@ -32,7 +32,7 @@ def states(model):
     return model.mechanism(RecurrentStates)
 
 
-ROWS = {row.files[0]: row for table in TABLES.values() for row in table.rows if not row.extra}
+ROWS = {row.files[0]: row for table in TABLES.values() for row in table.rows}
 FIXED_SKIP = 193_230_968  # with a vocabulary of 32,000
 # Without the embedding: fixed:skip, and XL:512 with one layer more (two at 24 layers).
 TABLE_4 = {

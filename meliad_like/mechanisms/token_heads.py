@@ -98,12 +98,17 @@ class TokenHeads(nnx.Module):
         empty = jnp.zeros((b, self.num_heads, self.w, self.head_size), dtype)
         return TokenCache(empty, empty, self.position.init_placed(empty) if decoding else None)
 
+    @property
+    def scale(self) -> Float[Array, " h"]:
+        """The attention scale of each head: the absolute value of its parameter."""
+        return jnp.abs(self.attention_scale[...])
+
     def _scale(self, query: Float[Array, "*batch h n k"]) -> Float[Array, "*batch h n k"]:
         return query * head_scale(self.attention_scale, query.dtype)
 
     def bias(self, longest: int) -> Float[Array, "h longest"]:
         """The bias at the distances 1 to `longest`, times the attention scale, which multiplies the bias as well."""
-        return self.position.bias(self.num_heads, longest) * jnp.abs(self.attention_scale[...])[:, None]
+        return self.position.bias(self.num_heads, longest) * self.scale[:, None]
 
     def of(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
         """The heads of vectors without positions: keys of unit length, values, and queries as in a `Tile`.
@@ -181,7 +186,7 @@ class TokenHeads(nnx.Module):
             previous_valid=previous_valid,
             placed=self.position.place((self.query, self.key), self._scale, query, key, previous_key),
             bias=self.bias(self.w),
-            scale=jnp.abs(self.attention_scale[...]),
+            scale=self.scale,
         )
 
     def plain(self, cache: TokenCache | None) -> TokenCache | None:
