@@ -143,13 +143,14 @@ def rematerialise(function: Callable[..., Any], remat: str, *, inside_scan: bool
     return jax.checkpoint(function, policy=REMAT_POLICIES[remat], prevent_cse=not inside_scan)
 
 
-def rematerialise_iteration(function: Callable[..., Any]) -> Callable[..., Any]:
+def rematerialise_iteration(function: Callable[..., Any], remat: str = "none") -> Callable[..., Any]:
     """`function`, the body of a scan, of which accelerators keep only some values for the backward pass.
 
     They keep results of linear maps, vectors of unit length, and the sums of a softmax. What an iteration keeps is
     written into an array of all iterations and read from it again, which takes longer than to compute the rest again.
+    A policy inside of `function`, other than `remat="none"`, is left alone: this one would replace it.
     """
-    if platform() == "cpu":
+    if platform() == "cpu" or remat != "none":
         return function
     kept = jax.checkpoint_policies.save_only_these_names(LINEAR, SOFTMAX, RELU, UNIT)
     return jax.checkpoint(function, policy=kept, prevent_cse=False)

@@ -310,16 +310,12 @@ class Skeleton(nnx.Module):
                 x, results = apply(x, (group.layers, *own[0]))
                 results = [results]
             else:
-                one_layer = self._iteration(functools.partial(apply, inside_scan=True))
+                one_layer = rematerialise_iteration(functools.partial(apply, inside_scan=True), self.config.remat)
                 x, results = jax.lax.scan(one_layer, x, (group.layers, *stacked(own)))
                 results = [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(group.size)]
             outputs += [*(output for output, _ in results[:-1]), x]
             new_layers += [one for _, one in results]
         return outputs, new_layers
-
-    def _iteration(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """The body of a scan; a policy of its own would replace the one that the user chose for layers."""
-        return rematerialise_iteration(body) if self.config.remat == "none" else body
 
     def _scan_stack(
         self,
@@ -330,8 +326,7 @@ class Skeleton(nnx.Module):
         every_layer: bool,
     ) -> tuple[list[Float[Array, "b n d"]], list[Any]]:
         """Applies all layers to a block before the next block; what it returns of the outputs, as `read_segment`."""
-
-        groups = self._groups()  # Outside of the scan, so that parameters are stacked once and not in every turn.
+        groups = self._groups()  # Outside of the scan, so that parameters are stacked once and not in every iteration.
 
         def step(layers, block):
             x, position, number = block
@@ -345,8 +340,8 @@ class Skeleton(nnx.Module):
         if c == 1:
             layers, outputs = step(layers, (x, positions[:, 0], 0))
             return outputs, layers
-        blocks = rearrange(x, "b (c w) d -> c b w d", c=c)
-        layers, outputs = jax.lax.scan(self._iteration(step), layers, (blocks, positions.T, jnp.arange(c)))
+        blocks = rearrange(x, "b (c w) d -> c b w d", c=c), positions.T, jnp.arange(c)
+        layers, outputs = jax.lax.scan(rematerialise_iteration(step, self.config.remat), layers, blocks)
         return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], layers
 
     def begin_block(self, layers: dict[int, Any], position: Int[Array, " b"]) -> dict[int, Any]:
