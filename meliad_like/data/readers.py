@@ -203,7 +203,8 @@ class ReaderConfig:
     store: str = resumable("")
     """Folder of the token store that `python -m meliad_like.prepare` wrote."""
     segment_length: int = 4096
-    """Tokens that each lane reads in a step; a multiple of the model's window_length."""
+    """Tokens that each lane reads in a step; a multiple of the model's window_length. No gradient passes from a segment
+    to the one before: in segments of one window, nothing trains what writes recurrent states."""
     tokens_per_step: int = 131072
     """Tokens of a step over all lanes and hosts, padding included; a multiple of segment_length."""
     num_threads: int = resumable(2)
