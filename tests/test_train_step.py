@@ -12,7 +12,7 @@ from fake_split import FakeSplit
 from meliad_like import config
 from meliad_like.data.readers import LanesReader
 from meliad_like.models.model import Model
-from meliad_like.training.step import init_state, make_train_step
+from meliad_like.training.step import Objective, Sums, TrainState, init_state, make_step, make_train_step
 
 RUN = config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin"], ["DecoderConfig.num_layers = 2"])
 MODEL = Model(RUN.model, vocabulary_size=50)
@@ -158,9 +158,16 @@ def test_skip_counts_the_step_and_forgets_what_the_lanes_remembered(fresh, batch
     assert not np.array_equal(after.params["embedding"], skipped.params["embedding"])
 
 
-def test_an_update_that_is_not_finite_is_refused_although_the_loss_is(fresh, batches):
-    optimizer_state = fresh.optimizer_state._replace(hyperparams={"learning_rate": jnp.float32(jnp.inf)})
-    state = fresh._replace(optimizer_state=optimizer_state)
-    halted, metrics = train_step(state, batches[0])
-    assert np.isfinite(metrics.loss) and metrics.lane_finite.all() and not metrics.finite
+def test_a_gradient_that_is_not_finite_is_refused_although_the_loss_is(batches):
+    def differentiable(params, carry, batch, dropout_key):
+        loss = jnp.sqrt(jnp.sum(jnp.square(params["x"])))
+        return loss, (Sums(loss, jnp.int32(0), jnp.int32(1)), carry, jnp.ones((1,), bool))
+
+    objective = Objective(differentiable, lambda batch: 1, lambda params, lanes: ())
+    step = jax.jit(make_step(objective, OPTIMIZER, RUN.training))
+    params, zero = {"x": jnp.zeros((3,))}, jnp.int32(0)
+    state = TrainState(zero, params, OPTIMIZER.init(params), (), zero, jnp.bool_(False))
+    halted, metrics = step(state, batches[0])
+    assert metrics.loss == 0 and metrics.lane_finite.all() and not metrics.finite
+    assert np.isnan(metrics.gradient_norm) and metrics.update_norm == 0
     assert_equal(halted, state._replace(halted=True))

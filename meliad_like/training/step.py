@@ -53,9 +53,10 @@ class StepMetrics(NamedTuple):
     """The number of targets that counted."""
     gradient_norm: Float[Array, ""]
     update_norm: Float[Array, ""]
+    """The norm of the change of the parameters, which is 0 if the step is not finite."""
     parameter_norm: Float[Array, ""]
     finite: Bool[Array, ""]
-    """Whether loss, gradient and update were finite; if not, the norms are those of the rejected update."""
+    """Whether loss and gradient were finite."""
     num_skipped: Int[Array, ""]
     """The number of steps skipped so far."""
     lane_finite: Bool[Array, " b"]
@@ -123,17 +124,21 @@ def make_step(
         gradient, (sums, carry, lane_finite) = differentiate(state.params, state.carry, batch, dropout_key)
         with jax.named_scope("optimizer"):
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
-            updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-            gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
-        finite = jnp.isfinite(sums.loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(update_norm)
+            gradient_norm = optax.tree.norm(gradient)
+        # The update is not checked: that would be one more pass over gradient and momentum before the first parameter is
+        # written, and only a learning rate that is far too high to be of use makes it infinite from a finite gradient.
+        finite = jnp.isfinite(sums.loss) & jnp.isfinite(gradient_norm)
         taken = finite & ~state.halted
 
         def choose(new, old):
             return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
         with jax.named_scope("optimizer"):
+            updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
             params = choose(optax.apply_updates(state.params, updates), state.params)
             optimizer_state = choose(optimizer_state, state.optimizer_state)
+            # Not of `updates`, which a TPU would write to memory and read again for it.
+            update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
             parameter_norm = optax.tree.norm(params)
         if config.nonfinite == "skip":
             # The carry may also be non-finite.

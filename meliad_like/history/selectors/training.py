@@ -211,13 +211,13 @@ class SelectorTraining:
     def report(self, writer: MetricsWriter, step: int, metrics: StepMetrics, state: TrainState) -> None:
         """Logs the averages of the steps since the last log.
 
-        Raises a UserError if the loss or the update of the step is not finite.
+        Raises a UserError if the loss or the gradient of the step is not finite.
         """
         metrics = jax.device_get(metrics)
         self._gathered.append(metrics)
         if not metrics.finite:
             raise UserError(
-                f"the loss or the update of step {step} is not finite; the checkpoints before are kept: try a smaller "
+                f"the loss or the gradient of step {step} is not finite; the checkpoints before are kept: try a smaller "
                 "learning rate, such as Adam.base_rate"
             )
         if step % self.config.log_every == 0 or step == self.config.num_steps:
