@@ -125,8 +125,8 @@ def make_step(
         with jax.named_scope("optimizer"):
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
             gradient_norm = optax.tree.norm(gradient)
-        # The update is not checked: that would be one more pass over gradient and momentum before the first parameter is
-        # written, and only a learning rate that is far too high to be of use makes it infinite from a finite gradient.
+        # The update is not checked, because that would be one more pass over gradient and momentum before the first
+        # parameter is written. From a finite gradient only an absurd learning rate makes an infinite one.
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(gradient_norm)
         taken = finite & ~state.halted
 

@@ -217,8 +217,8 @@ class SelectorTraining:
         self._gathered.append(metrics)
         if not metrics.finite:
             raise UserError(
-                f"the loss or the gradient of step {step} is not finite; the checkpoints before are kept: try a smaller "
-                "learning rate, such as Adam.base_rate"
+                f"the loss or the gradient of step {step} is not finite; the checkpoints before are kept: try a "
+                "smaller learning rate, such as Adam.base_rate"
             )
         if step % self.config.log_every == 0 or step == self.config.num_steps:
             names = ("loss", "gradient_norm", "update_norm")
