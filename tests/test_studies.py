@@ -161,7 +161,7 @@ def test_missing_things_are_named(runs, tmp_path):
     with pytest.raises(UserError, match="--kind=shuffled needs two documents"):
         memory_use.run(request(first, tmp_path, document=("two",)))
     with pytest.raises(
-        UserError, match="what the model of .* remembers depends on where segments end: change clear_st"
+        UserError, match="what the model of .* remembers depends on where segments end: change Rec.*.clear_st"
     ):
         memory_use.run(request(first, tmp_path, gin_param=("RecurrentStates.clear_states = True",)))
     with pytest.raises(

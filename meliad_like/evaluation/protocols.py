@@ -30,7 +30,7 @@ class ProtocolScore(Score):
 
     protocol: str
     min_visible: int
-    """The smallest number of tokens that a layer attends to for a prediction (`Family.num_visible`)."""
+    """The smallest number of tokens that a layer attends to for a prediction (`ModelConfig.num_visible`)."""
     mean_visible: float
     max_visible: int
     flops: float
@@ -165,5 +165,5 @@ def _check(model: Model, protocol: ProtocolName, n: int, stride: int | None) -> 
             f"protocol={protocol} knows nothing of windows that repeat overlap={model.config.overlap} tokens: evaluate "
             "without a protocol, or with PretrainedConfig.overlap = 0"
         )
-    if protocol == "token_by_token" and model.config.needs_segments:
-        raise UserError("token by token there are no segments, on which what this model remembers depends")
+    if protocol == "token_by_token" and (reason := model.config.needs_segments):
+        raise UserError(f"token by token there are no segments, on which what this model remembers depends ({reason})")

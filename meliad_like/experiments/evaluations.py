@@ -26,10 +26,9 @@ STRIDES_IN_WINDOW = 6
 def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
     """Facts about a run that follow from its config."""
     model, num_steps = Model(run.model, vocabulary_size), run.training.num_steps
-    own = {"num_states": 0}
-    own |= {name: getattr(run.model, name) for name in ("cache_length", "overlap") if hasattr(run.model, name)}
-    for mechanism in getattr(run.model, "mechanisms", ()):
-        own |= {field.name: getattr(mechanism, field.name) for field in sizes_of(mechanism, "length")}
+    own: dict[str, Any] = {"num_states": 0, "overlap": run.model.overlap}
+    for part in (run.model, *run.model.mechanisms):
+        own |= {field.name: getattr(part, field.name) for field in sizes_of(part, "length")}
     embedding = model.abstract_params.get("embedding", model.abstract_params.get("vocabulary"))
     stages = [((stage.last_step - stage.first_step) / num_steps, stage.run.model) for stage in stages_of(run)]
     flops = [share * Model(config, vocabulary_size).training_flops_per_token for share, config in stages]

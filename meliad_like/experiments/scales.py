@@ -61,7 +61,6 @@ class Scale:
     def sizes(self, run: RunConfig) -> dict[str, Any]:
         """The smaller sizes of a run, by `Class.field`. Every field of a model's configs states its rule (`sizes`)."""
         model, divisor, root = run.model, self.lengths or self.divisor, math.isqrt(self.divisor)
-        total_layers = model.num_layers + getattr(model, "extra_layers", 0)
 
         def shorter(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -70,7 +69,7 @@ class Scale:
             return max(value // divisor, min(value, 1))
 
         def named(layers):
-            return layers and tuple(layer % total_layers // self.layers for layer in layers)
+            return layers and tuple(layer % model.total_layers // self.layers for layer in layers)
 
         rules = {
             "length": shorter,
@@ -81,7 +80,7 @@ class Scale:
         }
         smaller = {
             f"{type(part).__name__}.{size.name}": rules[rule](getattr(part, size.name))
-            for part in (model, *getattr(model, "mechanisms", ()), *parts_of(run.data))
+            for part in (model, *model.mechanisms, *parts_of(run.data))
             for size in fields(part)
             if (rule := rule_of(type(part), size)) in rules
         }

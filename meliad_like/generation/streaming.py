@@ -43,10 +43,10 @@ class Generator:
         Raises:
           UserError: the model's carry depends on where segments begin, and generated text has no segments.
         """
-        if model.config.needs_segments:
+        if reason := model.config.needs_segments:
             raise UserError(
-                "what this model remembers depends on where segments end (clear_states, or a memory with "
-                "update='segment'), and text that is written has no segments: use it for evaluation"
+                f"what this model remembers depends on where segments end ({reason}), and text that is written has no "
+                "segments: use it for evaluation"
             )
         self._model, self._params = model, params
         self.reader = TextReader(model, params, segment_length)

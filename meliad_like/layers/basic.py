@@ -195,9 +195,8 @@ def over_root_mean_square(x: Float[Array, "... d"], epsilon: float) -> Float[Arr
 class RMSNorm(nnx.Module):
     """Root-mean-square norm with a learned scale; its statistics are float32 whatever the dtype of `x`."""
 
-    epsilon = 1e-6
-
-    def __init__(self, model_width: int, *, rngs: nnx.Rngs):
+    def __init__(self, model_width: int, epsilon: float = 1e-6, *, rngs: nnx.Rngs):
+        self.epsilon = epsilon
         self.scale = parameter(rngs.params(), jax.nn.initializers.ones, (model_width,), ("model",))
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:

@@ -73,8 +73,8 @@ class LayerParts(NamedTuple):
     num_others: int
     """The number of results of the layer's other mechanisms."""
     finish: Callable[..., Array]
-    """The layer's output from its input, [*batch, d], the list of its mechanisms' results, [*batch, h, k] with the
-    tokens before the last axis, and a dropout key or None."""
+    """The layer's output from its input, [*batch, t, d], the list of its mechanisms' results, [*batch, h, t, k], and a
+    dropout key or None."""
 
 
 class Watched(NamedTuple):
@@ -91,8 +91,8 @@ class Watched(NamedTuple):
 class Mechanism(nnx.Module):
     """One way in which a layer sees earlier tokens. `b c h w k` are lanes, blocks, heads, tokens, head size.
 
-    A block-by-block reader, which is a decoder that writes token by token or one whose layers share what they publish,
-    calls `begin_block` before a block, for the lanes whose block begins, and while decoding `end_block` after it.
+    Where a model reads block by block (while decoding, or if a mechanism publishes), `begin_block` is called before
+    each block, for the lanes whose block begins. `end_block` is called only while decoding.
     """
 
     reads_projected: bool = False
@@ -200,12 +200,12 @@ class Mechanism(nnx.Module):
         """The part of a carry, after `begin_block`, that other layers may read (see `MechanismConfig.share`)."""
         raise NotImplementedError
 
-    def watch(self, before: Any, after: Any, tile: Tile, start: Bool[Array, " b"]) -> Watched | None:
+    def watch(self, before: Any, after: Any, tile: Tile | None, start: Bool[Array, " b"]) -> Watched | None:
         """Internal values for studies; None if the mechanism has none.
 
         Args:
             before, after: the carries before and after a block.
-            tile: the heads of the block's tokens.
+            tile: the heads of the block's tokens; None if no mechanism of the layer sees the block before.
             start: lanes where a document begins with the block.
         """
         del before, after, tile, start
@@ -223,7 +223,8 @@ class MechanismConfig:
     """The logical axes of every array in the carry, from the first axis; axes not listed are not sharded."""
     rank: ClassVar[int] = 2
     """A layer's mechanisms are called in the order of their ranks, then of their names. Rank 0 is the window, rank 1 is
-    mixed into the window's result head by head, rank 2 is concatenated with it, rank 3 computes the layer's output."""
+    mixed into the window's result head by head, rank 2 is concatenated with it. A mechanism that closes its layer is
+    called last."""
     without_positions: ClassVar[bool] = False
     """Whether its layers have no positions, because it compares tokens at any distance."""
     sees_block_before: ClassVar[bool] = True
@@ -243,7 +244,8 @@ class MechanismConfig:
         self.check_layers(shape.num_layers)
 
     def check_layers(self, num_layers: int) -> None:
-        """
+        """Checks that `layers` names existing layers, each once.
+
         Raises:
           UserError: `layers` is empty, or names a layer that does not exist, or names a layer twice.
         """
@@ -262,8 +264,12 @@ class MechanismConfig:
         """The indices of the layers that have the mechanism, counted from 0."""
         return frozenset(range(num_layers) if self.layers is None else (layer % num_layers for layer in self.layers))
 
-    def build(self, shape: Shape, index: int, *, rngs: nnx.Rngs) -> Mechanism | None:
-        """The module for layer `index`, counted from 0; None if that layer needs none."""
+    def acts(self, shape: Shape, index: int) -> bool:
+        """Whether layer `index`, counted from 0, has a module of the mechanism."""
+        return index in self.indices(shape.num_layers)
+
+    def build(self, shape: Shape, index: int, *, rngs: nnx.Rngs) -> Mechanism:
+        """The module for layer `index`, in which the mechanism acts."""
         raise NotImplementedError
 
     @property
@@ -278,22 +284,24 @@ class MechanismConfig:
 
     @property
     def summary_tokens(self) -> int:
-        """The number of learned vectors that go up the stack behind every block's tokens, of which they make summaries.
+        """The number of learned vectors behind every block's tokens, which go up the stack with them and become a
+        summary of the block.
 
         Layers without the mechanism don't change them, and no token sees them.
         """
         return 0
 
-    def mixed_width(self, shape: Shape, index: int) -> int:
-        """The number of channels that it adds to the input of the layer's output projection."""
-        return shape.inner_width if index in self.indices(shape.num_layers) else 0
+    def mixed_width(self, shape: Shape) -> int:
+        """The number of channels that it adds to the input of the output projection of a layer in which it acts."""
+        return shape.inner_width
 
     def flops(self, shape: Shape, index: int) -> Flops:
-        """The operations of one token in layer `index` (`layers/flops.py`), without the layer's own projections."""
+        """The operations of one token in layer `index`, in which it acts, without the layer's own projections."""
         raise NotImplementedError
 
     def num_visible(self, shape: Shape, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
-        """The number of tokens, itself included, that a token at a position of its document attends to in one layer."""
+        """The number of consecutive tokens up to a position of its document, itself included, that a token attends to
+        in one layer. What a search finds is not counted."""
         del shape
         return np.ones_like(position)
 
@@ -303,9 +311,12 @@ class MechanismConfig:
         return False
 
     @property
-    def needs_segments(self) -> bool:
-        """Whether the carry depends on where segments end. If so, the model can't generate text token by token."""
-        return False
+    def needs_segments(self) -> str | None:
+        """The setting by which the carry depends on where segments end; None if it doesn't.
+
+        If it does, the model can't generate text token by token.
+        """
+        return None
 
     def cleared(self) -> "MechanismConfig | None":
         """The same mechanism with states that are reset in every segment; None if it has no states."""
@@ -319,3 +330,18 @@ class MechanismConfig:
     def share(self, published: dict[int, Any]) -> Any:
         """What other layers receive, from the values that layers with the mechanism publish, by layer."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class StatesConfig(MechanismConfig):
+    """The config of a mechanism with states that pass from block to block."""
+
+    clear_states: bool = False
+    """Reset the states in every segment, which measures their value beyond a segment."""
+
+    @property
+    def needs_segments(self) -> str | None:
+        return f"{type(self).__name__}.clear_states=True" if self.clear_states else None
+
+    def cleared(self) -> "StatesConfig":
+        return dataclasses.replace(self, clear_states=True)

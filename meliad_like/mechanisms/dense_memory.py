@@ -156,27 +156,26 @@ class DenseMemory(MechanismConfig):
         return self.repeat_input
 
     @property
-    def needs_segments(self) -> bool:
-        return self.horizon == "segment"
+    def needs_segments(self) -> str | None:
+        return "DenseMemory.horizon='segment'" if self.horizon == "segment" else None
 
     @property
     def waits_for(self) -> str | None:
         return f"with DenseMemory.layers={self.layers} a block attends to many blocks before it"
 
     def build(self, shape, index, *, rngs):
-        return DenseAttention(self, shape) if index in self.indices(shape.num_layers) else None
+        return DenseAttention(self, shape)
 
     def flops(self, shape, index):
         """The operations of attention to all slots and to one window of the segment.
 
         With `horizon="segment"` it is the whole segment instead, whose length a config of a model does not know.
         """
-        if index not in self.indices(shape.num_layers):
-            return Flops(0, 0)
         # Memories have no gradient; the window's keys and values, and the queries, have one.
         memory, window = (2 * 2 * length * shape.inner_width for length in (self.num_slots, shape.window_length))
         return Flops(memory + window, memory + 2 * window)
 
     def num_visible(self, shape, position):
-        """At most m tokens before a token, and the token itself through the residual stream."""
+        """At most m tokens before a token, and the token itself through the residual stream; with `horizon="segment"`
+        at least as many."""
         return np.minimum(position, self.num_slots) + 1

@@ -149,23 +149,21 @@ class ExternalMemory(MechanismConfig):
             )
 
     @property
-    def needs_segments(self) -> bool:
-        return self.update == "segment"
+    def needs_segments(self) -> str | None:
+        return "ExternalMemory.update='segment'" if self.update == "segment" else None
 
     @property
     def waits_for(self) -> str | None:
         return f"with ExternalMemory.layers={self.layers} a block searches the memories of the blocks before it"
 
     def build(self, shape, index, *, rngs):
-        return MemoryAttention(self, shape, rngs=rngs) if index in self.indices(shape.num_layers) else None
+        return MemoryAttention(self, shape, rngs=rngs)
 
-    def mixed_width(self, shape, index):
+    def mixed_width(self, shape):
         return 0
 
     def flops(self, shape, index):
         """The operations of the search, which has no gradient, and of attention, whose memories have no gradient."""
-        if index not in self.indices(shape.num_layers):
-            return Flops(0, 0)
         searching = 2 * self.num_slots * shape.inner_width
         attention = 2 * 2 * self.num_neighbors * shape.inner_width
         return Flops(searching + attention, attention)

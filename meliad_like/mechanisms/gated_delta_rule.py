@@ -14,7 +14,7 @@ In shapes `p` is the size of a value, which equals `k`, and `taps` the length of
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from meliad_like.layers.attention import split_heads, unit
 from meliad_like.layers.basic import Linear, over_root_mean_square, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import from_left, scan_in_order
-from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape, Watched
+from meliad_like.mechanisms.base import MECHANISMS, Mechanism, Shape, StatesConfig, Watched
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
 
@@ -247,35 +247,26 @@ def _inverse_softplus_step(key, shape, dtype):
 
 @MECHANISMS.register("gated_delta_rule")
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaRule(MechanismConfig):
+class GatedDeltaRule(StatesConfig):
     """Layers with matrices that are written to by the gated delta rule."""
 
     conv_length: int = size(4, "fixed")
-    """Tokens that the short convolutions see, the token itself included."""
+    """The number of tokens that the short convolutions see, the token itself included."""
     chunk_length: int = size(64, "fixed")
-    """Tokens that are worked through at once, a power of two; at most the largest one that divides a block."""
-    clear_states: bool = False
-    """Start every segment with empty matrices: what is the recurrence worth beyond a segment?"""
+    """The number of tokens that are read in parallel, a power of two; at most the largest one that divides a block."""
+
+    sees_block_before: ClassVar[bool] = False
 
     def __post_init__(self):
         check_positive(self, ("conv_length", "chunk_length"))
         if self.chunk_length & (self.chunk_length - 1):
             raise UserError(f"GatedDeltaRule.chunk_length={self.chunk_length} must be a power of two")
 
-    @property
-    def needs_segments(self) -> bool:
-        return self.clear_states
-
-    def cleared(self) -> "GatedDeltaRule":
-        return dataclasses.replace(self, clear_states=True)
-
     def build(self, shape, index, *, rngs):
-        return DeltaRuleLayer(self, shape, rngs=rngs) if index in self.indices(shape.num_layers) else None
+        return DeltaRuleLayer(self, shape, rngs=rngs)
 
     def flops(self, shape, index):
         """Projections, and of a chunk its products, the inverse of its system, and the products with the states."""
-        if index not in self.indices(shape.num_layers):
-            return Flops(0, 0)
         d, inner, k = shape.model_width, shape.inner_width, shape.head_size
         chunk = math.gcd(shape.window_length, self.chunk_length)
         projections = 2 * d * (4 * inner + 2 * shape.num_heads)

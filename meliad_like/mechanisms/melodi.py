@@ -23,8 +23,8 @@ from meliad_like.errors import UserError
 from meliad_like.layers.basic import dropout_multiplier, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.windows import SequenceMix, attend_parts, by_difference
-from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape, Watched
-from meliad_like.mechanisms.positions import Infused
+from meliad_like.mechanisms.base import MECHANISMS, Mechanism, Shape, StatesConfig, Watched
+from meliad_like.mechanisms.positions import POSITIONS
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
 
@@ -301,7 +301,7 @@ class MelodiMemory(Mechanism):
 
 @MECHANISMS.register("melodi")
 @dataclasses.dataclass(frozen=True)
-class Melodi(MechanismConfig):
+class Melodi(StatesConfig):
     """MELODI's memories: by default those of the reference's code, `configs/base_melodi.gin`."""
 
     layers: tuple[int, ...] | None = size(None, "layer_indices")
@@ -317,10 +317,7 @@ class Melodi(MechanismConfig):
     """The number of vectors that a window adds to a long-term memory (e, the paper's L)."""
     long_slots: int = size(4096, "length")
     """The number of vectors in a long-term memory (m); the oldest are overwritten."""
-    clear_states: bool = False
-    """Forget the memories in every segment, which measures their value beyond a segment."""
 
-    rank: ClassVar[int] = 3
     sees_block_before: ClassVar[bool] = False
 
     def __post_init__(self):
@@ -332,8 +329,9 @@ class Melodi(MechanismConfig):
     def check(self, shape, others):
         super().check(shape, others)
         number = shape.num_layers
-        if isinstance(shape.position, Infused):
-            raise UserError("Melodi can't have position='infused': memories are not projected with a place")
+        if not shape.position.places_vectors:
+            name = POSITIONS.name_of(shape.position)
+            raise UserError(f"Melodi can't have position={name!r}: memories are not projected with a place")
         if not all(-number <= layer < number for layer in self.long_layers) or not (
             self.long_indices(number) <= self.indices(number)
         ):
@@ -354,18 +352,11 @@ class Melodi(MechanismConfig):
         return self.num_summaries
 
     @property
-    def needs_segments(self) -> bool:
-        return self.clear_states
-
-    def cleared(self) -> "Melodi":
-        return dataclasses.replace(self, clear_states=True)
-
-    @property
     def waits_for(self) -> str | None:
         return "with Melodi a window of a layer waits for the memory that the window before it leaves"
 
     def build(self, shape, index, *, rngs):
-        return MelodiMemory(self, shape, index, rngs=rngs) if index in self.indices(shape.num_layers) else None
+        return MelodiMemory(self, shape, index, rngs=rngs)
 
     def flops(self, shape, index):
         """The operations of memories and summary tokens, and of attention in full tiles.
@@ -373,8 +364,6 @@ class Melodi(MechanismConfig):
         Not counted is what depends on the length n of segments: the projection of the long-term memory, 4 d i m / n
         operations a token, and attention to the places of the segment's own vectors beside the m slots.
         """
-        if index not in self.indices(shape.num_layers):
-            return Flops(0, 0)
         d, inner, w = shape.model_width, shape.inner_width, shape.window_length
         u, r, e, m = self.num_summaries, self.short_length, self.long_length, self.long_slots
         last = index == max(self.indices(shape.num_layers))

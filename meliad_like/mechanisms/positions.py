@@ -7,7 +7,7 @@ any length. Each is a config under a registered name (`DecoderConfig.position`) 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -194,8 +194,12 @@ class InfusedPosition(Position):
 class PositionConfig:
     """The base class of the configs of position strategies."""
 
+    places_vectors: ClassVar[bool] = True
+    """Whether `Position.placed` can give places to vectors that are not tokens."""
+
     def check(self, model_width: int, head_size: int, mask_empty_cache: bool) -> None:
-        """
+        """Checks that a decoder of these sizes can have the strategy.
+
         Raises:
           UserError: a decoder of these sizes can't have the strategy.
         """
@@ -298,6 +302,8 @@ class Rotary(PositionConfig):
 @dataclasses.dataclass(frozen=True)
 class Infused(PositionConfig):
     """Sinusoids added to the inputs of the query and key projections."""
+
+    places_vectors: ClassVar[bool] = False
 
     def check(self, model_width, head_size, mask_empty_cache):
         if model_width % 2 or model_width < 4:

@@ -21,7 +21,7 @@ from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import scan_in_order
 from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
-from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape, Watched
+from meliad_like.mechanisms.base import MECHANISMS, Mechanism, Shape, StatesConfig, Watched
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
@@ -168,7 +168,7 @@ class StateRecurrence(StateReader):
 
 @MECHANISMS.register("recurrent_states")
 @dataclasses.dataclass(frozen=True)
-class RecurrentStates(MechanismConfig):
+class RecurrentStates(StatesConfig):
     """The recurrent layers of a Block-Recurrent Transformer."""
 
     num_states: int = size(512, "length")
@@ -177,8 +177,6 @@ class RecurrentStates(MechanismConfig):
     """`fixed`: a learned moving average. `lstm`: forget and input gates computed from the states' attention."""
     cell: CellKind = "skip"
     """The positions of the feed-forward network and the gates in the cell (section 3.3; `layers/state_cell.py`)."""
-    clear_states: bool = False
-    """Reset the states in every segment, which measures the value of recurrence beyond a segment."""
     feedback: Feedback = "none"
     """Block feedback (appendix E): other layers read the states of the `last` recurrent layer, or of `all` of them."""
     attention_scale: float = 1.0
@@ -196,17 +194,12 @@ class RecurrentStates(MechanismConfig):
         check_positive(self, ("num_states", "attention_scale"))
         if self.attention_scale > LARGEST_SCALE:
             raise UserError(f"RecurrentStates.attention_scale={self.attention_scale} must be at most {LARGEST_SCALE}")
+        if self.time_constants and min(self.time_constants) <= 0:
+            raise UserError(f"RecurrentStates.time_constants={self.time_constants} must be above 0")
 
     @property
     def publishes(self) -> bool:
         return self.feedback != "none"
-
-    @property
-    def needs_segments(self) -> bool:
-        return self.clear_states
-
-    def cleared(self) -> "RecurrentStates":
-        return dataclasses.replace(self, clear_states=True)
 
     @property
     def waits_for(self) -> str | None:
@@ -216,33 +209,24 @@ class RecurrentStates(MechanismConfig):
             else None
         )
 
+    def acts(self, shape, index):
+        return self.publishes or super().acts(shape, index)
+
     def build(self, shape, index, *, rngs):
-        if index in self.indices(shape.num_layers):
-            return StateRecurrence(self, shape, rngs=rngs)
-        return StateReader(self, shape, rngs=rngs) if self.publishes else None
+        module = StateRecurrence if index in self.indices(shape.num_layers) else StateReader
+        return module(self, shape, rngs=rngs)
 
     def share(self, published: dict[int, StateKeys]) -> StateKeys:
         if self.feedback == "last":
             return published[max(published)]
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *(published[i] for i in sorted(published)))
 
-    def _num_read(self, shape: Shape, index: int) -> int:
-        """The number of states that a token reads in layer `index`."""
-        indices = self.indices(shape.num_layers)
-        if index in indices:
-            return self.num_states
-        return {"none": 0, "last": 1, "all": len(indices)}[self.feedback] * self.num_states
-
-    def mixed_width(self, shape, index):
-        return shape.inner_width if self._num_read(shape, index) else 0
-
     def flops(self, shape, index):
         """The operations of a token that attends to states, and its share of the states' update."""
-        num_read, inner = self._num_read(shape, index), shape.inner_width
-        if not num_read:
-            return Flops(0, 0)
-        reading = 2 * shape.model_width * inner + 2 * 2 * num_read * inner
-        update = self._update_flops(shape) / shape.window_length if index in self.indices(shape.num_layers) else 0
+        indices, inner = self.indices(shape.num_layers), shape.inner_width
+        num_layers_read = len(indices) if self.feedback == "all" and index not in indices else 1
+        reading = 2 * shape.model_width * inner + 2 * 2 * num_layers_read * self.num_states * inner
+        update = self._update_flops(shape) / shape.window_length if index in indices else 0
         return Flops.of_products(reading + update)
 
     def _update_flops(self, shape: Shape) -> int:

@@ -97,12 +97,10 @@ class SlidingWindow(MechanismConfig):
         return super().indices(num_layers) - {layer % num_layers for layer in self.except_layers}
 
     def build(self, shape, index, *, rngs):
-        return WindowAttention(shape, self.kernel) if index in self.indices(shape.num_layers) else None
+        return WindowAttention(shape, self.kernel)
 
     def flops(self, shape, index):
         """The operations of full tiles of `w` queries by `2w` keys, although a query sees half of its tile."""
-        if index not in self.indices(shape.num_layers):
-            return Flops(0, 0)
         return Flops.of_products(2 * 2 * (2 * shape.window_length) * shape.inner_width)
 
     def num_visible(self, shape, position):

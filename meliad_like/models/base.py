@@ -45,15 +45,22 @@ class ModelConfig:
     """The sizes of a stack of layers, and the properties of a model that the rest of the package asks for."""
 
     num_layers: int = size(12, "layers")
+    """The number of layers."""
     model_width: int = size(1024, "width")
+    """The width of the hidden vectors (d)."""
     num_heads: int = size(8, "heads")
+    """The number of attention heads (h)."""
     head_size: int = size(128, "heads")
+    """The size of the keys, queries and values of a head (k)."""
     feedforward_width: int = size(4096, "width")
+    """The width of the hidden layer of the feed-forward networks (f)."""
     window_length: int = size(512, "length")
     """The number of tokens in a block (w): documents begin on block boundaries, and a segment is a whole number of
     blocks."""
     dropout_rate: float = 0.0
+    """The dropout rate of the layers."""
     activation_dtype: ActivationDtype = "float32"
+    """The dtype of activations; parameters, softmax and losses are float32."""
     remat: Remat = resumable("none")
     """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
 
@@ -63,6 +70,8 @@ class ModelConfig:
     """The fields that are dropout rates."""
     overlap: ClassVar[int] = 0
     """The number of tokens of the window before that a window repeats."""
+    mechanisms: ClassVar[tuple[Any, ...]] = ()
+    """The memory mechanisms of the layers."""
 
     def __post_init__(self):
         check_choices(self)
@@ -95,9 +104,21 @@ class ModelConfig:
         return dataclasses.replace(_resumed(other, self), **same) == self
 
     @property
-    def needs_segments(self) -> bool:
-        """Whether the carry depends on where segments end. If so, the model can't generate text."""
-        return False
+    def total_layers(self) -> int:
+        """The number of layers, with those that a config adds to `num_layers`."""
+        return self.num_layers
+
+    @property
+    def needs_segments(self) -> str | None:
+        """The setting by which the carry depends on where segments end; None if it doesn't.
+
+        If it does, the model can't generate text.
+        """
+        return None
+
+    def cleared(self) -> "ModelConfig | None":
+        """The same model with states that are reset in every segment; None if it has no states."""
+        return None
 
     @property
     def waits_for(self) -> str | None:

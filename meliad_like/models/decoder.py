@@ -78,8 +78,9 @@ class DecoderConfig(ModelConfig):
                 raise UserError(f"mechanisms hold two {type(mechanism).__name__}: name all of its layers in one")
             mechanism.check(self.shape, others)
         for index in range(self.total_layers):
-            closing = [type(m).__name__ for m in self.mechanisms if m.closes and index in m.indices(self.total_layers)]
-            if not any(mechanism.mixed_width(self.shape, index) for mechanism in self.mechanisms):
+            own = self.acting(index)
+            closing = [type(mechanism).__name__ for mechanism in own if mechanism.closes]
+            if not any(mechanism.mixed_width(self.shape) for mechanism in own):
                 raise UserError(f"layer {index} has no mechanism by which it sees other tokens: name it in `layers`")
             if len(closing) > 1:
                 raise UserError(f"layer {index} can't have both {' and '.join(closing)}: each computes its output")
@@ -98,6 +99,10 @@ class DecoderConfig(ModelConfig):
         """The sizes of the decoder that its mechanisms receive."""
         same = (field.name for field in dataclasses.fields(Shape) if field.name != "num_layers")
         return Shape(num_layers=self.total_layers, **{name: getattr(self, name) for name in same})
+
+    def acting(self, index: int) -> list[MechanismConfig]:
+        """The mechanisms of layer `index`, counted from 0, in the order in which the layer calls them."""
+        return [mechanism for mechanism in self.mechanisms if mechanism.acts(self.shape, index)]
 
     def mechanism(self, kind: type[AnyMechanism]) -> AnyMechanism | None:
         """The config of the mechanism of this class; None if the decoder has none."""
@@ -123,8 +128,8 @@ class DecoderConfig(ModelConfig):
 
     def layer_position(self, index: int) -> PositionConfig:
         """The position strategy of layer `index`, counted from 0."""
-        of_layer = (m for m in self.mechanisms if index in m.indices(self.total_layers))
-        return NoPosition() if any(mechanism.without_positions for mechanism in of_layer) else self.position
+        free = any(mechanism.without_positions for mechanism in self.acting(index))
+        return NoPosition() if free else self.position
 
     @property
     def publishes(self) -> bool:
@@ -132,8 +137,8 @@ class DecoderConfig(ModelConfig):
         return any(mechanism.publishes for mechanism in self.mechanisms)
 
     @property
-    def needs_segments(self) -> bool:
-        return any(mechanism.needs_segments for mechanism in self.mechanisms)
+    def needs_segments(self) -> str | None:
+        return next((m.needs_segments for m in self.mechanisms if m.needs_segments is not None), None)
 
     @property
     def waits_for(self) -> str | None:
@@ -143,9 +148,10 @@ class DecoderConfig(ModelConfig):
         d, inner = self.model_width, self.shape.inner_width
         parts = [Flops.of_products(2 * d * vocabulary_size)]
         for index in range(self.total_layers):
-            mixed = sum(mechanism.mixed_width(self.shape, index) for mechanism in self.mechanisms)
+            own = self.acting(index)
+            mixed = sum(mechanism.mixed_width(self.shape) for mechanism in own)
             parts.append(Flops.of_products(2 * d * 3 * inner + 2 * mixed * d + 4 * d * self.feedforward_width))
-            parts += [mechanism.flops(self.shape, index) for mechanism in self.mechanisms]
+            parts += [mechanism.flops(self.shape, index) for mechanism in own]
         return Flops(*(sum(kind) for kind in zip(*parts)))
 
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
@@ -188,19 +194,18 @@ class DecoderLayer(Layer):
             config.mask_empty_cache,
             rngs=rngs,
         )
-        modules = {MECHANISMS.name_of(kind): kind.build(shape, index, rngs=rngs) for kind in config.mechanisms}
-        self.mechanisms = nnx.Dict({name: module for name, module in modules.items() if module is not None})
+        acting = {MECHANISMS.name_of(kind): kind for kind in config.acting(index)}
+        self.mechanisms = nnx.Dict({name: kind.build(shape, index, rngs=rngs) for name, kind in acting.items()})
         # A tree of parameters is sorted by names; mechanisms are called in the order of the config.
-        self.names = tuple(name for name, module in modules.items() if module is not None)
-        mixed_width = sum(kind.mixed_width(shape, index) for kind in config.mechanisms)
+        self.names = tuple(acting)
+        mixed_width = sum(kind.mixed_width(shape) for kind in acting.values())
         self.num_results = mixed_width // shape.inner_width
         self.output = Linear(mixed_width, d, ("heads", "model"), rngs=rngs)
         self.feedforward_norm = RMSNorm(d, rngs=rngs)
         self.feedforward = FeedForward(d, config.feedforward_width, d, rngs=rngs, bias=config.feedforward_bias)
-        kinds = [kind for kind in config.mechanisms if MECHANISMS.name_of(kind) in self.names]
-        self.closing = next((MECHANISMS.name_of(kind) for kind in kinds if kind.closes), None)
+        self.closing = next((name for name, kind in acting.items() if kind.closes), None)
         """The mechanism that computes the layer's output, if there is one."""
-        self.sees_block_before = any(kind.sees_block_before for kind in kinds)
+        self.sees_block_before = any(kind.sees_block_before for kind in acting.values())
 
     def init_carry(self, b: int, dtype, decoding: bool) -> LayerCarry:
         carries = {name: self.mechanisms[name].init_carry(b, dtype, decoding) for name in self.names}

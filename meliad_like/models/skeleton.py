@@ -37,7 +37,7 @@ class DecoderCarry(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """A layer, with the methods that a layer without a carry needs not override."""
+    """A layer, with the methods that a layer without a carry need not override."""
 
     acts_at_blocks = False
     """Whether decoding has to call `begin_block` and `end_block`."""
@@ -74,7 +74,8 @@ class Layer(nnx.Module):
             x: the hidden vectors of the tokens.
             carry: the carry after the segment before.
             positions: position of each block's first token in its document; 0 where a document begins.
-            shared: by mechanism, what other layers have published before the segment, which is then a single block.
+            shared: by mechanism, what other layers have published before the segment, which is then a single block;
+                in a pretrained decoder the vectors that are inserted.
             dropout_key: random key; None: no dropout.
         """
         raise NotImplementedError

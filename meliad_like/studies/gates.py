@@ -38,7 +38,7 @@ cosine of a state with its initial value (`from_initial`), and with its value so
 blocks (LAGS), which is NaN where there is no such block.
 """
 Shares = Mapping[str, np.ndarray]
-"""By the name of a gate, of each channel."""
+"""The share of every channel, by the name of its gate."""
 
 
 class Gates:

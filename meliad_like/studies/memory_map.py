@@ -11,7 +11,6 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.memory_map import accuracies, by_model, heats, summary, summary_table, to_markdown
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.evaluation.report import with_progress
-from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.studies.page import write_page
 from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject
@@ -59,7 +58,7 @@ def run(request: StudyRequest) -> None:
 def _cleared(subject: Subject) -> Subject | None:
     """The control: the states are cleared at every block, and so before the question. None: there are no states."""
     model = subject.run.model
-    cleared = model.cleared() if isinstance(model, DecoderConfig) else None
+    cleared = model.cleared()
     if cleared is None:
         return None
     window, lanes = model.window_length, subject.run.data.num_lanes

@@ -117,10 +117,10 @@ def run(request: StudyRequest) -> None:
 def _parts(subject: Subject, request: StudyRequest) -> list[str]:
     """The parts of the carry that are exchanged."""
     model, name = subject.opened.model, f"the model of {request.checkpoint}"
-    if model.config.needs_segments:
+    if reason := model.config.needs_segments:
         raise UserError(
             f"memory_use reads block by block, and what {name} remembers depends on where segments end: change "
-            "clear_states, update or horizon with --gin_param"
+            f"{reason} with --gin_param"
         )
     if model.config.overlap:
         raise UserError("memory_use needs windows that repeat nothing: --gin_param='PretrainedConfig.overlap = 0'")

@@ -27,11 +27,8 @@ class KeyValueCache(NamedTuple):
 
 def make_norm(config: PretrainedConfig, rngs) -> LayerNorm | RMSNorm:
     """The norm of the architecture, with the config's epsilon."""
-    if config.architecture == "gpt2":
-        return LayerNorm(config.model_width, config.norm_epsilon, rngs=rngs)
-    norm = RMSNorm(config.model_width, rngs=rngs)
-    norm.epsilon = config.norm_epsilon
-    return norm
+    kind = LayerNorm if config.architecture == "gpt2" else RMSNorm
+    return kind(config.model_width, config.norm_epsilon, rngs=rngs)
 
 
 class Block(Layer):
@@ -113,7 +110,7 @@ class Block(Layer):
         span = self.config.sliding_window
         return (key <= query) & (key > query - span) if span else key <= query
 
-    def _heads(self, y: Float[Array, "l t d"], offset: Int[Array, "#l t"]):
+    def _heads(self, y: Float[Array, "b t d"], offset: Int[Array, "#b t"]):
         """Queries, keys and values of tokens at these offsets in their windows, by head."""
         config, g = self.config, self.config.num_key_value_heads
         query, key, value = self.query(y), self.key(y), self.value(y)
@@ -150,20 +147,20 @@ class Block(Layer):
 
 
 def attend(
-    query: Float[Array, "l h t k"],
-    key: Float[Array, "l g s k"],
-    value: Float[Array, "l g s k"],
-    visible: Bool[Array, "l t s"],
+    query: Float[Array, "b h t k"],
+    key: Float[Array, "b g s k"],
+    value: Float[Array, "b g s k"],
+    visible: Bool[Array, "b t s"],
     dropout_rate: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
-) -> Float[Array, "l h t k"]:
+) -> Float[Array, "b h t k"]:
     """Scaled dot-product attention, in which each head of keys serves h / g consecutive heads of queries.
 
     The softmax is float32. Every query must see a key.
     """
     h, k = query.shape[1], query.shape[-1]
-    grouped = rearrange(query, "l (g q) t k -> l g q t k", g=key.shape[1])
-    scores = jnp.einsum("lgqtk,lgsk->lgqts", grouped, key, preferred_element_type=jnp.float32) * k**-0.5
+    grouped = rearrange(query, "b (g q) t k -> b g q t k", g=key.shape[1])
+    scores = jnp.einsum("bgqtk,bgsk->bgqts", grouped, key, preferred_element_type=jnp.float32) * k**-0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1).astype(value.dtype)
     weights = dropout(weights, dropout_rate, dropout_key)
-    return rearrange(jnp.einsum("lgqts,lgsk->lgqtk", weights, value), "l g q t k -> l (g q) t k", q=h // key.shape[1])
+    return rearrange(jnp.einsum("bgqts,bgsk->bgqtk", weights, value), "b g q t k -> b (g q) t k", q=h // key.shape[1])
