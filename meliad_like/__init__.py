@@ -11,6 +11,9 @@ Glossary of dimensions, used in every shape annotation, shape suffix and einsum:
   t  query position                   f  feed-forward width
   s  key position                     v  vocabulary size
   l  layers                           m  memories
+  g  heads of keys, if fewer than h   p  size of a value, if not k
+  u  summary tokens of a block        e  inserted or extracted vectors
+  i  width of a linear map's input    o  width of its output
 """
 
 import importlib

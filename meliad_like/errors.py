@@ -42,7 +42,7 @@ def out_of_memory(error: RuntimeError) -> str | None:
     found = re.search(r"RESOURCE_EXHAUSTED: (.{,150})", str(error))
     return found and (
         f"the device's memory is full ({found[1]}): raise TrainingConfig.gradient_accumulation, lower "
-        "ReaderConfig.tokens_per_step or ReaderConfig.segment_length, or bind DecoderConfig.remat = 'layers'; "
+        "ReaderConfig.tokens_per_step or ReaderConfig.segment_length, or bind ModelConfig.remat = 'layers'; "
         "python -m meliad_like.plan finds settings that fit"
     )
 

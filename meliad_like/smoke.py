@@ -150,11 +150,11 @@ def try_out(run: "RunConfig", folder: Path) -> None:
     split = next(split for split in ("test", "validation", "train") if store.totals(split).documents)
     documents = store.split(split).beginnings(opened.vocabulary, TOKENS_TO_EVALUATE)
     evaluation = make_evaluator(run, opened.model, store, split, mesh, documents=documents)(opened.params)
-    if not math.isfinite(evaluation.bits_per_byte):
+    if not math.isfinite(evaluation.bits_per_token):
         raise UserError(f"the trained model's loss on the {split} documents is not finite")
-    say(f"evaluated: {evaluation.bits_per_byte:.3f} bits per byte on {evaluation.num_tokens:,} tokens of {split}")
-    if run.model.needs_segments:
-        say("it writes no text, because its states depend on where segments end")
+    say(f"evaluated: {evaluation.bits_per_token:.3f} bits per token on {evaluation.num_tokens:,} tokens of {split}")
+    if reason := run.model.needs_segments:
+        say(f"it writes no text, because with {reason} its memory depends on where segments end")
         return
     prompt = documents.tokens(0, 0, min(TOKENS_TO_READ, int(documents.lengths[0]) - 1))
     say(f"written: {str(LanguageModel(opened).generate(prompt, TOKENS_TO_WRITE))!r}")

@@ -5,7 +5,7 @@ import pytest
 from meliad_like.data.dictionary_vocabulary import (
     DictionaryVocabulary,
     DictionaryVocabularyConfig,
-    count_words,
+    make_dictionary,
     read_dictionary,
 )
 from meliad_like.data.files_source import TextSource
@@ -44,7 +44,7 @@ def test_what_is_saved_is_what_was_read(file, tmp_path):
 
 
 def test_counted_words_are_ranked_and_filled_up():
-    counts = count_words(["b a <unk> b\n", "c a b"])
+    counts = make_dictionary(["b a <unk> b\n", "c a b"])
     assert counts == [("b", 3), ("a", 2), ("c", 1), ("madeupword0000", 0)]
     assert DictionaryVocabulary(counts).encode("a <unk> c").tolist() == [5, 3, 6]
 

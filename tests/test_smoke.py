@@ -28,6 +28,7 @@ ROWS = {
     "mechanisms": ["mechanism/gated_delta_rule.gin"],
     "shortformer": ["shortformer/shortformer.gin", "task/wikitext103.gin"],
     "melodi": ["melodi/s128_l64.gin"],
+    "memory_map": ["memory_map/fixed_skip_first.gin"],
     "mixture": ["size/tiny.gin", "task/books_and_standard_library.gin"],
     "recurrence": ["pretrained/gpt2_small.gin", "recurrent_pretrained/tables/recurrent_overlap_30.gin"],
     "ancient_history": ["ancient_history/train_recent.gin"],
@@ -102,7 +103,7 @@ def smoke(*words):
     result = forked.run("-m", "meliad_like.smoke", *flags, environment=environment(num_devices=1), timeout=600)
     assert result.returncode == 0, result.stderr + result.stdout
     assert re.search(r"== killed by SIGKILL after \d+ s, with step \d0 saved; resuming\n", result.stdout)
-    assert re.search(r"== evaluated: \d\.\d+ bits per byte on [\d,]+ tokens of test\n", result.stdout)
+    assert re.search(r"== evaluated: \d\.\d+ bits per token on [\d,]+ tokens of test\n", result.stdout)
     assert re.search(r"== everything works at this size: \d+ s\n", result.stdout)
     assert "meliad_like prepare --gin_file=" in result.stdout
     return result.stdout

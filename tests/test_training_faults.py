@@ -92,6 +92,14 @@ def test_a_loss_that_is_not_a_number_stops_and_skipping_continues(
     assert "1 skipped" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_parameters_that_are_not_finite_end_the_run(bindings, tmp_path):
+    run = parse(bindings, "Adafactor.base_rate = 1e39")
+    with pytest.raises(UserError, match="the parameters after step 1 are not finite, although"):
+        train(run, tmp_path)
+    assert not saved_steps(tmp_path)
+
+
 def test_a_skipped_step_is_no_part_of_the_averages(bindings, poisoned_step, tmp_path):
     run = parse(bindings, "TrainingConfig.log_every = 6", files=("option/skip_nonfinite.gin",))
     assert train(run, tmp_path) == 0

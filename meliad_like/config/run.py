@@ -39,17 +39,20 @@ class TrainingConfig:
     seed: int = 0
     """Decides the initial parameters, the order of the documents and the dropout; below 2**32."""
     gradient_accumulation: int = 1
-    """Parts that the lanes of a step are worked through in, one after the other, to save memory. The gradient is that
-    of all of them together, whatever their numbers of tokens. Dropout that is drawn lane by lane, as all but the
-    decoder's is, has the same masks in each part."""
+    """The number of parts into which the lanes of a step are divided; they are computed one after the other, to save
+    memory. The gradient is that of all of them together, whatever their numbers of tokens. Where a model draws its
+    dropout lane by lane, all parts have the same masks."""
     loss_slice: int = resumable(1024)
     """Tokens of a lane whose logits exist at once."""
     nonfinite: Nonfinite = resumable("stop", lambda old, new: old.training.nonfinite == "stop")
     """After a loss or gradient that is not finite: stop with a saved state, or skip the step and count it. A run that
     has stopped may resume with `skip`; one that may have skipped steps can't resume with `stop`."""
     log_every: int = resumable(10)
+    """The number of steps between two logs of the metrics."""
     evaluate_every: int = resumable(0)
+    """The number of steps between two evaluations; 0: no evaluation."""
     evaluate_split: str = resumable("validation", _compares_no_evaluations)
+    """The split that these evaluations read."""
     evaluate_max_tokens: int | None = resumable(None, _compares_no_evaluations)
     """These evaluations read a random subset of the split, of this number of tokens at most; None: all of it. If
     every document is longer, they read the beginning of the first one."""
@@ -57,12 +60,15 @@ class TrainingConfig:
     """Whether the parameters with the fewest bits per token in these evaluations are kept, in the run's folder `best`,
     which is a checkpoint folder of its own."""
     checkpoint_every: int = resumable(1000)
+    """The number of steps between two checkpoints; the last step has one as well."""
     checkpoints_kept: int = resumable(3)
     """Number of newest checkpoints that are kept."""
     checkpoint_keep_every: int = resumable(0)
     """Checkpoints of steps that are a multiple of this stay for good."""
     sample_every: int = resumable(0)
+    """The number of steps between two samples of text; 0: no samples."""
     sample_tokens: int = resumable(200)
+    """The number of tokens of a sample."""
 
     def __post_init__(self):
         check_choices(self)

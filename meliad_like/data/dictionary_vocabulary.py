@@ -28,7 +28,7 @@ class DictionaryVocabularyConfig(FileVocabularyConfig):
     """Whole words between spaces, by rank, from fairseq's dict.txt or counted in the training documents."""
 
     def make(self, texts: Iterable[str] = ()) -> Vocabulary:
-        counts = count_words(texts) if self.trained else read_dictionary(self.model_file)
+        counts = make_dictionary(texts) if self.trained else read_dictionary(self.model_file)
         return DictionaryVocabulary(counts, self.size_multiple)
 
 
@@ -71,7 +71,7 @@ def read_dictionary(path: str | Path) -> Counts:
     return list(counts.items())
 
 
-def count_words(texts: Iterable[str]) -> Counts:
+def make_dictionary(texts: Iterable[str]) -> Counts:
     """The dictionary of these texts: their words by falling frequency, and alphabetically for equal frequencies.
 
     As in fairseq, placeholder words fill it up to a multiple of 8 ids.

@@ -173,7 +173,7 @@ def open_source(config: SourceConfig) -> Source:
     source = config.open()
     if source.num_documents == 0:
         raise UserError(
-            f"the {SOURCES.name_of(config)} source has no documents in {config.folder or 'the standard library'}: "
+            f"the {SOURCES.name_of(config)} source has no documents{config.folder and f' in {config.folder}'}: "
             f"{source.passed_over or 'there are no files'}"
         )
     return source

@@ -42,7 +42,7 @@ class Problem(NamedTuple):
     content: str
     """What the answers depend on: documents with the same content are in the same split."""
     questions: list[tuple[str, str]]
-    """Pairs (question, answer), in a random order."""
+    """Pairs (question, answer); `MemoryTasksSource.document` draws some of them."""
     filler: Sequence[str]
     """The symbols from which filler is drawn independently of the answers."""
 

@@ -102,7 +102,8 @@ class Documents:
         found = self.subset(np.arange(num_documents))
         whole = found.lengths
         found.lengths = np.minimum(whole, max(max_tokens // num_documents, 2))
-        for document in np.flatnonzero(found.lengths < whole).tolist():
+        # Bytes and words are not counted where some tokens cost no loss.
+        for document in np.flatnonzero((found.lengths < whole) & (not self.free)).tolist():
             text = vocabulary.decode_bytes(found.tokens(document, 0, int(found.lengths[document])))
             found.num_bytes[document] = len(text)
             found.num_words[document] = count_words(text.decode(errors="replace"))

@@ -20,7 +20,7 @@ class Heat(NamedTuple):
     title: str
     header: list[str]
     rows: list[tuple[int, list[tuple[int, str, str]]]]
-    """(items, cells), where a cell is its colour from 0, chance, to 10, the accuracy, and its interval."""
+    """(items, cells). A cell is (colour from 0 for chance to 10 for all right, accuracy, interval)."""
 
     def to_markdown(self) -> str:
         """The map as a table, with the intervals in brackets."""
@@ -50,8 +50,8 @@ def wilson(correct: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def bits_of_answer(accuracy: float, num_answers: int) -> float:
-    """The least information in bits that answers of this accuracy have of the right one (Fano's inequality); 0 at
-    chance and below."""
+    """A lower bound, in bits, of the information that answers of this accuracy carry about the right answer (Fano's
+    inequality); 0 at chance and below."""
     if accuracy <= 1 / num_answers:
         return 0.0
     wrong = 1 - accuracy

@@ -5,8 +5,8 @@ has no context. The end of the document is a target too, although it has no byte
 targets over all bytes of the documents, so they leave out the bits of a document's first token: one byte per
 document with a byte vocabulary, with others at most the longest piece.
 
-With `clear_states` a model's states are reset at segment boundaries. Only then do the numbers depend on the segment
-length and on the number of lanes (with `whole_segments`, only on the segment length).
+The numbers depend on the segment length and the number of lanes only for a model with `needs_segments` (with
+`whole_segments`, only on the segment length).
 """
 
 import dataclasses
@@ -116,8 +116,8 @@ class Evaluator:
           max_lanes: the largest number of documents read in parallel, rounded up to a multiple that the mesh needs.
           max_tokens: evaluate a random subset of whole documents, always the same, with at most this number of tokens.
           loss_slice: number of tokens of a lane whose logits exist at the same time.
-          whole_segments: every document begins at a segment boundary, so that `clear_states` resets the states at the
-            same positions of every document.
+          whole_segments: every document begins at a segment boundary, so that what depends on segments is the same at
+            equal positions of every document.
           way: how segments are read, such as `TOKEN_BY_TOKEN`.
           read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order. The
             report marks results of a reader whose attribute `leaks_the_future` is true.

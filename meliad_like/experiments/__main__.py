@@ -5,7 +5,7 @@
 table1, table3, table4, table5   of Block-Recurrent Transformers
 shortformer                      of Shortformer: stages, infused positions and caches
 melodi                           of MELODI: compressed memories and a dense one
-memory_map                       of what memories hold, with documents made for it
+memory_map                       maps of what memories hold, with documents made for them
 recurrence                       of Adding Recurrence to Pretrained Transformers; --load_dir=DIR is the pretrained model
 ancient_history                  of Ancient History Language Models; --load_dir=DIR is the pretrained model
 
@@ -41,7 +41,10 @@ FOLDER = COMMAND.string("folder", None, "Folder of runs and results. Default: ru
 SEEDS = COMMAND.list("seeds", ["0", "1", "2"], "Seeds of parameters and of the order of documents; one run for each.")
 ROW = COMMAND.multi_string("row", [], "Name of a row to make. Repeatable. Default: all rows of the scale.")
 JOBS = COMMAND.integer(
-    "jobs", 0, "Number of runs at the same time; 0: at tiny one for each core, otherwise one.", lower_bound=0
+    "jobs",
+    0,
+    "Number of runs at the same time; 0: one for each core where the models of the scale are small, otherwise one.",
+    lower_bound=0,
 )
 SPLIT = COMMAND.enum("split", "test", ["validation", "test"], "The split that is evaluated.")
 MAX_TOKENS = COMMAND.integer(

@@ -76,7 +76,7 @@ class Experiment:
     """Names of rows; none: all rows of the scale."""
     split: str = "test"
     jobs: int = 0
-    """The number of runs at the same time; 0: as many as the scale is fast with."""
+    """The number of runs at the same time; 0: one for each core if the scale's models are small, otherwise one."""
     repeats: int = 15
     """Rounds of timed steps."""
     only_step_time: bool = False
@@ -93,7 +93,7 @@ class Experiment:
 
     @property
     def scale(self) -> Scale:
-        """UserError if the table does not have it."""
+        """The table's scale of this name. Raises a UserError if there is none."""
         if self.scale_name not in self.table.scales:
             raise UserError(f"{self.table.name} has no scale {self.scale_name}; it has {', '.join(self.table.scales)}")
         return self.table.scales[self.scale_name]

@@ -63,12 +63,12 @@ class Results(NamedTuple):
 
     table: Table
     rows: Sequence[Row]
-    """Those to report."""
+    """The rows to report."""
     runs: pd.DataFrame
     """One line for each row and seed (the index): figures of the evaluation, and facts of the config."""
     means: pd.DataFrame
-    """Over the seeds, by row and measure; of measures that runs don't have, those of the timed steps. NaN for what is
-    not known, or was not finite in one of the runs."""
+    """The mean over the seeds of each measure (column) and row (index). Measures that only timed steps have come from
+    these. NaN where a figure is missing, or was not finite in one of the runs."""
     errors: pd.DataFrame
     """Standard errors of the means; NaN of fewer than two runs."""
     timed_on: Sequence[str]

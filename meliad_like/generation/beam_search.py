@@ -48,15 +48,15 @@ class BeamConfig:
 
 
 class Beams(NamedTuple):
-    """The hypotheses of `g` texts, those with the best score first."""
+    """The hypotheses of `b` texts, those with the best score first."""
 
-    tokens: Int[Array, "g width n"]
-    length: Int[Array, "g width"]
+    tokens: Int[Array, "b width n"]
+    length: Int[Array, "b width"]
     """The number of tokens of each hypothesis."""
-    log_probability: Float[Array, "g width"]
+    log_probability: Float[Array, "b width"]
     """The sum of the log-probabilities of the tokens; -inf: there are fewer hypotheses than the width."""
-    score: Float[Array, "g width"]
-    ended: Bool[Array, "g width"]
+    score: Float[Array, "b width"]
+    ended: Bool[Array, "b width"]
     """Whether the last token is an end token."""
 
 
@@ -109,7 +109,7 @@ def _search(
     model: Model,
     params,
     carry,
-    token: Int[Array, " g"],
+    token: Int[Array, " b"],
     ends: Bool[Array, " v"],
     allowed: Bool[Array, " v"],
     length_penalty: Float[Array, ""],
@@ -117,13 +117,13 @@ def _search(
     width: int,
     num_tokens: int,
 ):
-    """The carry of all hypotheses, [g * width] lanes, and the `Beams`."""
-    module, g = model.bind(params), len(token)
-    lanes = jnp.repeat(jnp.arange(g), width)
+    """The carry of all hypotheses, [b * width] lanes, and the `Beams`."""
+    module, b = model.bind(params), len(token)
+    lanes = jnp.repeat(jnp.arange(b), width)
     # The first step begins with one hypothesis; the others would be its copies.
-    first = jnp.where(jnp.arange(width) == 0, 0.0, -jnp.inf) + jnp.zeros((g, 1))
-    nothing = jnp.zeros((g, width), jnp.int32)
-    beams = Beams(jnp.zeros((g, width, num_tokens), jnp.int32), nothing, first, first, nothing > 0)
+    first = jnp.where(jnp.arange(width) == 0, 0.0, -jnp.inf) + jnp.zeros((b, 1))
+    nothing = jnp.zeros((b, width), jnp.int32)
+    beams = Beams(jnp.zeros((b, width, num_tokens), jnp.int32), nothing, first, first, nothing > 0)
 
     def unfinished(loop):
         step, _, _, beams = loop
@@ -133,9 +133,9 @@ def _search(
         step, carry, token, beams = loop
         logits, after = module.decode_step(token, carry)
         carry = choose_lanes(beams.ended.reshape(-1), carry, after)
-        parent, token, beams = _best(beams, logits.reshape(g, width, -1), step, ends, allowed, length_penalty)
+        parent, token, beams = _best(beams, logits.reshape(b, width, -1), step, ends, allowed, length_penalty)
         # Each hypothesis continues with the memory of the one that it extends.
-        carry = take_lanes(carry, (parent + width * jnp.arange(g)[:, None]).reshape(-1))
+        carry = take_lanes(carry, (parent + width * jnp.arange(b)[:, None]).reshape(-1))
         return step + 1, carry, token.reshape(-1), beams
 
     loop = (0, take_lanes(carry, lanes), token[lanes], beams)
@@ -145,12 +145,12 @@ def _search(
 
 def _best(
     beams: Beams,
-    logits: Float[Array, "g width v"],
+    logits: Float[Array, "b width v"],
     step: Int[Array, ""],
     ends: Bool[Array, " v"],
     allowed: Bool[Array, " v"],
     length_penalty: Float[Array, ""],
-) -> tuple[Int[Array, "g width"], Int[Array, "g width"], Beams]:
+) -> tuple[Int[Array, "b width"], Int[Array, "b width"], Beams]:
     """The best extended hypotheses: the places of those that they extend, their last tokens, and the hypotheses."""
     width, v = logits.shape[1:]
     extended = jnp.where(allowed, jax.nn.log_softmax(logits), -jnp.inf)

@@ -190,7 +190,7 @@ class HarnessModel(TemplateLM):
         if begins and num_inputs <= model.config.window_length:
             # A pretrained model may have much larger windows than a task has texts.
             length = min(_power_of_two(max(num_inputs, SHORTEST)), model.config.window_length)
-            model = Model(model.config.for_separate_sequences(length), model.vocabulary_size)
+            model = model.for_separate_sequences(length)
         w = model.config.window_length
         return Shape(model, _power_of_two(-(-num_inputs // w)) * w, begins)
 

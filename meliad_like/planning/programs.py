@@ -69,7 +69,7 @@ class Need(NamedTuple):
         linked = sum(traffic.num_bytes for traffic in self.collectives.values())
         return {
             "arithmetic": self.flops / peak_flops,
-            # The state is read and, but for parameters outside of training, written; activations are both.
+            # At least: all arguments are read once, and temporary memory is written and read.
             "memory": (sum(self.parts.values()) + 2 * self.activations) / chip.memory_bandwidth,
             "links": linked / chip.link_bandwidth,
         }

@@ -133,10 +133,14 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
     place = any_path(store or opened.run.data.store)
     if not (place / STORE_NAME).exists():
         if not prepare:
+            source = opened.run.source
+            where, elsewhere = "", ""
+            if source.folder:
+                where = f" in {source.folder}"
+                elsewhere = "; --gin_param=FolderSourceConfig.folder=... where they lie elsewhere"
             raise UserError(
                 f"there is no token store at {place}: give --store=DIR, or add --prepare to make it from the "
-                f"{SOURCES.name_of(opened.run.source)} documents ({opened.run.source.folder or 'of this Python'}) that "
-                "the checkpoint's config names; --gin_param=FolderSourceConfig.folder=... where they lie elsewhere"
+                f"{SOURCES.name_of(source)} documents{where} that the checkpoint's config names{elsewhere}"
             )
         # Importing what sources need takes a while.
         from meliad_like.data.preparation import prepare as make_store

@@ -102,6 +102,8 @@ class Grid:
 
 @dataclass(frozen=True)
 class Table:
+    """A table of a paper: its rows, figures and pictures."""
+
     name: str
     title: str
     rows: tuple[Row, ...]
@@ -109,7 +111,7 @@ class Table:
     measures: tuple[str, ...] = MEASURES
     """The columns of figures."""
     compared: str = "bits_per_byte"
-    """The figure of which `difference` is that of a row minus that of its baseline."""
+    """The figure whose `difference` is a row's value minus its baseline's."""
     grids: tuple[Grid, ...] = ()
     scales: Mapping[str, Scale] = field(default_factory=lambda: SCALES)
     """The sizes in which it can be made."""
