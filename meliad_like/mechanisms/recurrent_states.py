@@ -161,6 +161,7 @@ class StateRecurrence(StateReader):
         return carry._replace(states=states)
 
     def watch(self, before, after, tile, start):
+        assert tile is not None  # It sees the block before.
         states, heads = self._begin(before.states, start)
         _, read = self.cell.update(states, heads, *jax.tree.map(lambda y: y[:, 0], tile.both_blocks()))
         return Watched(states, after.states, self.cell.gate_values(read))
