@@ -42,6 +42,7 @@ ROW_PARAMETERS = {
     "feedback_fixed_skip": 193_230_968 + 11 * (2 * 1024**2 + 8),
     # A gate for each head instead of a position bias.
     "memorizing_64k": 183_791_712 - 8 * 32 + 8,
+    "memorizing_64k_bucketed": 183_791_712 - 8 * 32 + 8,
 }
 # Without the embedding: Slide and fixed:skip.
 SIZE_PARAMETERS = {
@@ -73,6 +74,7 @@ TABLE_1 = {
     "feedback_lstm_single": (4096, 512, 12, {9}, "lstm", "single"),
     "feedback_fixed_skip": (4096, 512, 12, {9}, "fixed", "skip"),
     "memorizing_64k": (512, 512, 12, set()),
+    "memorizing_64k_bucketed": (512, 512, 12, set()),
 }
 
 
@@ -158,7 +160,7 @@ def test_feedback_and_memory_of_table_1():
     feedback = {row for row, one in states.items() if one and one.feedback == "last"}
     assert feedback == {row for row in models if "feedback" in row}
     memories = {row: memory for row, model in models.items() if (memory := model.mechanism(ExternalMemory))}
-    assert memories.keys() == {"memorizing_64k"}
+    assert memories.keys() == {"memorizing_64k", "memorizing_64k_bucketed"}
     memory = memories["memorizing_64k"]
     assert (memory.indices(12), memory.num_slots, memory.num_neighbors) == ({8}, 65_536, 128)
 

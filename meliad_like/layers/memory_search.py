@@ -65,40 +65,41 @@ def search(
         begin = jnp.minimum(index * step, num_slots - size)
         slot = begin + jnp.arange(size)
         some = jax.lax.dynamic_slice_in_dim(key, begin, size, axis=2)
-        scores = jnp.einsum("bhtk,bhsk->bhts", query, some, preferred_element_type=jnp.float32)
+        # Slots before queries, so that a TPU cuts rows of buckets out without a copy.
+        scores = jnp.einsum("bhtk,bhsk->bhst", query, some, preferred_element_type=jnp.float32)
         usable = (slot >= index * step) & (slot < filled[:, None])
-        return merge(best, jnp.where(usable[:, None, None, :], scores, -jnp.inf), slot), None
+        return merge(best, jnp.where(usable[:, None, :, None], scores, -jnp.inf), slot), None
 
-    shape = (*query.shape[:3], count)
-    nothing = (jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32))
-    (scores, slot), _ = jax.lax.scan(piece, nothing, jnp.arange(-(-num_slots // step)))
+    b, h, t, _ = query.shape
+    nothing = (jnp.full((b, h, count, t), -jnp.inf), jnp.zeros((b, h, count, t), jnp.int32))
+    best, _ = jax.lax.scan(piece, nothing, jnp.arange(-(-num_slots // step)))
+    scores, slot = (jnp.swapaxes(x, 2, 3) for x in best)
     return Found(slot, scores > -jnp.inf)
 
 
-def _merge_nearest(best, scores: Float[Array, "b h t s"], slot: Int[Array, " s"]):
-    best_scores, best_slot = best
-    scores = jnp.concatenate([best_scores, scores], axis=-1)
+def _merge_nearest(best, scores: Float[Array, "b h s t"], slot: Int[Array, " s"]):
+    best_scores, best_slot = (jnp.swapaxes(x, 2, 3) for x in best)
+    scores = jnp.concatenate([best_scores, jnp.swapaxes(scores, 2, 3)], axis=-1)
     slots = jnp.concatenate([best_slot, jnp.broadcast_to(slot, (*best_slot.shape[:-1], slot.size))], axis=-1)
     scores, which = jax.lax.top_k(scores, best_slot.shape[-1])
-    return scores, jnp.take_along_axis(slots, which, axis=-1)
+    return jnp.swapaxes(scores, 2, 3), jnp.swapaxes(jnp.take_along_axis(slots, which, axis=-1), 2, 3)
 
 
-def _merge_buckets(best, scores: Float[Array, "b h t s"], slot: Int[Array, " s"]):
+def _merge_buckets(best, scores: Float[Array, "b h s t"], slot: Int[Array, " s"]):
     best_scores, best_slot = best
-    count = best_slot.shape[-1]
-    scores = rearrange(scores, "b h t (row j) -> b h t row j", j=count)
-    row = jnp.argmax(scores, axis=-2)
-    new_scores = jnp.max(scores, axis=-2)
-    new_slot = slot[0] + row * count + jnp.arange(count)
-    better = new_scores > best_scores
-    return jnp.where(better, new_scores, best_scores), jnp.where(better, new_slot, best_slot)
+    count = best_slot.shape[2]
+    for begin in range(0, slot.size, count):
+        new_scores, new_slot = scores[:, :, begin : begin + count], slot[begin : begin + count, None]
+        better = new_scores > best_scores
+        best_scores, best_slot = jnp.where(better, new_scores, best_scores), jnp.where(better, new_slot, best_slot)
+    return best_scores, best_slot
 
 
 def recall(memory: Memory, slot: Int[Array, "b h t j"]) -> tuple[Float[Array, "b h t j k"], Float[Array, "b h t j k"]]:
     """Looks up the keys and values in the slots that a search found."""
 
     def gather(x):
-        found = jnp.take_along_axis(x, rearrange(slot, "b h t j -> b h (t j) 1"), axis=2)
+        found = jnp.take_along_axis(x, rearrange(slot, "b h t j -> b h (t j) 1"), axis=2, mode="promise_in_bounds")
         return rearrange(found, "b h (t j) k -> b h t j k", j=slot.shape[-1])
 
     return gather(jax.lax.stop_gradient(memory.key)), gather(jax.lax.stop_gradient(memory.value))
@@ -140,3 +141,28 @@ def remember(
         return x.at[lanes, :, slot].set(jax.lax.stop_gradient(rearrange(new, "b h n k -> b n h k")), mode="drop")
 
     return Memory(write(memory.key, key), write(memory.value, value))
+
+
+def remember_block(
+    memory: Memory,
+    key: Float[Array, "b h w k"],
+    value: Float[Array, "b h w k"],
+    position: Int[Array, " b"],
+    keep: Bool[Array, " b"],
+) -> Memory:
+    """Overwrites the oldest memories with the keys and values of a block, whose length divides m.
+
+    Args:
+        key, value: keys and values of the tokens.
+        position: position of the block's first token in its document, a multiple of the block's length.
+        keep: the lanes in which to write.
+    """
+    start = position % memory.key.shape[2]
+
+    @jax.vmap
+    def write(x, new, start, keep):
+        old = jax.lax.dynamic_slice_in_dim(x, start, new.shape[1], axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(keep, new, old), start, axis=1)
+
+    key, value = jax.lax.stop_gradient((key, value))
+    return Memory(write(memory.key, key, start, keep), write(memory.value, value, start, keep))

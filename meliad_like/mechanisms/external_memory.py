@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -17,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.memory_search import Memory, MemorySearch, attend_memories, recall, remember, search
+from meliad_like.layers.memory_search import Memory, MemorySearch, attend_memories, recall, remember_block, search
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape
 from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.registry import size
@@ -48,8 +47,7 @@ class MemoryAttention(Mechanism):
 
     def end_block(self, carry, cache, position):
         w = self.shape.window_length
-        tokens = position[:, None] - w + 1 + jnp.arange(w)
-        return remember(carry, cache.key, cache.value, tokens, jnp.ones_like(tokens, bool))
+        return remember_block(carry, cache.key, cache.value, position - w + 1, jnp.ones_like(position, bool))
 
     def combine(self, others, own):
         share = jax.nn.sigmoid(self.gate[...]).astype(own.dtype)[:, None, None]
@@ -71,22 +69,28 @@ class MemoryAttention(Mechanism):
         """
         w = self.shape.window_length
         per_turn = positions.shape[1] if self.config.update == "segment" else 1
-        # Only the end of a segment longer than the memory is written: of two writes to a slot either may be the last.
-        newest = np.arange(per_turn) >= per_turn - self.config.num_slots // w
+
+        def write(memory, block):
+            key, value, position, keep = block
+            return remember_block(memory, key, value, position, keep), None
 
         def step(memory, turn):
             query, key, value, position = turn
             # Memories of an earlier document of the same segment are neither found nor kept.
             first, last = position[:, :1], position[:, -1:]
-            tokens = (position[:, :, None] + jnp.arange(w)).reshape(len(position), -1)
             same_as_before = jnp.repeat(position == first + w * jnp.arange(per_turn), w, axis=1)
             same_as_last = position == last - w * jnp.arange(per_turn)[::-1]
-            keep = jnp.repeat(same_as_last & newest, w, axis=1)
             found_key, found_value, valid = self._find(memory, query, first[:, 0])
             valid = valid & same_as_before[:, None, :, None]
-            return remember(memory, key, value, tokens, keep), (found_key, found_value, valid)
+            blocks = [rearrange(y, "b h (u w) k -> u b h w k", w=w) for y in (key, value)]
+            blocks = (*blocks, position.T, same_as_last.T)
+            memory, _ = jax.lax.scan(write, memory, blocks)
+            return memory, (found_key, found_value, valid)
 
-        turns = (rearrange(y, "b (i u) h w k -> i b h (u w) k", u=per_turn) for y in (query, key, value))
+        # Outside of the scan, which then has no gradient: of a scan that has one, JAX would compute and keep for all
+        # pieces of the memory what does not change from turn to turn, such as the slots for every query.
+        without_gradient = jax.lax.stop_gradient((query, key, value))
+        turns = (rearrange(y, "b (i u) h w k -> i b h (u w) k", u=per_turn) for y in without_gradient)
         turns = (*turns, rearrange(positions, "b (i u) -> i b u", u=per_turn))
         memory, found = jax.lax.scan(step, memory, turns)
         return memory, [rearrange(y, "i b h (u w) ... -> b (i u) h w ...", u=per_turn) for y in found]
@@ -118,7 +122,8 @@ class ExternalMemory(MechanismConfig):
     num_neighbors: int = size(128, "length")
     """The number of memories that a token attends to."""
     search: MemorySearch = "exact"
-    """`exact`: the nearest memories. `bucketed` (the reference): the nearest in each of `num_neighbors` buckets."""
+    """`exact`: the nearest memories, by sorting, which accelerators do slowly. `bucketed` (the reference): the nearest
+    in each of `num_neighbors` buckets."""
     update: Update = "block"
     """When tokens become memories: after their `block`, or as in the reference after their `segment`, so that results
     depend on where segments begin. With segments of one block both are the same."""
