@@ -17,7 +17,7 @@ from meliad_like import config
 from meliad_like.models.model import Model
 from meliad_like.planning.clock import read_clock
 from meliad_like.planning.hlo import Module
-from meliad_like.planning.topology import describe
+from meliad_like.planning.topology import open_topology
 
 TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x1", "A slice; one of its chips is used.")
 GIN_FILE = flags.DEFINE_multi_string("gin_file", [], "Gin files of the model.")
@@ -28,7 +28,7 @@ LANES, TOKENS = 2, 4096
 
 
 def main(_):
-    topology = describe(TOPOLOGY.value)
+    topology = open_topology(TOPOLOGY.value)
     run = config.parse(GIN_FILE.value, [*GIN_PARAM.value, "DecoderConfig.num_layers = 1"])
     model = Model(run.model, 256)
     mesh = Mesh(np.array(topology.devices[:1]).reshape(1, 1, 1, 1), ("data", "fsdp", "tensor", "sequence"))

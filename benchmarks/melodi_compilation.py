@@ -17,7 +17,7 @@ from rich.console import Console
 from meliad_like import config
 from meliad_like.mechanisms import melodi
 from meliad_like.planning.programs import needs
-from meliad_like.planning.topology import describe
+from meliad_like.planning.topology import open_topology
 from meliad_like.tables import Table
 
 TOPOLOGY = flags.DEFINE_string("topology", "cpu:1", "What the step is compiled for, as for `plan`.")
@@ -29,7 +29,7 @@ VOCABULARY_SIZE = 32_000
 
 
 def main(_) -> None:
-    topology, rows = describe(TOPOLOGY.value), []
+    topology, rows = open_topology(TOPOLOGY.value), []
     window = config.parse(FILES, GIN_PARAM.value).model.window_length
     for windows in map(int, WINDOWS.value):
         length = windows * window

@@ -40,10 +40,10 @@ def main() -> int:
 
     from meliad_like.planning import report
     from meliad_like.planning.programs import needs
-    from meliad_like.planning.topology import GIB, describe
+    from meliad_like.planning.topology import GIB, open_topology
     from meliad_like.run.setup import vocabulary_size
 
-    topology = describe(TOPOLOGY.value)
+    topology = open_topology(TOPOLOGY.value)
     size = VOCABULARY_SIZE.value or vocabulary_size(run)
     console = Console()
     with console.status("compiling"):

@@ -278,8 +278,8 @@ def test_scanned_layers_equal_unrolled_ones(name, remat):
     """Losses, gradients and carries, with dropout, so that masks are the same too; the parameters have one form."""
     scanned, params = make(dataclasses.replace(CONFIGS[name], dropout_rate=0.2, remat=remat))
     unrolled = Model(dataclasses.replace(scanned.config, scan_layers=False), V)
-    assert [group.size for group in scanned.bind(params)._groups()] == [1, 2]
-    assert [group.size for group in unrolled.bind(params)._groups()] == [1, 1, 1]
+    assert [group.size for group in scanned.bind(params).groups] == [1, 2]
+    assert [group.size for group in unrolled.bind(params).groups] == [1, 1, 1]
     assert scanned.axes == unrolled.axes
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     jax.tree.map(compare, *(compiled_losses_and_gradient(model)(params) for model in (scanned, unrolled)))

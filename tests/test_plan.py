@@ -18,7 +18,7 @@ from meliad_like.planning.collectives import Traffic, traffic
 from meliad_like.planning.hlo import Module
 from meliad_like.planning.programs import Need, needs, refused_bytes
 from meliad_like.planning.report import alternatives, costliest, nearest_that_fits, table, to_json
-from meliad_like.planning.topology import GIB, Chip, Topology, describe
+from meliad_like.planning.topology import GIB, Chip, Topology, open_topology
 
 HLO = """HloModule step, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
 
@@ -190,7 +190,7 @@ def test_the_time_by_the_compilers_estimate():
 
 
 def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
-    monkeypatch.setattr("meliad_like.planning.topology.describe", lambda name: TOPOLOGY)
+    monkeypatch.setattr("meliad_like.planning.topology.open_topology", lambda name: TOPOLOGY)
     monkeypatch.setattr("meliad_like.planning.report.nearest_that_fits", lambda *_: "MeshConfig.fsdp = 2")
 
     def exit_status(total_gib, *flag_words):
@@ -280,7 +280,7 @@ def test_a_compiler_that_gives_up_says_what_it_would_need():
 )
 def test_mistaken_topologies(name, message):
     with pytest.raises(UserError, match=message):
-        describe(name)
+        open_topology(name)
 
 
 @pytest.mark.parametrize(
@@ -295,11 +295,11 @@ def test_slices_smaller_than_a_host_are_named_to_the_compiler(monkeypatch, name,
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", get_topology_desc)
-    assert describe(name).name == said["topology_name"] == name
+    assert open_topology(name).name == said["topology_name"] == name
     assert said.get("chips_per_host_bounds") == bounds
 
 
 def test_without_the_compiler_it_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs the TPU compiler: install it with pip install -e"):
-        describe("v4:2x2x4")
+        open_topology("v4:2x2x4")

@@ -69,7 +69,7 @@ def test_every_entry_point_is_shown():
         "convert",
         "plot",
         "plan",
-        "planning.table",
+        "experiments.plan_table",
         "studies",
         "experiments",
         "history",

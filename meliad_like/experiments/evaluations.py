@@ -41,15 +41,9 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
         "vocabulary_size": vocabulary_size,
         "parameters": model.num_parameters,
         "parameters_without_embedding": model.num_parameters - sum(leaf.size for leaf in jax.tree.leaves(embedding)),
-        "memory_numbers": _memory_numbers(model),
+        "memory_numbers": sum(leaf.size for leaf in model.memory),
         "training_flops_per_token": sum(flops),
     }
-
-
-def _memory_numbers(model: Model) -> int:
-    """The numbers in the carry of one lane between two segments: all that a document leaves for its next tokens."""
-    carry = model.abstract_carry(1)
-    return sum(leaf.size for leaf in jax.tree.leaves(carry._replace(position=None)))
 
 
 def by_document(

@@ -21,8 +21,8 @@ from meliad_like.data.memory_source import MemoryTasksSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import label
 from meliad_like.data.token_store import STORE_NAME, TokenStore
-from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME
-from meliad_like.data.vocabulary import SETTINGS_NAME
+from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabularyConfig
+from meliad_like.data.vocabulary import VOCABULARIES, saved_vocabulary_config
 from meliad_like.errors import UserError
 from meliad_like.evaluation.memory_map import by_model
 from meliad_like.experiments.evaluations import by_document, by_protocol, facts
@@ -44,9 +44,9 @@ from meliad_like.experiments.tables import Row, Table
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
-from meliad_like.planning.topology import describe
+from meliad_like.planning.topology import open_topology
 from meliad_like.resumable import locked, write_json
-from meliad_like.run.opening import VOCABULARY_FOLDER, open_checkpoint, saved_config
+from meliad_like.run.opening import VOCABULARY_FOLDER, checkpoints_folder, open_checkpoint, saved_config
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.run.training import train
 from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
@@ -209,7 +209,7 @@ class Experiment:
         self, runs: dict[str, RunConfig], parts: dict[str, RunConfig], shares: dict[str, dict[str, float]]
     ) -> None:
         """Estimates the rows that have no estimate yet; each is written at once, because compilers take minutes."""
-        topology, done, found = describe(self.topology), read_timing(self.folder, self.topology), {}
+        topology, done, found = open_topology(self.topology), read_timing(self.folder, self.topology), {}
         device = {"device": f"{len(topology.devices)} {topology.kind} ({self.topology}), as its compiler estimates"}
         for name, run in runs.items():
             if name in done:
@@ -342,22 +342,21 @@ class Job:
 
 def fields_of(folder: Path) -> dict[str, Any]:
     """The values that a pretrained model gives to fields of the decoder and the vocabulary, by `Class.field`."""
-    checkpoints = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    if not checkpoints.is_dir():
+    if not folder.is_dir():
         raise UserError(f"there is no pretrained model at --load_dir={folder}: {HOW_TO_GET_ONE}")
-    model = saved_config(checkpoints).model
-    vocabulary = json.loads((checkpoints / VOCABULARY_FOLDER / SETTINGS_NAME).read_text())
-    if not isinstance(model, PretrainedConfig) or vocabulary["kind"] != "tokenizers":
-        held = f"{type(model).__name__} with a vocabulary of {vocabulary['kind']}"
+    model, saved = saved_config(folder).model, checkpoints_folder(folder) / VOCABULARY_FOLDER
+    vocabulary = saved_vocabulary_config(Path(saved))
+    if not isinstance(model, PretrainedConfig) or not isinstance(vocabulary, TokenizersVocabularyConfig):
+        held = f"{type(model).__name__} with a vocabulary of {VOCABULARIES.name_of(vocabulary)}"
         raise UserError(f"--load_dir={folder} holds {held}, not a pretrained model: {HOW_TO_GET_ONE}")
     values = config.bound_values(model)
     decoder = {name: values[name] for name in (f"PretrainedConfig.{field}" for field in DECODER_FIELDS)}
     decoder |= config.bound_values(model.rotary_scaling)
     return decoder | {
         "RunConfig.vocabulary": "tokenizers",
-        "FileVocabularyConfig.model_file": str((checkpoints / VOCABULARY_FOLDER / TOKENIZER_NAME).absolute()),
-        "TokenizersVocabularyConfig.end_token": vocabulary["end_token"],
-        "VocabularyConfig.size_multiple": vocabulary["size_multiple"],
+        "FileVocabularyConfig.model_file": str(Path(saved / TOKENIZER_NAME).absolute()),
+        "TokenizersVocabularyConfig.end_token": vocabulary.end_token,
+        "VocabularyConfig.size_multiple": vocabulary.size_multiple,
     }
 
 

@@ -225,12 +225,9 @@ class DecoderLayer(Layer):
     def begin_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
         cache, begun = self.heads.plain(carry.tokens), {}
         for name in self.names:
-            own = self._own_positions(carry, name, position[:, None])
+            own = carry.own_positions(name, position[:, None], self.config.window_length)
             begun[name] = self.mechanisms[name].begin_block(carry.mechanisms[name], own[:, 0] == 0, cache)
         return carry._replace(tokens=self.heads.begin_block(carry.tokens), mechanisms=begun)
-
-    def _own_positions(self, carry: LayerCarry, name: str, positions: Int[Array, "b c"]) -> Int[Array, "b c"]:
-        return carry.own_positions(name, positions, self.config.window_length)
 
     def end_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
         return self._each("end_block", carry, self.heads.plain(carry.tokens), position)
@@ -287,13 +284,13 @@ class DecoderLayer(Layer):
         shared: dict[str, Any],
         dropout_key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n d"], LayerCarry]:
-        num_keys = 2 + len(self.names)
+        num_keys, w = 2 + len(self.names), self.config.window_length
         keys = [None] * num_keys if dropout_key is None else list(jax.random.split(dropout_key, num_keys))
-        x, summaries = without_summaries(x, positions.shape[1], self.config.window_length)
+        x, summaries = without_summaries(x, positions.shape[1], w)
         normed = self._normed(x, keys[0])
         for_kernel = any(module.reads_projected for module in self.mechanisms.values())
         tile, cache = self.heads.tile(normed, carry.tokens, positions, for_kernel)
-        own_positions = {name: self._own_positions(carry, name, positions) for name in self.names}
+        own_positions = {name: carry.own_positions(name, positions, w) for name in self.names}
         tokens = {name: SegmentTokens(normed, tile, own_positions[name], shared) for name in self.names}
         mixed, carries = [], {}
         for name, key in zip(self.names, keys[2:], strict=True):
@@ -308,7 +305,7 @@ class DecoderLayer(Layer):
             with jax.named_scope(name):
                 arguments = x, summaries, tokens[name], mixed, carry.mechanisms[name], keys[1]
                 x, summaries, carries[name] = self.mechanisms[name].close(self._parts(), *arguments)
-        read = {name: own_positions[name][:, -1] + self.config.window_length for name in carry.positions}
+        read = {name: own_positions[name][:, -1] + w for name in carry.positions}
         return with_summaries(x, summaries), LayerCarry(cache, carries, read)
 
     def decode_step(

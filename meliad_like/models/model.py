@@ -78,6 +78,11 @@ class Model:
             lambda params: self.bind(params).init_carry(num_lanes, decoding=decoding), self.abstract_params
         )
 
+    @property
+    def memory(self) -> list[jax.ShapeDtypeStruct]:
+        """All that a document leaves for its next tokens: a lane's carry between two segments, without the position."""
+        return jax.tree.leaves(self.abstract_carry(1)._replace(position=None))
+
     def carry_axes(self, carry: Any) -> Any:
         """The logical axes of each array of a carry, from the first axis; axes not listed are not sharded."""
         return self.config.carry_axes(carry)

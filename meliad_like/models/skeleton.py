@@ -6,7 +6,7 @@ families share: scans over blocks, rematerialisation, dropout keys, and the call
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence
 from meliad_like.layers.sharding import constrain
 from meliad_like.mechanisms.base import Watched
 from meliad_like.models.base import ModelConfig
+from meliad_like.models.layer_groups import Group, groups_of, stacked
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
 SOFTMAX = 2**32 - 1
@@ -104,19 +105,6 @@ class Layer(nnx.Module):
         return {}
 
 
-class Group(NamedTuple):
-    """Consecutive layers that are applied by one piece of the program."""
-
-    layers: Layer
-    """A layer, or if there are several, a layer whose parameters are stacked along a new first axis."""
-    size: int
-
-
-def stacked(trees: Sequence[Any]) -> Any:
-    """One tree of the same form, each array with the arrays of `trees` along a new first axis."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
 class Skeleton(nnx.Module):
     """A carry-passing language model of blocks of `w` tokens, without its parameters.
 
@@ -156,6 +144,11 @@ class Skeleton(nnx.Module):
         """What layers read of the carry after `begin_block` beside their own, by mechanism."""
         del carry
         return {}
+
+    @property
+    def groups(self) -> list[Group]:
+        """The layers as `_stack` applies them."""
+        return groups_of(self.layers, self.scan_layers)
 
     @property
     def dtype(self):
@@ -214,7 +207,7 @@ class Skeleton(nnx.Module):
         if self.block_by_block:
             outputs, layers = self._scan_stack(x, layers, positions, keys[:-2], every_layer)
         else:
-            outputs, layers = self._stack(x, layers, positions, keys[:-2], {}, self._groups())
+            outputs, layers = self._stack(x, layers, positions, keys[:-2], {}, self.groups)
         outputs = [self.leave(x, c) for x in (outputs if every_layer else outputs[-1:])]
         return outputs, carry._replace(position=position, layers=from_rightmost(layers))
 
@@ -266,21 +259,6 @@ class Skeleton(nnx.Module):
         read = jnp.where(last_start >= 0, (block - last_start) * stride, read_before)
         return read + overlap * (read > 0), read[:, -1] + stride + overlap
 
-    def _groups(self) -> list[Group]:
-        """The layers in order; with `scan_layers`, consecutive ones of the same form are one group.
-
-        Two layers have the same form if their trees have the same settings, names, shapes and dtypes.
-        """
-        if not self.scan_layers:
-            return [Group(layer, 1) for layer in self.layers]
-
-        def form(layer):
-            leaves, tree = jax.tree.flatten(layer)
-            return tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-        alike = [list(layers) for _, layers in itertools.groupby(self.layers, form)]
-        return [Group(layers[0] if len(layers) == 1 else stacked(layers), len(layers)) for layers in alike]
-
     def _stack(
         self,
         x: Float[Array, "b n d"],
@@ -327,7 +305,7 @@ class Skeleton(nnx.Module):
         every_layer: bool,
     ) -> tuple[list[Float[Array, "b n d"]], list[Any]]:
         """Applies all layers to a block before the next block; what it returns of the outputs, as `read_segment`."""
-        groups = self._groups()  # Outside of the scan, so that parameters are stacked once and not in every iteration.
+        groups = self.groups  # Outside of the scan, so that parameters are stacked once and not in every iteration.
 
         def step(layers, block):
             x, position, number = block

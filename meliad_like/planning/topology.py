@@ -51,7 +51,7 @@ class Topology(NamedTuple):
     """FLOP/s of bfloat16 matrix products on one device."""
 
 
-def describe(name: str) -> Topology:
+def open_topology(name: str) -> Topology:
     """The devices of a slice, as the TPU compiler names it by its chips (`v4:2x2x4`); or `cpu:8`, before jax starts.
 
     Raises UserError if there is no such slice, or no TPU compiler.

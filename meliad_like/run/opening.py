@@ -69,7 +69,7 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
     Without a `step` the newest checkpoint that is not damaged is opened; without a mesh, on the first device. Raises a
     UserError if there is no usable checkpoint, or if its vocabulary is missing or was replaced.
     """
-    folder = _checkpoints_folder(folder)
+    folder = checkpoints_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:
         metadata = checkpoints.read_metadata(step)
         run = rebuild(RunConfig, metadata["config"])
@@ -84,7 +84,8 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
     return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"])
 
 
-def _checkpoints_folder(folder: epath.PathLike) -> epath.Path:
+def checkpoints_folder(folder: epath.PathLike) -> epath.Path:
+    """The folder of the checkpoints, from itself or from the working folder of their run."""
     folder = any_path(folder)
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
@@ -101,7 +102,7 @@ def _placed(model: Model, mesh: Mesh | None) -> Any:
 
 def saved_config(folder: str | Path, step: int | None = None) -> RunConfig:
     """The config of a checkpoint with a mesh for this machine: every device has all parameters and its own lanes."""
-    with Checkpoints(_checkpoints_folder(folder), read_only=True) as checkpoints:
+    with Checkpoints(checkpoints_folder(folder), read_only=True) as checkpoints:
         run = rebuild(RunConfig, checkpoints.read_metadata(step)["config"])
     return dataclasses.replace(run, mesh=MeshConfig())
 
@@ -146,7 +147,7 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
         from meliad_like.data.preparation import prepare as make_store
 
         # Training the vocabulary again, on the documents that are here, could give another one.
-        with local_files(_checkpoints_folder(folder) / VOCABULARY_FOLDER) as saved:
+        with local_files(checkpoints_folder(folder) / VOCABULARY_FOLDER) as saved:
             make_store(opened.run.source, saved_vocabulary_config(saved), place)
     found = TokenStore(place)
     found.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {folder}")

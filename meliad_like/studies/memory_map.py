@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import pandas as pd
 
 from meliad_like.config import with_changes
@@ -33,7 +32,7 @@ def run(request: StudyRequest) -> None:
     records = {"cells": frame.to_dict("records"), "summary": totals.replace({math.nan: None}).to_dict("records")}
     details = subject.details() | {
         "operations per token (forward)": round(subject.opened.model.forward_flops_per_token),
-        "bytes of memory per document": _carry_bytes(subject.opened.model),
+        "bytes of memory per document": sum(leaf.size * leaf.dtype.itemsize for leaf in subject.opened.model.memory),
         "window (tokens)": subject.run.model.window_length,
         "block of filler": source.block_length,
     }
@@ -81,7 +80,3 @@ def _accuracies(subject: Subject, chosen: Chosen) -> pd.DataFrame:
     )
     result = with_progress(subject.label, lambda report: evaluate(subject.opened.params, report))
     return accuracies((score.name, score.num_tokens, score.num_correct) for score in result.documents)
-
-
-def _carry_bytes(model: Model) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.abstract_carry(1)))

@@ -5,6 +5,7 @@ of about the same memory; operations and step times are beside it here, because 
 operations of a sliding window with as many layers.
 """
 
+from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import Panel, Table, line, read_rows
 
 MEASURES = (
@@ -26,7 +27,7 @@ def _table() -> Table:
         Panel("perplexity", "PG19 T5 perplexity", "memory_numbers", lines),
         Panel("perplexity", "PG19 T5 perplexity", "training_flops_per_token", lines, front=True),
     )
-    return Table("melodi", "MELODI and memories of the same size", rows, panels, MEASURES)
+    return Table("melodi", "MELODI and memories of the same size", rows, panels, MEASURES, scales=SCALES)
 
 
 TABLE = _table()

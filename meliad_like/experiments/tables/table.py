@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from meliad_like.errors import UserError
-from meliad_like.experiments.scales import SCALES, Scale
+from meliad_like.experiments.scales import Scale
 
 MEASURES = (
     *("segment_length", "window_length", "num_states", "parameters", "bits_per_token", "bits_per_byte", "difference"),
@@ -113,7 +113,7 @@ class Table:
     compared: str = "bits_per_byte"
     """The figure whose `difference` is a row's value minus its baseline's."""
     grids: tuple[Grid, ...] = ()
-    scales: Mapping[str, Scale] = field(default_factory=lambda: SCALES)
+    scales: Mapping[str, Scale] = field(kw_only=True)
     """The sizes in which it can be made."""
     by_protocol: bool = False
     """Whether rows are evaluated as in the Shortformer paper, with all documents as one stream, rather than by document

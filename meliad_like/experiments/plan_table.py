@@ -1,4 +1,6 @@
-"""Plans every gin file of the papers' tables: python -m meliad_like.planning.table --results=DIR
+"""Plans the rows of the tables of Block-Recurrent Transformers, Shortformer and the recurrence of pretrained models.
+
+    python -m meliad_like.experiments.plan_table --results=DIR
 
 Compiles training steps alone, as `plan --quick` does, one after the other, a minute or two each. What the compiler
 reports is added to DIR/results.json, from which the same command resumes. It then writes the tables of docs/planning.md
@@ -20,7 +22,7 @@ from meliad_like.config import RunConfig, parse, shipped_files
 from meliad_like.errors import UserError
 from meliad_like.planning import report
 from meliad_like.planning.programs import needs
-from meliad_like.planning.topology import describe
+from meliad_like.planning.topology import open_topology
 from meliad_like.remote import write_whole
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.tables import Table
@@ -93,7 +95,7 @@ def entries(settings: Sequence[Setting] = SETTINGS) -> Iterator[Entry]:
 
 def compile_entry(entry: Entry) -> dict[str, Any]:
     """What a training step needs, as `plan --output` writes it; or the reason why there is no such step."""
-    topology = describe(entry.topology)
+    topology = open_topology(entry.topology)
     try:
         found = list(needs(entry.run, entry.vocabulary_size, topology, ("training",), quick=True))
     except UserError as error:
