@@ -51,7 +51,7 @@ def main(_):
         compiled = jax.jit(read).lower(*of_model, tokens, start, cotangent).compile()
     clock = read_clock(Module(compiled.as_text()), COSTLIEST.value)
     assert clock is not None
-    print(f"{clock.cycles / 1e6:.2f} million cycles, and {clock.custom_calls} custom calls")
+    print(f"{clock.cycles / 1e6:.2f} million cycles; without an estimate: {clock.without_estimate}")
     print(", ".join(f"{part} {cycles / 1e6:.2f}" for part, cycles in clock.parts.items()))
     print(f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:.0f} MiB of temporary memory")
     for one in clock.costliest:

@@ -2,7 +2,7 @@
 
 The compiler writes `estimated_cycles` into the text of a compiled program. A step's cycles are the sum over all
 instructions, each as often as it runs. docs/planning.md compares this sum with measured times, and lists what it does
-not see: kernels and other custom calls have no estimate, and instructions that overlap are added up.
+not see: kernels, sorts, gathers and scatters have no estimate, and instructions that overlap are added up.
 """
 
 import functools
@@ -30,6 +30,8 @@ _MOVES = {
     *("copy-start", "dynamic-slice", "dynamic-update-slice", "get-tuple-element", "pad", "parameter", "reshape"),
     *("reverse", "slice", "transpose", "tuple"),
 }
+_BLIND = {"sort", "gather", "scatter"}
+"""Instructions that take time, and to which the compiler gives no estimate."""
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -55,8 +57,8 @@ class Clock(NamedTuple):
     """Cycles by part of the model, the longest first."""
     costliest: list[Timed]
     """The instructions with the most cycles, in descending order."""
-    custom_calls: int
-    """The number of custom calls without an estimate, such as kernels."""
+    without_estimate: dict[str, int]
+    """How often a step runs kernels, sorts, gathers and scatters that have no estimate, by these words."""
 
     @property
     def cycles(self) -> int:
@@ -69,21 +71,23 @@ class Clock(NamedTuple):
 def read_clock(module: Module, num_costliest: int = 20) -> Clock | None:
     """The clock of a compiled program; None if the compiler gives no estimates, which only that of TPUs does."""
     locations = _Locations(module)
-    timed, custom_calls = [], 0
+    timed, without_estimate = [], Counter[str]()
     for instruction, runs in _executed(module, module.entry, 1):
         if found := _CYCLES.search(instruction.text):
             result = re.sub(r"\{[^{}]*\}", "", instruction.result)
             part, source = _part(module, instruction), locations.of(instruction)
             timed.append(Timed(instruction.name, result, part, source, runs, runs * int(found[1])))
-        elif instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.text:
-            custom_calls += runs
+        elif "tpu_custom_call" in instruction.text:
+            without_estimate["kernels"] += runs
+        else:
+            without_estimate.update({f"{kind}s": runs for kind in _opcodes(module, instruction) & _BLIND})
     if not timed:
         return None
     parts: Counter[str] = Counter()
     for one in timed:
         parts[one.part] += one.cycles
     timed.sort(key=lambda one: -one.cycles)
-    return Clock(dict(parts.most_common()), timed[:num_costliest], custom_calls)
+    return Clock(dict(parts.most_common()), timed[:num_costliest], dict(without_estimate))
 
 
 def _executed(module: Module, name: str, runs: int) -> Iterator[tuple[Instruction, int]]:
@@ -108,9 +112,7 @@ def _sum(executed: list[tuple[Instruction, int]]) -> int:
 
 def _part(module: Module, instruction: Instruction) -> str:
     """The part of the model that an instruction belongs to: the innermost named scope of its operation's path."""
-    opcodes = {instruction.opcode}
-    if instruction.opcode == "fusion":
-        opcodes = {one.opcode for _, called in instruction.called for one in module.computations.get(called, [])}
+    opcodes = _opcodes(module, instruction)
     if any(opcode.startswith(KINDS) for opcode in opcodes):
         return COLLECTIVES
     if opcodes <= _MOVES:
@@ -118,6 +120,13 @@ def _part(module: Module, instruction: Instruction) -> str:
     operation = _OPERATION.search(instruction.text)
     found = _scopes().findall(operation[1]) if operation else []
     return found[-1] if found else OTHER
+
+
+def _opcodes(module: Module, instruction: Instruction) -> set[str]:
+    """The opcode of an instruction; of a fusion, those of the instructions in it."""
+    if instruction.opcode != "fusion":
+        return {instruction.opcode}
+    return {one.opcode for _, called in instruction.called for one in module.computations.get(called, [])}
 
 
 @functools.cache

@@ -51,8 +51,9 @@ def _estimates(planned: Sequence[Need]) -> dict[str, list[str]]:
             _number(count, 1e3 / need.topology.chip.clock if need.topology.chip else None, ",.3f")
             for count, need in zip(cycles, planned, strict=True)
         ]
-    if any(need.clock and need.clock.custom_calls for need in planned):
-        rows["kernels without estimate"] = [f"{need.clock.custom_calls:,}" if need.clock else "" for need in planned]
+    unknown = [need.clock.without_estimate if need.clock else {} for need in planned]
+    if any(unknown):
+        rows["without an estimate"] = [", ".join(f"{kind}: {n:,}" for kind, n in one.items()) for one in unknown]
     return rows
 
 
