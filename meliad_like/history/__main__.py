@@ -52,10 +52,10 @@ SELECTION = COMMAND.multi_enum(
 SELECTOR = COMMAND.multi_string(
     "selector", [], "Folder that train_selector made, in addition to or instead of --selection. Repeatable."
 )
-SCORES = COMMAND.string("scores", None, "For train_selector: folder that score made.")
-NUM_TERMS = COMMAND.integer("num_terms", 20, "For page: number of words with the highest impact.", lower_bound=1)
-HISTORY_LENGTHS = COMMAND.list("history_lengths", ["128", "256", "512", "768"], "For search: history_length.")
-SPAN_LENGTHS = COMMAND.list("span_lengths", ["8", "16", "32", "64", "128"], "For search: span_length.")
+SCORES = COMMAND.string("scores", None, "Folder that score made.")
+NUM_TERMS = COMMAND.integer("num_terms", 20, "Number of words with the highest impact.", lower_bound=1)
+HISTORY_LENGTHS = COMMAND.list("history_lengths", ["128", "256", "512", "768"], "The values of history_length.")
+SPAN_LENGTHS = COMMAND.list("span_lengths", ["8", "16", "32", "64", "128"], "The values of span_length.")
 
 
 def main(command: str) -> int | None:
