@@ -188,7 +188,7 @@ def test_what_is_no_pretrained_model_is_named(place, tmp_path):
         fields_of(tmp_path / "none")
     settings = place / "gpt2" / "checkpoints" / "vocabulary" / "vocabulary.json"
     saved = settings.read_text()
-    settings.write_text(saved.replace('"tokenizers"', '"bytes"'))
+    settings.write_text('{"kind": "bytes", "size_multiple": 1}')
     with pytest.raises(UserError, match="holds PretrainedConfig with a vocabulary of bytes, not a pretrained model"):
         fields_of(place / "gpt2")
     settings.write_text(saved)

@@ -231,7 +231,9 @@ def test_another_training_in_the_folder_is_refused(undisturbed):
 
 
 def test_a_loss_that_is_not_finite_stops(tmp_path):
-    with pytest.raises(UserError, match="the loss or the gradient of step [12] is not finite; .*Adam.base_rate"):
+    with pytest.raises(
+        UserError, match="the loss, the gradient or the parameters of step [12] are not finite; .*Adam.base_rate"
+    ):
         train(tmp_path, "light", changed(optimizer=Adam(base_rate=1e30)), train_encoder=False)
     assert not list((tmp_path / "checkpoints").iterdir())
 

@@ -20,6 +20,8 @@ MemorySearch = Literal["exact", "bucketed"]
 
 # Slots whose scores exist together: for 512 queries of 8 heads 32 MB a lane, where 65,536 slots would be 1 GB.
 PIECE = 2048
+# Rows of buckets that are compared in one piece of the program.
+ROWS = 16
 
 
 class Memory(NamedTuple):
@@ -56,7 +58,7 @@ def search(
     """
     query, key = jax.lax.stop_gradient((query, key))
     num_slots = key.shape[2]
-    step = max(PIECE // count, 1) * count if kind == "bucketed" else max(PIECE, count)
+    step = min(max(PIECE // count, 1), ROWS) * count if kind == "bucketed" else max(PIECE, count)
     size = min(step, num_slots)
     merge = {"exact": _merge_nearest, "bucketed": _merge_buckets}[kind]
 

@@ -87,8 +87,8 @@ class MemoryAttention(Mechanism):
             memory, _ = jax.lax.scan(write, memory, blocks)
             return memory, (found_key, found_value, valid)
 
-        # Outside of the scan, which then has no gradient: of a scan that has one, JAX would compute and keep for all
-        # pieces of the memory what does not change from turn to turn, such as the slots for every query.
+        # The gradient is stopped outside of the scan, so that the scan has none. Otherwise JAX would compute and keep
+        # for all pieces of the memory what does not change from turn to turn, such as the slots for every query.
         without_gradient = jax.lax.stop_gradient((query, key, value))
         turns = (rearrange(y, "b (i u) h w k -> i b h (u w) k", u=per_turn) for y in without_gradient)
         turns = (*turns, rearrange(positions, "b (i u) -> i b u", u=per_turn))

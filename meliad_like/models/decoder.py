@@ -101,7 +101,7 @@ class DecoderConfig(ModelConfig):
         return Shape(num_layers=self.total_layers, **{name: getattr(self, name) for name in same})
 
     def acting(self, index: int) -> list[MechanismConfig]:
-        """The mechanisms of layer `index`, counted from 0, in the order in which the layer calls them."""
+        """The mechanisms of layer `index`, counted from 0, in the order of its calls; one that closes it comes last."""
         return [mechanism for mechanism in self.mechanisms if mechanism.acts(self.shape, index)]
 
     def mechanism(self, kind: type[AnyMechanism]) -> AnyMechanism | None:
@@ -196,7 +196,7 @@ class DecoderLayer(Layer):
         )
         acting = {MECHANISMS.name_of(kind): kind for kind in config.acting(index)}
         self.mechanisms = nnx.Dict({name: kind.build(shape, index, rngs=rngs) for name, kind in acting.items()})
-        # A tree of parameters is sorted by names; mechanisms are called in the order of the config.
+        # A tree of parameters is sorted by names; mechanisms are called in this order, the closing one last.
         self.names = tuple(acting)
         mixed_width = sum(kind.mixed_width(shape) for kind in acting.values())
         self.num_results = mixed_width // shape.inner_width

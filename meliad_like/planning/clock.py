@@ -77,7 +77,7 @@ def read_clock(module: Module, num_costliest: int = 20) -> Clock | None:
             result = re.sub(r"\{[^{}]*\}", "", instruction.result)
             part, source = _part(module, instruction), locations.of(instruction)
             timed.append(Timed(instruction.name, result, part, source, runs, runs * int(found[1])))
-        elif "tpu_custom_call" in instruction.text:
+        elif instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.text:
             without_estimate["kernels"] += runs
         else:
             without_estimate.update({f"{kind}s": runs for kind in _opcodes(module, instruction) & _BLIND})

@@ -151,7 +151,8 @@ class Reporter:
     def report(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
         """Adds the metrics of a step. Every `log_every` steps, and after the stage's last step, writes the averages.
 
-        If the step is not finite and the policy is to stop, saves the state before it, and raises a UserError.
+        Raises a UserError if the step is not finite and the policy is to stop, after saving the state before it; and
+        whatever the policy, if the parameters after the step are not finite, of which nothing is saved.
         """
         metrics = jax.device_get(metrics)
         if not np.isfinite(metrics.parameter_norm):

@@ -85,7 +85,7 @@ def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Me
 
 
 def checkpoints_folder(folder: epath.PathLike) -> epath.Path:
-    """The folder of the checkpoints, from itself or from the working folder of their run."""
+    """The folder of a run's checkpoints; `folder` is that folder or the run's working folder."""
     folder = any_path(folder)
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 

@@ -2,7 +2,7 @@
 
 | scale | lengths and widths | heads, head size | layers | tokens a step | steps | meant for |
 |---|---|---|---|---|---|---|
-| tiny | 1/16 | 1/4 | 1/2 | 2,048 | 800 | two CPU cores: the 42 runs of table 1 in less than an hour |
+| tiny | 1/16 | 1/4 | 1/2 | 2,048 | 800 | two CPU cores: the 45 runs of table 1 in less than an hour |
 | small | 1/4 | 1/2 | unchanged | 8,192 | 5,000 | one GPU, or days of a laptop |
 | paper | unchanged | | | 131,072 | 500,000 | the gin files |
 

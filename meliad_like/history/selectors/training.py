@@ -211,14 +211,14 @@ class SelectorTraining:
     def report(self, writer: MetricsWriter, step: int, metrics: StepMetrics, state: TrainState) -> None:
         """Logs the averages of the steps since the last log.
 
-        Raises a UserError if the loss or the gradient of the step is not finite.
+        Raises a UserError if the loss, the gradient or the parameters of the step are not finite.
         """
         metrics = jax.device_get(metrics)
         self._gathered.append(metrics)
-        if not metrics.finite:
+        if not (metrics.finite and np.isfinite(metrics.parameter_norm)):
             raise UserError(
-                f"the loss or the gradient of step {step} is not finite; the checkpoints before are kept: try a "
-                "smaller learning rate, such as Adam.base_rate"
+                f"the loss, the gradient or the parameters of step {step} are not finite; the checkpoints before are "
+                "kept: try a smaller learning rate, such as Adam.base_rate"
             )
         if step % self.config.log_every == 0 or step == self.config.num_steps:
             names = ("loss", "gradient_norm", "update_norm")
