@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.config.run import TrainingConfig
 from meliad_like.data.batch import Batch
+from meliad_like.layers.sharding import platform
 from meliad_like.models.model import Model
 
 
@@ -53,10 +54,10 @@ class StepMetrics(NamedTuple):
     """The number of targets that counted."""
     gradient_norm: Float[Array, ""]
     update_norm: Float[Array, ""]
-    """The norm of the change of the parameters, which is 0 if the step is not finite."""
+    """The norm of the change of the parameters; 0 for a step that is not taken."""
     parameter_norm: Float[Array, ""]
     finite: Bool[Array, ""]
-    """Whether loss and gradient were finite."""
+    """Whether loss and gradient were finite, on a CPU also the update."""
     num_skipped: Int[Array, ""]
     """The number of steps skipped so far."""
     lane_finite: Bool[Array, " b"]
@@ -124,21 +125,25 @@ def make_step(
         gradient, (sums, carry, lane_finite) = differentiate(state.params, state.carry, batch, dropout_key)
         with jax.named_scope("optimizer"):
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
-            gradient_norm = optax.tree.norm(gradient)
-        # The update is not checked, because that would be one more pass over gradient and momentum before the first
-        # parameter is written. From a finite gradient only an absurd learning rate makes an infinite one.
+            updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
+            gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(gradient_norm)
+        # Elsewhere this would be one more pass over gradient and momentum before the first parameter is written. A CPU
+        # computes the updates for it while the gradients are in its caches. From a finite gradient only an absurd
+        # learning rate makes an infinite update.
+        if platform() == "cpu":
+            finite &= jnp.isfinite(update_norm)
         taken = finite & ~state.halted
 
         def choose(new, old):
             return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
         with jax.named_scope("optimizer"):
-            updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
             params = choose(optax.apply_updates(state.params, updates), state.params)
             optimizer_state = choose(optimizer_state, state.optimizer_state)
-            # Not of `updates`, which a TPU would write to memory and read again for it.
-            update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
+            if platform() != "cpu":
+                # The same but for rounding. A TPU would write the updates to memory and read them again for their norm.
+                update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
             parameter_norm = optax.tree.norm(params)
         if config.nonfinite == "skip":
             # The carry may also be non-finite.
@@ -155,7 +160,7 @@ def make_step(
             accuracy=sums.correct / jnp.maximum(sums.num_tokens, 1),
             num_tokens=sums.num_tokens,
             gradient_norm=gradient_norm,
-            update_norm=update_norm,
+            update_norm=jnp.where(taken, update_norm, 0.0),
             parameter_norm=parameter_norm,
             finite=finite,
             num_skipped=new_state.num_skipped,
