@@ -91,7 +91,7 @@ def by_distance(maps: Mapping[str, pd.DataFrame]) -> Table:
     """Models side by side: the share of right answers at each distance, of all tasks and numbers of items together."""
     sums = {label: cells.groupby("distance")[["correct", "questions"]].sum() for label, cells in maps.items()}
     shares = pd.DataFrame({label: each.correct / each.questions for label, each in sums.items()}).sort_index().T
-    shares.columns = [f"{distance} blocks" for distance in shares.columns]
+    shares.columns = [_blocks(distance) for distance in shares.columns]
     formats = dict.fromkeys(shares.columns, ".2f")
     return Table.of(shares.reset_index(names="model"), "Right answers by distance", formats)
 
@@ -118,7 +118,7 @@ def heats(label: str, cells: pd.DataFrame) -> list[Heat]:
             # A choice of documents can leave cells without any.
             shown = [_shown(at.loc[distance]) if distance in at.index else (0, "-", "") for distance in distances]
             rows.append((int(items), shown))
-        header = [f"{distance} blocks" for distance in distances]
+        header = [_blocks(distance) for distance in distances]
         found.append(Heat(f"{label}: {task}, chance {group.chance.iloc[0]:.3f}", header, rows))
     return found
 
@@ -126,3 +126,7 @@ def heats(label: str, cells: pd.DataFrame) -> list[Heat]:
 def _shown(cell: pd.Series) -> tuple[int, str, str]:
     above = max(0.0, (cell.accuracy - cell.chance) / (1 - cell.chance))
     return round(10 * above), f"{cell.accuracy:.2f}", f"{cell.low:.2f} to {cell.high:.2f}"
+
+
+def _blocks(number: int) -> str:
+    return "1 block" if number == 1 else f"{number} blocks"
