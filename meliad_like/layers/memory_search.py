@@ -166,5 +166,4 @@ def remember_block(
         old = jax.lax.dynamic_slice_in_dim(x, start, new.shape[1], axis=1)
         return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(keep, new, old), start, axis=1)
 
-    key, value = jax.lax.stop_gradient((key, value))
     return Memory(write(memory.key, key, start, keep), write(memory.value, value, start, keep))
