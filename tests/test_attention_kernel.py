@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from meliad_like.config import parse
 from meliad_like.errors import UserError
-from meliad_like.layers.attention import attend_window, ring_square, unit
+from meliad_like.layers.attention import attend_window, unit
 from meliad_like.layers.attention_kernel import attend_window_in_kernel
 from meliad_like.layers.attention_kernel_block import Projected
 from meliad_like.layers.basic import dropout_multiplier
@@ -53,7 +53,7 @@ def reference(projected, scale, bias, valid, multiplier, *, mask_previous):
     if not mask_previous:
         previous = [jnp.where(valid[:, :, None, None, None], x, 0) for x in previous]
         valid = jnp.ones_like(valid)
-    mixed = attend_window(query, key, value, *previous, ring_square(bias), valid, multiplier)
+    mixed = attend_window(query, key, value, *previous, bias, scale, valid, multiplier)
     return rearrange(mixed, "b c h w k -> b (c w) (h k)")
 
 

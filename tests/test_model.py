@@ -26,7 +26,7 @@ from ways import (
 )
 
 from meliad_like.conversion.meliad import to_meliad
-from meliad_like.layers.attention import ring_square
+from meliad_like.layers.attention import attend, attend_window, ring_square, unit
 from meliad_like.layers.basic import dropout_multiplier, tiled_dropout
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.positions import Infused, NoPosition, Rotary
@@ -322,6 +322,35 @@ def test_ring_square():
             [[40, 30, 20, 10], [10, 40, 30, 20], [20, 10, 40, 30], [30, 20, 10, 40]],
         ],
     )
+
+
+def test_window_attention_needs_no_maximum_of_scores():
+    """It is a softmax for any bias and scale, nothing where all keys are masked, and its gradient is finite."""
+    generator = np.random.default_rng(0)
+    b, c, h, w, k = 2, 2, 3, 8, 4
+
+    def vectors():
+        return jnp.asarray(generator.standard_normal((b, c, h, w, k)), jnp.float32)
+
+    scale = jnp.array([0.1, 5.0, 30.0])
+    bias = jnp.asarray(generator.uniform(-30, 10, (h, w)), jnp.float32)
+    query, key, value, previous_key, previous_value = vectors(), vectors(), vectors(), vectors(), vectors()
+    query, key, previous_key = unit(query) * scale[:, None, None], unit(key), unit(previous_key)
+    valid = jnp.array([[False, True], [True, False]])
+
+    def window(query, key, value, bias):
+        return attend_window(query, key, value, previous_key, previous_value, bias, scale, valid)
+
+    own = np.tri(w, k=-1, dtype=bool)
+    mask = np.concatenate([~own & np.asarray(valid)[:, :, None, None], np.broadcast_to(own, (b, c, w, w))], axis=-1)
+    both_keys = jnp.concatenate([previous_key, key], axis=-2)
+    both_values = jnp.concatenate([previous_value, value], axis=-2)
+    expected = attend(query, both_keys, both_values, jnp.tile(ring_square(bias), 2), mask[:, :, None])
+    result = window(query, key, value, bias)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(result[0, 0, :, 0], 0)
+    gradients = jax.grad(lambda *x: jnp.sum(window(*x) ** 2), argnums=(0, 1, 2, 3))(query, key, value, bias)
+    assert all(np.isfinite(x).all() for x in gradients)
 
 
 @pytest.mark.parametrize(("n", "c"), [(6, 1), (8, 1), (8, 3)])

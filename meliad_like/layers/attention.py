@@ -29,6 +29,8 @@ UNIT_EPSILON = 1e-6
 LARGEST_SCALE = 40.0
 """Larger scales count as this one in `unit_query`, so that neither sums of exponentials nor their inverses, times a
 gradient, leave the range of float32."""
+SMALLEST_TOTAL = 1e-33
+"""Added to a sum of exponentials that may be 0, because all keys are masked; a gradient over it is finite."""
 
 
 class KeysAndValues(NamedTuple):
@@ -197,17 +199,22 @@ def attend_window(
     value: Float[Array, "b c h w k"],
     previous_key: Float[Array, "b c h w k"],
     previous_value: Float[Array, "b c h w k"],
-    bias: Float[Array, "h w w"],
+    bias: Float[Array, "h w"],
+    scale: Float[Array, " h"],
     previous_valid: Bool[Array, "b c"],
     multiplier: Float[Array, "h w w"] | None = None,
 ) -> Float[Array, "b c h w k"]:
     """Attention of every block of `w` queries to the `w` tokens before each of them.
 
+    No score is above the scale plus the largest bias, which is subtracted instead of the maximum of each row. A query
+    whose scores are all more than 75 below that bound attends to nothing.
+
     Args:
-        query: scaled queries, by block.
-        key, value: keys and values of the block itself.
-        previous_key, previous_value: keys and values of the block before it.
-        bias: scaled bias on the ring, the same for all blocks.
+        query: queries of unit length times the scale, by block.
+        key, value: keys of unit length, and values, of the block itself.
+        previous_key, previous_value: those of the block before it.
+        bias: scaled bias at the distances 1 to w.
+        scale: the attention scale of each head.
         previous_valid: whether the block before belongs to the same document; if not, it is masked.
         multiplier: dropout of the weights, shared by lanes and blocks.
     """
@@ -219,9 +226,13 @@ def attend_window(
     def mix(weights, value):
         return jnp.einsum("bchts,bchsk->bchtk", weights, value, preferred_element_type=jnp.float32)
 
+    highest = jax.lax.stop_gradient(scale + jnp.max(bias, axis=-1))
     # The two halves of the tile are separate products: on a CPU this is faster than concatenated keys of length 2w.
-    scores = jnp.where(own, scores_with(key), scores_with(previous_key)) + bias
+    scores = jnp.where(own, scores_with(key), scores_with(previous_key))
+    scores += ring_square(bias - highest[:, None])
     scores = jnp.where(own | previous_valid[:, :, None, None, None], scores, MASKED)
-    weights, total = weigh(scores, value.dtype, multiplier)
+    weights, total = _exponential(scores, value.dtype)
+    if multiplier is not None:
+        weights = (weights * multiplier).astype(value.dtype)
     mixed = mix(jnp.where(own, 0, weights), previous_value) + mix(jnp.where(own, weights, 0), value)
-    return average(mixed, total, value.dtype)
+    return average(mixed, checkpoint_name(total + SMALLEST_TOTAL, SOFTMAX), value.dtype)

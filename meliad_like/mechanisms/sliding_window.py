@@ -8,7 +8,7 @@ import numpy as np
 from einops import rearrange
 
 from meliad_like.errors import UserError
-from meliad_like.layers.attention import attend, attend_window, ring_square
+from meliad_like.layers.attention import attend, attend_window
 from meliad_like.layers.attention_kernel import ROWS, attend_window_in_kernel
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.layers.flops import Flops
@@ -33,7 +33,7 @@ class WindowAttention(Mechanism):
         if self.kernel == "none":
             placed = tile.placed
             blocks = (placed.query, placed.key, tile.value, placed.previous_key, tile.previous_value)
-            return attend_window(*blocks, ring_square(tile.bias), tile.previous_valid, multiplier), carry
+            return attend_window(*blocks, tile.bias, tile.scale, tile.previous_valid, multiplier), carry
         interpret = self.kernel == "interpreted"
         head_size = tile.value.shape[-1]
         instead = "set it to 'none' (--gin_param=\"SlidingWindow.kernel = 'none'\")"
