@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
@@ -154,6 +155,15 @@ def rematerialise_iteration(function: Callable[..., Any], remat: str = "none") -
         return function
     kept = jax.checkpoint_policies.save_only_these_names(LINEAR, SOFTMAX, RELU, UNIT)
     return jax.checkpoint(function, policy=kept, prevent_cse=False)
+
+
+def row_major(x: Array) -> Array:
+    """`x`, which the compiler must keep in memory in the order of its axes.
+
+    XLA chooses one layout for arrays that meet in elementwise operations, so that what one layer does with its keys can
+    change the layout, and the fusions, of all layers.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 class Linear(nnx.Module):

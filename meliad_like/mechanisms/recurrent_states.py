@@ -17,15 +17,20 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import LARGEST_SCALE, KeysAndValues, attend_unit, split_heads, unit_query
-from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration
+from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration, row_major
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import scan_in_order
+from meliad_like.layers.sharding import platform
 from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, Shape, StatesConfig, Watched
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
 Feedback = Literal["none", "last", "all"]
+
+MOST_UNROLLED = 8
+"""A TPU's program unrolls the scan over at most as many blocks, those of the paper's segments. It then writes nothing
+into arrays of all blocks for the backward pass, but takes longer to compile."""
 
 
 class StateKeys(NamedTuple):
@@ -140,14 +145,18 @@ class StateRecurrence(StateReader):
             The last states, and the keys and values of the states before each block.
         """
 
-        @rematerialise_iteration
         def step(states, block):
             start, tile = block
             states, heads = self._begin(states, start)
             return self.cell.update(states, heads, *tile)[0], StateKeys(heads.key, heads.value)
 
+        unroll = platform() == "tpu" and start.shape[1] <= MOST_UNROLLED
+        if unroll:
+            tiles = jax.tree.map(row_major, tiles)
+        else:
+            step = rematerialise_iteration(step)
         blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (start, tiles))
-        states, keys = scan_in_order(lambda states: jax.lax.scan(step, states, blocks), states)
+        states, keys = scan_in_order(lambda states: jax.lax.scan(step, states, blocks, unroll=unroll), states)
         return states, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), keys)
 
     def decode_step(self, token, carry):
