@@ -325,7 +325,7 @@ def test_ring_square():
 
 
 def test_window_attention_needs_no_maximum_of_scores():
-    """It is a softmax for any bias and scale, nothing where all keys are masked, and its gradient is finite."""
+    """It is a softmax for large biases and scales, nothing where all keys are masked, and its gradient is finite."""
     generator = np.random.default_rng(0)
     b, c, h, w, k = 2, 2, 3, 8, 4
 
