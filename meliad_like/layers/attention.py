@@ -17,7 +17,7 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from meliad_like.layers.basic import SOFTMAX, UNIT
 
@@ -112,10 +112,17 @@ def weigh(
     """
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST))
     highest = checkpoint_name(highest, SOFTMAX)
-    weights, total = _exponential(scores - highest, dtype)
+    return _weigh_shifted(scores - highest, dtype, multiplier, jnp.exp(LOWEST - highest))
+
+
+def _weigh_shifted(
+    scores: Float[Array, "*batch t s"], dtype: Any, multiplier: Float[Array, "..."] | None, least: ArrayLike
+) -> tuple[Float[Array, "*batch t s"], Float[Array, "*batch t 1"]]:
+    """The weights of scores from which something that bounds them has been subtracted, and their sum plus `least`."""
+    weights, total = _exponential(scores, dtype)
     if multiplier is not None:
         weights = (weights * multiplier).astype(dtype)
-    return weights, checkpoint_name(total + jnp.exp(LOWEST - highest), SOFTMAX)
+    return weights, checkpoint_name(total + least, SOFTMAX)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -231,8 +238,6 @@ def attend_window(
     scores = jnp.where(own, scores_with(key), scores_with(previous_key))
     scores += ring_square(bias - highest[:, None])
     scores = jnp.where(own | previous_valid[:, :, None, None, None], scores, MASKED)
-    weights, total = _exponential(scores, value.dtype)
-    if multiplier is not None:
-        weights = (weights * multiplier).astype(value.dtype)
+    weights, total = _weigh_shifted(scores, value.dtype, multiplier, SMALLEST_TOTAL)
     mixed = mix(jnp.where(own, 0, weights), previous_value) + mix(jnp.where(own, weights, 0), value)
-    return average(mixed, checkpoint_name(total + SMALLEST_TOTAL, SOFTMAX), value.dtype)
+    return average(mixed, total, value.dtype)
