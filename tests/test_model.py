@@ -73,7 +73,7 @@ CONFIGS |= {
     "memory and feedback": recurrent(SKIP, **THREE, feedback="last", position=Rotary()).with_mechanism(MEMORY),
     "memory beside states": SKIP.with_mechanism(dataclasses.replace(MEMORY, layers=(0, 1))),
     "scanned": recurrent(SKIP, **THREE, layers=(1, 2), scan_layers=True),
-    "scanned feedback": recurrent(SKIP, **THREE, layers=(0,), feedback="last", scan_layers=True),
+    "scanned feedback": recurrent(SKIP, **THREE, layers=(2,), feedback="last", scan_layers=True),
 }
 # As few as show every way through the code, because compiling takes most of the time.
 # Single mechanisms are in test_mechanisms.py.
@@ -278,7 +278,7 @@ def test_scanned_layers_equal_unrolled_ones(name, remat):
     """Losses, gradients and carries, with dropout, so that masks are the same too; the parameters have one form."""
     scanned, params = make(dataclasses.replace(CONFIGS[name], dropout_rate=0.2, remat=remat))
     unrolled = Model(dataclasses.replace(scanned.config, scan_layers=False), V)
-    assert [group.size for group in scanned.bind(params).groups] == [1, 2]
+    assert sorted(group.size for group in scanned.bind(params).groups) == [1, 2]
     assert [group.size for group in unrolled.bind(params).groups] == [1, 1, 1]
     assert scanned.axes == unrolled.axes
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)

@@ -220,7 +220,7 @@ def test_an_axis_of_one_device_changes_nothing():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("feedback", "decoder model: with feedback='last' a block waits for all layers of the one before"),
+        ("feedback", "decoder model: with feedback='last' a block waits for the layers of the one before"),
         (
             "memorizing",
             "decoder model: with ExternalMemory.layers=(0,) a block searches the memories of the blocks before it",

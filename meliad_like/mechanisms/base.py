@@ -50,7 +50,7 @@ class SegmentTokens(NamedTuple):
     positions: Int[Array, "b c"]
     """Position of each block's first token in its document; 0 where a document begins."""
     shared: dict[str, Any]
-    """By mechanism: what its layers publish (`MechanismConfig.share`) before the block."""
+    """By mechanism: what its layers publish (`MechanismConfig.share`) before each block. The first axes are b and c."""
 
 
 class OneToken(NamedTuple):
@@ -91,8 +91,8 @@ class Watched(NamedTuple):
 class Mechanism(nnx.Module):
     """One way in which a layer sees earlier tokens. `b c h w k` are lanes, blocks, heads, tokens, head size.
 
-    Where a model reads block by block (while decoding, or if a mechanism publishes), `begin_block` is called before
-    each block, for the lanes whose block begins. `end_block` is called only while decoding.
+    Where a layer reads block by block (while decoding, or up to the last layer that publishes), `begin_block` is called
+    before each block, for the lanes whose block begins. `end_block` is called only while decoding.
     """
 
     reads_projected: bool = False
@@ -307,7 +307,8 @@ class MechanismConfig:
 
     @property
     def publishes(self) -> bool:
-        """Whether layers read what other layers publish. If so, all layers read a block before the next block."""
+        """Whether other layers read what the mechanism's layers publish before each block. If so, the layers up to the
+        last of these read a block before the next block."""
         return False
 
     @property

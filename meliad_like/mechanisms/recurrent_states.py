@@ -68,9 +68,7 @@ class StateReader(Mechanism):
         return attend_unit(query, KeysAndValues(*keys))
 
     def __call__(self, tokens, carry, dropout_key):
-        # Layers that read what others publish read one block at a time.
-        read = jax.tree.map(lambda x: x[:, None], tokens.shared[self.name])
-        return self._attend(tokens.normed, read), carry
+        return self._attend(tokens.normed, tokens.shared[self.name]), carry
 
     def decode_step(self, token, carry):
         return self._attend(token.normed[:, None], token.shared[self.name]), carry
@@ -125,7 +123,7 @@ class StateRecurrence(StateReader):
     def __call__(self, tokens, carry, dropout_key):
         tile = tokens.tile.both_blocks()
         if self.config.publishes and carry.heads is not None:
-            # The layers read one block at a time, and `begin_block` has been called for this one.
+            # The layer reads one block at a time, and `begin_block` has been called for this one.
             keys = jax.tree.map(lambda x: x[:, None], self.publish(carry))
             states, _ = self.cell.update(carry.states, carry.heads, *jax.tree.map(lambda y: y[:, 0], tile))
             heads = None if carry.previous_key is None else carry.heads
@@ -214,7 +212,7 @@ class RecurrentStates(StatesConfig):
     @property
     def waits_for(self) -> str | None:
         return (
-            f"with feedback={self.feedback!r} a block waits for all layers of the one before"
+            f"with feedback={self.feedback!r} a block waits for the layers of the one before"
             if self.publishes
             else None
         )

@@ -132,9 +132,10 @@ class DecoderConfig(ModelConfig):
         return NoPosition() if free else self.position
 
     @property
-    def publishes(self) -> bool:
-        """Whether layers read what others publish. If so, all layers read a block before the next block."""
-        return any(mechanism.publishes for mechanism in self.mechanisms)
+    def num_block_by_block(self) -> int:
+        """The number of layers that read a block before the next block: those up to the last one that publishes."""
+        publishing = (mechanism.indices(self.total_layers) for mechanism in self.mechanisms if mechanism.publishes)
+        return max((index + 1 for indices in publishing for index in indices), default=0)
 
     @property
     def needs_segments(self) -> str | None:
@@ -345,7 +346,7 @@ class Decoder(Skeleton):
 
     def __init__(self, config: DecoderConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
-        self.block_by_block = config.publishes
+        self.num_block_by_block = config.num_block_by_block
         self.scan_layers = config.scan_layers
         self.logit_scale = config.model_width**-0.5 if config.logit_scale is None else config.logit_scale
         shape = (vocabulary_size, config.model_width)

@@ -260,7 +260,6 @@ class Shortformer(Skeleton):
     """
 
     config: ShortformerConfig
-    block_by_block = True
 
     def __init__(self, config: ShortformerConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
@@ -273,6 +272,7 @@ class Shortformer(Skeleton):
             rngs=rngs,
         )
         self.layers = nnx.List(ShortformerLayer(config, rngs=rngs) for _ in range(config.num_layers))
+        self.num_block_by_block = config.num_layers
 
     def embed(self, tokens, position, dropout_key):
         config = self.config

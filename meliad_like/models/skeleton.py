@@ -75,7 +75,7 @@ class Layer(nnx.Module):
             x: the hidden vectors of the tokens.
             carry: the carry after the segment before.
             positions: position of each block's first token in its document; 0 where a document begins.
-            shared: by mechanism, what other layers have published before the segment, which is then a single block;
+            shared: by mechanism, what other layers have published before each block, with the axes `b` and `c` first;
                 in a pretrained decoder the vectors that are inserted.
             dropout_key: random key; None: no dropout.
         """
@@ -90,7 +90,7 @@ class Layer(nnx.Module):
             x: the hidden vector of each lane's token.
             carry: the carry, after `begin_block` at the beginning of a block.
             position: the number of earlier tokens of its document.
-            shared: as in `__call__`.
+            shared: as in `__call__`, without the axis `c`.
         """
         raise NotImplementedError
 
@@ -113,8 +113,9 @@ class Skeleton(nnx.Module):
 
     config: ModelConfig
     layers: Any
-    block_by_block = False
-    """Whether all layers read a block before the next block."""
+    num_block_by_block = 0
+    """The number of layers, from the first one on, that all read a block before the next block. The layers above them
+    read the whole segment at once."""
     scan_layers = False
     """Whether consecutive layers of the same form are one `jax.lax.scan`."""
 
@@ -204,10 +205,12 @@ class Skeleton(nnx.Module):
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
         layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
-        if self.block_by_block:
-            outputs, layers = self._scan_stack(x, layers, positions, keys[:-2], every_layer)
-        else:
-            outputs, layers = self._stack(x, layers, positions, keys[:-2], {}, self.groups)
+        k, outputs, below, shared = self.num_block_by_block, [x], [], {}
+        if k:
+            outputs, below, shared = self._scan_blocks(x, layers[:k], positions, keys[:k], every_layer)
+        groups = groups_of(self.layers[k:], self.scan_layers)
+        (_, *above), layers = self._stack(outputs[-1], layers[k:], positions, keys[k:-2], shared, groups)
+        outputs, layers = [*outputs, *above], [*below, *layers]
         outputs = [self.leave(x, c) for x in (outputs if every_layer else outputs[-1:])]
         return outputs, carry._replace(position=position, layers=from_rightmost(layers))
 
@@ -296,32 +299,43 @@ class Skeleton(nnx.Module):
             new_layers += [one for _, one in results]
         return outputs, new_layers
 
-    def _scan_stack(
+    def _scan_blocks(
         self,
         x: Float[Array, "b n d"],
         layers: list[Any],
         positions: Int[Array, "b c"],
         keys: list[PRNGKeyArray | None],
         every_layer: bool,
-    ) -> tuple[list[Float[Array, "b n d"]], list[Any]]:
-        """Applies all layers to a block before the next block; what it returns of the outputs, as `read_segment`."""
-        groups = self.groups  # Outside of the scan, so that parameters are stacked once and not in every iteration.
+    ) -> tuple[list[Float[Array, "b n d"]], list[Any], dict[str, Any]]:
+        """Applies the first layers to a block before the next block.
+
+        Args:
+            x, positions: of the whole segment.
+            layers, keys: the carries and dropout keys of these layers.
+            every_layer: whether to return `x` and each layer's output, or only the last.
+
+        Returns:
+            The outputs, the carries after the segment, and what these layers publish before each block.
+        """
+        modules = self.layers[: len(layers)]
+        groups = groups_of(modules, self.scan_layers)  # Here parameters are stacked once, not in every iteration.
 
         def step(layers, block):
             x, position, number = block
-            begun = [layer.begin_block(one, position) for layer, one in zip(self.layers, layers, strict=True)]
+            begun = [layer.begin_block(one, position) for layer, one in zip(modules, layers, strict=True)]
             folded = [None if key is None else jax.random.fold_in(key, number) for key in keys]
-            shared = self.shared(DecoderCarry(position, begun))
+            shared = jax.tree.map(lambda y: y[:, None], self.shared(DecoderCarry(position, begun)))
             outputs, layers = self._stack(x, begun, position[:, None], folded, shared, groups)
-            return layers, outputs if every_layer else outputs[-1:]
+            return layers, (outputs if every_layer else outputs[-1:], shared)
 
         c = positions.shape[1]
         if c == 1:
-            layers, outputs = step(layers, (x, positions[:, 0], 0))
-            return outputs, layers
+            layers, (outputs, shared) = step(layers, (x, positions[:, 0], 0))
+            return outputs, layers, shared
         blocks = rearrange(x, "b (c w) d -> c b w d", c=c), positions.T, jnp.arange(c)
-        layers, outputs = jax.lax.scan(rematerialise_iteration(step, self.config.remat), layers, blocks)
-        return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], layers
+        layers, results = jax.lax.scan(rematerialise_iteration(step, self.config.remat), layers, blocks)
+        outputs, shared = jax.tree.map(lambda y: rearrange(y, "c b n ... -> b (c n) ..."), results)
+        return outputs, layers, shared
 
     def begin_block(self, layers: dict[int, Any], position: Int[Array, " b"]) -> dict[int, Any]:
         """The carries of layers, by index, before a block whose first token is at `position`."""
