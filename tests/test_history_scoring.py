@@ -35,8 +35,8 @@ DOCUMENT = np.random.default_rng(0).integers(0, 50, size=63).astype(np.int32)
 
 @pytest.fixture(scope="module")
 def params():
-    # Larger than a fresh model's, so that what it reads makes a difference.
-    return jax.tree.map(lambda x: 8 * x, MODEL.init(jax.random.key(0)))
+    # Larger than a fresh model's, so that what it reads makes a difference; with still larger ones, rounding does too.
+    return jax.tree.map(lambda x: 4 * x, MODEL.init(jax.random.key(0)))
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,10 @@ def test_many_at_once_are_what_they_are_one_at_a_time(params, mesh, baseline):
     alone = [np.concatenate(list(one(r._replace(ends=r.ends[i : i + 1]) for i in range(len(r.ends))))) for r in asked]
     assert [len(gains) for gains in together] == [len(request.ends) for request in asked] == [16, 4, 24]
     for a, b in zip(together, alone):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+        np.testing.assert_allclose(a, b, atol=1e-5)
     for request, gains in zip(asked, together):
         expected = [expected_gain(params, request.stride, end, baseline) for end in request.ends[:2]]
-        np.testing.assert_allclose(gains[:2], expected, atol=2e-5)
+        np.testing.assert_allclose(gains[:2], expected, atol=1e-5)
     assert np.std(together[0]) > 0.1
 
 
@@ -106,7 +106,7 @@ def test_recent_text_that_is_all_targets(params, mesh):
     (gains,) = SpanGains(reader(params, mesh, 8), Layout(config, None))([Candidates(DOCUMENT, stride, ends)])
     recent = DOCUMENT[32:36]
     expected = losses_of(MODEL, params, recent).sum() - losses_of(MODEL, params, [*DOCUMENT[4:8], *recent])[-3:].sum()
-    np.testing.assert_allclose(gains[ends.tolist().index(8)], expected, atol=2e-5)
+    np.testing.assert_allclose(gains[ends.tolist().index(8)], expected, atol=1e-5)
 
 
 def test_operations_are_counted(params, mesh):

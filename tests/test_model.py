@@ -278,8 +278,9 @@ def test_scanned_layers_equal_unrolled_ones(name, remat, sizes):
     """Losses, gradients and carries, with dropout, so that masks are the same too; the parameters have one form."""
     scanned, params = make(dataclasses.replace(CONFIGS[name], dropout_rate=0.2, remat=remat))
     unrolled = Model(dataclasses.replace(scanned.config, scan_layers=False), V)
-    assert [group.size for group in scanned.bind(params).groups] == sizes
-    assert [group.size for group in unrolled.bind(params).groups] == [1, 1, 1]
+    for model, expected in ((scanned, sizes), (unrolled, [1, 1, 1])):
+        module = model.bind(params)
+        assert [group.size for group in module.groups(module.layers)] == expected
     assert scanned.axes == unrolled.axes
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     jax.tree.map(compare, *(compiled_losses_and_gradient(model)(params) for model in (scanned, unrolled)))

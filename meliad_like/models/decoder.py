@@ -215,10 +215,9 @@ class DecoderLayer(Layer):
 
     def _each(self, method: str, carry: LayerCarry, *arguments: Any) -> LayerCarry:
         """The carry after calling the named method of each mechanism."""
-        carries = {
-            name: getattr(self.mechanisms[name], method)(carry.mechanisms[name], *arguments) for name in self.names
-        }
-        return carry._replace(mechanisms=carries)
+        before = carry.mechanisms
+        after = {name: getattr(self.mechanisms[name], method)(before[name], *arguments) for name in self.names}
+        return carry._replace(mechanisms=after)
 
     def begin_segment(self, carry: LayerCarry) -> LayerCarry:
         return self._each("begin_segment", carry)

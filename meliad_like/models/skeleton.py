@@ -6,7 +6,7 @@ families share: scans over blocks, rematerialisation, dropout keys, and the call
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -146,10 +146,9 @@ class Skeleton(nnx.Module):
         del carry
         return {}
 
-    @property
-    def groups(self) -> list[Group]:
-        """The layers as `_stack` applies them."""
-        return groups_of(self.layers, self.scan_layers)
+    def groups(self, layers: Sequence[Layer]) -> list[Group]:
+        """Some consecutive layers as `_stack` applies them."""
+        return groups_of(layers, self.scan_layers)
 
     @property
     def dtype(self):
@@ -208,7 +207,7 @@ class Skeleton(nnx.Module):
         k, outputs, below, shared = self.num_block_by_block, [x], [], {}
         if k:
             outputs, below, shared = self._scan_blocks(x, layers[:k], positions, keys[:k], every_layer)
-        groups = groups_of(self.layers[k:], self.scan_layers)
+        groups = self.groups(self.layers[k:])
         (_, *above), layers = self._stack(outputs[-1], layers[k:], positions, keys[k:-2], shared, groups)
         outputs, layers = [*outputs, *above], [*below, *layers]
         outputs = [self.leave(x, c) for x in (outputs if every_layer else outputs[-1:])]
@@ -318,7 +317,7 @@ class Skeleton(nnx.Module):
             The outputs, the carries after the segment, and what these layers publish before each block.
         """
         modules = self.layers[: len(layers)]
-        groups = groups_of(modules, self.scan_layers)  # Here parameters are stacked once, not in every iteration.
+        groups = self.groups(modules)  # Here parameters are stacked once, not in every iteration.
 
         def step(layers, block):
             x, position, number = block

@@ -118,7 +118,7 @@ class PretrainedDecoder(Skeleton):
         keys = self._keys(dropout_key)
         x = constrain(self.embed(tokens, jnp.arange(t), keys[-2]), "lanes", None, None)
         layers = [None] * len(self.blocks)
-        return self._stack(x, layers, position[:, None], keys[:-2], {"inserted": inserted}, self.groups)[0]
+        return self._stack(x, layers, position[:, None], keys[:-2], {"inserted": inserted}, self.groups(self.layers))[0]
 
     def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
         """Reads a segment, as `Skeleton.read_segment`.
@@ -202,7 +202,7 @@ class PretrainedDecoder(Skeleton):
         tokens = jnp.pad(carry.tokens[:, -o:], ((0, 0), (0, w - o)))
         x, positions = self.embed(tokens, jnp.arange(w), None), carry.position[:, None]
         keys = [None] * len(self.blocks)
-        outputs, layers = self._stack(x, carry.layers, positions, keys, self.shared(carry), self.groups)
+        outputs, layers = self._stack(x, carry.layers, positions, keys, self.shared(carry), self.groups(self.layers))
         weighed = None if self.recurrence is None else self._weigh(outputs)
         return carry._replace(tokens=tokens, layers=layers, weighed=weighed)
 
