@@ -15,7 +15,7 @@ from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.studies import compare, context_curve, gates, memory_use
-from meliad_like.studies.readings import choose, open_subject, read
+from meliad_like.studies.readings import Reading, choose, open_subject, read
 
 __all__ = ["one_device", "runs"]  # fixtures
 
@@ -107,21 +107,35 @@ def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
 
 
 def test_intervals_of_costs_are_over_documents():
-    kept = [np.zeros(9)] * 5
+    counted, kept = [np.ones(9, bool)] * 5, [np.zeros(9)] * 5
     after = [np.log(2) * np.r_[np.zeros(3), np.full(6, bits)] for bits in (1, 1, 1, 1, 1)]
-    rows = memory_use.Use(3, kept, {"cleared": after}).costs(np.array([0, 1, 3]))
+    rows = memory_use.Use(3, counted, kept, {"cleared": after}).costs(np.array([0, 1, 3]))
     assert rows["tokens"].tolist() == [10, 20]
     for name in ("cost", "low", "high"):
         np.testing.assert_allclose(rows[name], [1, 1])
     after[0] = 3 * after[0]
-    [row] = memory_use.Use(3, kept, {"cleared": after}).costs(np.array([0, 3])).to_dict("records")
+    [row] = memory_use.Use(3, counted, kept, {"cleared": after}).costs(np.array([0, 3])).to_dict("records")
     assert row["cost"] == pytest.approx(1.4) and row["low"] == pytest.approx(1) and row["high"] > 1.7
+
+
+def test_targets_that_cost_no_loss_are_not_averaged():
+    """Of nine targets, every third costs loss, one bit; after an exchange it costs three."""
+    counted = [np.arange(9) % 3 == 1]
+    kept, cleared = ([counted[0] * np.log(2) * bits] for bits in (1, 3))
+    rows = memory_use.Use(3, counted, kept, {"cleared": cleared}).costs(np.array([0, 1, 2, 3]))
+    assert rows[["start", "stop", "tokens", "bits", "cost"]].values.tolist() == [[1, 2, 2, 1, 2]]
+    reading = Reading(None, kept, counted)
+    assert reading.num_targets == 3 and reading.bits_per_token == pytest.approx(1)
+    curve = context_curve.by_position([reading], first_bin=1)
+    assert curve.starts.tolist() == [1, 4, 7] and curve.local.tolist() == [[1, 1, 1]]
 
 
 def test_curves_by_position():
     losses = np.log(2) * np.array([1, 2, 3, 4, 5, 6, 7, 8, 9], np.float32)
-    result = context_curve.curves([[losses, losses[:3]], [2 * losses, 2 * losses[:3]]], first_bin=1)
-    assert result.edges.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    counted = [np.ones(9, bool), np.ones(3, bool)]
+    readings = [Reading(None, [nats, nats[:3]], counted) for nats in (losses, 2 * losses)]
+    result = context_curve.by_position(readings, first_bin=1)
+    assert result.starts.tolist() == [*range(9)] and result.stops.tolist() == [*range(1, 10)]
     assert result.num_documents.tolist() == [2, 2, 2, 1, 1, 1, 1, 1, 1]
     np.testing.assert_allclose(result.local[0], range(1, 10), rtol=1e-6)
     np.testing.assert_allclose(result.cumulative[0], [1, 1.5, 2, 16 / 7, 21 / 8, 3, 3.4, 42 / 11, 4.25], rtol=1e-6)

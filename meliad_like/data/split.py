@@ -44,6 +44,13 @@ class Documents:
         """Which of these targets cost loss, in an array of their shape."""
         return np.isin(targets, self.free, invert=True)
 
+    def counted_targets(self) -> list[Bool[np.ndarray, " targets"]]:
+        """Which targets of each document cost loss: number `i` of a document is its token `i + 1`."""
+        lengths = self.lengths.tolist()
+        if not self.free:
+            return [np.ones(max(length - 1, 0), bool) for length in lengths]
+        return [self.costs_loss(self.tokens(i, min(1, length), length)) for i, length in enumerate(lengths)]
+
     def subset(self, members: Int[np.ndarray, " members"]) -> "Documents":
         """The documents with these indices."""
         columns = (column[members] for column in (self.lengths, self.num_bytes, self.num_words))

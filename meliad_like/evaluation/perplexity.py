@@ -134,7 +134,7 @@ class Evaluator:
         model.config.check_sequence(segment_length, mesh.shape["sequence"])
         self._targets = np.maximum(self._split.lengths - 1, 0)
         self._starts = np.cumsum(self._targets) - self._targets
-        self._counted = _counted(self._split)
+        self._counted = np.concatenate(self._split.counted_targets())
         blocks = -(-self._targets // window)
         shards = lane_shards(mesh)
         # More lanes would only wait for the longest document.
@@ -204,7 +204,8 @@ class Evaluator:
     ) -> list[Float[np.ndarray, " targets"]]:
         """The loss of every target in nats, float32, by document, of which `__call__` returns sums.
 
-        Number `i` of a document is the loss of its token `i + 1`; 0 where a target costs none (`Vocabulary.free`).
+        Number `i` of a document is the loss of its token `i + 1`; 0 where a target costs none
+        (`Documents.counted_targets`).
         """
         return np.split(self._read(params, on_progress)[0], self._starts[1:])
 
@@ -249,14 +250,6 @@ class Evaluator:
 
     def _bin_start(self, index: int) -> int:
         return self._window * (2**index // 2)
-
-
-def _counted(split: Documents) -> Bool[np.ndarray, " targets"]:
-    """Which targets cost loss, document after document."""
-    if not split.free:
-        return np.ones(int(np.maximum(split.lengths - 1, 0).sum()), bool)
-    lengths = enumerate(split.lengths.tolist())
-    return np.concatenate([split.costs_loss(split.tokens(i, min(1, length), length)) for i, length in lengths])
 
 
 def make_evaluator(

@@ -42,7 +42,7 @@ class ReadDocument(NamedTuple):
     name: str
     tokens: Int[np.ndarray, " tokens"]
     first: Float[np.ndarray, " tokens"]
-    """Bits of each token, float64; 0 for the first token, which is not predicted."""
+    """Bits of each token, float64; 0 for the first token, which is not predicted, and where a token costs none."""
     other: Float[np.ndarray, " tokens"]
     units: Units
     table: pd.DataFrame
@@ -102,8 +102,11 @@ def _write(request: StudyRequest, chosen: Chosen, first: Reading, other: Reading
     top, gains = pd.concat(best), np.concatenate([document.table["gain"] for document in documents])
     settings = {"unit": unit, "window": window, "segment": segment}
     groups = {by: _groups(documents, by) for by in ("place", "category", "distance")}
-    bits = [(d.name, len(d.tokens), float(d.first.sum()), float(d.other.sum())) for d in documents]
-    by_document = pd.DataFrame(bits, columns=["name", "tokens", *_BITS])
+    bits = [
+        (d.name, len(d.tokens), int(which.sum()), float(d.first.sum()), float(d.other.sum()))
+        for d, which in zip(documents, first.counted, strict=True)
+    ]
+    by_document = pd.DataFrame(bits, columns=["name", "tokens", "targets", *_BITS])
     _write_arrays(request, documents, top)
     saved = {"title": title, "first": first.details(), "other": other.details(), "top": request.top}
     saved |= {**settings, "documents": by_document.to_dict("records")}
@@ -223,7 +226,7 @@ def _group_table(found: pd.DataFrame, names: Mapping[str, str], top: pd.Series, 
 
 
 def _document_table(found: pd.DataFrame) -> Table:
-    targets = (found["tokens"] - 1).clip(lower=1)
+    targets = found["targets"].clip(lower=1)
     first, other = (found[name] / targets for name in _BITS)
     frame = pd.DataFrame({"document": found["name"], "tokens": targets, "first": first, "other": other})
     frame["gain"] = [signed(gain, 4) for gain in other - first]

@@ -1,13 +1,14 @@
 """Loss by position in the document (Block-Recurrent Transformers, appendix H, Figure 6)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from meliad_like.studies.page import Chart, Series, write_page
 from meliad_like.studies.readings import Chosen, Reading, StudyRequest, choose, open_compared, read
@@ -20,11 +21,34 @@ FEWEST_DOCUMENTS = 5  # below which no interval is shown
 
 @dataclass(frozen=True)
 class Curves:
-    """Sums by document and by position of the predicting token; position 0 is the document's first token."""
+    """Sums of losses by model, by document and by place, in bins that have tokens."""
 
-    edges: Int[np.ndarray, " bins+1"]
+    starts: Int[np.ndarray, " bins"]
+    stops: Int[np.ndarray, " bins"]
     tokens: Int[np.ndarray, "documents bins"]
     bits: Float[np.ndarray, "models documents bins"]
+
+    @classmethod
+    def of(
+        cls,
+        edges: Int[np.ndarray, " bins+1"],
+        places: Sequence[Int[np.ndarray, " targets"]],
+        counted: Sequence[Bool[np.ndarray, " targets"]],
+        losses: Iterable[Iterable[Float[np.ndarray, " targets"]]],
+    ) -> Self:
+        """Adds losses in nats, given by model and document, between the edges.
+
+        `places` and `counted` are the targets' places and whether they cost loss, by document.
+        """
+        chosen = [place[which] for place, which in zip(places, counted, strict=True)]
+        tokens = np.stack([np.histogram(place, edges)[0] for place in chosen])
+
+        def by_bin(place, which, nats):
+            return np.histogram(place, edges, weights=nats[which].astype(np.float64) / math.log(2))[0]
+
+        bits = np.stack([[*map(by_bin, chosen, counted, model)] for model in losses])
+        some = tokens.any(axis=0)
+        return cls(edges[:-1][some], edges[1:][some], tokens[:, some], bits[..., some])
 
     @property
     def local(self) -> Float[np.ndarray, "models bins"]:
@@ -54,19 +78,18 @@ class Curves:
         return np.nanquantile(gains, (0.05, 0.95), axis=0)
 
 
-def curves(losses: Sequence[Sequence[Float[np.ndarray, " targets"]]], first_bin: int = FIRST_BIN) -> Curves:
-    """Sums of losses in nats, by model and document, in bins that grow with the position, four to a doubling."""
-    longest = max(map(len, losses[0]))
+def by_position(readings: Sequence[Reading], first_bin: int = FIRST_BIN) -> Curves:
+    """Sums by the position of the predicting token, in bins that grow with it, four to a doubling.
+
+    Position 0 is the document's first token.
+    """
+    counted = readings[0].counted
+    longest = max(map(len, counted))
     octaves = np.arange(0, max(math.log2(longest / first_bin), 0), 1 / BINS_PER_OCTAVE)
     edges = np.unique(np.rint(np.append(0, first_bin * 2**octaves)).astype(int))
     edges = np.append(edges[edges < longest], longest)
-
-    def by_bin(values: np.ndarray) -> np.ndarray:
-        return np.histogram(np.arange(len(values)), edges, weights=values)[0]
-
-    tokens = np.stack([by_bin(np.ones(len(nats))) for nats in losses[0]]).astype(int)
-    bits = np.stack([[by_bin(nats.astype(np.float64) / math.log(2)) for nats in model] for model in losses])
-    return Curves(edges, tokens, bits)
+    places = [np.arange(len(which)) for which in counted]
+    return Curves.of(edges, places, counted, [reading.losses for reading in readings])
 
 
 def run(request: StudyRequest) -> None:
@@ -74,7 +97,7 @@ def run(request: StudyRequest) -> None:
     subjects = open_compared(request)
     chosen = choose(subjects, request)
     readings = [read(subject, chosen) for subject in subjects]
-    result, details = curves([reading.losses for reading in readings]), [reading.details() for reading in readings]
+    result, details = by_position(readings), [reading.details() for reading in readings]
     _write_numbers(request.output, readings, chosen, result)
     chosen.write_summary(request.output, {"models": details})
     write_page(
@@ -91,8 +114,8 @@ def run(request: StudyRequest) -> None:
 
 def _charts(readings: Sequence[Reading], result: Curves) -> list[Chart]:
     # The axis is logarithmic and has no zero.
-    edges = np.maximum(result.edges, result.edges[1] / 2)
-    centres = np.sqrt(edges[:-1] * edges[1:])
+    starts = np.maximum(result.starts, result.stops[0] / 2)
+    centres = np.sqrt(starts * result.stops)
     position = "position in the document, tokens"
 
     def chart(title: str, x: np.ndarray, x_label: str, lines: np.ndarray, caption: str) -> Chart:
@@ -102,7 +125,7 @@ def _charts(readings: Sequence[Reading], result: Curves) -> list[Chart]:
     charts = [
         chart(
             "Cumulative",
-            result.edges[1:],
+            result.stops,
             "tokens read",
             result.cumulative,
             "Mean over all tokens up to there, of all documents; short ones count up to their ends.",
@@ -127,14 +150,14 @@ def _charts(readings: Sequence[Reading], result: Curves) -> list[Chart]:
             series.append(Series("90% interval over documents", centres, high, "band", "muted", low))
             caption += f" The interval is a bootstrap over the documents ({RESAMPLES} resamples)."
         charts.append(Chart(title, position, "gain, bits per token", series, caption, log_x=True))
-    left = Series("", edges, result.num_documents, "bars", "muted")
+    left = Series("", np.append(starts, result.stops[-1]), result.num_documents, "bars", "muted")
     return [*charts, Chart("Documents of at least this length", position, "documents", [left], log_x=True)]
 
 
 def _write_numbers(folder: Path, readings: Sequence[Reading], chosen: Chosen, result: Curves) -> None:
-    arrays = {"edges": result.edges, "tokens": result.tokens, "bits": result.bits}
+    arrays = {"starts": result.starts, "stops": result.stops, "tokens": result.tokens, "bits": result.bits}
     np.savez_compressed(folder / "curves.npz", names=np.array(chosen.documents.names), **arrays)
-    columns = {"start": result.edges[:-1], "stop": result.edges[1:]}
+    columns = {"start": result.starts, "stop": result.stops}
     columns |= {"documents": result.num_documents, "tokens": result.tokens.sum(axis=0)}
     for kind, values in (("local", result.local), ("cumulative", result.cumulative)):
         columns |= {f"{kind}: {reading.label}": line for reading, line in zip(readings, values, strict=True)}

@@ -5,12 +5,12 @@ Clearing is the analysis of Block-Recurrent Transformers, appendix G.1, Figure 5
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation.interventions import KINDS, losses_after
@@ -31,6 +31,8 @@ class Use:
 
     every: int
     """Tokens from one intervention to the next; the first is at this place of a document."""
+    counted: list[Bool[np.ndarray, " targets"]]
+    """Which targets cost loss."""
     kept: list[Float[np.ndarray, " targets"]]
     after: dict[str, list[Float[np.ndarray, " targets"]]]
 
@@ -41,24 +43,21 @@ class Use:
         memories), the `cost` of the intervention in bits per token, and its 90 % interval over documents, `low` to
         `high`, or NaN if they are too few.
         """
-        since = [np.arange(self.every, len(nats)) % self.every for nats in self.kept]
-
-        def by_bin(nats: list[np.ndarray]) -> np.ndarray:
-            later = zip(since, nats, strict=True)
-            return np.stack([np.histogram(x, edges, weights=y[self.every :].astype(np.float64))[0] for x, y in later])
-
-        tokens = by_bin([np.ones(len(nats)) for nats in self.kept]).astype(int)
-        # Documents may end before the last bins.
-        some = tokens.sum(axis=0) > 0
-        bits = {kind: by_bin(nats)[:, some] / np.log(2) for kind, nats in {"kept": self.kept, **self.after}.items()}
+        kinds = {"kept": self.kept, **self.after}
+        since = [np.arange(len(which)) % self.every for which in self.counted]
+        # Up to a document's first intervention nothing has changed.
+        counted = [(np.arange(len(which)) >= self.every) & which for which in self.counted]
+        sums = Curves.of(edges, since, counted, kinds.values())
+        bits = dict(zip(kinds, sums.bits, strict=True))
         compared = {kind: ("kept", kind) for kind in self.after}
         if {"shuffled", "cleared"} <= self.after.keys():
             compared[CONTRAST] = ("cleared", "shuffled")
         frames = []
         for name, pair in compared.items():
-            curves = Curves(edges, tokens[:, some], np.stack([bits[kind] for kind in pair]))
-            low, high = curves.interval(1) if len(tokens) >= FEWEST_DOCUMENTS else np.full((2, some.sum()), np.nan)
-            columns = {"start": edges[:-1][some], "stop": edges[1:][some], "tokens": curves.tokens.sum(axis=0)}
+            curves = replace(sums, bits=np.stack([bits[kind] for kind in pair]))
+            few = len(self.counted) < FEWEST_DOCUMENTS
+            low, high = np.full((2, len(sums.starts)), np.nan) if few else curves.interval(1)
+            columns = {"start": sums.starts, "stop": sums.stops, "tokens": sums.tokens.sum(axis=0)}
             columns |= {"bits": curves.local[0], "cost": curves.gains(1), "low": low, "high": high}
             frames.append(pd.DataFrame({"kind": name} | columns))
         return pd.concat(frames, ignore_index=True)
@@ -83,7 +82,7 @@ def run(request: StudyRequest) -> None:
         arguments = (opened.run, opened.model, opened.params, chosen.documents, subject.mesh, kind, parts, every)
         return with_progress(f"{subject.label}, {kind}", lambda report: losses_after(*arguments, report))
 
-    use = Use(every, kept.losses, {kind: disturbed(kind) for kind in request.kind})
+    use = Use(every, kept.counted, kept.losses, {kind: disturbed(kind) for kind in request.kind})
     blocks = every // opened.run.model.window_length
     doubling = np.unique(np.minimum(np.append(0, 2 ** np.arange(blocks.bit_length() + 1)), blocks))
     total, by_distance = (use.costs(edges) for edges in (np.array([0, every]), doubling * (every // blocks)))

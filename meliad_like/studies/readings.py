@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from meliad_like.config import RunConfig, read_changes
 from meliad_like.data.split import Documents, random_order
@@ -157,7 +157,9 @@ class Reading:
 
     subject: Subject
     losses: list[Float[np.ndarray, " targets"]]
-    """Nats of the tokens of each document, without its first."""
+    """Nats of the tokens of each document, without its first; 0 where a token costs none."""
+    counted: list[Bool[np.ndarray, " targets"]]
+    """Which of them cost loss (`Documents.counted_targets`)."""
 
     @property
     def label(self) -> str:
@@ -165,7 +167,7 @@ class Reading:
 
     @property
     def num_targets(self) -> int:
-        return sum(map(len, self.losses))
+        return int(sum(map(np.count_nonzero, self.counted)))
 
     @cached_property
     def bits_per_token(self) -> float:
@@ -183,4 +185,4 @@ def read(subject: Subject, chosen: Chosen) -> Reading:
         run, model, chosen.store, chosen.split_name, subject.mesh, documents=documents, whole_segments=True
     )
     losses = with_progress(subject.label, lambda report: evaluate.token_losses(subject.opened.params, report))
-    return Reading(subject, losses)
+    return Reading(subject, losses, documents.counted_targets())
