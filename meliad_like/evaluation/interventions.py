@@ -27,7 +27,7 @@ from meliad_like.mesh import lane_shards
 from meliad_like.models.model import Model
 
 
-class Readings(NamedTuple):
+class Carries(NamedTuple):
     """The carries of both readings."""
 
     disturbed: Any
@@ -42,8 +42,8 @@ class Kind(NamedTuple):
     """A kind of intervention."""
 
     description: str
-    memory: Callable[[Readings, Any, Any], Any]
-    """(readings, carry here, empty carry) -> the carry whose parts become the memory."""
+    memory: Callable[[Carries, Any, Any], Any]
+    """(carries, carry here, empty carry) -> the carry whose parts become the memory."""
     frozen: bool = False
     """Whether nothing is written to the memory up to the end of the segment."""
 
@@ -51,14 +51,14 @@ class Kind(NamedTuple):
 KINDS = {
     "shuffled": Kind(
         "the memory of another document, of the one that the next lane has read last",
-        lambda readings, here, empty: take_lanes(readings.now, next_lanes(readings.now.position > 0)),
+        lambda carries, here, empty: take_lanes(carries.now, next_lanes(carries.now.position > 0)),
     ),
     "earlier": Kind(
         "the memory of the same document where the segment before began, which lacks what was read since",
-        lambda readings, here, empty: readings.earlier,
+        lambda carries, here, empty: carries.earlier,
     ),
-    "cleared": Kind("an empty memory, as before a document", lambda readings, here, empty: empty),
-    "frozen": Kind("its own memory, to which nothing is written any more", lambda readings, here, empty: here, True),
+    "cleared": Kind("an empty memory, as before a document", lambda carries, here, empty: empty),
+    "frozen": Kind("its own memory, to which nothing is written any more", lambda carries, here, empty: here, True),
 }
 
 
@@ -99,14 +99,14 @@ def losses_after(
         return LanesReader(documents, lanes, every, window, **order)
 
     step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
-    way = Way(step, partial(_begin, model), lambda model, state: Readings(*map(model.carry_axes, state)))
+    way = Way(step, partial(_begin, model), lambda model, state: Carries(*map(model.carry_axes, state)))
     slices = {"max_lanes": lanes, "loss_slice": run.training.loss_slice}
     evaluator = Evaluator(model, documents, mesh, name=kind, segment_length=every, way=way, read=reader, **slices)
     return evaluator.token_losses(params, on_progress)
 
 
-def _begin(model: Model, module: Any, b: int) -> Readings:
-    return Readings(*(_empty(model, module, b) for _ in Readings._fields))
+def _begin(model: Model, module: Any, b: int) -> Carries:
+    return Carries(*(_empty(model, module, b) for _ in Carries._fields))
 
 
 def _empty(model: Model, module: Any, b: int) -> Any:
@@ -122,9 +122,9 @@ def _step(
     model: Model,
     loss_slice: int,
     params: Any,
-    readings: Readings,
+    carries: Carries,
     batch: Batch,
-) -> tuple[Readings, Losses]:
+) -> tuple[Carries, Losses]:
     """Reads a segment of every lane twice, block by block: undisturbed, and after the exchange."""
     module, config = model.bind(params), model.config
     begins = batch.start[:, 0]
@@ -135,19 +135,19 @@ def _step(
         return choose_lanes(begins, carry, config.with_parts(carry, {name: parts[name] for name in names}))
 
     empty = _empty(model, module, len(begins))
-    here = choose_lanes(begins, empty, readings.now)
-    changed = with_memory(readings.disturbed, kind.memory(readings, here, empty))
+    here = choose_lanes(begins, empty, carries.now)
+    changed = with_memory(carries.disturbed, kind.memory(carries, here, empty))
     # The last block of a document may end in padding, which must not become the memory of another document.
     whole = (batch.document >= 0) & (batch.position + config.window_length < jnp.asarray(lengths)[batch.document])
 
-    def read(carries, block):
-        own, disturbed = carries
+    def read(both, block):
+        own, disturbed = both
         inputs, targets, start, whole = block
         losses, after = module.losses(inputs, targets, disturbed, start[:, None], slice_length=loss_slice)
         after = with_memory(after, disturbed) if kind.frozen else after
         return (choose_lanes(whole, module(inputs, own, start[:, None])[1], own), after), losses
 
     tokens = (rearrange(x, "b (c w) -> c b w", c=batch.start.shape[1]) for x in (batch.inputs, batch.targets))
-    (now, disturbed), losses = jax.lax.scan(read, (readings.now, changed), (*tokens, batch.start.T, whole.T))
+    (now, disturbed), losses = jax.lax.scan(read, (carries.now, changed), (*tokens, batch.start.T, whole.T))
     nats, correct = (rearrange(x, "c b w -> b (c w)") for x in losses)
-    return Readings(disturbed, now, here), Losses(nats, correct, batch.loss_mask, batch.document, batch.position)
+    return Carries(disturbed, now, here), Losses(nats, correct, batch.loss_mask, batch.document, batch.position)

@@ -17,7 +17,7 @@ from meliad_like.config import differences
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.studies.page import Chart, Series, TextView, write_page
-from meliad_like.studies.readings import Chosen, Reading, StudyRequest, choose, open_compared, read
+from meliad_like.studies.readings import Chosen, StudyRequest, SubjectLosses, choose, open_compared, read
 from meliad_like.studies.units import CATEGORIES, PLACES, Units, categories, make_units
 from meliad_like.tables import Table, signed
 
@@ -66,7 +66,7 @@ class ReadDocument(NamedTuple):
         return before.lstrip("\ufffd"), own, after.rstrip("\ufffd")
 
 
-def compare(first: Reading, other: Reading, chosen: Chosen, unit: str, segment: int) -> list[ReadDocument]:
+def compare(first: SubjectLosses, other: SubjectLosses, chosen: Chosen, unit: str, segment: int) -> list[ReadDocument]:
     """Compares two readings of the chosen documents by units (`units.make_units`); `segment`: see `Units.places`."""
     documents = []
     # What the other model cannot see is what the first one may have remembered.
@@ -91,7 +91,7 @@ def compare(first: Reading, other: Reading, chosen: Chosen, unit: str, segment: 
     return documents
 
 
-def _write(request: StudyRequest, chosen: Chosen, first: Reading, other: Reading, title: str) -> None:
+def _write(request: StudyRequest, chosen: Chosen, first: SubjectLosses, other: SubjectLosses, title: str) -> None:
     """Writes `index.html`, `summary.json`, `top.csv` and `tokens.npz`."""
     bytewise = isinstance(first.subject.run.vocabulary, BytesVocabularyConfig)
     unit = request.unit if request.unit != "auto" else "word" if bytewise else "token"

@@ -11,7 +11,7 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 
 from meliad_like.studies.page import Chart, Series, write_page
-from meliad_like.studies.readings import Chosen, Reading, StudyRequest, choose, open_compared, read
+from meliad_like.studies.readings import Chosen, StudyRequest, SubjectLosses, choose, open_compared, read
 
 FIRST_BIN = 32  # tokens, of which there are too few for smaller bins
 BINS_PER_OCTAVE = 4
@@ -78,7 +78,7 @@ class Curves:
         return np.nanquantile(gains, (0.05, 0.95), axis=0)
 
 
-def by_position(readings: Sequence[Reading], first_bin: int = FIRST_BIN) -> Curves:
+def by_position(readings: Sequence[SubjectLosses], first_bin: int = FIRST_BIN) -> Curves:
     """Sums by the position of the predicting token, in bins that grow with it, four to a doubling.
 
     Position 0 is the document's first token.
@@ -112,7 +112,7 @@ def run(request: StudyRequest) -> None:
     )
 
 
-def _charts(readings: Sequence[Reading], result: Curves) -> list[Chart]:
+def _charts(readings: Sequence[SubjectLosses], result: Curves) -> list[Chart]:
     # The axis is logarithmic and has no zero.
     starts = np.maximum(result.starts, result.stops[0] / 2)
     centres = np.sqrt(starts * result.stops)
@@ -154,7 +154,7 @@ def _charts(readings: Sequence[Reading], result: Curves) -> list[Chart]:
     return [*charts, Chart("Documents of at least this length", position, "documents", [left], log_x=True)]
 
 
-def _write_numbers(folder: Path, readings: Sequence[Reading], chosen: Chosen, result: Curves) -> None:
+def _write_numbers(folder: Path, readings: Sequence[SubjectLosses], chosen: Chosen, result: Curves) -> None:
     arrays = {"starts": result.starts, "stops": result.stops, "tokens": result.tokens, "bits": result.bits}
     np.savez_compressed(folder / "curves.npz", names=np.array(chosen.documents.names), **arrays)
     columns = {"start": result.starts, "stop": result.stops}
