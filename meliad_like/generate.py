@@ -15,7 +15,7 @@ from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 from meliad_like.remote import check_output
 
-COMMAND = Command(__doc__, no_effect=dict.fromkeys(("gin_file", "gin_param"), "the config comes from the checkpoint"))
+COMMAND = Command(__doc__, no_effect={"gin_file": "the config comes from the checkpoint; --gin_param changes it"})
 CHECKPOINT = COMMAND.string(
     "checkpoint",
     None,
@@ -62,7 +62,7 @@ def main() -> None:
     from meliad_like.run.text import encode_prompt, read_document
 
     sampling = SamplingConfig(TEMPERATURE.value, TOP_K.value, TOP_P.value)
-    lm = load(CHECKPOINT.value, step=STEP.value)
+    lm = load(CHECKPOINT.value, step=STEP.value, gin_params=COMMAND.gin_param.value)
     if prompt is None:
         prompt = read_document(lm.opened, STORE.value, DOCUMENT.value, DOCUMENT_TOKENS.value)
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # independent of the locale

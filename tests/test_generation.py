@@ -360,7 +360,7 @@ def test_who_reads_may_have_enough(folder, tmp_path, place, status):
         (["--prompt=a", "--save_carry=/tmp"], "--save_carry=/tmp is a folder"),
         (["--prompt=a", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--prompt=a", "--document_tokens=5"], "--document_tokens has no effect without --document"),
-        (["--prompt=a", "--gin_param=DecoderConfig.num_layers=3"], "has no effect here"),
+        (["--prompt=a", "--gin_file=size/tiny.gin"], "--gin_file has no effect here: the config comes from the"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):

@@ -14,7 +14,7 @@ from test_sharded_families import CONFIGS, LLAMA, RECURRENCE, C, W
 from ways import begin, decode
 
 import meliad_like
-from meliad_like.config import RunConfig
+from meliad_like.config import RunConfig, read_changes
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import ByteVocabulary
@@ -209,6 +209,18 @@ def test_a_folder_is_all_that_is_needed(states, tmp_path):
     assert meliad_like.load(tmp_path).generate(other.read("a"), 3).tokens == other.generate("a", 3).tokens
     with pytest.raises(UserError, match="the state belongs to another config: step is 3 there, 7 here; let this model"):
         states.generate(other.read("a"))
+
+
+def test_a_model_that_was_trained_on_another_platform(states, tmp_path):
+    opened = states.opened
+    with_kernel = read_changes((), ["SlidingWindow.kernel = 'tpu'"])(opened.run)
+    write_checkpoint(tmp_path, opened.params, with_kernel, opened.vocabulary)
+    with pytest.raises(UserError, match="SlidingWindow.kernel='tpu' needs a TPU"):
+        meliad_like.load(tmp_path).score(TEXT)
+    without = meliad_like.load(tmp_path, gin_params=["SlidingWindow.kernel = 'none'"])
+    np.testing.assert_array_equal(without.score(TEXT).log_probabilities, states.score(TEXT).log_probabilities)
+    with pytest.raises(UserError, match="DecoderConfig.num_layers would need other parameters"):
+        meliad_like.load(tmp_path, gin_params=["DecoderConfig.num_layers = 3"])
 
 
 def test_the_lines_of_the_guide(states, tmp_path, monkeypatch, capsys):

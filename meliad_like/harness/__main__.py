@@ -14,7 +14,7 @@ from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 from meliad_like.remote import check_output, write_whole
 
-COMMAND = Command(__doc__, no_effect=dict.fromkeys(("gin_file", "gin_param"), "the config comes from the checkpoint"))
+COMMAND = Command(__doc__, no_effect={"gin_file": "the config comes from the checkpoint; --gin_param changes it"})
 CHECKPOINT = COMMAND.string(
     "checkpoint",
     None,
@@ -56,7 +56,9 @@ def main() -> None:
     if unknown := [name for name in names if not tasks.match_tasks([name])]:
         raise UserError(f"there is no task {unknown[0]!r}; lm_eval ls tasks shows the harness's own")
     results = lm_eval.simple_evaluate(
-        model=HarnessModel(CHECKPOINT.value, STEP.value, BATCH_SIZE.value, FIRST_TOKENS.value),
+        model=HarnessModel(
+            CHECKPOINT.value, STEP.value, BATCH_SIZE.value, FIRST_TOKENS.value, gin_params=COMMAND.gin_param.value
+        ),
         tasks=[*files, *tasks.match_tasks(names)],
         task_manager=tasks,
         num_fewshot=NUM_FEWSHOT.value,

@@ -86,6 +86,7 @@ class HarnessModel(TemplateLM):
         step: int | None = None,
         batch_size: int = 8,
         first_tokens: bool = False,
+        gin_params: Sequence[str] = (),
     ):
         """
         Args:
@@ -95,12 +96,14 @@ class HarnessModel(TemplateLM):
           first_tokens: whether the end-of-document token is read before every document, so that the document's first
             token has a probability too. The harness's own adapters do this. The models trained here have never read
             that token, and their evaluation doesn't count first tokens; GPT-2 and others were trained with it.
+          gin_params: as of `meliad_like.load`.
 
         Raises:
           UserError: there is no such model.
         """
         super().__init__()
-        self.lm = checkpoint if isinstance(checkpoint, LanguageModel) else load(checkpoint, step=step)
+        given = isinstance(checkpoint, LanguageModel)
+        self.lm = checkpoint if given else load(checkpoint, step=step, gin_params=gin_params)
         self._name = str(checkpoint) if isinstance(checkpoint, str | Path) else ""
         self._batch_size, self._first_tokens = int(batch_size), first_tokens
 

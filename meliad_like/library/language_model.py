@@ -58,23 +58,26 @@ class SearchSettings(TypedDict, total=False):
     """Tokens that no hypothesis contains."""
 
 
-def load(path: str | Path, *, step: int | None = None) -> "LanguageModel":
+def load(path: str | Path, *, step: int | None = None, gin_params: Sequence[str] = ()) -> "LanguageModel":
     """Opens a trained model on the first device.
 
     Args:
       path: a checkpoint folder or the working folder of a training, or a folder of Hugging Face's transformers (GPT-2,
         Llama) with its tokenizer, all of them also on `gs://`; or a GGUF file.
       step: which checkpoint of a training; None: the newest that is not damaged.
+      gin_params: changes of its config, such as `"SlidingWindow.kernel = 'none'"`, as of the flag `--gin_param`.
 
     Raises:
-      UserError: there is no such model, or it is damaged; or it has no steps.
+      UserError: there is no such model, or it is damaged; or it has no steps; or the changed model needs other
+        parameters.
     """
+    changes = read_changes((), gin_params)
     if (kind := kind_of(path)) is not None:
         if step is not None:
             raise UserError(f"step={step}: {path} is no training, and has only one state")
         with local_files(path) as place:
-            return LanguageModel(open_pretrained(kind, place, read_changes((), ())))
-    return LanguageModel(open_checkpoint(path, step=step))
+            return LanguageModel(open_pretrained(kind, place, changes))
+    return LanguageModel(open_checkpoint(path, step=step, changes=changes))
 
 
 class LanguageModel:

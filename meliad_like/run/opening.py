@@ -63,23 +63,34 @@ def write_checkpoint(
         checkpoints.save(step, state, checkpoint_metadata(run, vocabulary, step, None))
 
 
-def open_checkpoint(folder: epath.PathLike, *, step: int | None = None, mesh: Mesh | None = None) -> OpenedCheckpoint:
+def open_checkpoint(
+    folder: epath.PathLike,
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    changes: Callable[[RunConfig], RunConfig] = lambda run: run,
+) -> OpenedCheckpoint:
     """Opens a checkpoint folder, or the working folder that it lies in, for reading.
 
-    Without a `step` the newest checkpoint that is not damaged is opened; without a mesh, on the first device. Raises a
-    UserError if there is no usable checkpoint, or if its vocabulary is missing or was replaced.
+    Without a `step` the newest checkpoint that is not damaged is opened; without a mesh, on the first device. The model
+    is that of the saved config after `changes`, such as those of `read_changes`. Raises a UserError if there is no
+    usable checkpoint, if its vocabulary is missing or was replaced, or if the changed model needs other parameters.
     """
     folder = checkpoints_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:
         metadata = checkpoints.read_metadata(step)
-        run = rebuild(RunConfig, metadata["config"])
+        saved = rebuild(RunConfig, metadata["config"])
         vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
         if vocabulary.fingerprint != metadata["vocabulary_fingerprint"]:
             raise UserError(
                 f"the vocabulary in {folder / VOCABULARY_FOLDER} ({vocabulary.fingerprint[:12]}) is not the one that "
                 f"the checkpoint was trained with ({metadata['vocabulary_fingerprint'][:12]})"
             )
-        model = Model(run.model, vocabulary.size)
+        trained, run = Model(saved.model, vocabulary.size), changes(saved)
+        model = Model(run.model, vocabulary.size) if run.model != saved.model else trained
+        if model.axes != trained.axes or model.abstract_params != trained.abstract_params:
+            changed = " ".join(differences(saved.model, run.model)) or "RunConfig.model"
+            raise UserError(f"{changed} would need other parameters than those of the checkpoint {folder}")
         params, _ = checkpoints.restore_params(_placed(model, mesh), metadata["step"])
     return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"])
 
@@ -110,12 +121,7 @@ def saved_config(folder: str | Path, step: int | None = None) -> RunConfig:
 def open_as(folder: str | Path, run: RunConfig, step: int | None = None) -> tuple[OpenedCheckpoint, Mesh]:
     """Opens a checkpoint folder with another config than it was saved with, which needs the same parameters."""
     mesh = make_mesh(run.mesh)
-    opened = open_checkpoint(folder, step=step, mesh=mesh)
-    model = Model(run.model, opened.vocabulary.size)
-    if model.axes != opened.model.axes or model.abstract_params != opened.model.abstract_params:
-        changed = " ".join(differences(opened.run.model, run.model)) or "RunConfig.model"
-        raise UserError(f"{changed} would need other parameters than those of the checkpoint {folder}")
-    return opened._replace(run=run, model=model), mesh
+    return open_checkpoint(folder, step=step, mesh=mesh, changes=lambda _: run), mesh
 
 
 def open_with(
