@@ -28,6 +28,8 @@ PATHS = ("workdir", "checkpoint", "folder", "input", "load_dir", "output", "stor
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status in a shell of a program that SIGINT (Ctrl-C) has ended."""
 
+CONFIG_OF_CHECKPOINT = "the config comes from the checkpoint; --gin_param changes it"
+"""Why `gin_file` has no effect on commands that open a checkpoint."""
 HELP = ("--help", "-h", "-help", "--helpfull", "--helpshort")
 
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from meliad_like.command_line import Command
+from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 from meliad_like.errors import UserError
 from meliad_like.remote import check_output
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meliad_like.data.split import Documents
     from meliad_like.run.opening import OpenedCheckpoint
 
-COMMAND = Command(__doc__, no_effect={"gin_file": "the config comes from the checkpoint; --gin_param changes it"})
+COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
 CHECKPOINT = COMMAND.string("checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True)
 STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
 SPLIT = COMMAND.string("split", "test", "train, validation or test.")

@@ -11,11 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-from meliad_like.command_line import Command
+from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 from meliad_like.errors import UserError
 from meliad_like.remote import check_output
 
-COMMAND = Command(__doc__, no_effect={"gin_file": "the config comes from the checkpoint; --gin_param changes it"})
+COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
 CHECKPOINT = COMMAND.string(
     "checkpoint",
     None,

@@ -361,6 +361,7 @@ def test_who_reads_may_have_enough(folder, tmp_path, place, status):
         (["--prompt=a", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--prompt=a", "--document_tokens=5"], "--document_tokens has no effect without --document"),
         (["--prompt=a", "--gin_file=size/tiny.gin"], "--gin_file has no effect here: the config comes from the"),
+        (["--prompt=a", "--gin_param=SIZE=3"], "--gin_param=SIZE=3: the checkpoint has no macros"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):

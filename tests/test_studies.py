@@ -15,7 +15,7 @@ from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.studies import compare, context_curve, gates, memory_use
-from meliad_like.studies.readings import SubjectLosses, choose, open_subject, read
+from meliad_like.studies.readings import ModelLosses, choose, open_subject, read
 
 __all__ = ["one_device", "runs"]  # fixtures
 
@@ -124,7 +124,7 @@ def test_targets_that_cost_no_loss_are_not_averaged():
     kept, cleared = ([counted[0] * np.log(2) * bits] for bits in (1, 3))
     rows = memory_use.Use(3, counted, kept, {"cleared": cleared}).costs(np.array([0, 1, 2, 3]))
     assert rows[["start", "stop", "tokens", "bits", "cost"]].values.tolist() == [[1, 2, 2, 1, 2]]
-    reading = SubjectLosses(None, kept, counted)
+    reading = ModelLosses(None, kept, counted)
     assert reading.num_targets == 3 and reading.bits_per_token == pytest.approx(1)
     curve = context_curve.by_position([reading], first_bin=1)
     assert curve.starts.tolist() == [1, 4, 7] and curve.local.tolist() == [[1, 1, 1]]
@@ -133,7 +133,7 @@ def test_targets_that_cost_no_loss_are_not_averaged():
 def test_curves_by_position():
     losses = np.log(2) * np.array([1, 2, 3, 4, 5, 6, 7, 8, 9], np.float32)
     counted = [np.ones(9, bool), np.ones(3, bool)]
-    readings = [SubjectLosses(None, [nats, nats[:3]], counted) for nats in (losses, 2 * losses)]
+    readings = [ModelLosses(None, [nats, nats[:3]], counted) for nats in (losses, 2 * losses)]
     result = context_curve.by_position(readings, first_bin=1)
     assert result.starts.tolist() == [*range(9)] and result.stops.tolist() == [*range(1, 10)]
     assert result.num_documents.tolist() == [2, 2, 2, 1, 1, 1, 1, 1, 1]

@@ -28,7 +28,7 @@ from meliad_like.models.model import Model
 
 
 class Carries(NamedTuple):
-    """The carries of both readings."""
+    """The carries that an exchange needs."""
 
     disturbed: Any
     """The carry of the second reading, whose memory is exchanged."""
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
     description: str
     memory: Callable[[Carries, Any, Any], Any]
-    """(carries, carry here, empty carry) -> the carry whose parts become the memory."""
+    """(carries, undisturbed carry at the exchange, empty carry) -> the carry whose parts become the memory."""
     frozen: bool = False
     """Whether nothing is written to the memory up to the end of the segment."""
 

@@ -86,7 +86,7 @@ class HarnessModel(TemplateLM):
         step: int | None = None,
         batch_size: int = 8,
         first_tokens: bool = False,
-        gin_params: Sequence[str] = (),
+        gin_params: str | Sequence[str] = (),
     ):
         """
         Args:
@@ -96,7 +96,7 @@ class HarnessModel(TemplateLM):
           first_tokens: whether the end-of-document token is read before every document, so that the document's first
             token has a probability too. The harness's own adapters do this. The models trained here have never read
             that token, and their evaluation doesn't count first tokens; GPT-2 and others were trained with it.
-          gin_params: as of `meliad_like.load`.
+          gin_params: bindings that change the checkpoint's config, as of `meliad_like.load`.
 
         Raises:
           UserError: there is no such model.

@@ -58,20 +58,21 @@ class SearchSettings(TypedDict, total=False):
     """Tokens that no hypothesis contains."""
 
 
-def load(path: str | Path, *, step: int | None = None, gin_params: Sequence[str] = ()) -> "LanguageModel":
+def load(path: str | Path, *, step: int | None = None, gin_params: str | Sequence[str] = ()) -> "LanguageModel":
     """Opens a trained model on the first device.
 
     Args:
       path: a checkpoint folder or the working folder of a training, or a folder of Hugging Face's transformers (GPT-2,
         Llama) with its tokenizer, all of them also on `gs://`; or a GGUF file.
       step: which checkpoint of a training; None: the newest that is not damaged.
-      gin_params: changes of its config, such as `"SlidingWindow.kernel = 'none'"`, as of the flag `--gin_param`.
+      gin_params: bindings that change the model's config, such as `"SlidingWindow.kernel = 'none'"`, as with the flag
+        `--gin_param`; one, or several.
 
     Raises:
       UserError: there is no such model, or it is damaged; or it has no steps; or the changed model needs other
         parameters.
     """
-    changes = read_changes((), gin_params)
+    changes = read_changes((), [gin_params] if isinstance(gin_params, str) else gin_params)
     if (kind := kind_of(path)) is not None:
         if step is not None:
             raise UserError(f"step={step}: {path} is no training, and has only one state")

@@ -13,7 +13,7 @@ The page is index.html in --output.
 import importlib
 from pathlib import Path
 
-from meliad_like.command_line import Command
+from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 
 STUDIES = ("compare", "memory_use", "context_curve", "gates", "continuations", "memory_map")
 
@@ -35,7 +35,7 @@ COMMAND = Command(
     __doc__,
     subjects=STUDIES,
     used_by=USED_BY,
-    no_effect={"gin_file": "the config comes from the checkpoint; --gin_param changes it"},
+    no_effect={"gin_file": CONFIG_OF_CHECKPOINT},
 )
 
 COMMAND.string("checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True)

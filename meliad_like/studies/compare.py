@@ -17,7 +17,7 @@ from meliad_like.config import differences
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.studies.page import Chart, Series, TextView, write_page
-from meliad_like.studies.readings import Chosen, StudyRequest, SubjectLosses, choose, open_compared, read
+from meliad_like.studies.readings import Chosen, ModelLosses, StudyRequest, choose, open_compared, read
 from meliad_like.studies.units import CATEGORIES, PLACES, Units, categories, make_units
 from meliad_like.tables import Table, signed
 
@@ -46,8 +46,8 @@ class ReadDocument(NamedTuple):
     other: Float[np.ndarray, " tokens"]
     units: Units
     table: pd.DataFrame
-    """A line for each unit: its first `token`, `first_bits`, `other_bits`, the `distance` in tokens to the last
-    occurrence (0: none), its `place` and `category`, and its `gain`."""
+    """A line for each unit: its first `token`, the number of `targets` that cost loss, `first_bits`, `other_bits`, the
+    `distance` in tokens to the last occurrence (0: none), its `place` and `category`, and its `gain`."""
 
     def top(self, count: int, *, words: bool, losses: bool = False) -> pd.DataFrame:
         """At most `count` units with the largest gains (or losses), the largest first, in their contexts (`before`,
@@ -57,7 +57,7 @@ class ReadDocument(NamedTuple):
         best = chosen.loc[gains[gains > 0].nlargest(count).index]
         texts = pd.DataFrame(map(self._in_context, best.index), best.index, ["before", "text", "after"])
         head = pd.DataFrame({"document": self.index, "token": best["token"]}, index=best.index)
-        return pd.concat([head, texts, best.drop(columns="token")], axis=1)
+        return pd.concat([head, texts, best.drop(columns=["token", "targets"])], axis=1)
 
     def _in_context(self, unit: int) -> tuple[str, str, str]:
         text, start, end = self.units.text, int(self.units.starts[unit]), int(self.units.ends[unit])
@@ -66,8 +66,11 @@ class ReadDocument(NamedTuple):
         return before.lstrip("\ufffd"), own, after.rstrip("\ufffd")
 
 
-def compare(first: SubjectLosses, other: SubjectLosses, chosen: Chosen, unit: str, segment: int) -> list[ReadDocument]:
-    """Compares two readings of the chosen documents by units (`units.make_units`); `segment`: see `Units.places`."""
+def compare(first: ModelLosses, other: ModelLosses, chosen: Chosen, unit: str, segment: int) -> list[ReadDocument]:
+    """Compares the losses of two models by units (`units.make_units`) of the chosen documents.
+
+    `segment`: see `Units.places`.
+    """
     documents = []
     # What the other model cannot see is what the first one may have remembered.
     num_visible = other.subject.run.model.num_visible
@@ -79,6 +82,7 @@ def compare(first: SubjectLosses, other: SubjectLosses, chosen: Chosen, unit: st
         table = pd.DataFrame(
             {
                 "token": units.first,
+                "targets": np.add.reduceat(np.append(0, first.counted[index]), units.first),
                 "first_bits": np.add.reduceat(ours, units.first),
                 "other_bits": np.add.reduceat(theirs, units.first),
                 "distance": units.distances(),
@@ -91,7 +95,7 @@ def compare(first: SubjectLosses, other: SubjectLosses, chosen: Chosen, unit: st
     return documents
 
 
-def _write(request: StudyRequest, chosen: Chosen, first: SubjectLosses, other: SubjectLosses, title: str) -> None:
+def _write(request: StudyRequest, chosen: Chosen, first: ModelLosses, other: ModelLosses, title: str) -> None:
     """Writes `index.html`, `summary.json`, `top.csv` and `tokens.npz`."""
     bytewise = isinstance(first.subject.run.vocabulary, BytesVocabularyConfig)
     unit = request.unit if request.unit != "auto" else "word" if bytewise else "token"
@@ -99,12 +103,12 @@ def _write(request: StudyRequest, chosen: Chosen, first: SubjectLosses, other: S
     documents, words = compare(first, other, chosen, unit, segment), unit == "word"
     best = [document.top(request.top, words=words) for document in documents]
     worst = [document.top(request.top, words=words, losses=True) for document in documents]
-    top, gains = pd.concat(best), np.concatenate([document.table["gain"] for document in documents])
+    top, gains = pd.concat(best), np.concatenate([d.table["gain"][d.table["targets"] > 0] for d in documents])
     settings = {"unit": unit, "window": window, "segment": segment}
     groups = {by: _groups(documents, by) for by in ("place", "category", "distance")}
     bits = [
-        (d.name, len(d.tokens), int(which.sum()), float(d.first.sum()), float(d.other.sum()))
-        for d, which in zip(documents, first.counted, strict=True)
+        (d.name, len(d.tokens), int(d.table["targets"].sum()), float(d.first.sum()), float(d.other.sum()))
+        for d in documents
     ]
     by_document = pd.DataFrame(bits, columns=["name", "tokens", "targets", *_BITS])
     _write_arrays(request, documents, top)
@@ -190,6 +194,7 @@ def _groups(documents: Sequence[ReadDocument], by: str) -> pd.DataFrame:
     `by`: `place`, `category`, or `distance`: by powers of two, where 8 stands for 8 to 15 tokens.
     """
     units = pd.concat([document.table for document in documents])
+    units = units[units["targets"] > 0]
     if by == "distance":
         units = units[units["distance"] > 0]
         units = units.assign(distance=2 ** np.log2(units["distance"]).astype(int))

@@ -16,7 +16,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.interventions import KINDS, losses_after
 from meliad_like.evaluation.report import with_progress
 from meliad_like.models.base import WINDOW
-from meliad_like.studies.context_curve import FEWEST_DOCUMENTS, RESAMPLES, Curves
+from meliad_like.studies.loss_sums import FEWEST_DOCUMENTS, RESAMPLES, LossSums
 from meliad_like.studies.page import Chart, Series, write_page
 from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject, read
 from meliad_like.tables import Table, number, signed
@@ -47,18 +47,17 @@ class Use:
         since = [np.arange(len(which)) % self.every for which in self.counted]
         # Up to a document's first intervention nothing has changed.
         counted = [(np.arange(len(which)) >= self.every) & which for which in self.counted]
-        sums = Curves.of(edges, since, counted, kinds.values())
+        sums = LossSums.by_bin(edges, since, counted, kinds.values())
         bits = dict(zip(kinds, sums.bits, strict=True))
         compared = {kind: ("kept", kind) for kind in self.after}
         if {"shuffled", "cleared"} <= self.after.keys():
             compared[CONTRAST] = ("cleared", "shuffled")
-        frames = []
+        frames, few = [], len(self.counted) < FEWEST_DOCUMENTS
         for name, pair in compared.items():
-            curves = replace(sums, bits=np.stack([bits[kind] for kind in pair]))
-            few = len(self.counted) < FEWEST_DOCUMENTS
-            low, high = np.full((2, len(sums.starts)), np.nan) if few else curves.interval(1)
+            costs = replace(sums, bits=np.stack([bits[kind] for kind in pair]))
+            low, high = np.full((2, len(sums.starts)), np.nan) if few else costs.interval(1)
             columns = {"start": sums.starts, "stop": sums.stops, "tokens": sums.tokens.sum(axis=0)}
-            columns |= {"bits": curves.local[0], "cost": curves.gains(1), "low": low, "high": high}
+            columns |= {"bits": costs.local[0], "cost": costs.gains(1), "low": low, "high": high}
             frames.append(pd.DataFrame({"kind": name} | columns))
         return pd.concat(frames, ignore_index=True)
 

@@ -152,7 +152,7 @@ def choose(subjects: Sequence[Subject], request: StudyRequest) -> Chosen:
 
 
 @dataclass(frozen=True)
-class SubjectLosses:
+class ModelLosses:
     """The losses of a model on the documents, token by token."""
 
     subject: Subject
@@ -178,11 +178,11 @@ class SubjectLosses:
         return self.subject.details() | {"bits per token": self.bits_per_token}
 
 
-def read(subject: Subject, chosen: Chosen) -> SubjectLosses:
+def read(subject: Subject, chosen: Chosen) -> ModelLosses:
     """Lets a model read the documents, each from the beginning of a segment."""
     run, model, documents = subject.run, subject.opened.model, chosen.documents
     evaluate = make_evaluator(
         run, model, chosen.store, chosen.split_name, subject.mesh, documents=documents, whole_segments=True
     )
     losses = with_progress(subject.label, lambda report: evaluate.token_losses(subject.opened.params, report))
-    return SubjectLosses(subject, losses, documents.counted_targets())
+    return ModelLosses(subject, losses, documents.counted_targets())
