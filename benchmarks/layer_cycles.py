@@ -1,4 +1,4 @@
-r"""What one layer of a decoder takes on a TPU by its compiler's clock: forward and backward, on one chip.
+r"""What one layer of a decoder, or a few, take on a TPU by its compiler's clock: forward and backward, on one chip.
 
     JAX_PLATFORMS=cpu python benchmarks/layer_cycles.py --topology=v4:2x2x1 \
         --gin_file=block_recurrent/slide_12l.gin --gin_file=option/bfloat16.gin
@@ -22,6 +22,7 @@ from meliad_like.planning.topology import open_topology
 TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x1", "A slice; one of its chips is used.")
 GIN_FILE = flags.DEFINE_multi_string("gin_file", [], "Gin files of the model.")
 GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Bindings.")
+LAYERS = flags.DEFINE_integer("layers", 1, "The number of layers.")
 COSTLIEST = flags.DEFINE_integer("costliest", 20, "The number of instructions to list.")
 LANES, TOKENS = 2, 4096
 """Those of a chip in the paper's runs."""
@@ -29,7 +30,7 @@ LANES, TOKENS = 2, 4096
 
 def main(_):
     topology = open_topology(TOPOLOGY.value)
-    run = config.parse(GIN_FILE.value, [*GIN_PARAM.value, "DecoderConfig.num_layers = 1"])
+    run = config.parse(GIN_FILE.value, [*GIN_PARAM.value, f"DecoderConfig.num_layers = {LAYERS.value}"])
     model = Model(run.model, 256)
     mesh = Mesh(np.array(topology.devices[:1]).reshape(1, 1, 1, 1), ("data", "fsdp", "tensor", "sequence"))
 
