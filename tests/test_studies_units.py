@@ -10,6 +10,7 @@ from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyCon
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.studies.compare import compare
+from meliad_like.studies.readings import ModelLosses
 from meliad_like.studies.units import Units, categories, is_title, make_units
 
 VOCABULARY = ByteVocabulary()
@@ -77,13 +78,16 @@ def test_places():
 def test_windows_that_do_not_slide_show_what_is_in_them():
     tokens = np.append(VOCABULARY.encode("abacbdbeea"), VOCABULARY.end_of_document)
     run = SimpleNamespace(model=PretrainedConfig(window_length=3))
-    subject = SimpleNamespace(run=run, opened=SimpleNamespace(vocabulary=VOCABULARY))
-    reading: Any = SimpleNamespace(losses=[np.zeros(10)], subject=subject)
+    subject: Any = SimpleNamespace(run=run, opened=SimpleNamespace(vocabulary=VOCABULARY))
+    counted = np.arange(10) != 2
+    losses = ModelLosses(subject, [np.zeros(10)], [counted])
     chosen: Any = SimpleNamespace(documents=SimpleNamespace(names=["one"]), whole=lambda index: tokens)
-    [document] = compare(reading, reading, chosen, "token", segment=5)
+    [document] = compare(losses, losses, chosen, "token", segment=5)
     # The b at 4 is predicted by the first token of the second window, which the b at 1 is not in.
     w, s, n, e = "window", "segment", "never", "earlier"
     assert document.table["place"].tolist() == [n, n, w, n, s, n, w, n, w, e, n]
+    # The first token is no target, and the target after token 2 costs no loss.
+    assert document.table["targets"].tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]
 
 
 TEXT = """CHAPTER I. Loomings
