@@ -42,7 +42,8 @@ source launch/tpu_slice.sh
 # Leaves the workers' exit statuses in `statuses`.
 train() {
     local number workers processes=() command
-    command="$(worker train "$(date +%s)" "$before" "${training_arguments[@]}")"
+    # The attempt's name is new also where two runs of this script train within a second.
+    command="$(worker train "$(date +%s)-$$-$attempt" "$before" "${training_arguments[@]}")"
     if [[ -n "$dry_run" ]]; then
         say "The same command runs on every other worker at the same time, with its own log:"
         on_slice 0 "$command"

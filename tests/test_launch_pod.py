@@ -174,6 +174,14 @@ def test_a_cloud_that_does_not_say_that_the_slice_is_there(cloud):
     assert len(cloud.calls("queued-resources", "create")) == len(cloud.trained(0)) == 2
 
 
+def test_runs_within_a_second_all_train(cloud):
+    clock = cloud.folder.parent / "programs" / "date"
+    clock.write_text("#!/bin/sh\necho 1700000000\n")
+    clock.chmod(0o755)
+    assert cloud.run("--keep")[0] == cloud.run("--keep")[0] == 0
+    assert len(cloud.trained(0)) == 2
+
+
 def test_gives_up_after_requests_that_were_all_refused(cloud):
     cloud.refuse(*["queued-resources create*"] * 5)
     status, _, errors = cloud.run()
