@@ -28,9 +28,17 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 # Annotated shapes are checked in every call. What JAX computes with may be an array of numpy's as well.
 jaxtyping.Array = jax.Array | np.ndarray
 jaxtyping.install_import_hook(
     [f"meliad_like.{room}" for room in ("data", "layers", "mechanisms", "models")], "shape_checks.check_shapes"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Linux gives a process 65,530 mapped areas (vm.max_map_count), of which the programs of all tests take 63,000."""
+    yield
+    jax.clear_caches()
