@@ -119,7 +119,7 @@ def test_intervals_of_costs_are_over_documents():
 
 
 def test_targets_that_cost_no_loss_are_not_averaged():
-    """Of nine targets, every third costs loss, one bit; after an exchange it costs three."""
+    """Three of nine targets cost loss: one bit each, and three bits each after their memory is cleared."""
     counted = [np.arange(9) % 3 == 1]
     kept, cleared = ([counted[0] * np.log(2) * bits] for bits in (1, 3))
     rows = memory_use.Use(3, counted, kept, {"cleared": cleared}).costs(np.array([0, 1, 2, 3]))

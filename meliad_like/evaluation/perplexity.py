@@ -134,7 +134,9 @@ class Evaluator:
         model.config.check_sequence(segment_length, mesh.shape["sequence"])
         self._targets = np.maximum(self._split.lengths - 1, 0)
         self._starts = np.cumsum(self._targets) - self._targets
-        self._counted = np.concatenate(self._split.counted_targets())
+        self.counted_targets = self._split.counted_targets()
+        """Which targets of each evaluated document cost loss (`Documents.counted_targets`)."""
+        self._counted = np.concatenate(self.counted_targets)
         blocks = -(-self._targets // window)
         shards = lane_shards(mesh)
         # More lanes would only wait for the longest document.
@@ -204,8 +206,7 @@ class Evaluator:
     ) -> list[Float[np.ndarray, " targets"]]:
         """The loss of every target in nats, float32, by document, of which `__call__` returns sums.
 
-        Number `i` of a document is the loss of its token `i + 1`; 0 where a target costs none
-        (`Documents.counted_targets`).
+        Number `i` of a document is the loss of its token `i + 1`; 0 where a target costs none (`counted_targets`).
         """
         return np.split(self._read(params, on_progress)[0], self._starts[1:])
 

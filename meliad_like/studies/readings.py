@@ -185,4 +185,4 @@ def read(subject: Subject, chosen: Chosen) -> ModelLosses:
         run, model, chosen.store, chosen.split_name, subject.mesh, documents=documents, whole_segments=True
     )
     losses = with_progress(subject.label, lambda report: evaluate.token_losses(subject.opened.params, report))
-    return ModelLosses(subject, losses, documents.counted_targets())
+    return ModelLosses(subject, losses, evaluate.counted_targets)
