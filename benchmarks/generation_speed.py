@@ -15,10 +15,10 @@ from absl import app, flags
 from rich.console import Console
 
 from meliad_like.generation.streaming import Generator, Reading, SamplingConfig
-from meliad_like.mechanisms.dense_memory import DenseMemory
-from meliad_like.mechanisms.melodi import Melodi
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mixers.dense_memory import DenseMemory
+from meliad_like.models.melodi import Melodi
+from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.tables import Table
@@ -37,15 +37,15 @@ SLIDE = DecoderConfig(
 )
 CONFIGS = {
     "Slide": SLIDE,
-    "fixed:skip": SLIDE.with_mechanism(RecurrentStates(layers=(-2,), num_states=128)),
-    "lstm:dual": SLIDE.with_mechanism(RecurrentStates(layers=(-2,), num_states=128, gate="lstm", cell="dual")),
+    "fixed:skip": SLIDE.with_mixer(RecurrentStates(layers=(-2,), num_states=128)),
+    "lstm:dual": SLIDE.with_mixer(RecurrentStates(layers=(-2,), num_states=128, gate="lstm", cell="dual")),
     # A quarter of the sizes of melodi/base.gin and melodi/dense_4k.gin, as the window.
     "MELODI": dataclasses.replace(
         SLIDE,
-        mechanisms=(Melodi(long_layers=(2,), num_summaries=16, short_length=16, long_length=8, long_slots=1024),),
+        mixers=(Melodi(long_layers=(2,), num_summaries=16, short_length=16, long_length=8, long_slots=1024),),
     ),
     "Dense memory": dataclasses.replace(
-        SLIDE, mechanisms=(SlidingWindow(except_layers=(2,)), DenseMemory(layers=(2,), num_slots=1024))
+        SLIDE, mixers=(SlidingWindow(except_layers=(2,)), DenseMemory(layers=(2,), num_slots=1024))
     ),
 }
 

@@ -15,7 +15,7 @@ from absl import app, flags
 from rich.console import Console
 
 from meliad_like import config
-from meliad_like.mechanisms import melodi
+from meliad_like.mixers import melodi
 from meliad_like.planning.programs import needs
 from meliad_like.planning.topology import open_topology
 from meliad_like.tables import Table

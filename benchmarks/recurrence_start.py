@@ -15,7 +15,7 @@ from typing import cast
 import jax
 import numpy as np
 
-from meliad_like.mechanisms.window_summary import WindowSummary
+from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.run.opening import open_checkpoint
@@ -43,7 +43,7 @@ def main() -> None:
     start = np.arange(WINDOWS) == np.zeros((len(tokens), 1))
 
     def loss(*mechanisms: WindowSummary) -> float:
-        config = dataclasses.replace(decoder, window_length=arguments.window, mechanisms=mechanisms)
+        config = dataclasses.replace(decoder, window_length=arguments.window, mixers=mechanisms)
         model = Model(config, opened.model.vocabulary_size)
 
         @jax.jit

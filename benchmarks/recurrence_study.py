@@ -57,6 +57,7 @@ def one_run(task: str, row: str, seed: str) -> None:
     from meliad_like.data.token_store import TokenStore
     from meliad_like.evaluation.perplexity import Evaluator
     from meliad_like.mesh import make_mesh
+    from meliad_like.evaluation.interventions import cleared
     from meliad_like.models.decoder import DecoderConfig
     from meliad_like.models.model import Model
     from meliad_like.run.opening import open_checkpoint
@@ -73,10 +74,10 @@ def one_run(task: str, row: str, seed: str) -> None:
     opened = open_checkpoint(workdir, mesh=mesh)
     variants = {"trained": (opened.model, run.data.segment_length)}
     assert isinstance(run.model, DecoderConfig)
-    if (cleared := run.model.cleared()) is not None:
-        cleared = Model(cleared, opened.model.vocabulary_size)
-        variants["states cleared each segment"] = (cleared, run.data.segment_length)
-        variants["states cleared each block"] = (cleared, run.model.window_length)
+    if (clearing := cleared(run.model)) is not None:
+        clearing = Model(clearing, opened.model.vocabulary_size)
+        variants["states cleared each segment"] = (clearing, run.data.segment_length)
+        variants["states cleared each block"] = (clearing, run.model.window_length)
     results = {}
     for (variant, (model, segment_length)), split in product(variants.items(), SPLITS):
         evaluator = Evaluator(

@@ -35,7 +35,7 @@ class MeshConfig:
     """The number of shards of heads, feed-forward width and vocabulary; these devices share their lanes."""
     sequence: int = resumable(1)
     """The number of shards of the blocks of a segment, for segments that are too long for one device. It works
-    where no block waits for all of the one before; other models are an error with the reason (`waits_for`)."""
+    where no block waits for all of the one before; other models are an error with the reason (`sequential_because`)."""
 
     def __post_init__(self):
         check_positive(self, ("fsdp", "tensor", "sequence"))

@@ -20,9 +20,9 @@ from meliad_like.errors import UserError
 
 ENTRY_POINTS = "meliad_like.kinds"
 Class = TypeVar("Class", bound=type)
-ScalesAs = Literal["length", "width", "heads", "layers", "layer_indices", "fixed"]
+ScalesAs = Literal["length", "width", "heads", "layers", "layer_indices", "pattern", "fixed"]
 """A number of tokens or of memory slots; a number of channels; the number or the size of heads; a number of layers;
-layers named by their numbers; a number that all sizes of the model share."""
+layers named by their numbers; what layers have, in a pattern; a number that all sizes of the model share."""
 
 
 class Registry(Mapping[str, type]):
@@ -129,6 +129,16 @@ def rule_of(config_class: type, field: dataclasses.Field) -> ScalesAs:
 def default_of(field: dataclasses.Field) -> Any:
     """The default of a dataclass field."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def configs_in(config: Any) -> Iterator[Any]:
+    """A config, and the configs inside of it."""
+    yield config
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for member in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(member):
+                yield from configs_in(member)
 
 
 def bound_fields(config: Any) -> Iterator[tuple[str, dataclasses.Field, Any]]:

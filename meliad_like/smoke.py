@@ -4,7 +4,7 @@
         --gin_file=block_recurrent/fixed_skip.gin --gin_file=option/bfloat16.gin
 
 --gin_file and --gin_param are those of train. Lengths, widths, layers, stages and warmup shrink as in the small scales
-of the papers' tables; every mechanism and option remains. The documents are the first ones of the task, or Python's
+of the papers' tables; every mixer and option remains. The documents are the first ones of the task, or Python's
 standard library if the task's are not there. At the end it shows what the full run needs.
 """
 

@@ -5,9 +5,9 @@ With the parameter names of google-research/meliad; shares no code with the pack
 
 import numpy as np
 
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.positions import POSITIONS
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.positions import POSITIONS
+from meliad_like.mixers.recurrent_states import RecurrentStates
 
 # The smallest distance in each of T5's buckets.
 BUCKETS = [*range(17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
@@ -52,8 +52,8 @@ def sinusoids(place, width):
 
 class DenseModel:
     def __init__(self, config, theirs):
-        self.recurrent = config.mechanism(RecurrentStates) or RecurrentStates()
-        self.memory = config.mechanism(ExternalMemory) or ExternalMemory()
+        self.recurrent = config.mixer(RecurrentStates) or RecurrentStates()
+        self.memory = config.mixer(ExternalMemory) or ExternalMemory()
         self.position = POSITIONS.name_of(config.position)
         self.config, self.theirs = config, {name: value.astype(np.float64) for name, value in theirs.items()}
         self.layers = [

@@ -13,7 +13,7 @@ from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.library import LanguageModel
-from meliad_like.mechanisms.gated_delta_rule import GatedDeltaRule
+from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint
 
@@ -21,7 +21,7 @@ END, LENGTH, WIDTH = 5, 4, 125
 """No hypothesis is lost, if the width is that of all that go on before the last step: 5 ** 3."""
 FAMILIES = {
     **{name: CONFIGS[name] for name in ("slide", "lstm:dual", "infused", "feedback", "memorizing", "gpt2")},
-    "gated delta rule": CONFIGS["slide"].with_mechanism(GatedDeltaRule(layers=(0,))),
+    "gated delta rule": CONFIGS["slide"].with_mixer(GatedDeltaRule(layers=(0,))),
     "shortformer": dataclasses.replace(CONFIGS["shortformer"], cutoffs=(2, 4)),
     "overlapping llama": dataclasses.replace(LLAMA, overlap=1, max_positions=W, **RECURRENCE),
 }

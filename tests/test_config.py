@@ -9,7 +9,7 @@ import pytest
 from meliad_like import config
 from meliad_like.config import bindings
 from meliad_like.errors import UserError
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.recurrent_states import RecurrentStates
 
 
 def write(folder, name, text):
@@ -178,7 +178,7 @@ def test_one_parse_leaves_nothing_behind_for_the_next():
 
 def test_lists_become_tuples_and_whole_numbers_floats():
     run = config.parse(gin_params=["RecurrentStates.layers = [1, 2]", "DecoderConfig.logit_scale = 1"])
-    assert run.model.mechanism(RecurrentStates).layers == (1, 2)
+    assert run.model.mixer(RecurrentStates).layers == (1, 2)
     assert type(run.model.logit_scale) is float
 
 

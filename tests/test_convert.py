@@ -18,11 +18,11 @@ from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.mechanisms.dense_memory import DenseMemory
-from meliad_like.mechanisms.melodi import Melodi
-from meliad_like.mechanisms.positions import Infused, Rotary
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mixers.dense_memory import DenseMemory
+from meliad_like.models.melodi import Melodi
+from meliad_like.mixers.positions import Infused, Rotary
+from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import open_checkpoint
@@ -36,12 +36,12 @@ CONFIG = DecoderConfig(
     head_size=4,
     feedforward_width=16,
     window_length=4,
-).with_mechanism(RecurrentStates(layers=(1,), num_states=3))
+).with_mixer(RecurrentStates(layers=(1,), num_states=3))
 
 
 def config_of(name):
     if name == "slide":
-        return CONFIG.without_mechanism(RecurrentStates)
+        return CONFIG.without_mixer(RecurrentStates)
     gate, cell = name.split("_")
     return recurrent(CONFIG, gate=gate, cell=cell)
 
@@ -77,7 +77,7 @@ NEWER = {
 
 @pytest.mark.parametrize("name", NEWER)
 def test_files_of_the_newer_stack_there_and_back(name, tmp_path):
-    config = dataclasses.replace(CONFIG, mechanisms=NEWER[name], feedforward_bias=True, num_layers=3)
+    config = dataclasses.replace(CONFIG, mixers=NEWER[name], feedforward_bias=True, num_layers=3)
     params = Model(config, V).init(jax.random.key(0))
     np.savez(tmp_path / "theirs.npz", **to_meliad(params, config))
     convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         convert(without(theirs, "transformer0/tbase/ffn/hidden0/kernel"))
     num_left = sum(name.startswith("transformer1/") for name in theirs)
     with pytest.raises(UserError, match=rf"has a tensor transformer1/.* no place for \({num_left} such tensors\)"):
-        convert(theirs, dataclasses.replace(CONFIG.without_mechanism(RecurrentStates), num_layers=1))
+        convert(theirs, dataclasses.replace(CONFIG.without_mixer(RecurrentStates), num_layers=1))
     with pytest.raises(UserError, match=r"transformer0/.* has shape .*, its config asks for"):
         convert(theirs, dataclasses.replace(CONFIG, feedforward_width=32))
     with pytest.raises(UserError, match=r"260 tokens and the vocabulary of the config 257.*size_multiple=260"):

@@ -10,8 +10,8 @@ from ways import V, W, starts, tokens_of
 
 from meliad_like import config
 from meliad_like.errors import UserError
-from meliad_like.mechanisms import dense_memory
-from meliad_like.mechanisms.dense_memory import DenseMemory
+from meliad_like.mixers import dense_memory
+from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -21,7 +21,7 @@ M = 6
 
 @functools.cache
 def make(**changes):
-    model = Model(DecoderConfig(**SIZES, mechanisms=(DenseMemory(layers=None, num_slots=M, **changes),)), V)
+    model = Model(DecoderConfig(**SIZES, mixers=(DenseMemory(layers=None, num_slots=M, **changes),)), V)
     return model, model.init(jax.random.key(0))
 
 

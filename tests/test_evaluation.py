@@ -14,7 +14,7 @@ from tiny_run import environment
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -41,7 +41,7 @@ class CountedSplit(FakeSplit):
 def make_model():
     sizes = {"num_layers": 2, "model_width": 16, "num_heads": 2, "head_size": 8, "feedforward_width": 16}
     config = DecoderConfig(**sizes, window_length=WINDOW, logit_scale=1.0)
-    config = config.with_mechanism(RecurrentStates(layers=(1,), num_states=4))
+    config = config.with_mixer(RecurrentStates(layers=(1,), num_states=4))
     return Model(config, CountedSplit.vocabulary_size)
 
 

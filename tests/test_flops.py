@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -16,7 +16,7 @@ SLIDE = DecoderConfig()
 
 
 def with_states(config=SLIDE, **fields):
-    return config.with_mechanism(RecurrentStates(**{"layers": (-3,)} | fields))
+    return config.with_mixer(RecurrentStates(**{"layers": (-3,)} | fields))
 
 
 PAPER = with_states()
@@ -58,7 +58,7 @@ def test_feedback_and_memory_by_hand():
     # Eleven layers read the states, which is a recurrent layer without its states' own 18 d².
     assert with_states(feedback="last").flops(256).forward == slide + (12 * 6 + 18) * 1024**2 + LOGITS
     # 65,536 slots are 64 d, so the search is 128 d²; attention to 128 memories is d² / 2, twice with its gradient.
-    memorizing = SLIDE.with_mechanism(ExternalMemory(layers=(-4,))).flops(256)
+    memorizing = SLIDE.with_mixer(ExternalMemory(layers=(-4,))).flops(256)
     assert memorizing.forward == slide + 128.5 * 1024**2 + LOGITS
     assert memorizing.training == 3 * (slide + LOGITS) + (128 + 2 * 0.5) * 1024**2
 

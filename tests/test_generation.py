@@ -22,7 +22,7 @@ from meliad_like.generation.reading import load_reading, save_reading
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
 from meliad_like.library import LanguageModel
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
@@ -37,7 +37,7 @@ CONFIG = DecoderConfig(
     head_size=8,
     feedforward_width=16,
     window_length=W,
-).with_mechanism(RecurrentStates(layers=(1,), num_states=3, gate="lstm", cell="dual"))
+).with_mixer(RecurrentStates(layers=(1,), num_states=3, gate="lstm", cell="dual"))
 RUN = RunConfig(model=CONFIG, data=LanesReaderConfig(segment_length=N, tokens_per_step=N))
 BYTES = ByteVocabulary()
 END = BYTES.end_of_document

@@ -12,8 +12,8 @@ from meliad_like import config
 from meliad_like.config import construction
 from meliad_like.config.bindings import collect, shipped_files
 from meliad_like.history.config import HistorySettings
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
 
@@ -129,7 +129,7 @@ def test_every_binding_of_base_is_read():
 def test_a_row_alone_is_the_model_of_table_1(row):
     run = config.parse([f"block_recurrent/{row}.gin"])
     model = run.model
-    recurrent = (states.gate, states.cell) if (states := model.mechanism(RecurrentStates)) else ()
+    recurrent = (states.gate, states.cell) if (states := model.mixer(RecurrentStates)) else ()
     actual = (
         run.data.segment_length,
         model.window_length,
@@ -156,10 +156,10 @@ def test_a_row_lies_on_any_mesh(row):
 
 def test_feedback_and_memory_of_table_1():
     models = {row: config.parse([f"block_recurrent/{row}.gin"]).model for row in TABLE_1}
-    states = {row: model.mechanism(RecurrentStates) for row, model in models.items()}
+    states = {row: model.mixer(RecurrentStates) for row, model in models.items()}
     feedback = {row for row, one in states.items() if one and one.feedback == "last"}
     assert feedback == {row for row in models if "feedback" in row}
-    memories = {row: memory for row, model in models.items() if (memory := model.mechanism(ExternalMemory))}
+    memories = {row: memory for row, model in models.items() if (memory := model.mixer(ExternalMemory))}
     assert memories.keys() == {"memorizing_64k", "memorizing_64k_bucketed"}
     memory = memories["memorizing_64k"]
     assert (memory.indices(12), memory.num_slots, memory.num_neighbors) == ({8}, 65_536, 128)

@@ -9,9 +9,9 @@ from test_golden_models import assert_gradients, below, compared_segments, train
 
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
-from meliad_like.mechanisms.dense_memory import DenseMemory
-from meliad_like.mechanisms.melodi import Melodi
-from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mixers.dense_memory import DenseMemory
+from meliad_like.models.melodi import Melodi
+from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -31,10 +31,10 @@ make_config = functools.partial(
 )
 CONFIGS = {
     "melodi_lm": make_config(
-        mechanisms=(Melodi(long_layers=(1,), num_summaries=6, short_length=6, long_length=4, long_slots=40),)
+        mixers=(Melodi(long_layers=(1,), num_summaries=6, short_length=6, long_length=4, long_slots=40),)
     ),
     "dense_kv_lm": make_config(
-        mechanisms=(
+        mixers=(
             SlidingWindow(layers=(0, 2)),
             DenseMemory(layers=(1,), num_slots=64, horizon="segment", repeat_input=True),
         )
@@ -73,7 +73,7 @@ def states_of(carry):
     """Our memories as the reference keeps them, by its names."""
     states = {}
     for i, layer in enumerate(carry.layers):
-        if (memory := layer.mechanisms.get("melodi")) is not None:
+        if (memory := layer.mixers.get("melodi")) is not None:
             states[f"melodi_layers_{i}/short_memory/previous_mems_train"] = memory.short
             if memory.long is not None:
                 rings = [in_order(np.asarray(x), 4 * p // W) for x, p in zip(memory.long, carry.position)]

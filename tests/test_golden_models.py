@@ -14,8 +14,8 @@ from meliad_like.layers.attention import attend, ring_distance, unit
 from meliad_like.layers.basic import RMSNorm
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import T5Bias, t5_bucket
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.mechanisms.token_heads import TokenCache
+from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.mixers.token_heads import TokenCache
 from meliad_like.models.decoder import DecoderConfig, LayerCarry
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import Adafactor, make_optimizer
@@ -131,7 +131,7 @@ def language_model(name):
     arrays = np.load(GOLDEN / f"{name}.npz")
     config = DecoderConfig(**SMALL)
     if name == "d_lm_fixed_skip":
-        config = config.with_mechanism(RecurrentStates(layers=(1,), num_states=16))
+        config = config.with_mixer(RecurrentStates(layers=(1,), num_states=16))
     model = Model(config, V)
     params = from_meliad(below(arrays, "params/"), model.abstract_params)
     return arrays, model, params
@@ -182,7 +182,7 @@ def test_language_model_over_segments(name):
             np.testing.assert_allclose(
                 jnp.swapaxes(layer_carry.tokens.value, 1, 2), theirs["previous_values_train"], atol=1e-5
             )
-            recurrent = layer_carry.mechanisms.get("recurrent_states")
+            recurrent = layer_carry.mixers.get("recurrent_states")
             assert (recurrent is None) == ("recurrent_state_train" not in theirs)
             if recurrent is not None:
                 np.testing.assert_allclose(recurrent.states, theirs["recurrent_state_train"], atol=1e-5)

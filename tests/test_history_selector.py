@@ -10,7 +10,7 @@ import pytest
 from meliad_like.errors import UserError
 from meliad_like.history.config import SELECTORS, JointSelectorConfig
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
-from meliad_like.mechanisms.window_summary import WindowSummary
+from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 
@@ -19,7 +19,7 @@ DECODERS = {
     name: PretrainedConfig(
         architecture=name, num_layers=2, model_width=8, num_heads=2, num_key_value_heads=heads, head_size=4,
         feedforward_width=16, max_positions=16, window_length=16, overlap=3, tied_embedding=tied,
-        mechanisms=(WindowSummary(),) if tied else (),
+        mixers=(WindowSummary(),) if tied else (),
     )
     for name, heads, tied in (("gpt2", 2, True), ("llama", 1, False))
 }  # fmt: skip

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from meliad_like.conversion.meliad import to_meliad
-from meliad_like.mechanisms.dense_memory import DenseMemory
-from meliad_like.mechanisms.melodi import Melodi
-from meliad_like.mechanisms.positions import Alibi, Fourier, Network, Orthogonal
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mixers.dense_memory import DenseMemory
+from meliad_like.models.melodi import Melodi
+from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal
+from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -40,7 +40,7 @@ def test_fresh_parameters_are_the_references(name):
         **SIZES,
     )
     if recurrent:
-        config = config.with_mechanism(RecurrentStates(layers=recurrent, num_states=64, **gates))
+        config = config.with_mixer(RecurrentStates(layers=recurrent, num_states=64, **gates))
     model = Model(config, 512)
     assert model.num_parameters == num_parameters
     ours = to_meliad(model.init(jax.random.key(0)))
@@ -74,8 +74,8 @@ def assert_alike(ours, reference):
 @pytest.mark.parametrize("gate", ["fixed", "lstm"])
 def test_gates_begin_with_the_time_constants(gate, cell):
     recurrence = RecurrentStates(layers=(0,), num_states=8, gate=gate, cell=cell, time_constants=(2.0, 1000.0))
-    model = Model(DecoderConfig(num_layers=1, **SIZES).with_mechanism(recurrence), 64)
-    states = model.bind(model.init(jax.random.key(0))).layers[0].mechanisms["recurrent_states"].cell
+    model = Model(DecoderConfig(num_layers=1, **SIZES).with_mixer(recurrence), 64)
+    states = model.bind(model.init(jax.random.key(0))).layers[0].mixers["recurrent_states"].cell
     times = np.geomspace(2, 1000, SIZES["model_width"])
     hidden = {"attention_gate": 2 * SIZES["num_heads"] * SIZES["head_size"], "feedforward_gate": 1024}
     read = {name: jnp.zeros((1, 1, width)) for name, width in hidden.items() if hasattr(states, name)}
@@ -86,7 +86,7 @@ def test_gates_begin_with_the_time_constants(gate, cell):
 
 def test_attention_of_states_begins_with_its_scale():
     recurrence = RecurrentStates(layers=(0,), num_states=8, feedback="last", attention_scale=4.0)
-    model = Model(DecoderConfig(num_layers=2, **SIZES).with_mechanism(recurrence), 64)
+    model = Model(DecoderConfig(num_layers=2, **SIZES).with_mixer(recurrence), 64)
     parameters = to_meliad(model.init(jax.random.key(0)))
     scales = {path: value for path, value in parameters.items() if "attention_scale" in path}
     of_states = {path for path in scales if "recurrent" in path or path.endswith("attention_scale2")}

@@ -9,8 +9,8 @@ from fake_split import FakeSplit
 
 from meliad_like import config
 from meliad_like.evaluation.interventions import KINDS, losses_after, next_lanes
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -34,8 +34,8 @@ class Split(FakeSplit):
 def make():
     sizes = {"num_layers": 2, "model_width": 16, "num_heads": 2, "head_size": 8, "feedforward_width": 16}
     settings = DecoderConfig(**sizes, window_length=W, logit_scale=1.0)
-    settings = settings.with_mechanism(RecurrentStates(layers=(1,), num_states=4))
-    model = Model(settings.with_mechanism(ExternalMemory(layers=(0,), num_slots=2 * W, num_neighbors=3)), V)
+    settings = settings.with_mixer(RecurrentStates(layers=(1,), num_states=4))
+    model = Model(settings.with_mixer(ExternalMemory(layers=(0,), num_slots=2 * W, num_neighbors=3)), V)
     return model, jax.jit(model.init)(jax.random.key(0))
 
 

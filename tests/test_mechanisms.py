@@ -32,13 +32,13 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.scales import configure
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
-from meliad_like.mechanisms.base import MECHANISMS, MechanismConfig
-from meliad_like.mechanisms.dense_memory import DenseMemory
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.gated_delta_rule import GatedDeltaRule
-from meliad_like.mechanisms.melodi import Melodi
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mixers.base import MIXERS, MixerConfig
+from meliad_like.mixers.dense_memory import DenseMemory
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
+from meliad_like.models.melodi import Melodi
+from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -50,7 +50,7 @@ B, C, V = 8, 8, 64
 class Example(NamedTuple):
     """A mechanism for the tests, and the shipped file that has it."""
 
-    config: MechanismConfig
+    config: MixerConfig
     file: str
     parameters: int
     """The number of parameters of the shipped file's model, with a vocabulary of 32,000."""
@@ -82,8 +82,8 @@ of_each_mechanism = pytest.mark.parametrize("name", EXAMPLES)
 
 def decoder(name, **sizes):
     """A decoder with the mechanism, beside a sliding window or alone."""
-    example, config = EXAMPLES[name], DecoderConfig(**sizes).with_mechanism(EXAMPLES[name].config)
-    return config if example.window else config.without_mechanism(SlidingWindow)
+    example, config = EXAMPLES[name], DecoderConfig(**sizes).with_mixer(EXAMPLES[name].config)
+    return config if example.window else config.without_mixer(SlidingWindow)
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def make(name):
 
 
 def test_every_mechanism_is_here():
-    assert set(EXAMPLES) == set(MECHANISMS)
+    assert set(EXAMPLES) == set(MIXERS)
 
 
 @of_each_mechanism
@@ -134,7 +134,7 @@ def test_memories_can_be_exchanged(name):
 
 @of_each_mechanism
 def test_an_empty_part_is_a_cleared_one(name):
-    """The memory alone is exchanged: the window remains, as with `MechanismConfig.cleared`."""
+    """The memory alone is exchanged: the window remains, as with `MixerConfig.cleared`."""
     model, params = make(name)
     _, carry = read(model, params, tokens_of(2, 8), begin(model, params, 2), starts(2, 8))
     assert set(model.config.parts(carry)) - {"window"} == {name} - {"sliding_window"}
@@ -179,7 +179,7 @@ def losses_and_gradient(model, params, carry, batch):
 @pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 1, 1, 8)])
 def test_sharded_equals_unsharded(name, shape):
     model, params = make(name)
-    if shape[3] > 1 and model.config.waits_for:
+    if shape[3] > 1 and model.config.sequential_because:
         with pytest.raises(UserError, match="MeshConfig.sequence=8 must be 1"):
             model.config.check_sequence(C * W, shape[3])
         return
@@ -255,7 +255,7 @@ def test_operations_are_those_that_xla_counts(name):
 def test_it_says_how_its_sizes_shrink(name):
     mechanism = EXAMPLES[name].config
     numbers = [field for field in dataclasses.fields(mechanism) if type(getattr(mechanism, field.name)) is int]
-    assert all("scales_as" in field.metadata for field in [*numbers, *dataclasses.fields(MechanismConfig)])
+    assert all("scales_as" in field.metadata for field in [*numbers, *dataclasses.fields(MixerConfig)])
 
 
 @of_each_mechanism
@@ -265,7 +265,7 @@ def test_its_file_is_a_row_of_a_table_at_every_scale(name):
     tables = (TABLES["table1"], SUBJECTS["melodi"])
     [row] = [row for table in tables for row in table.rows if row.files[0] == example.file]
     tiny = configure(row, SCALES["tiny"]).model
-    assert type(example.config) in map(type, tiny.mechanisms)
+    assert type(example.config) in map(type, tiny.mixers)
     assert Model(tiny, 256).num_parameters < example.parameters / 100
 
 

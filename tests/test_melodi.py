@@ -20,12 +20,12 @@ from ways import (
 from meliad_like import config
 from meliad_like.errors import UserError
 from meliad_like.layers.windows import by_difference
-from meliad_like.mechanisms.dense_memory import DenseMemory
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.gated_delta_rule import GatedDeltaRule
-from meliad_like.mechanisms.melodi import Melodi
-from meliad_like.mechanisms.positions import Rotary
-from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mixers.dense_memory import DenseMemory
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
+from meliad_like.models.melodi import Melodi
+from meliad_like.mixers.positions import Rotary
+from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -36,7 +36,7 @@ SMALL = Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=2,
 @functools.cache
 def make(melodi, *others, **changes):
     """A model, and parameters without zeros, ones or values too small for the tests to notice."""
-    model = Model(DecoderConfig(**SIZES, mechanisms=(melodi, *others), feedforward_bias=True, **changes), V)
+    model = Model(DecoderConfig(**SIZES, mixers=(melodi, *others), feedforward_bias=True, **changes), V)
     generator = np.random.default_rng(0)
 
     def perturb(x):
@@ -105,7 +105,7 @@ def read_layer(p, melodi, x, short, long):
 def read_document(model, params, tokens):
     """The logits of one document, [n, v], by loops over windows and layers in float64; empty memories are masked, or
     zeros without a mask."""
-    p, melodi = jax.tree.map(lambda x: np.asarray(x, np.float64), params), model.config.mechanisms[0]
+    p, melodi = jax.tree.map(lambda x: np.asarray(x, np.float64), params), model.config.mixers[0]
     masked, d, long_layers = model.config.mask_empty_cache, SIZES["model_width"], melodi.long_indices(3)
     number = 0 if masked else melodi.long_slots
     short = [None if masked else np.zeros((melodi.short_length, d))] * 3

@@ -7,7 +7,7 @@ from meliad_like.config.bindings import shipped_files
 from meliad_like.experiments.scales import configure
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.block_recurrent import SCALES
-from meliad_like.mechanisms.melodi import Melodi
+from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import CosineSchedule
 
@@ -73,9 +73,9 @@ def test_parameters_of_a_size(size):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_row_keeps_its_proportions_at_tiny(name):
     whole, tiny = config.parse(ROWS[name].files).model, configure(ROWS[name], SCALES["tiny"]).model
-    assert [type(mechanism) for mechanism in tiny.mechanisms] == [type(mechanism) for mechanism in whole.mechanisms]
-    if (melodi := whole.mechanism(Melodi)) is not None:
-        small = tiny.mechanism(Melodi)
+    assert [type(mechanism) for mechanism in tiny.mixers] == [type(mechanism) for mechanism in whole.mixers]
+    if (melodi := whole.mixer(Melodi)) is not None:
+        small = tiny.mixer(Melodi)
         assert small.long_slots * melodi.long_length == melodi.long_slots * small.long_length or name == "window_128"
         assert len(small.long_layers) == len(melodi.long_layers)
 

@@ -11,8 +11,8 @@ from ways import V, W, begin, read, starts, tokens_of
 from meliad_like.errors import UserError
 from meliad_like.layers import memory_search
 from meliad_like.layers.memory_search import Memory, attend_memories, recall, remember, remember_block, search
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -24,11 +24,11 @@ CONFIG = DecoderConfig(
     head_size=8,
     feedforward_width=16,
     window_length=W,
-).with_mechanism(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3))
+).with_mixer(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3))
 
 
 def memorizing(**changes):
-    return CONFIG.with_mechanism(dataclasses.replace(CONFIG.mechanism(ExternalMemory), **changes))
+    return CONFIG.with_mixer(dataclasses.replace(CONFIG.mixer(ExternalMemory), **changes))
 
 
 def normal(*shape, seed=0):
@@ -122,12 +122,12 @@ def model_and_carry(config, b=2):
 def poison(carry, lane):
     """Replaces the memories of a lane by values that change every result."""
     layer = carry.layers[0]
-    stored = Memory(*(x.at[lane].set(1e3) for x in layer.mechanisms["external_memory"]))
+    stored = Memory(*(x.at[lane].set(1e3) for x in layer.mixers["external_memory"]))
     return carry._replace(layers=[with_memory(layer, stored), *carry.layers[1:]])
 
 
 def with_memory(layer, stored):
-    return layer._replace(mechanisms=layer.mechanisms | {"external_memory": stored})
+    return layer._replace(mixers=layer.mixers | {"external_memory": stored})
 
 
 @pytest.mark.parametrize("update", ["block", "segment"])
@@ -174,7 +174,7 @@ def test_a_segment_longer_than_the_memory_leaves_its_newest_tokens():
     for update in ("block", "segment"):
         model, params, carry = model_and_carry(memorizing(num_slots=2 * W, update=update))
         _, carry = read(model, params, tokens_of(2, 6), carry, starts(2, 6, (1, 5)))
-        stored[update] = np.asarray(carry.layers[0].mechanisms["external_memory"].key)
+        stored[update] = np.asarray(carry.layers[0].mixers["external_memory"].key)
     # Keys of the first layer don't depend on memories. The second lane's document has one block.
     np.testing.assert_allclose(stored["segment"][0], stored["block"][0], atol=1e-6)
     np.testing.assert_allclose(stored["segment"][1, :, :W], stored["block"][1, :, :W], atol=1e-6)
@@ -192,7 +192,7 @@ def test_gradients_reach_the_gate_and_the_query_but_no_memory():
         return jnp.sum(hidden**3)
 
     of_params, of_memory = jax.jit(jax.grad(total, argnums=(0, 1)))(
-        params, carry.layers[0].mechanisms["external_memory"]
+        params, carry.layers[0].mixers["external_memory"]
     )
     assert (np.abs(of_params["layers"][0]["mechanisms"]["external_memory"]["gate"]) > 0).all()
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(of_memory))
@@ -216,4 +216,4 @@ def test_mistakes(changes, message):
 
 def test_memories_are_mixed_with_a_window():
     with pytest.raises(UserError, match=r"ExternalMemory.layers=\(0,\) need a SlidingWindow"):
-        CONFIG.with_mechanism(SlidingWindow(layers=(1,)))
+        CONFIG.with_mixer(SlidingWindow(layers=(1,)))

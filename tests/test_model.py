@@ -28,9 +28,9 @@ from ways import (
 from meliad_like.conversion.meliad import to_meliad
 from meliad_like.layers.attention import attend, attend_window, ring_square, unit
 from meliad_like.layers.basic import dropout_multiplier, tiled_dropout
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.positions import Infused, NoPosition, Rotary
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.positions import Infused, NoPosition, Rotary
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.skeleton import DecoderCarry
@@ -48,7 +48,7 @@ SLIDE = DecoderConfig(
 CONFIGS = {
     "slide": SLIDE,
     **{
-        f"{gate}:{cell}": SLIDE.with_mechanism(RecurrentStates(layers=(1,), num_states=3, gate=gate, cell=cell))
+        f"{gate}:{cell}": SLIDE.with_mixer(RecurrentStates(layers=(1,), num_states=3, gate=gate, cell=cell))
         for gate in ("fixed", "lstm")
         for cell in ("skip", "single", "dual")
     },
@@ -68,10 +68,10 @@ CONFIGS |= {
     "feedback": recurrent(SKIP, **THREE, feedback="last"),
     "feedback of the last": recurrent(CONFIGS["lstm:single"], **THREE, layers=(0, 1), feedback="last"),
     "feedback of all": recurrent(SKIP, **THREE, layers=(0, 1), feedback="all", mask_empty_cache=False),
-    "memory": SLIDE.with_mechanism(MEMORY),
-    "memory of buckets": dataclasses.replace(SLIDE, mask_empty_cache=False).with_mechanism(BUCKETS),
-    "memory and feedback": recurrent(SKIP, **THREE, feedback="last", position=Rotary()).with_mechanism(MEMORY),
-    "memory beside states": SKIP.with_mechanism(dataclasses.replace(MEMORY, layers=(0, 1))),
+    "memory": SLIDE.with_mixer(MEMORY),
+    "memory of buckets": dataclasses.replace(SLIDE, mask_empty_cache=False).with_mixer(BUCKETS),
+    "memory and feedback": recurrent(SKIP, **THREE, feedback="last", position=Rotary()).with_mixer(MEMORY),
+    "memory beside states": SKIP.with_mixer(dataclasses.replace(MEMORY, layers=(0, 1))),
     "scanned": recurrent(SKIP, **THREE, layers=(1, 2), scan_layers=True),
     "scanned feedback": recurrent(SKIP, **THREE, layers=(2,), feedback="last", scan_layers=True),
 }
@@ -107,7 +107,7 @@ def test_equals_the_dense_model(name):
         expected, states = dense(tokens[lane])
         np.testing.assert_allclose(logits[lane], expected, atol=1e-5)
         for i, layer in enumerate(carry.layers):
-            ours = layer.mechanisms.get("recurrent_states", ())
+            ours = layer.mixers.get("recurrent_states", ())
             if states[i] is None:
                 assert ours == ()
             else:
@@ -196,7 +196,7 @@ def test_lanes_decode_independently():
 def test_cleared_states_start_every_segment_anew():
     model, params = make(recurrent(SKIP, clear_states=True))
     _, carry = read(model, params, tokens_of(2, 4), begin(model, params, 2), starts(2, 4))
-    layers = [layer._replace(mechanisms=jax.tree.map(lambda x: x + 100, layer.mechanisms)) for layer in carry.layers]
+    layers = [layer._replace(mixers=jax.tree.map(lambda x: x + 100, layer.mixers)) for layer in carry.layers]
     poisoned = DecoderCarry(carry.position, layers)
     logits = [read(model, params, tokens_of(2, 4, seed=1), c, starts(2, 4))[0] for c in (carry, poisoned)]
     np.testing.assert_array_equal(*logits)

@@ -18,7 +18,7 @@ from meliad_like.conversion.parameters import to_tensors
 from meliad_like.conversion.pretrained import Pretrained, read_gguf, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_formats import LLAMA
 from meliad_like.errors import UserError
-from meliad_like.mechanisms.window_summary import WindowSummary
+from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
@@ -247,14 +247,14 @@ SUMMARY = WindowSummary(layers=(0, -1), num_inserted=2, pooling="attention", wid
 
 def test_a_recurrence_comes_back(tmp_path):
     pretrained = random_llama(
-        mechanisms=(dataclasses.replace(SUMMARY, normalise_pooled=True),), window_length=16, overlap=3
+        mixers=(dataclasses.replace(SUMMARY, normalise_pooled=True),), window_length=16, overlap=3
     )
     write_huggingface(pretrained, 3, tmp_path)
     assert_same(read_huggingface(tmp_path), pretrained)
 
 
 def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
-    pretrained = random_llama(mechanisms=(SUMMARY,))
+    pretrained = random_llama(mixers=(SUMMARY,))
     write_huggingface(pretrained, 3, tmp_path)
     path = tmp_path / "recurrence.safetensors"
     tensors = safetensors.numpy.load_file(path)

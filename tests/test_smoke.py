@@ -13,7 +13,7 @@ from meliad_like.config.run import stages_of
 from meliad_like.data.files_source import TextSource
 from meliad_like.errors import UserError
 from meliad_like.experiments.shrinking import shrink
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.smoke import copy_documents, train_until_killed
 
 FILES = config.shipped_files()
@@ -70,7 +70,7 @@ def test_shrinking_keeps_ratios_and_shares():
     assert (small.model.num_layers, small.model.model_width, small.model.num_heads) == (3, 32, 2)
     assert (small.model.window_length, small.data.segment_length) == (16, 32)
     # Layers 10 and 20 of 24 are the second and the third of 3.
-    assert small.model.mechanism(RecurrentStates) == RecurrentStates(layers=(1, 2), num_states=16)
+    assert small.model.mixer(RecurrentStates) == RecurrentStates(layers=(1, 2), num_states=16)
     assert small.vocabulary == dataclasses.replace(run.vocabulary, size=512)
     assert shrink(run, keep_vocabulary=True).vocabulary == run.vocabulary
     staged = config.parse(["shortformer/shortformer.gin"])

@@ -10,7 +10,7 @@ import pytest
 from study_runs import WINDOW, Page, assert_safe, one_device, request, runs
 
 from meliad_like.layers.state_cell import LstmGate
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.studies import gates
 from meliad_like.studies.gates import QUANTILES, Gates, Tracer
 from meliad_like.studies.readings import open_subject
@@ -50,7 +50,7 @@ def test_gates_of_several_layers_are_averaged_by_themselves():
 
 
 def recurrent_layers(subject):
-    return subject.run.model.mechanism(RecurrentStates).indices(subject.run.model.total_layers)
+    return subject.run.model.mixer(RecurrentStates).indices(subject.run.model.total_layers)
 
 
 def states_after(subject, layer, blocks):
@@ -63,7 +63,7 @@ def states_after(subject, layer, blocks):
         carry = module.init_carry(1)
         if blocks:
             _, carry = module(TOKENS[None, : blocks * WINDOW], carry, np.arange(blocks)[None] == 0)
-        return carry.layers[layer].mechanisms["recurrent_states"].states[0]
+        return carry.layers[layer].mixers["recurrent_states"].states[0]
 
     return np.asarray(read(subject.opened.params))
 

@@ -17,9 +17,9 @@ from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import random_batch
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
-from meliad_like.mechanisms.base import MECHANISMS
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mixers.base import MIXERS
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.base import MODELS
 from meliad_like.models.decoder import DecoderConfig
@@ -30,7 +30,7 @@ from meliad_like.training.program import make_program
 
 
 def states(model):
-    return model.mechanism(RecurrentStates)
+    return model.mixer(RecurrentStates)
 
 
 ROWS = {row.files[0]: row for table in TABLES.values() for row in table.rows}
@@ -161,14 +161,14 @@ def test_tiny_is_every_row_made_smaller_by_one_factor():
     assert shape("xl_2048", "tiny") == (128, 128, 0, 6, 64, 2, 32)
     assert shape("fixed_skip", "small") == (1024, 128, 128, 12, 256, 4, 64)
     memory = configure(TABLES["table1"].row("memorizing_64k"), SCALES["tiny"]).model
-    assert memory.mechanism(ExternalMemory) == ExternalMemory(layers=(4,), num_slots=4096, num_neighbors=8)
+    assert memory.mixer(ExternalMemory) == ExternalMemory(layers=(4,), num_slots=4096, num_neighbors=8)
     tall = configure(TABLES["table4"].row("recurrent_650m"), SCALES["tiny"]).model
     assert (tall.total_layers, states(tall).layers) == (12, (4, 9))
     assert len({configure(row, SCALES["tiny"]).data.tokens_per_step for row in ROWS.values()}) == 1
 
 
 def test_every_number_of_a_model_states_how_it_scales():
-    for config_class in (*MODELS.values(), *MECHANISMS.values()):
+    for config_class in (*MODELS.values(), *MIXERS.values()):
         for field in dataclasses.fields(config_class):
             rule_of(config_class, field)
 
@@ -227,7 +227,7 @@ def one_file_of_each_structure() -> list[str]:
         m = run.model
         r = states(m)
         recurrence = r and (r.gate, r.cell, r.feedback, len(r.layers), np.sign(r.num_states - m.window_length))
-        structure = (m.mechanism(ExternalMemory), run.data.segment_length > m.window_length, recurrence)
+        structure = (m.mixer(ExternalMemory), run.data.segment_length > m.window_length, recurrence)
         files.setdefault(structure, file)
     return list(files.values())
 

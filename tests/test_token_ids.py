@@ -7,7 +7,7 @@ import pytest
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import embed
-from meliad_like.mechanisms.window_summary import WindowSummary
+from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig

@@ -18,9 +18,10 @@ from etils import epath
 from meliad_like.config import RunConfig
 from meliad_like.conversion.parameters import Place, Places, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
-from meliad_like.mechanisms.dense_memory import DenseMemory
-from meliad_like.mechanisms.melodi import Melodi
-from meliad_like.mechanisms.positions import Infused, Rotary
+from meliad_like.mixers.dense_memory import DenseMemory
+from meliad_like.models.melodi import Melodi
+from meliad_like.models.repeated_input import RepeatedInput
+from meliad_like.mixers.positions import Infused, Rotary
 from meliad_like.models.base import MODELS
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -83,13 +84,15 @@ _POSITIONS = {
 }
 # From our names to the reference's, within a layer of the older stack.
 _LAYER = {
-    "attention_norm/scale": "tbase/_kvq/pre_attn_layernorm/scale",
-    **_BLOCK,
+    "norm/scale": "tbase/_kvq/pre_attn_layernorm/scale",
+    "output/kernel": _BLOCK["output/kernel"],
+    "feedforward/norm/scale": _BLOCK["feedforward_norm/scale"],
+    **{f"feedforward/network/{ours}": theirs for ours, theirs in _FEEDFORWARD.items()},
     **{f"heads/{ours}": theirs for ours, theirs in _HEADS.items()},
     **_POSITIONS,
-    "mechanisms/external_memory/gate": "external_memory_bias",
-    **{f"mechanisms/recurrent_states/{ours}": theirs for ours, theirs in _READER.items()},
-    **{f"mechanisms/recurrent_states/cell/{ours}": theirs for ours, theirs in _CELL.items()},
+    "mixers/external_memory/gate": "external_memory_bias",
+    **{f"reader/{ours.removeprefix('cross_')}": theirs for ours, theirs in _READER.items()},
+    **{f"mixers/recurrent_states/cell/{ours}": theirs for ours, theirs in _CELL.items()},
 }
 _TOP = {"embedding": "embed/embedding", "final_norm/scale": "final_layernorm/scale"}
 
@@ -102,20 +105,20 @@ def _mix(theirs: str) -> dict[str, str]:
 
 _SUMMARY_MIX = "token_mixing_summary"
 _NEW_LAYER = {
-    "attention_norm/scale": "tbase/pre_attn_layernorm/scale",
+    "norm/scale": "tbase/pre_attn_layernorm/scale",
     "output/kernel": "tbase/post_attn_mlp/output_layer/kernel",
-    "feedforward_norm/scale": "tbase/pre_ffn_layernorm/scale",
+    "feedforward/norm/scale": "tbase/pre_ffn_layernorm/scale",
     **{
-        f"feedforward/{ours}/{name}": f"tbase/ffn/mlp_layer/{theirs}/{name}"
+        f"feedforward/network/{ours}/{name}": f"tbase/ffn/mlp_layer/{theirs}/{name}"
         for ours, theirs in {"hidden": "input_layer", "output": "output_layer"}.items()
         for name in ("kernel", "bias")
     },
     **{f"heads/{ours}": theirs for ours, theirs in _HEADS.items()},
     **_POSITIONS,
-    **{f"mechanisms/melodi/summary_mix/{ours}": theirs for ours, theirs in _mix(_SUMMARY_MIX).items()},
-    **{f"mechanisms/melodi/short_mix/{ours}": theirs for ours, theirs in _mix("token_mixing_short").items()},
-    **{f"mechanisms/melodi/long_mix/{ours}": theirs for ours, theirs in _mix("long_mem_token_mixing").items()},
-    "mechanisms/melodi/gate": "attn_gate",
+    **{f"summary_mix/{ours}": theirs for ours, theirs in _mix(_SUMMARY_MIX).items()},
+    **{f"short_mix/{ours}": theirs for ours, theirs in _mix("token_mixing_short").items()},
+    **{f"long_mix/{ours}": theirs for ours, theirs in _mix("long_mem_token_mixing").items()},
+    "gate": "attn_gate",
 }
 _NEW_TOP = {
     "embedding": "embed/embedding",
@@ -124,15 +127,18 @@ _NEW_TOP = {
 }
 
 
+def _melodi(config: DecoderConfig) -> Melodi | None:
+    return next((kind for kind in config.layer_kinds if isinstance(kind, Melodi)), None)
+
+
 def _stack(config: DecoderConfig) -> tuple[dict[str, str], dict[str, str], list[str]]:
     """The names of the reference's stack outside of layers and within a layer, and the prefixes of its layers."""
     layers = range(config.total_layers)
     if not config.feedforward_bias:
         return _TOP, _LAYER, [f"transformer{i}" for i in layers]
-    if config.mechanism(Melodi) is not None:
+    if _melodi(config) is not None:
         return _NEW_TOP, _NEW_LAYER, [f"layer_stack/melodi_layers_{i}/melodi_layer" for i in layers]
-    dense = config.mechanism(DenseMemory)
-    [side] = [None] if dense is None else sorted(dense.indices(config.total_layers))
+    [side] = config.layers_with(DenseMemory) or [None]
     # The dense layer is not counted among the layers of the stack.
     others = iter(layers)
     return (
@@ -148,16 +154,18 @@ def _places(config: DecoderConfig) -> Places:
     def place(path: str) -> Place:
         if not (match := re.fullmatch(r"layers/(\d+)/(.+)", path)):
             return Place(top[path])
-        if match[2] not in within:
-            raise UserError(f"the reference has no parameter like our {path}: it lacks that mechanism")
-        return Place(f"{prefixes[int(match[1])]}/{within[match[2]]}")
+        # The reference has the heads of tokens, and their attention to states, in the layer.
+        name = re.sub(r"mixers/\w+/(?:window/)?(heads|reader)/", r"\1/", match[2])
+        if name not in within:
+            raise UserError(f"the reference has no parameter like our {path}: it lacks that mixer")
+        return Place(f"{prefixes[int(match[1])]}/{within[name]}")
 
     return place
 
 
 def _idle(config: DecoderConfig) -> str | None:
     """The prefix of the parameters with which the reference's last layer mixes summaries that nothing reads."""
-    return None if config.mechanism(Melodi) is None else f"{_stack(config)[2][-1]}/{_SUMMARY_MIX}/"
+    return None if _melodi(config) is None else f"{_stack(config)[2][-1]}/{_SUMMARY_MIX}/"
 
 
 def from_meliad(
@@ -181,7 +189,7 @@ def to_meliad(params: dict[str, Any], config: DecoderConfig = SLIDE) -> dict[str
     Its idle parameters are zeros, and ones for the scales of norms.
     """
     theirs, idle = to_tensors(_places(config), params), _idle(config)
-    melodi = config.mechanism(Melodi)
+    melodi = _melodi(config)
     if idle is not None and melodi is not None:
         u, d = melodi.num_summaries, config.model_width
         theirs[f"{idle}lin_mix/kernel"] = np.zeros((config.window_length + u, u), np.float32)
@@ -268,17 +276,16 @@ def _check_family(run: RunConfig, origin: str) -> None:
 
 
 def _check_new_stack(model: DecoderConfig, origin: str) -> None:
-    melodi, dense = model.mechanism(Melodi), model.mechanism(DenseMemory)
-    if melodi is None and dense is None:
+    melodi, dense = _melodi(model), model.layers_with(DenseMemory)
+    if melodi is None and not dense:
         return
     if not model.feedforward_bias:
         raise UserError(f"{origin}: the reference's MELODI and dense memory need DecoderConfig.feedforward_bias=True")
-    layers = model.total_layers
-    if melodi is not None and len(melodi.indices(layers)) < layers:
+    if melodi is not None and len(model.kinds) < model.total_layers:
         raise UserError(f"{origin}: in the reference all layers have MELODI, and here Melodi.layers={melodi.layers}")
-    if dense is not None and not dense.repeat_input:
+    if dense and not all(isinstance(model.kinds.get(i), RepeatedInput) for i in dense):
         raise UserError(
-            f"{origin}: in the reference the dense layer's input counts twice: DenseMemory.repeat_input=True"
+            f"{origin}: in the reference the dense layer's input counts twice: RepeatedInput.layers={tuple(dense)}"
         )
-    if dense is not None and len(dense.indices(layers)) > 1:
-        raise UserError(f"{origin}: the reference has one layer with a dense memory, and here {dense.layers} have it")
+    if len(dense) > 1:
+        raise UserError(f"{origin}: the reference has one layer with a dense memory, and here {dense} have it")

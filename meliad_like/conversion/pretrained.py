@@ -22,7 +22,7 @@ from meliad_like.data.tokenizers_vocabulary import (
 )
 from meliad_like.data.vocabulary import SETTINGS_NAME, Vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError, reading
-from meliad_like.mechanisms.window_summary import WindowSummary
+from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.remote import any_path, write_whole
@@ -129,7 +129,7 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
     fields = {name: fit(value, types[name], f"{path}: {name}") for name, value in saved.items()}
     windows = {name: fields.pop(name) for name in WINDOW_FIELDS}
     try:
-        config = dataclasses.replace(decoder, **windows, mechanisms=(WindowSummary(**fields),))
+        config = dataclasses.replace(decoder, **windows, recurrence=(WindowSummary(**fields),))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     template = Model(config, size).abstract_params["recurrence"]
@@ -218,7 +218,7 @@ def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunCon
     fixed = {"RunConfig.model", *(f"PretrainedConfig.{name}" for name in DECODER_FIELDS)}
     fixed |= {*bound_values(model.rotary_scaling)}
     if model.summary is not None:
-        fixed |= {"PretrainedConfig.mechanisms", *bound_values(model.summary)}
+        fixed |= {"PretrainedConfig.recurrence", *bound_values(model.summary)}
         fixed -= {"WindowSummary.scale", "WindowSummary.rate"}
     for name, (old, new) in differences(start, run).items():
         if name in fixed:

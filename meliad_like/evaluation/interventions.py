@@ -6,6 +6,7 @@ of the first reading, or an empty one. What is not exchanged, such as the window
 the loss of a token shows what the exchange costs at this distance.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +25,55 @@ from meliad_like.data.split import Documents
 from meliad_like.evaluation.perplexity import Evaluator, Losses, Way
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.mesh import lane_shards
+from meliad_like.models.base import ModelConfig
+from meliad_like.models.decoder_layer import is_window
 from meliad_like.models.model import Model
+
+WINDOW = "window"
+"""The part of a decoder's carry that is the caches of its attention to windows."""
+
+
+def cleared(model: ModelConfig) -> ModelConfig | None:
+    """The same model, in which every segment begins with empty states; None if it has no states."""
+    changes = {}
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        if isinstance(value, tuple) and any(hasattr(part, "clear_states") for part in value):
+            clear = {"clear_states": True}
+            changes[field.name] = tuple(
+                dataclasses.replace(part, **clear) if hasattr(part, "clear_states") else part for part in value
+            )
+    return dataclasses.replace(model, **changes) if changes else None
+
+
+def part_names(config: ModelConfig, carry: Any) -> list[str]:
+    """The parts of a carry for segments that can be exchanged: of a decoder the window, which is the caches of all layers,
+    and the memories of its mixers by their names; of other families the whole."""
+    if not all(isinstance(layer, dict) for layer in carry.layers):
+        whole = config.memory_name if jax.tree.leaves(carry._replace(position=None)) else None
+        return [] if whole is None else [whole]
+    names = {}
+    for layer in carry.layers:
+        for name, one in layer.items():
+            leaves = jax.tree.leaves(one, is_leaf=is_window)
+            names |= {WINDOW if is_window(leaf) else name: None for leaf in leaves}
+    return sorted(names, key=lambda name: name != WINDOW)
+
+
+def exchange(config: ModelConfig, carry: Any, source: Any, names: Sequence[str]) -> Any:
+    """A carry with the named parts of another one. Mixers count the tokens of their memories themselves, so that the other
+    carry may be from any place of any document."""
+    if set(names) == set(part_names(config, carry)):
+        return source
+
+    def of_mixer(name, ours, theirs):
+        def choose(one, other):
+            return other if (WINDOW if is_window(one) else name) in names else one
+
+        return jax.tree.map(choose, ours, theirs, is_leaf=is_window)
+
+    both = zip(carry.layers, source.layers, strict=True)
+    return carry._replace(layers=[{name: of_mixer(name, a[name], b[name]) for name in a} for a, b in both])
 
 
 class Carries(NamedTuple):
@@ -86,7 +135,7 @@ def losses_after(
         run: of the model, with the number of lanes and the length of slices.
         documents: to be read, each of them longer than `every`; at least two if they are `shuffled`.
         kind: of KINDS.
-        parts: of the carry that are exchanged (`ModelConfig.parts`).
+        parts: of the carry that are exchanged (`part_names`).
         every: tokens from one intervention to the next, whole windows.
         on_progress: as of `Evaluator`.
     """
@@ -99,20 +148,14 @@ def losses_after(
         return LanesReader(documents, lanes, every, window, **order)
 
     step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
-    way = Way(step, partial(_begin, model), lambda model, state: Carries(*map(model.carry_axes, state)))
+    way = Way(step, _begin, lambda model, state: Carries(*map(model.carry_axes, state)))
     slices = {"max_lanes": lanes, "loss_slice": run.training.loss_slice}
     evaluator = Evaluator(model, documents, mesh, name=kind, segment_length=every, way=way, read=reader, **slices)
     return evaluator.token_losses(params, on_progress)
 
 
-def _begin(model: Model, module: Any, b: int) -> Carries:
-    return Carries(*(_empty(model, module, b) for _ in Carries._fields))
-
-
-def _empty(model: Model, module: Any, b: int) -> Any:
-    """The carry before the first token, in the form with the parts' own positions."""
-    carry = module.init_carry(b)
-    return model.config.with_parts(carry, model.config.parts(carry))
+def _begin(module: Any, b: int) -> Carries:
+    return Carries(*(module.init_carry(b) for _ in Carries._fields))
 
 
 def _step(
@@ -131,10 +174,9 @@ def _step(
 
     def with_memory(carry, source):
         """The carry with the memory of another one, except for documents that begin here."""
-        parts = config.parts(source)
-        return choose_lanes(begins, carry, config.with_parts(carry, {name: parts[name] for name in names}))
+        return choose_lanes(begins, carry, exchange(config, carry, source, names))
 
-    empty = _empty(model, module, len(begins))
+    empty = module.init_carry(len(begins))
     here = choose_lanes(begins, empty, carries.now)
     changed = with_memory(carries.disturbed, kind.memory(carries, here, empty))
     # The last block of a document may end in padding, which must not become the memory of another document.

@@ -68,7 +68,7 @@ def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batc
 def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
     """Does the same as `evaluation_step`, one token after the other; documents begin with a segment."""
     module = model.bind(params)
-    fresh, begins = module.init_carry(len(batch.start), decoding=True), batch.start[:, 0]
+    fresh, begins = module.begin_decoding(module.init_carry(len(batch.start))), batch.start[:, 0]
     carry = choose_lanes(begins, fresh, carry)
 
     def one_token(carry, token):
@@ -83,7 +83,9 @@ def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -
 
 SEGMENTS = Way(evaluation_step)
 """Each segment at once."""
-TOKEN_BY_TOKEN = Way(decoding_step, lambda module, b: module.init_carry(b, decoding=True), repeats_windows=False)
+TOKEN_BY_TOKEN = Way(
+    decoding_step, lambda module, b: module.begin_decoding(module.init_carry(b)), repeats_windows=False
+)
 """One token after the other, as text is written; documents must begin at segment boundaries."""
 
 

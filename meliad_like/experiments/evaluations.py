@@ -16,7 +16,7 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation import protocols, report
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.models.model import Model
-from meliad_like.registry import sizes_of
+from meliad_like.registry import configs_in, sizes_of
 from meliad_like.run.opening import OpenedCheckpoint
 
 STRIDES_IN_WINDOW = 6
@@ -27,7 +27,7 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
     """Facts about a run that follow from its config."""
     model, num_steps = Model(run.model, vocabulary_size), run.training.num_steps
     own: dict[str, Any] = {"num_states": 0, "overlap": run.model.overlap}
-    for part in (run.model, *run.model.mechanisms):
+    for part in configs_in(run.model):
         own |= {field.name: getattr(part, field.name) for field in sizes_of(part, "length")}
     embedding = model.abstract_params.get("embedding", model.abstract_params.get("vocabulary"))
     stages = [((stage.last_step - stage.first_step) / num_steps, stage.run.model) for stage in stages_of(run)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
 from meliad_like.data.readers import ReaderConfig
-from meliad_like.registry import rule_of
+from meliad_like.registry import configs_in, rule_of
 
 if TYPE_CHECKING:
     from meliad_like.experiments.tables import Row
@@ -57,6 +57,9 @@ class Scale:
             # Of a few tokens one is left: a size of 0 would be another model.
             return max(value // divisor, min(value, 1))
 
+        def fewer(number: int) -> int:
+            return max(number // self.layers, model.fewest_layers)
+
         def named(layers):
             return layers and tuple(layer % model.total_layers // self.layers for layer in layers)
 
@@ -64,12 +67,14 @@ class Scale:
             "length": shorter,
             "width": lambda value: value // self.divisor,
             "heads": lambda value: value // root,
-            "layers": lambda value: value // self.layers,
+            "layers": fewer,
+            # Where the layers are too few for the whole pattern, they are one of each of its kinds.
+            "pattern": lambda entries: entries if fewer(model.num_layers) >= len(entries) else tuple(dict.fromkeys(entries)),
             "layer_indices": named if self.layers > 1 else lambda layers: layers,
         }
         smaller = {
             f"{type(part).__name__}.{size.name}": rules[rule](getattr(part, size.name))
-            for part in (model, *model.mechanisms, *parts_of(run.data))
+            for part in (*configs_in(model), *parts_of(run.data))
             for size in fields(part)
             if (rule := rule_of(type(part), size)) in rules
         }

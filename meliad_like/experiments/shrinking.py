@@ -24,7 +24,7 @@ CUTOFF_DIVISOR = 256
 
 
 def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
-    """A run of seconds with all mechanisms, stages and options of another one, on all devices of this machine. Its
+    """A run of seconds with all mixers, stages and options of another one, on all devices of this machine. Its
     metrics are only logged locally.
 
     Lengths, widths, heads and layers are divided as in the scales of the tables, by the largest numbers that leave a

@@ -220,7 +220,7 @@ def _look(
     wanted,
 ):
     module = model.bind(params)
-    outputs, carry = module.read_segment(tokens, carry, start, every_layer=bool(wanted.layers))
+    outputs, carry = module.read_while_decoding(tokens, carry, start, every_layer=bool(wanted.layers))
     return _results(module, outputs, targets, wanted), carry
 
 

@@ -121,7 +121,8 @@ def check_prompts(reading: Reading) -> None:
 def _begin(model: Model, params, seeds: UInt32[Array, " b"]):
     # All is made on the devices of the parameters, also where it does not depend on them: with a key elsewhere, writing
     # would be compiled twice.
-    carry = model.bind(params).init_carry(len(seeds), decoding=True)
+    module = model.bind(params)
+    carry = module.begin_decoding(module.init_carry(len(seeds)))
     return carry, jax.random.key_data(jax.vmap(jax.random.key)(seeds))
 
 

@@ -312,7 +312,7 @@ def _losses(
     """The losses of the targets. Without a carry, documents begin."""
     module = model.bind(params)
     if carry is None:
-        # With overlapping windows, only a carry for decoding receives tokens without repetition.
-        carry = module.init_carry(len(inputs), decoding=model.config.overlap > 0)
-    hidden, _ = module(inputs, carry, start)
-    return token_losses(module, hidden, targets, LOSS_SLICE)
+        carry = module.begin_decoding(module.init_carry(len(inputs)))
+    # While decoding, windows that overlap read tokens without repetition.
+    (output,), _ = module.read_while_decoding(inputs, carry, start)
+    return token_losses(module, module.finish(output, None), targets, LOSS_SLICE)

@@ -19,6 +19,9 @@ class Flops(NamedTuple):
         """The cost of matrix products: each has two more products in the backward pass, one for each of its factors."""
         return cls(forward, 2 * forward)
 
+    def __add__(self, other: "Flops") -> "Flops":  # type: ignore[override]
+        return Flops(self.forward + other.forward, self.backward + other.backward)
+
     @property
     def training(self) -> float:
         """The operations of the forward and the backward pass together."""

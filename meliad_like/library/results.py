@@ -46,7 +46,7 @@ class State:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Everything that the model remembers, by name, such as `layers/2/mechanisms/recurrent_states/states`, [r, d].
+        """Everything that the model remembers, by name, such as `layers/2/recurrent_states/states`, [r, d].
 
         The last token of the text is not part of it yet: a model reads this token when it continues the text. Arrays
         may have places, such as those of an empty cache, that no later token sees.

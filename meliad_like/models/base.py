@@ -7,7 +7,6 @@ contract of docs/design.md. The trainer, the evaluator and the generator name no
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Int
@@ -19,16 +18,13 @@ from meliad_like.validation import check_choices, check_positive, check_shares
 
 MODELS = Registry("model")
 
-WINDOW = "window"
-"""The part of a carry that is the cache of the window's attention (`ModelConfig.parts`)."""
-
 ActivationDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layers"]
 
 
 def _resumed(old: Any, new: Any) -> Any:
     """The old config with the values of the new one where fields may change (`may_change`), also in the configs of
-    mechanisms and others within it."""
+    mixers and others within it."""
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
         return tuple(map(_resumed, old, new))
     if not dataclasses.is_dataclass(old) or type(old) is not type(new):
@@ -70,8 +66,6 @@ class ModelConfig:
     """The fields that are dropout rates."""
     overlap: ClassVar[int] = 0
     """The number of tokens of the window before that a window repeats."""
-    mechanisms: ClassVar[tuple[Any, ...]] = ()
-    """The memory mechanisms of the layers."""
 
     def __post_init__(self):
         check_choices(self)
@@ -116,12 +110,8 @@ class ModelConfig:
         """
         return None
 
-    def cleared(self) -> "ModelConfig | None":
-        """The same model with states that are reset in every segment; None if it has no states."""
-        return None
-
     @property
-    def waits_for(self) -> str | None:
+    def sequential_because(self) -> str | None:
         """The reason why a segment can't be sharded over devices (`MeshConfig.sequence`); None if it can."""
         return "its windows are read one after the other"
 
@@ -133,9 +123,9 @@ class ModelConfig:
         """
         if parts == 1:
             return
-        if self.waits_for is not None:
+        if self.sequential_because is not None:
             name = MODELS.name_of(self)
-            raise UserError(f"MeshConfig.sequence={parts} must be 1 for this {name} model: {self.waits_for}")
+            raise UserError(f"MeshConfig.sequence={parts} must be 1 for this {name} model: {self.sequential_because}")
         if segment_length % (parts * self.window_length):
             raise UserError(
                 f"MeshConfig.sequence={parts} must divide the blocks of a segment: segment_length={segment_length} is "
@@ -150,23 +140,18 @@ class ModelConfig:
         """The number of tokens, itself included, that a token at each position of a document attends to in a layer."""
         raise NotImplementedError
 
-    def carry_axes(self, carry: Any) -> Any:
-        """The logical axes of each array of a carry, from the first axis; axes not listed are not sharded."""
-        return jax.tree.map(lambda _: ("lanes",), carry)
+    @property
+    def fewest_layers(self) -> int:
+        """The smallest number of layers with which a smaller model still has all kinds of layers."""
+        return 1
 
-    def parts(self, carry: Any) -> dict[str, Any]:
-        """What a carry for segments remembers, by part: `window`, which is the cache of the window's attention, and the
-        memories of mechanisms by their names.
+    @property
+    def memory_name(self) -> str | None:
+        """What a carry remembers, by one name, in a family whose carry is one memory; None: nothing.
 
-        Each part includes the number of tokens of its document that it has read. So it can be exchanged for the same
-        part of any other carry; that of a carry before its first token is empty.
+        A decoder's carry has the memories of its mixers instead (`evaluation/interventions.py`).
         """
-        return {WINDOW: carry} if jax.tree.leaves(carry.layers) else {}
-
-    def with_parts(self, carry: Any, parts: dict[str, Any]) -> Any:
-        """The carry with these parts instead of its own."""
-        (carry,) = parts.values() or (carry,)
-        return carry
+        return "window"
 
     def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
         """The config of the same model for reading independent sequences of this number of tokens.

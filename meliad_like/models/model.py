@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
@@ -74,18 +75,23 @@ class Model:
 
     def abstract_carry(self, num_lanes: int, *, decoding: bool = False) -> Any:
         """The shapes and dtypes of what is carried between segments, or with `decoding` between tokens."""
-        return jax.eval_shape(
-            lambda params: self.bind(params).init_carry(num_lanes, decoding=decoding), self.abstract_params
-        )
+
+        def make(params):
+            module = self.bind(params)
+            carry = module.init_carry(num_lanes)
+            return module.begin_decoding(carry) if decoding else carry
+
+        return jax.eval_shape(make, self.abstract_params)
 
     @property
     def memory(self) -> list[jax.ShapeDtypeStruct]:
-        """All that a document leaves for its next tokens: a lane's carry between two segments, without the position."""
-        return jax.tree.leaves(self.abstract_carry(1)._replace(position=None))
+        """All that a document leaves for its next tokens: a lane's carry between two segments, without positions."""
+        leaves = jax.tree.leaves(self.abstract_carry(1))
+        return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     def carry_axes(self, carry: Any) -> Any:
         """The logical axes of each array of a carry, from the first axis; axes not listed are not sharded."""
-        return self.config.carry_axes(carry)
+        return self.bind(self.abstract_params).carry_axes(carry)
 
     def for_separate_sequences(self, num_tokens: int) -> "Model":
         """The model with the same parameters for independent sequences of this number of tokens."""

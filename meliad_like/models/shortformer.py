@@ -1,7 +1,7 @@
 """Shortformer (Press et al. 2021, section 5), its ablations, and the model of Baevski & Auli 2018 that it improves."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from meliad_like.layers.flops import Flops
 from meliad_like.layers.losses import TokenLosses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.models.base import MODELS, ModelConfig
-from meliad_like.models.skeleton import Layer, Skeleton
+from meliad_like.models.layer import Layer
+from meliad_like.models.skeleton import Skeleton
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative
 
@@ -107,21 +108,14 @@ def uniform_bias(fan_in: int):
 
 
 class DecodingCarry(NamedTuple):
-    """The carry of one layer while its lanes are within a block."""
+    """The carry of one layer while decoding."""
 
+    cache: Float[Array, "b m d"] | None
     recent: Float[Array, "b w d"]
     """The layer's inputs, after its norm, of the block's tokens so far."""
     key: Float[Array, "b h s k"]
     """The keys of the cached tokens, then of the block's."""
     value: Float[Array, "b h s k"]
-
-
-class LayerCarry(NamedTuple):
-    """The carry of one layer."""
-
-    cache: Float[Array, "b m d"] | None = None
-    """The layer's inputs, after its norm, at the last m tokens; the newest come last, and the first may be empty."""
-    decoding: DecodingCarry | None = None
 
 
 class ShortformerLayer(Layer):
@@ -148,31 +142,21 @@ class ShortformerLayer(Layer):
             f, d, ("feedforward", "model"), rngs=rngs, initializer=uniform_fan_in, bias_initializer=uniform_bias(f)
         )
 
-    def init_carry(self, b: int, dtype, decoding: bool) -> LayerCarry:
-        config, d = self.config, self.config.model_width
-        w, m = config.window_length, config.cache_length
-        carry = LayerCarry(jnp.zeros((b, m, d), dtype) if m else None)
-        if not decoding:
-            return carry
-        heads = jnp.zeros((b, config.num_heads, m + w, config.head_size), dtype)
-        return carry._replace(decoding=DecodingCarry(jnp.zeros((b, w, d), dtype), heads, heads))
+    def init_carry(self, b, dtype):
+        """The layer's inputs, after its norm, at the last m tokens; the newest come last, and the first may be empty. None
+        without a cache."""
+        m, d = self.config.cache_length, self.config.model_width
+        return jnp.zeros((b, m, d), dtype) if m else None
 
-    def __call__(
-        self,
-        x: Float[Array, "b w d"],
-        carry: LayerCarry,
-        positions: Int[Array, "b 1"],
-        shared: dict[str, Any],
-        dropout_key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "b w d"], LayerCarry]:
+    def __call__(self, x, at, carry, dropout_key=None):
         config, (b, w) = self.config, x.shape[:2]
         m = config.cache_length
-        num_cached = jnp.minimum(m, positions[:, 0])
+        num_cached = jnp.minimum(m, at.positions[:, 0])
         keys = (None,) * 4 if dropout_key is None else jax.random.split(dropout_key, 4)
         inputs = self.attention_norm(x)
         seen = inputs
-        if carry.cache is not None:
-            seen = jnp.concatenate([jax.lax.stop_gradient(carry.cache).astype(inputs.dtype), inputs], axis=1)
+        if carry is not None:
+            seen = jnp.concatenate([jax.lax.stop_gradient(carry).astype(inputs.dtype), inputs], axis=1)
         multiplier = None
         if keys[1] is not None and config.attention_dropout_rate > 0.0:
             shape = (b, config.num_heads, w, m + w)
@@ -187,48 +171,47 @@ class ShortformerLayer(Layer):
             multiplier=multiplier,
         )
         x = self._finish(x, merge_heads(mixed), (keys[0], keys[2], keys[3]))
-        return x, carry if carry.cache is None else carry._replace(cache=seen[:, w:])
+        return x, None if carry is None else seen[:, w:]
 
-    def decode_step(
-        self, x: Float[Array, "b d"], carry: LayerCarry, position: Int[Array, " b"], shared: dict[str, Any]
-    ) -> tuple[Float[Array, "b d"], LayerCarry]:
-        w, m = self.config.window_length, self.config.cache_length
+    def decode_step(self, x, at, carry: DecodingCarry):
+        w, m, position = self.config.window_length, self.config.cache_length, at.positions
         offset = position % w
         num_cached = jnp.minimum(m, position - offset)
         inputs = self.attention_norm(x)
         place = (num_cached + offset)[:, None]
         key = self._key(inputs[:, None], place)[:, :, 0]
         value = split_heads(self.value(inputs[:, None]), self.config.num_heads)[:, :, 0]
-        lanes, old = jnp.arange(x.shape[0]), carry.decoding
-        assert old is not None
-        decoding = DecodingCarry(
-            recent=old.recent.at[lanes, offset].set(inputs),
-            key=old.key.at[lanes, :, m + offset].set(key),
-            value=old.value.at[lanes, :, m + offset].set(value),
+        lanes = jnp.arange(x.shape[0])
+        carry = DecodingCarry(
+            cache=carry.cache,
+            recent=carry.recent.at[lanes, offset].set(inputs),
+            key=carry.key.at[lanes, :, m + offset].set(key),
+            value=carry.value.at[lanes, :, m + offset].set(value),
         )
         slot = np.arange(-m, w)
         visible = (slot >= -num_cached[:, None]) & (slot <= offset[:, None])
-        mixed = attend(
-            self._query(inputs[:, None], place), decoding.key, decoding.value, mask=visible[:, None, None, :]
-        )
-        x = self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0]
-        return x, carry._replace(decoding=decoding)
+        mixed = attend(self._query(inputs[:, None], place), carry.key, carry.value, mask=visible[:, None, None, :])
+        return self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0], carry
 
-    def begin_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
-        """While decoding: projects what is cached, once for the block whose first token is at `position`."""
-        if carry.cache is None or carry.decoding is None:
-            return carry
-        m, old = self.config.cache_length, carry.decoding
-        key = self._key(carry.cache, jnp.minimum(m, position)[:, None] + np.arange(-m, 0))
-        value = split_heads(self.value(carry.cache), self.config.num_heads)
-        new = old._replace(key=old.key.at[:, :, :m].set(key), value=old.value.at[:, :, :m].set(value))
-        return carry._replace(decoding=new)
+    def begin_decoding(self, carry, position):
+        """Projects what is cached, once for the block whose first token is at `position`."""
+        config, dtype, b = self.config, jnp.dtype(self.config.activation_dtype), len(position)
+        m, w, d = config.cache_length, config.window_length, config.model_width
+        room = jnp.zeros((b, config.num_heads, w, config.head_size), dtype)
+        key, value, recent = room, room, jnp.zeros((b, w, d), dtype)
+        if carry is not None:
+            old_key = self._key(carry, jnp.minimum(m, position)[:, None] + np.arange(-m, 0))
+            old_value = split_heads(self.value(carry), config.num_heads)
+            key, value = (jnp.concatenate(pair, axis=2) for pair in ((old_key, key), (old_value, value)))
+        return DecodingCarry(carry, recent, key, value)
 
-    def end_block(self, carry: LayerCarry, position: Int[Array, " b"]) -> LayerCarry:
-        """Moves a block that was read token by token into the cache."""
-        assert carry.cache is not None and carry.decoding is not None
-        seen = jnp.concatenate([carry.cache, carry.decoding.recent], axis=1)
-        return carry._replace(cache=seen[:, self.config.window_length :])
+    def end_decoding(self, carry):
+        return carry.cache
+
+    def end_block(self, summaries, carry, position):
+        """Moves the block into the cache."""
+        seen = jnp.concatenate([carry.cache, carry.recent], axis=1)
+        return summaries, self.begin_decoding(seen[:, self.config.window_length :], position)
 
     def _placed(self, inputs: Float[Array, "b s d"], place: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """`inputs` with their positions, if those are infused; places below 0 are empty."""

@@ -6,7 +6,7 @@ families share: scans over blocks, rematerialisation, dropout keys, and the call
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,14 +18,43 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from meliad_like.layers.basic import rematerialise, rematerialise_iteration
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
-from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence, own_blocks
+from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence
 from meliad_like.layers.sharding import constrain
-from meliad_like.mechanisms.base import Watched
+from meliad_like.mixers.base import At
 from meliad_like.models.base import ModelConfig
-from meliad_like.models.layer_groups import Group, groups_of, stacked
+from meliad_like.models.layer import Layer
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
 SOFTMAX = 2**32 - 1
+
+
+class Group(NamedTuple):
+    """Consecutive layers that are applied by one piece of the program."""
+
+    layers: Any
+    """A layer, or if there are several, a layer whose parameters are stacked along a new first axis."""
+    size: int
+
+
+def stacked(trees: Sequence[Any]) -> Any:
+    """One tree of the same form, each array with the arrays of `trees` along a new first axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def groups_of(layers: Iterable[Any], scan_layers: bool) -> list[Group]:
+    """The layers in order; with `scan_layers`, consecutive ones of the same form are one group.
+
+    Two layers have the same form if their trees have the same settings, names, shapes and dtypes.
+    """
+    if not scan_layers:
+        return [Group(layer, 1) for layer in layers]
+
+    def form(layer):
+        leaves, tree = jax.tree.flatten(layer)
+        return tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    alike = [list(same) for _, same in itertools.groupby(layers, form)]
+    return [Group(same[0] if len(same) == 1 else stacked(same), len(same)) for same in alike]
 
 
 class DecoderCarry(NamedTuple):
@@ -35,74 +64,6 @@ class DecoderCarry(NamedTuple):
     """The number of tokens of the lane's document read so far, padding included; a multiple of w between segments."""
     layers: list[Any]
     """The carry of each layer."""
-
-
-class Layer(nnx.Module):
-    """A layer, with the methods that a layer without a carry need not override."""
-
-    acts_at_blocks = False
-    """Whether decoding has to call `begin_block` and `end_block`."""
-
-    def init_carry(self, b: int, dtype: Any, decoding: bool) -> Any:
-        """The carry of `b` lanes before their first token: a pytree of arrays with the lane axis first."""
-        del b, dtype, decoding
-
-    def begin_segment(self, carry: Any) -> Any:
-        """The carry at the beginning of a segment."""
-        return carry
-
-    def begin_block(self, carry: Any, position: Int[Array, " b"]) -> Any:
-        """The carry at the beginning of the block whose first token is at `position` of its document."""
-        del position
-        return carry
-
-    def end_block(self, carry: Any, position: Int[Array, " b"]) -> Any:
-        """The carry at the end of a block that `decode_step` has read, the last token at `position`."""
-        del position
-        return carry
-
-    def __call__(
-        self,
-        x: Float[Array, "b n d"],
-        carry: Any,
-        positions: Int[Array, "b c"],
-        shared: dict[str, Any],
-        dropout_key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "b n d"], Any]:
-        """Reads a segment of `c` blocks.
-
-        Args:
-            x: the hidden vectors of the tokens.
-            carry: the carry after the segment before.
-            positions: position of each block's first token in its document; 0 where a document begins.
-            shared: by mechanism, what other layers have published before each block, with the axes `b` and `c` first;
-                in a pretrained decoder the vectors that are inserted.
-            dropout_key: random key; None: no dropout.
-        """
-        raise NotImplementedError
-
-    def decode_step(
-        self, x: Float[Array, "b d"], carry: Any, position: Int[Array, " b"], shared: dict[str, Any]
-    ) -> tuple[Float[Array, "b d"], Any]:
-        """Reads one token of every lane.
-
-        Args:
-            x: the hidden vector of each lane's token.
-            carry: the carry, after `begin_block` at the beginning of a block.
-            position: the number of earlier tokens of its document.
-            shared: as in `__call__`, without the axis `c`.
-        """
-        raise NotImplementedError
-
-    def watch(self, before: Any, after: Any, position: Int[Array, " b"]) -> dict[str, Watched]:
-        """The internal values of a block for studies, by mechanism.
-
-        Args:
-            before, after: the carries before and after the block.
-            position: position of the block's first token in its document.
-        """
-        del before, after, position
-        return {}
 
 
 class Skeleton(nnx.Module):
@@ -141,23 +102,42 @@ class Skeleton(nnx.Module):
         """The vectors of the tokens alone, from the output of the last layer for `c` blocks."""
         return x
 
-    def shared(self, carry: Any) -> dict[str, Any]:
-        """What layers read of the carry after `begin_block` beside their own, by mechanism."""
-        del carry
+    def published(self, carry: Any, start: Bool[Array, " b"]) -> dict[str, Any]:
+        """What layers read of the carry in addition to their own before a block, by name (`At.published`).
+
+        Args:
+            carry: the carry in either form.
+            start: lanes in which a document begins with the block.
+        """
+        del carry, start
         return {}
 
-    def groups(self, layers: Sequence[Layer]) -> list[Group]:
-        """Some consecutive layers as `_stack` applies them."""
-        return groups_of(layers, self.scan_layers)
+    def summaries(self, *shape: int) -> Float[Array, "*batch u d"] | None:
+        """The summary tokens before the first layer, which are the same for all blocks; None in a stack without them."""
+        return None
 
     @property
     def dtype(self):
         return jnp.dtype(self.config.activation_dtype)
 
-    def init_carry(self, b: int, *, decoding: bool = False) -> Any:
-        """The carry of `b` lanes before their first token; `decoding` adds the arrays that `decode_step` needs."""
-        layers = [layer.init_carry(b, self.dtype, decoding) for layer in self.layers]
-        return DecoderCarry(jnp.zeros((b,), jnp.int32), layers)
+    def init_carry(self, b: int) -> Any:
+        """The carry of `b` lanes before their first token."""
+        return DecoderCarry(jnp.zeros((b,), jnp.int32), [layer.init_carry(b, self.dtype) for layer in self.layers])
+
+    def carry_axes(self, carry: Any) -> Any:
+        """The logical axes of each array of a carry in either form, as of `Mixer.carry_axes`."""
+        layers = [layer.carry_axes(one) for layer, one in zip(self.layers, carry.layers, strict=True)]
+        return carry._replace(position=("lanes",), layers=layers)
+
+    def begin_decoding(self, carry: Any) -> Any:
+        """The carry in its form for `decode_step`: with the arrays that only decoding needs."""
+        both = zip(self.layers, carry.layers, strict=True)
+        return carry._replace(layers=[layer.begin_decoding(one, carry.position) for layer, one in both])
+
+    def end_decoding(self, carry: Any) -> Any:
+        """The carry in its form for segments, from that for decoding; all lanes are at the beginning of a block."""
+        both = zip(self.layers, carry.layers, strict=True)
+        return carry._replace(layers=[layer.end_decoding(one) for layer, one in both])
 
     def __call__(
         self,
@@ -204,11 +184,11 @@ class Skeleton(nnx.Module):
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
         layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
-        k, outputs, below, shared = self.num_block_by_block, [x], [], {}
+        k, outputs, below, published = self.num_block_by_block, [x], [], {}
         if k:
-            outputs, below, shared = self._scan_blocks(x, layers[:k], positions, keys[:k], every_layer)
-        groups = self.groups(self.layers[k:])
-        (_, *above), layers = self._stack(outputs[-1], layers[k:], positions, keys[k:-2], shared, groups)
+            outputs, below, published = self._scan_blocks(x, layers[:k], positions, keys[:k], every_layer)
+        groups, at = groups_of(self.layers[k:], self.scan_layers), At(positions, published)
+        (_, *above), layers = self._stack(outputs[-1], layers[k:], at, keys[k:-2], groups)
         outputs, layers = [*outputs, *above], [*below, *layers]
         outputs = [self.leave(x, c) for x in (outputs if every_layer else outputs[-1:])]
         return outputs, carry._replace(position=position, layers=from_rightmost(layers))
@@ -265,9 +245,8 @@ class Skeleton(nnx.Module):
         self,
         x: Float[Array, "b n d"],
         layers: list[Any],
-        positions: Int[Array, "b c"],
+        at: At,
         keys: list[PRNGKeyArray | None],
-        shared: dict[str, Any],
         groups: list[Group],
     ) -> tuple[list[Float[Array, "b n d"]], list[Any]]:
         """Applies the layers one after the other to the whole segment: returns `x` and each layer's output.
@@ -280,7 +259,7 @@ class Skeleton(nnx.Module):
             layer, one, key = inputs
             call = rematerialise(type(layer).__call__, self.config.remat, inside_scan=inside_scan)
             with jax.named_scope("attention"):
-                x, one = call(layer, x, one, own_blocks(positions), shared, key)
+                x, one = call(layer, x, at, one, key)
             x = constrain(x, "lanes", None, None)
             return x, (x, one)
 
@@ -316,77 +295,65 @@ class Skeleton(nnx.Module):
         Returns:
             The outputs, the carries after the segment, and what these layers publish before each block.
         """
-        modules = self.layers[: len(layers)]
-        groups = self.groups(modules)  # Here parameters are stacked once, not in every iteration.
+        # Here parameters are stacked once, not in every iteration.
+        groups = groups_of(self.layers[: len(layers)], self.scan_layers)
 
         def step(layers, block):
             x, position, number = block
-            begun = [layer.begin_block(one, position) for layer, one in zip(modules, layers, strict=True)]
             folded = [None if key is None else jax.random.fold_in(key, number) for key in keys]
-            shared = jax.tree.map(lambda y: y[:, None], self.shared(DecoderCarry(position, begun)))
-            outputs, layers = self._stack(x, begun, position[:, None], folded, shared, groups)
-            return layers, (outputs if every_layer else outputs[-1:], shared)
+            published = jax.tree.map(lambda y: y[:, None], self.published(DecoderCarry(position, layers), position == 0))
+            outputs, layers = self._stack(x, layers, At(position[:, None], published), folded, groups)
+            return layers, (outputs if every_layer else outputs[-1:], published)
 
         c = positions.shape[1]
         if c == 1:
-            layers, (outputs, shared) = step(layers, (x, positions[:, 0], 0))
-            return outputs, layers, shared
+            layers, (outputs, published) = step(layers, (x, positions[:, 0], 0))
+            return outputs, layers, published
         blocks = rearrange(x, "b (c w) d -> c b w d", c=c), positions.T, jnp.arange(c)
         layers, results = jax.lax.scan(rematerialise_iteration(step, self.config.remat), layers, blocks)
-        outputs, shared = jax.tree.map(lambda y: rearrange(y, "c b n ... -> b (c n) ..."), results)
-        return outputs, layers, shared
-
-    def begin_block(self, layers: dict[int, Any], position: Int[Array, " b"]) -> dict[int, Any]:
-        """The carries of layers, by index, before a block whose first token is at `position`."""
-        return {i: self.layers[i].begin_block(one, position) for i, one in layers.items()}
-
-    def end_block(self, layers: dict[int, Any], position: Int[Array, " b"]) -> dict[int, Any]:
-        """The carries of layers, by index, after a block that was decoded, whose last token is at `position`."""
-        return {i: self.layers[i].end_block(one, position) for i, one in layers.items()}
-
-    def _at_blocks(
-        self, flags: Bool[Array, " b"], method: Callable[..., Any], layers: list[Any], position: Int[Array, " b"]
-    ) -> list[Any]:
-        """The carries after `begin_block` or `end_block` of the layers that act at block boundaries, for some lanes."""
-        acting = {i: one for i, one in enumerate(layers) if self.layers[i].acts_at_blocks}
-        if not acting:
-            return layers
-
-        acted = at_lanes(flags, lambda acting: method(acting, position), acting)
-        return [acted.get(i, one) for i, one in enumerate(layers)]
+        outputs, published = jax.tree.map(lambda y: rearrange(y, "c b n ... -> b (c n) ..."), results)
+        return outputs, layers, published
 
     def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
         """Reads one more token per lane at a cost that does not depend on the number of tokens read before.
 
-        Lanes may be at different positions. The carry comes from `init_carry(b, decoding=True)`, directly or
-        after whole segments. Returns the logits of the next token.
+        Lanes may be at different positions. The carry is in the form of `begin_decoding`. Returns the logits of the next
+        token.
         """
         (*_, x), carry = self.read_token(token, carry)
         return self.logits(self.finish(x, None)), carry
 
     def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
         """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
-        position = carry.position
-        offset = self.config.offset(position)
-        begun = self._at_blocks(offset == 0, self.begin_block, carry.layers, position)
-        shared = self.shared(carry._replace(layers=begun))
+        position, offset = carry.position, self.config.offset(carry.position)
+        at = At(position, self.published(carry, jnp.zeros_like(position, bool)))
         outputs, layers = [self.embed(token, offset, None)], []
-        for layer, one in zip(self.layers, begun, strict=True):
+        for layer, one in zip(self.layers, carry.layers, strict=True):
             with jax.named_scope("attention"):
-                x, one = layer.decode_step(outputs[-1], one, position, shared)
+                x, one = layer.decode_step(outputs[-1], at, one)
             outputs.append(x)
             layers.append(one)
-        layers = self._at_blocks(offset == self.config.window_length - 1, self.end_block, layers, position)
+        layers = self._end_block(offset == self.config.window_length - 1, layers, position + 1)
         return outputs, carry._replace(position=position + 1, layers=layers)
 
-    def watch(self, before: DecoderCarry, after: DecoderCarry) -> dict[str, Watched]:
-        """The internal values of a block for studies, by names such as `layer 3 recurrent_states`.
+    def _end_block(self, flags: Bool[Array, " b"], carries: list[Any], position: Int[Array, " b"]) -> list[Any]:
+        """The carries of the layers after the last token of a block, in the flagged lanes."""
+        acting = {i: one for i, one in enumerate(carries) if self.layers[i].acts_at_blocks}
+        if not acting:
+            return carries
 
-        Args:
-            before, after: the carries before and after a segment of one block.
-        """
-        watched = {}
-        for i, (layer, *carries) in enumerate(zip(self.layers, before.layers, after.layers, strict=True)):
-            for name, one in layer.watch(*carries, before.position).items():
-                watched[f"layer {i} {name}"] = one
-        return watched
+        def end(acting):
+            summaries, ended = self.summaries(len(position)), {}
+            for i, one in acting.items():
+                summaries, ended[i] = self.layers[i].end_block(summaries, one, position)
+            return ended
+
+        acted = at_lanes(flags, end, acting)
+        return [acted.get(i, one) for i, one in enumerate(carries)]
+
+    def read_while_decoding(
+        self, tokens: Int[Array, "b n"], carry: Any, start: Bool[Array, "b c"], *, every_layer: bool = False
+    ) -> tuple[list[Float[Array, "b n d"]], Any]:
+        """Reads a segment as `read_segment`, with the carry's form for decoding, at the beginning of a block."""
+        outputs, carry = self.read_segment(tokens, self.end_decoding(carry), start, every_layer=every_layer)
+        return outputs, self.begin_decoding(carry)

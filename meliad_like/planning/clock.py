@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meliad_like.mechanisms.base import MECHANISMS
+from meliad_like.mixers.base import MIXERS
 from meliad_like.planning.collectives import KINDS
 from meliad_like.planning.hlo import Instruction, Module
 
 SCOPES = ("embedding", "attention", "feedforward", "loss", "optimizer")
-"""The names with `jax.named_scope` of parts that all models have; each mechanism's part has its registered name."""
+"""The names with `jax.named_scope` of parts that all models have; each mixer's part has its registered name."""
 COLLECTIVES, COPIES, OTHER = "collectives", "copies and casts", "other"
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -131,7 +131,7 @@ def _opcodes(module: Module, instruction: Instruction) -> set[str]:
 
 @functools.cache
 def _scopes() -> re.Pattern[str]:
-    return re.compile(rf"\b({'|'.join((*SCOPES, *MECHANISMS))})\b")
+    return re.compile(rf"\b({'|'.join((*SCOPES, *MIXERS))})\b")
 
 
 class _Locations:

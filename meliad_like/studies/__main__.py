@@ -60,7 +60,7 @@ COMMAND.enum(
 COMMAND.integer("top", 40, "Number of words or tokens of each document with the largest gains.", lower_bound=1)
 COMMAND.multi_enum("kind", [*KINDS], KINDS, "What the memory is exchanged for. Repeatable. Default: each of them.")
 COMMAND.multi_string(
-    "part", [], "What is exchanged: window, or a mechanism by name. Repeatable. Default: all but the window."
+    "part", [], "What is exchanged: window, or a mixer by name. Repeatable. Default: all but the window."
 )
 COMMAND.integer(
     "every", None, "Tokens from one intervention to the next, whole windows. Default: a segment.", lower_bound=1

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.progress import track
 
 from meliad_like.errors import UserError
-from meliad_like.mechanisms.base import Watched
 from meliad_like.models.model import Model
 from meliad_like.studies.page import Chart, Series, write_page
 from meliad_like.studies.readings import StudyRequest, choose, open_subject
+from meliad_like.studies.states import Watched, watch
 from meliad_like.tables import Table
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
@@ -31,7 +31,7 @@ SHOWN_LAGS = (1, 8, 64)
 MOST_POINTS = 300
 
 Trace = dict[str, pd.DataFrame]
-"""The states over the whole blocks of a document, by layer and mechanism.
+"""The states over the whole blocks of a document, by layer and mixer.
 
 Each table has a line for each block: the norm of the `change` of all states, divided by their norm before it; the mean
 cosine of a state with its initial value (`from_initial`), and with its value some blocks before, by the number of
@@ -62,7 +62,7 @@ class Gates:
 
 
 class Tracer:
-    """Reads documents block by block; compiled once. Mechanisms decide what can be watched (`Mechanism.watch`)."""
+    """Reads documents block by block; compiled once. Mixers say what their states are (`Traits.states`)."""
 
     def __init__(self, model: Model, params: Any):
         self._window, self._params = model.config.window_length, jax.device_put(params, jax.devices()[0])
@@ -71,7 +71,7 @@ class Tracer:
         self.gates = Gates()
         """The summary of all documents that were read."""
         self.shapes: dict[str, tuple[int, int]] = {}
-        """The number of states and of their channels, by layer and mechanism."""
+        """The number of states and of their channels, by layer and mixer."""
 
     def read(self, tokens: Int[np.ndarray, " tokens"]) -> Trace:
         """The states of a document, whose gates are added to `gates`."""
@@ -109,7 +109,7 @@ class Tracer:
 def _step(model: Model, params: Any, carry: Any, tokens: Int[Array, "1 w"]) -> tuple[Any, dict[str, Watched]]:
     module = model.bind(params)
     _, after = module(tokens, carry, carry.position[:, None] == 0)
-    watched = module.watch(carry, after)
+    watched = watch(model, module, carry, after)
     return after, jax.tree.map(lambda x: x.astype(jnp.float32), watched)
 
 

@@ -7,6 +7,7 @@ import pandas as pd
 from meliad_like.config import with_changes
 from meliad_like.data.memory_source import MemoryTasksSource
 from meliad_like.errors import UserError
+from meliad_like.evaluation.interventions import cleared
 from meliad_like.evaluation.memory_map import accuracies, by_model, heats, summary, summary_table, to_markdown
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.evaluation.report import with_progress
@@ -25,8 +26,8 @@ def run(request: StudyRequest) -> None:
         raise UserError("memory_map: --split=train has no whole grid: choose validation or test")
     chosen = choose([subject], request)
     maps = {subject.label: _accuracies(subject, chosen)}
-    if (cleared := _cleared(subject)) is not None:
-        maps[cleared.label] = _accuracies(cleared, chosen)
+    if (control := _cleared(subject)) is not None:
+        maps[control.label] = _accuracies(control, chosen)
     frame = by_model(maps)
     totals = by_model({label: summary(cells, source.block_length) for label, cells in maps.items()})
     records = {"cells": frame.to_dict("records"), "summary": totals.replace({math.nan: None}).to_dict("records")}
@@ -57,14 +58,13 @@ def run(request: StudyRequest) -> None:
 def _cleared(subject: Subject) -> Subject | None:
     """The control: the states are cleared at every block, and so before the question. None: there are no states."""
     model = subject.run.model
-    cleared = model.cleared()
-    if cleared is None:
+    if (clearing := cleared(model)) is None:
         return None
     window, lanes = model.window_length, subject.run.data.num_lanes
     run = with_changes(
-        subject.run, {"model": cleared, "data.segment_length": window, "data.tokens_per_step": window * lanes}
+        subject.run, {"model": clearing, "data.segment_length": window, "data.tokens_per_step": window * lanes}
     )
-    opened = subject.opened._replace(run=run, model=Model(cleared, subject.opened.vocabulary.size))
+    opened = subject.opened._replace(run=run, model=Model(clearing, subject.opened.vocabulary.size))
     return subject._replace(opened=opened, label=f"{subject.label}, states cleared at every block")
 
 

@@ -13,9 +13,8 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.evaluation.interventions import KINDS, losses_after
+from meliad_like.evaluation.interventions import KINDS, WINDOW, losses_after, part_names
 from meliad_like.evaluation.report import with_progress
-from meliad_like.models.base import WINDOW
 from meliad_like.studies.loss_sums import FEWEST_DOCUMENTS, RESAMPLES, LossSums
 from meliad_like.studies.page import Chart, Series, write_page
 from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject, read
@@ -123,7 +122,7 @@ def _parts(subject: Subject, request: StudyRequest) -> list[str]:
     if model.config.overlap:
         raise UserError("memory_use needs windows that repeat nothing: --gin_param='PretrainedConfig.overlap = 0'")
     carry = model.abstract_carry(1)
-    found = list(model.config.parts(carry))
+    found = part_names(model.config, carry)
     if unknown := set(request.part) - set(found):
         raise UserError(f"--part={min(unknown)}: {name} carries {' and '.join(found) or 'nothing'}")
     parts = list(request.part) or [part for part in found if part != WINDOW]

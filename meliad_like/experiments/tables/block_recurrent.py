@@ -55,18 +55,18 @@ SCALES = {
     "paper": Scale(),
 }
 
-MECHANISMS = tuple(
+MIXERS = tuple(
     Row(name, name.replace("_", " ").capitalize(), (file,), "slide_13l")
     for file in shipped_files()
-    if file.startswith("mechanism/") and (name := file.removeprefix("mechanism/").removesuffix(".gin"))
+    if file.startswith("mixer/") and (name := file.removeprefix("mixer/").removesuffix(".gin"))
 )
-"""Mechanisms that came after the paper, each in a gin file of its own, at the same sizes as table 1."""
+"""Mixers that came after the paper, each in a gin file of its own, at the same sizes as table 1."""
 
 
 def _table1() -> Table:
     panels = (Panel("bits_per_byte", "PG19 bytes"), Panel("step_time", "step time", comparable=True))
     return Table(
-        "table1", "Table 1: recurrence and its baselines", (*read_rows("table1"), *MECHANISMS), panels, scales=SCALES
+        "table1", "Table 1: recurrence and its baselines", (*read_rows("table1"), *MIXERS), panels, scales=SCALES
     )
 
 

@@ -54,7 +54,7 @@ def encoder_config(
         activation_dtype=config.activation_dtype,
         # There are no logits, and no recurrence between windows.
         tied_embedding=True,
-        mechanisms=(),
+        recurrence=(),
         train_decoder=True,
     )
 

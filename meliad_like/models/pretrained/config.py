@@ -10,8 +10,9 @@ from jaxtyping import Float, Int
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Activation
 from meliad_like.layers.flops import Flops
-from meliad_like.mechanisms.window_summary import WINDOW_MECHANISMS, WindowSummary
+from meliad_like.mixers.base import layer_indices
 from meliad_like.models.base import MODELS, ActivationDtype, ModelConfig, Remat
+from meliad_like.models.pretrained.recurrence import RECURRENCES, WindowSummary
 from meliad_like.models.pretrained.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.registry import kind_field, resumable, size
 
@@ -80,7 +81,7 @@ class PretrainedConfig(ModelConfig):
     """What the backward pass computes again: nothing (`none`), all but the linear maps (`dots`), or the inside of all
     layers (`layers`). With a recurrence `none` and `layers` keep nothing of a window, whose gradient then takes one
     more pass over it (section 3.2); `dots` keeps the outputs of linear maps for all windows of a sequence."""
-    mechanisms: tuple[WindowSummary, ...] = kind_field(WINDOW_MECHANISMS, tuple, many=True)
+    recurrence: tuple[WindowSummary, ...] = kind_field(RECURRENCES, tuple, many=True)
     """How a window sees the windows before it: not at all, or through a `WindowSummary` of the last one."""
     train_decoder: bool = True
     """Whether the pretrained parameters are trained, or the recurrence alone."""
@@ -107,7 +108,7 @@ class PretrainedConfig(ModelConfig):
         if not 0 <= self.overlap < self.window_length:
             raise UserError(f"overlap={self.overlap} must be at least 0 and below window_length={self.window_length}")
         if self.summary is not None:
-            self.summary.check_layers(self.num_layers)
+            layer_indices("WindowSummary.layers", self.summary.layers, self.num_layers)
         elif not self.train_decoder:
             raise UserError("train_decoder=False leaves nothing to train without a WindowSummary")
 
@@ -141,8 +142,9 @@ class PretrainedConfig(ModelConfig):
         """The window up to the token, without the vectors of a recurrence."""
         return np.minimum(self.offset(position) + 1, self.sliding_window or self.window_length)
 
-    def parts(self, carry: Any) -> dict[str, Any]:
-        return {WINDOW_MECHANISMS.name_of(self.summary): carry} if self.summary else {}
+    @property
+    def memory_name(self) -> str | None:
+        return RECURRENCES.name_of(self.summary) if self.summary else None
 
     @property
     def wavelengths(self) -> Float[np.ndarray, " half"]:
@@ -153,12 +155,14 @@ class PretrainedConfig(ModelConfig):
     @property
     def summary(self) -> WindowSummary | None:
         """The recurrence between windows, if there is one."""
-        return next(iter(self.mechanisms), None)
+        return next(iter(self.recurrence), None)
 
     @property
     def insertion_indices(self) -> frozenset[int]:
         """The layers with inserted vectors, counted from 0."""
-        return self.summary.indices(self.num_layers) if self.summary else frozenset()
+        if self.summary is None:
+            return frozenset()
+        return layer_indices("WindowSummary.layers", self.summary.layers, self.num_layers)
 
     @property
     def stride(self) -> int:

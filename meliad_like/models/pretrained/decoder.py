@@ -17,10 +17,11 @@ from meliad_like.layers.basic import LINEAR, check_tokens, dropout, embed, param
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.sharding import constrain
-from meliad_like.mechanisms.window_summary import Recurrence
+from meliad_like.mixers.base import At
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.parts import Block, KeyValueCache, make_norm, normal
-from meliad_like.models.skeleton import Skeleton
+from meliad_like.models.pretrained.recurrence import Recurrence
+from meliad_like.models.skeleton import Skeleton, groups_of
 
 
 class PretrainedCarry(NamedTuple):
@@ -28,14 +29,24 @@ class PretrainedCarry(NamedTuple):
 
     position: Int[Array, " b"]
     """The number of tokens of the lane's document read so far; those that a window repeats are not counted again."""
-    layers: list[KeyValueCache | None]
-    """While decoding, the keys and values of the current window."""
+    layers: list[None]
+    """Nothing: layers see their own window alone."""
     inserted: Float[Array, "b e d"] | None = None
     """The vectors for the next window, if there is a recurrence."""
-    tokens: Int[Array, "b w"] | None = None
-    """While decoding, the tokens of the current window, of which the next one may repeat the last."""
-    weighed: Float[Array, "b w d"] | None = None
-    """While decoding, the weighted outputs of the layers, which the recurrence pools at the window's end."""
+
+
+class DecodingPretrained(NamedTuple):
+    """The same while decoding."""
+
+    position: Int[Array, " b"]
+    layers: list[KeyValueCache]
+    """The keys and values of the current window."""
+    inserted: Float[Array, "b e d"] | None
+    """The vectors for the current window, if there is a recurrence."""
+    tokens: Int[Array, "b w"]
+    """The tokens of the current window, of which the next one may repeat the last."""
+    weighed: Float[Array, "b w d"] | None
+    """The weighted outputs of the layers, which the recurrence pools at the window's end."""
 
 
 class PretrainedDecoder(Skeleton):
@@ -82,20 +93,26 @@ class PretrainedDecoder(Skeleton):
             logits = product(rows(hidden).astype(jnp.float32), table.T, self.config.matmul_dtype)
         return logits.reshape(*hidden.shape[:-1], -1)
 
-    def init_carry(self, b: int, *, decoding: bool = False) -> PretrainedCarry:
-        """The carry of `b` lanes before their first token; `decoding` adds the arrays that `decode_step` needs."""
-        w, d, summary = self.config.window_length, self.config.model_width, self.config.summary
-        carry = PretrainedCarry(*super().init_carry(b, decoding=decoding))
-        if summary is not None:
-            carry = carry._replace(inserted=jnp.zeros((b, summary.num_inserted, d), jnp.float32))
-        if decoding:
-            carry = carry._replace(tokens=jnp.zeros((b, w), jnp.int32))
-            if summary is not None:
-                carry = carry._replace(weighed=jnp.zeros((b, w, d), self.dtype))
-        return carry
+    def init_carry(self, b):
+        summary, carry = self.config.summary, PretrainedCarry(*super().init_carry(b))
+        if summary is None:
+            return carry
+        return carry._replace(inserted=jnp.zeros((b, summary.num_inserted, self.config.model_width), jnp.float32))
 
-    def shared(self, carry: PretrainedCarry) -> dict[str, Any]:
+    def carry_axes(self, carry):
+        return jax.tree.map(lambda _: ("lanes",), carry)
+
+    def published(self, carry, start):
         return {"inserted": carry.inserted}
+
+    def begin_decoding(self, carry):
+        position, layers, inserted = super().begin_decoding(carry)
+        b, w, d = len(position), self.config.window_length, self.config.model_width
+        weighed = None if self.recurrence is None else jnp.zeros((b, w, d), self.dtype)
+        return DecodingPretrained(position, layers, inserted, jnp.zeros((b, w), jnp.int32), weighed)
+
+    def end_decoding(self, carry):
+        return PretrainedCarry(carry.position, [None] * len(self.blocks), carry.inserted)
 
     def read_window(
         self,
@@ -117,22 +134,31 @@ class PretrainedDecoder(Skeleton):
         position = jnp.zeros((b,), jnp.int32) if position is None else position
         keys = self._keys(dropout_key)
         x = constrain(self.embed(tokens, jnp.arange(t), keys[-2]), "lanes", None, None)
-        layers = [None] * len(self.blocks)
-        return self._stack(x, layers, position[:, None], keys[:-2], {"inserted": inserted}, self.groups(self.layers))[0]
+        at, groups = At(position[:, None], {"inserted": inserted}), groups_of(self.layers, self.scan_layers)
+        return self._stack(x, [None] * len(self.blocks), at, keys[:-2], groups)[0]
 
     def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
-        """Reads a segment, as `Skeleton.read_segment`.
-
-        Every window begins with the tokens that it repeats. Only a carry for decoding receives tokens without
-        repetition.
-        """
-        keep = slice(None if every_layer else -1, None)
-        if carry.tokens is not None and self.config.overlap:
-            return self._read_one_by_one(tokens, carry, start, keep)
+        """Reads a segment, as `Skeleton.read_segment`; every window begins with the tokens that it repeats."""
         if self.recurrence is None:
             return super().read_segment(tokens, carry, start, dropout_key, every_layer=every_layer)
+        keep = slice(None if every_layer else -1, None)
         outputs, carry = self._scan(tokens, tokens, carry, start, dropout_key, lambda outputs, _: outputs[keep])
         return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], carry
+
+    def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
+        """As `Skeleton.read_while_decoding`; tokens are not repeated, so windows that overlap begin within the blocks of
+        w, and tokens are read one by one."""
+        if not self.config.overlap:
+            return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
+        begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
+
+        def read(carry: DecodingPretrained, token):
+            token, begins = token
+            outputs, carry = self.read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
+            return carry, outputs if every_layer else outputs[-1:]
+
+        carry, outputs = jax.lax.scan(read, carry, (tokens.T, begins.T))
+        return [jnp.moveaxis(y, 0, 1) for y in outputs], carry
 
     def losses(self, tokens, targets, carry, start, dropout_key=None, *, slice_length):
         """Reads a segment: returns the loss of every target, and the carry, as `Skeleton.losses`.
@@ -190,30 +216,17 @@ class PretrainedDecoder(Skeleton):
             carry = carry._replace(weighed=carry.weighed.at[lanes, offset].set(self._weigh(outputs)))
         return outputs, at_lanes(offset == self.config.window_length - 1, self._begin_window, carry)
 
-    def _begin_window(self, carry: PretrainedCarry) -> PretrainedCarry:
+    def _begin_window(self, carry: DecodingPretrained) -> DecodingPretrained:
         """The carry at the beginning of the next window."""
         w, o = self.config.window_length, self.config.overlap
         if self.recurrence is not None:
             carry = carry._replace(inserted=self.recurrence(carry.weighed))
         if not o:
             return carry
-        assert carry.tokens is not None
         # Later tokens replace the padding, and no token sees what comes after it.
         tokens = jnp.pad(carry.tokens[:, -o:], ((0, 0), (0, w - o)))
-        x, positions = self.embed(tokens, jnp.arange(w), None), carry.position[:, None]
-        keys = [None] * len(self.blocks)
-        outputs, layers = self._stack(x, carry.layers, positions, keys, self.shared(carry), self.groups(self.layers))
+        x, keys = self.embed(tokens, jnp.arange(w), None), [None] * len(self.blocks)
+        at, groups = At(carry.position[:, None], {"inserted": carry.inserted}), groups_of(self.layers, self.scan_layers)
+        outputs, layers = self._stack(x, carry.layers, at, keys, groups)
         weighed = None if self.recurrence is None else self._weigh(outputs)
         return carry._replace(tokens=tokens, layers=layers, weighed=weighed)
-
-    def _read_one_by_one(self, tokens, carry: PretrainedCarry, start, keep: slice):
-        """A segment without repetition, for windows that overlap: they begin within the blocks of w."""
-        begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
-
-        def read(carry: PretrainedCarry, token):
-            token, begins = token
-            outputs, carry = self.read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
-            return carry, outputs[keep]
-
-        carry, outputs = jax.lax.scan(read, carry, (tokens.T, begins.T))
-        return [jnp.moveaxis(y, 0, 1) for y in outputs], carry

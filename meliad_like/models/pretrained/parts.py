@@ -1,6 +1,6 @@
 """The layer of a pretrained decoder: norms, causal attention inside a window, and a feed-forward network."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from meliad_like.layers.attention import merge_heads, split_heads
 from meliad_like.layers.basic import ACTIVATIONS, LayerNorm, Linear, RMSNorm, dropout
 from meliad_like.layers.positions import rotate
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.skeleton import Layer
+from meliad_like.models.layer import Layer
 
 normal = jax.nn.initializers.normal(0.02)
 zeros = jax.nn.initializers.zeros
@@ -35,7 +35,7 @@ class Block(Layer):
     """Causal attention and a feed-forward network, each after a norm and added to the residual stream.
 
     Radford et al. 2019 (GPT-2); Touvron et al. 2023 (Llama), with grouped heads (Ainslie et al. 2023). The vectors
-    inserted into the window, `shared["inserted"]`, are keys and values but not queries.
+    inserted into the window, `At.published["inserted"]`, are keys and values but not queries.
     """
 
     def __init__(self, config: PretrainedConfig, index: int, *, rngs):
@@ -66,20 +66,18 @@ class Block(Layer):
         self.feedforward_hidden = linear(d, f, "model", "feedforward")
         self.feedforward_output = linear(f, d, "feedforward", "model")
 
-    def init_carry(self, b: int, dtype, decoding: bool) -> KeyValueCache | None:
-        if not decoding:
-            return None
-        empty = jnp.zeros((b, self.config.num_key_value_heads, self.config.window_length, self.config.head_size), dtype)
+    def begin_decoding(self, carry, position):
+        config = self.config
+        shape = len(position), config.num_key_value_heads, config.window_length, config.head_size
+        empty = jnp.zeros(shape, config.activation_dtype)
         return KeyValueCache(empty, empty)
 
-    def __call__(
-        self,
-        x: Float[Array, "b n d"],
-        carry: KeyValueCache | None,
-        positions: Int[Array, "b c"],
-        shared: dict[str, Any],
-        dropout_key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "b n d"], KeyValueCache | None]:
+    def end_decoding(self, carry):
+        return None
+
+    def __call__(self, x, at, carry, dropout_key=None):
+        """As of `Layer`; with the carry's form for decoding it holds the keys and values of the last window."""
+        positions = at.positions
         c = positions.shape[1]
         keys = [None] * 3 if dropout_key is None else list(jax.random.split(dropout_key, 3))
         windows = rearrange(self.attention_norm(x), "b (c w) d -> (b c) w d", c=c)
@@ -90,19 +88,18 @@ class Block(Layer):
             carry = KeyValueCache(*last)
         offset = np.arange(w)
         visible = jnp.broadcast_to(self._sees(offset[:, None], offset), (len(windows), w, w))
-        mixed = self._attend(query, key, value, visible, shared, positions.reshape(-1) > 0, keys[0])
+        mixed = self._attend(query, key, value, visible, at, positions.reshape(-1) > 0, keys[0])
         return self._finish(x, rearrange(mixed, "(b c) w i -> b (c w) i", c=c), keys[1], keys[2]), carry
 
-    def decode_step(
-        self, x: Float[Array, "b d"], carry: KeyValueCache, position: Int[Array, " b"], shared: dict[str, Any]
-    ) -> tuple[Float[Array, "b d"], KeyValueCache]:
+    def decode_step(self, x, at, carry: KeyValueCache):
+        position = at.positions
         w, offset, lanes = self.config.window_length, self.config.offset(position), jnp.arange(len(x))
         query, key, value = self._heads(self.attention_norm(x)[:, None], offset[:, None])
         carry = KeyValueCache(
             carry.key.at[lanes, :, offset].set(key[:, :, 0]), carry.value.at[lanes, :, offset].set(value[:, :, 0])
         )
         visible = self._sees(offset[:, None], jnp.arange(w))[:, None]
-        mixed = self._attend(query, *carry, visible, shared, position >= w, None)
+        mixed = self._attend(query, *carry, visible, at, position >= w, None)
         return self._finish(x, mixed[:, 0], None, None), carry
 
     def _sees(self, query, key):
@@ -120,9 +117,9 @@ class Block(Layer):
             query, key = (scale * rotate(x, offset[:, None], wavelength) for x in (query, key))
         return query, key, value
 
-    def _attend(self, query, key, value, visible, shared, present: Bool[Array, " l"], dropout_key):
+    def _attend(self, query, key, value, visible, at, present: Bool[Array, " l"], dropout_key):
         """Attention to the tokens of the window, and to the inserted vectors in windows where they are present."""
-        inserted = shared.get("inserted") if self.has_insertions else None
+        inserted = at.published["inserted"] if self.has_insertions else None
         if inserted is not None:
             vectors, g = inserted.astype(query.dtype), self.config.num_key_value_heads
             assert self.config.summary is not None

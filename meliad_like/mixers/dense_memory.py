@@ -7,41 +7,57 @@ The layer has no positions.
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from meliad_like.layers.attention import LOWEST, MASKED, attend
+from meliad_like.layers.attention import LOWEST, MASKED, attend, merge_heads
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import PIECE, Memory, remember
-from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape
+from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits, heads_of_lanes
+from meliad_like.mixers.sliding_window import tokens_of
+from meliad_like.mixers.token_heads import TokenHeads
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
 Horizon = Literal["tokens", "segment"]
 
 
-class DenseAttention(Mechanism):
-    """Attention to a ring of the document's last m tokens, which is the carry."""
+class DenseCarry(NamedTuple):
+    """A ring of the document's last m tokens: the token at position `p` is in slot `p % m`."""
 
-    def __init__(self, config: "DenseMemory", shape: Shape):
+    memory: Memory
+    position: Int[Array, " b"]
+    """The number of tokens of the document that have been read."""
+
+
+class DenseAttention(Mixer):
+    """Attention to the document's last m tokens."""
+
+    def __init__(self, config: "DenseMemory", shape: Shape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
+        self.heads = TokenHeads(shape, rngs=rngs, with_positions=False)
 
-    def init_carry(self, b, dtype, decoding):
+    def init_carry(self, b, dtype):
         empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)
-        return Memory(empty, empty)
+        return DenseCarry(Memory(empty, empty), jnp.zeros((b,), jnp.int32))
 
-    def __call__(self, tokens, carry, dropout_key):
-        tile, positions = tokens.tile, tokens.positions
-        c, w, m = positions.shape[1], self.shape.window_length, self.config.num_slots
-        key, value = (rearrange(y, "b c h w k -> b h (c w) k") for y in (tile.key, tile.value))
+    def carry_axes(self, carry):
+        return heads_of_lanes(carry)
+
+    def __call__(self, x, at, carry, dropout_key):
+        w, m = self.shape.window_length, self.config.num_slots
+        positions, position = at.count(carry.position, w)
+        c = positions.shape[1]
+        key, value, query = self.heads.of(x)
         # The ring in the order of the document, before the segment: token i of the segment is in column m + i.
         slot = (positions[:, :1] + np.arange(m)) % m
-        before = (jnp.take_along_axis(y, slot[:, None, :, None], axis=2) for y in jax.lax.stop_gradient(carry))
+        before = (jnp.take_along_axis(y, slot[:, None, :, None], axis=2) for y in jax.lax.stop_gradient(carry.memory))
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(before, (key, value)))
         whole = self.config.horizon == "segment"
 
@@ -54,10 +70,10 @@ class DenseAttention(Mechanism):
             count = m + (c * w if whole else w)
             return None, self._attend(query, keys, values, first, count, (lowest, row), begin)
 
-        blocks = jnp.moveaxis(tile.query, 1, 0), positions.T, jnp.arange(c)
+        blocks = rearrange(query, "b h (c w) k -> c b h w k", w=w), positions.T, jnp.arange(c)
         _, result = jax.lax.scan(read, None, blocks)
-        newest = self._remember(carry, key, value, positions)
-        return jnp.moveaxis(result, 0, 1), newest
+        memory = self._remember(carry.memory, key, value, positions)
+        return tokens_of(jnp.moveaxis(result, 0, 1)), DenseCarry(memory, position)
 
     def _attend(
         self,
@@ -113,69 +129,47 @@ class DenseAttention(Mechanism):
         # Only the last m are written: of two writes to a slot either may be the last.
         return remember(memory, key[:, :, -m:], value[:, :, -m:], token[:, -m:], token[:, -m:] >= 0)
 
-    def decode_step(self, token, carry):
-        m, position = self.config.num_slots, token.position
+    def step(self, x, at, carry):
+        m, position, (key, value, query) = self.config.num_slots, carry.position, self.heads.of(x[:, None])
         filled = (jnp.arange(m) < position[:, None]) | (not self.shape.mask_empty_cache)
-        result = attend(token.tile.query, carry.key, carry.value, mask=filled[:, None, None])
-        own = token.tile.own_key, token.tile.own_value
-        return result, remember(carry, *own, position[:, None], jnp.ones_like(position, bool)[:, None])
-
-    def close(self, parts, x, summaries, tokens, others, carry, dropout_key):
-        own, carry = self(tokens, carry, None)
-        results = [rearrange(y, "b c h w k -> b h (c w) k") for y in (*others, own)]
-        return x + parts.finish(x, results, dropout_key), summaries, carry
-
-    def close_token(self, parts, x, token, others, carry):
-        own, carry = self.decode_step(token, carry)
-        return x + parts.finish(x[:, None], [*others, own], None)[:, 0], carry
+        result = attend(query, *carry.memory, mask=filled[:, None, None])
+        memory = remember(carry.memory, key, value, position[:, None], jnp.ones_like(position, bool)[:, None])
+        return merge_heads(result)[:, 0], DenseCarry(memory, position + 1)
 
 
-@MECHANISMS.register("dense_memory")
+@MIXERS.register("dense_memory")
 @dataclasses.dataclass(frozen=True)
-class DenseMemory(MechanismConfig):
-    """Attention to all of the document's last tokens."""
+class DenseMemory(MixerConfig):
+    """Attention to all of the document's last tokens, instead of the window."""
 
     num_slots: int = size(4096, "length")
     """The number of keys and values that a memory holds for each lane and head; the oldest are overwritten (m)."""
     horizon: Horizon = "tokens"
     """What a token sees: the last `num_slots` `tokens` before it, or as in the reference its whole `segment` before it
     and `num_slots` tokens before the segment, so that results depend on where segments begin."""
-    repeat_input: bool = False
-    """Whether the layer's input is added to its output once more, as in the reference."""
 
-    carry_axes: ClassVar[tuple[str, ...]] = ("lanes", "heads")
-    without_positions: ClassVar[bool] = True
-    sees_block_before: ClassVar[bool] = False
+    has_window: ClassVar[bool] = True
 
     def __post_init__(self):
         check_choices(self)
         check_positive(self, ("num_slots",))
 
-    @property
-    def closes(self) -> bool:
-        return self.repeat_input
+    def build(self, shape, *, rngs):
+        return DenseAttention(self, shape, rngs=rngs)
 
-    @property
-    def needs_segments(self) -> str | None:
-        return "DenseMemory.horizon='segment'" if self.horizon == "segment" else None
-
-    @property
-    def waits_for(self) -> str | None:
-        return f"with DenseMemory.layers={self.layers} a block attends to many blocks before it"
-
-    def build(self, shape, index, *, rngs):
-        return DenseAttention(self, shape)
-
-    def flops(self, shape, index):
-        """The operations of attention to all slots and to one window of the segment.
+    def flops(self, shape):
+        """The operations of the projections, and of attention to all slots and to one window of the segment.
 
         With `horizon="segment"` it is the whole segment instead, whose length a config of a model does not know.
         """
         # Memories have no gradient; the window's keys and values, and the queries, have one.
         memory, window = (2 * 2 * length * shape.inner_width for length in (self.num_slots, shape.window_length))
-        return Flops(memory + window, memory + 2 * window)
+        return TokenHeads.flops(shape) + Flops(memory + window, memory + 2 * window)
 
-    def num_visible(self, shape, position):
-        """At most m tokens before a token, and the token itself through the residual stream; with `horizon="segment"`
-        at least as many."""
-        return np.minimum(position, self.num_slots) + 1
+    def traits(self, shape):
+        """With `horizon="segment"` a token attends to at least as many."""
+        return Traits(
+            attends_to=lambda position: np.minimum(position, self.num_slots),
+            sequential_because=f"with DenseMemory.layers={self.layers} a block attends to many blocks before it",
+            needs_segments="DenseMemory.horizon='segment'" if self.horizon == "segment" else None,
+        )

@@ -14,7 +14,7 @@ In shapes `p` is the size of a value, which equals `k`, and `taps` the length of
 import dataclasses
 import functools
 import math
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
-from meliad_like.layers.attention import split_heads, unit
+from meliad_like.layers.attention import merge_heads, split_heads, unit
 from meliad_like.layers.basic import Linear, over_root_mean_square, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import from_left, scan_in_order
-from meliad_like.mechanisms.base import MECHANISMS, Mechanism, Shape, StatesConfig, Watched
+from meliad_like.layers.convolution import convolve
+from meliad_like.mixers.base import MIXERS, Mixer, Shape, StatesConfig, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
 
@@ -54,8 +55,8 @@ class Rule(NamedTuple):
     """beta."""
 
 
-class DeltaRuleLayer(Mechanism):
-    """The layer's tokens write to and read from its matrices, beside its other mechanisms."""
+class DeltaRule(Mixer):
+    """Tokens write to and read from matrices."""
 
     def __init__(self, config: "GatedDeltaRule", shape: Shape, *, rngs: nnx.Rngs):
         self.config, self.w = config, shape.window_length
@@ -76,24 +77,24 @@ class DeltaRuleLayer(Mechanism):
         self.step_bias = parameter(rngs.params(), _inverse_softplus_step, (h,), ("heads",))
         self.norm_scale = parameter(rngs.params(), jax.nn.initializers.ones, (shape.head_size,), (None,))
 
-    def init_carry(self, b, dtype, decoding):
+    def init_carry(self, b, dtype):
         matrix = jnp.zeros((b, self.num_heads, self.head_size, self.head_size), jnp.float32)
         return DeltaCarry(
             matrix, jnp.zeros((b, self.config.conv_length - 1, 3 * self.num_heads * self.head_size), dtype)
         )
 
-    def begin_segment(self, carry):
-        return jax.tree.map(jnp.zeros_like, carry) if self.config.clear_states else carry
+    def carry_axes(self, carry):
+        return DeltaCarry(("lanes", "heads"), ("lanes",))
 
-    def _inputs(self, normed: Float[Array, "b n d"]) -> Float[Array, "b n channels"]:
+    def _inputs(self, x: Float[Array, "b n d"]) -> Float[Array, "b n channels"]:
         """What the convolutions read."""
-        return jnp.concatenate([linear(normed) for linear in (self.query, self.key, self.value)], axis=-1)
+        return jnp.concatenate([linear(x) for linear in (self.query, self.key, self.value)], axis=-1)
 
-    def _rule(self, normed: Float[Array, "b n d"], convolved: Float[Array, "b n channels"]) -> Rule:
+    def _rule(self, x: Float[Array, "b n d"], convolved: Float[Array, "b n channels"]) -> Rule:
         query, key, value = (split_heads(x, self.num_heads) for x in jnp.split(jax.nn.silu(convolved), 3, axis=-1))
         query, key, value = (x.astype(jnp.float32) for x in (unit(query), unit(key), value))
-        step = jax.nn.softplus(self.decay(normed).astype(jnp.float32) + self.step_bias[...])
-        strength = jax.nn.sigmoid(self.strength(normed).astype(jnp.float32))
+        step = jax.nn.softplus(self.decay(x).astype(jnp.float32) + self.step_bias[...])
+        strength = jax.nn.sigmoid(self.strength(x).astype(jnp.float32))
         log_decay = -jnp.exp(self.log_rate[...]) * step
         return Rule(query, key, value, *(rearrange(x, "b n h -> b h n") for x in (log_decay, strength)))
 
@@ -101,62 +102,29 @@ class DeltaRuleLayer(Mechanism):
         filters = (self.query_filter, self.key_filter, self.value_filter)
         return jnp.concatenate([x[...] for x in filters], axis=-1).astype(dtype)
 
-    def _output(self, read: Float[Array, "b h n p"], normed: Float[Array, "b n d"]) -> Float[Array, "b h n p"]:
+    def _output(self, read: Float[Array, "b h n p"], x: Float[Array, "b n d"]) -> Float[Array, "b n i"]:
         """The norm and the gate."""
         read = over_root_mean_square(read, 1e-6) * self.norm_scale[...]
-        return (read * jax.nn.silu(split_heads(self.gate(normed), self.num_heads).astype(jnp.float32))).astype(
-            normed.dtype
-        )
+        gate = jax.nn.silu(split_heads(self.gate(x), self.num_heads).astype(jnp.float32))
+        return merge_heads((read * gate).astype(x.dtype))
 
-    def __call__(self, tokens, carry, dropout_key):
-        normed, start = tokens.normed, tokens.positions == 0
-        inputs = self._inputs(normed)
-        (recent,) = from_left((inputs[:, inputs.shape[1] - carry.recent.shape[1] :],), (carry.recent,))
-        rule = self._rule(normed, convolve(inputs, recent, self._filters(inputs.dtype), start))
+    def __call__(self, x, at, carry, dropout_key):
+        inputs, start = self._inputs(x), at.start
+        newest = inputs[:, inputs.shape[1] - carry.recent.shape[1] :]
+        (recent,) = from_left((newest,), (carry.recent,))
+        rule = self._rule(x, convolve(inputs, recent, self._filters(inputs.dtype), start))
         chunk = math.gcd(self.w, self.config.chunk_length)
         matrix, read = scan_in_order(lambda matrix: read_chunks(rule, matrix, start, chunk), carry.matrix)
-        read = rearrange(self._output(read, normed), "b h (c w) p -> b c h w p", w=self.w)
-        return read, DeltaCarry(matrix, inputs[:, inputs.shape[1] - carry.recent.shape[1] :])
+        return self._output(read, x), DeltaCarry(matrix, newest)
 
-    def decode_step(self, token, carry):
-        normed = token.normed[:, None]
-        window = jnp.concatenate([carry.recent, self._inputs(normed)], axis=1)
+    def step(self, x, at, carry):
+        x = x[:, None]
+        window = jnp.concatenate([carry.recent, self._inputs(x)], axis=1)
         convolved = jnp.sum(window * self._filters(window.dtype), axis=1, keepdims=True)
-        rule = self._rule(normed, convolved)
-        matrix = update(carry.matrix, jax.tree.map(lambda x: x[:, :, 0], rule))
+        rule = self._rule(x, convolved)
+        matrix = update(carry.matrix, jax.tree.map(lambda y: y[:, :, 0], rule))
         read = jnp.einsum("bhpk,bhnk->bhnp", matrix, rule.query)
-        return self._output(read, normed), DeltaCarry(matrix, window[:, 1:])
-
-    def watch(self, before, after, tile, start):
-        begun = jnp.where(start[:, None, None, None], 0, before.matrix)
-        before, after = (rearrange(x, "b h p k -> b (h p) k") for x in (begun, after.matrix))
-        return Watched(before, after, {})
-
-
-def convolve(
-    inputs: Float[Array, "b n channels"],
-    recent: Float[Array, "b recent channels"],
-    filters: Float[Array, "taps channels"],
-    start: Bool[Array, "b c"],
-) -> Float[Array, "b n channels"]:
-    """A causal convolution of every channel, which sees no token of another document.
-
-    Args:
-        inputs: of the tokens.
-        recent: those of the tokens before them, one fewer than filters.
-        filters: the last one is that of the token itself.
-        start: blocks with which a document begins.
-    """
-    n, length = inputs.shape[1], len(filters)
-    padded = jnp.concatenate([recent.astype(inputs.dtype), inputs], axis=1)
-    # The number of documents that have begun up to each token: tokens of other documents have other numbers.
-    document = jnp.repeat(jnp.cumsum(start, axis=1), n // start.shape[1], axis=1)
-    padded_document = jnp.pad(document, ((0, 0), (length - 1, 0)))
-    result = jnp.zeros_like(inputs)
-    for i in range(length):
-        same = padded_document[:, i : i + n] == document
-        result += jnp.where(same[..., None], padded[:, i : i + n], 0) * filters[i]
-    return result
+        return self._output(read, x)[:, 0], DeltaCarry(matrix, window[:, 1:])
 
 
 def update(matrix: Float[Array, "b h p k"], rule: Rule) -> Float[Array, "b h p k"]:
@@ -245,7 +213,7 @@ def _inverse_softplus_step(key, shape, dtype):
     return step + jnp.log(-jnp.expm1(-step))
 
 
-@MECHANISMS.register("gated_delta_rule")
+@MIXERS.register("gated_delta_rule")
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaRule(StatesConfig):
     """Layers with matrices that are written to by the gated delta rule."""
@@ -255,17 +223,18 @@ class GatedDeltaRule(StatesConfig):
     chunk_length: int = size(64, "fixed")
     """The number of tokens that are read in parallel, a power of two; at most the largest one that divides a block."""
 
-    sees_block_before: ClassVar[bool] = False
-
     def __post_init__(self):
         check_positive(self, ("conv_length", "chunk_length"))
         if self.chunk_length & (self.chunk_length - 1):
             raise UserError(f"GatedDeltaRule.chunk_length={self.chunk_length} must be a power of two")
 
-    def build(self, shape, index, *, rngs):
-        return DeltaRuleLayer(self, shape, rngs=rngs)
+    def check(self, shape):
+        check_taps(self, shape)
 
-    def flops(self, shape, index):
+    def build(self, shape, *, rngs):
+        return DeltaRule(self, shape, rngs=rngs)
+
+    def flops(self, shape):
         """Projections, and of a chunk its products, the inverse of its system, and the products with the states."""
         d, inner, k = shape.model_width, shape.inner_width, shape.head_size
         chunk = math.gcd(shape.window_length, self.chunk_length)
@@ -273,3 +242,6 @@ class GatedDeltaRule(StatesConfig):
         within = 2 * chunk * inner * (1 + 1 + 2 + 1)
         inverse = 2 * chunk**2 / 3 * shape.num_heads
         return Flops.of_products(projections + within + inverse + 3 * 2 * k * inner)
+
+    def traits(self, shape):
+        return Traits(states=("matrix",), needs_segments=self.needs_segments)

@@ -5,7 +5,7 @@ window, so both have no positions.
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,45 +14,74 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
+from meliad_like.layers.attention import merge_heads
 from meliad_like.layers.basic import parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import Memory, MemorySearch, attend_memories, recall, remember_block, search
-from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape
-from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, heads_of_lanes
+from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
+from meliad_like.mixers.token_heads import DecodingCache, TokenCache
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
 Update = Literal["block", "segment"]
 
 
-class MemoryAttention(Mechanism):
-    """Attention to a memory, mixed with the window's result by a learned share per head; the carry is the memory."""
+class MemoryCarry(NamedTuple):
+    """What a layer with a memory remembers."""
+
+    window: TokenCache | DecodingCache
+    """Attention to the window; its form for decoding while decoding."""
+    memory: Memory
+    position: Int[Array, " b"]
+    """The number of tokens of the document that have been remembered, or overwritten since."""
+
+
+class MemoryAttention(Mixer):
+    """Attention to the window and to a memory, mixed by a learned share per head."""
+
+    acts_at_blocks = True
 
     def __init__(self, config: "ExternalMemory", shape: Shape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
+        self.window = WindowAttention(shape, rngs=rngs, with_positions=False)
         self.gate = parameter(rngs.params(), jax.nn.initializers.zeros, (shape.num_heads,), ("heads",))
 
-    def init_carry(self, b, dtype, decoding):
+    def init_carry(self, b, dtype):
         empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)
-        return Memory(empty, empty)
+        return MemoryCarry(self.window.init_carry(b, dtype), Memory(empty, empty), jnp.zeros((b,), jnp.int32))
 
-    def __call__(self, tokens, carry, dropout_key):
-        tile = tokens.tile
-        memory, found = self._scan(carry, tile.query, tile.key, tile.value, tokens.positions)
-        return self._attend(tile.query, *found), memory
+    def carry_axes(self, carry):
+        return heads_of_lanes(carry)
 
-    def decode_step(self, token, carry):
-        query, filled = token.tile.query, token.position - token.position % self.shape.window_length
-        return self._attend(query, *self._find(carry, query, filled)), carry
+    def __call__(self, x, at, carry, dropout_key):
+        window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
+        positions, position = at.count(carry.position, self.shape.window_length)
+        memory, memories = self._scan(carry.memory, tile.query, tile.key, tile.value, positions)
+        mixed = self._mix(window, self._attend(tile.query, *memories))
+        return tokens_of(mixed), MemoryCarry(cache, memory, position)
 
-    def end_block(self, carry, cache, position):
-        w = self.shape.window_length
-        return remember_block(carry, cache.key, cache.value, position - w + 1, jnp.ones_like(position, bool))
+    def begin_decoding(self, carry):
+        return carry._replace(window=self.window.begin_decoding(carry.window))
 
-    def combine(self, others, own):
-        share = jax.nn.sigmoid(self.gate[...]).astype(own.dtype)[:, None, None]
-        window, *rest = others
-        return [(1 - share) * window + share * own, *rest]
+    def end_decoding(self, carry):
+        return carry._replace(window=self.window.end_decoding(carry.window))
+
+    def step(self, x, at, carry):
+        window, tile, cache = self.window.attend_token(x, carry.window)
+        memories = self._find(carry.memory, tile.query, carry.position)
+        mixed = self._mix(window, self._attend(tile.query, *memories))
+        return merge_heads(mixed)[:, 0], carry._replace(window=cache)
+
+    def end_block(self, carry):
+        key, value, _ = self.window.heads.keys_and_values(self.window.end_decoding(carry.window))
+        everywhere = jnp.ones_like(carry.position, bool)
+        memory = remember_block(carry.memory, key, value, carry.position, everywhere)
+        return MemoryCarry(self.window.end_block(carry.window), memory, carry.position + self.shape.window_length)
+
+    def _mix(self, window: Float[Array, "*batch h t k"], read: Float[Array, "*batch h t k"]):
+        share = jax.nn.sigmoid(self.gate[...]).astype(read.dtype)[:, None, None]
+        return (1 - share) * window + share * read
 
     def _scan(
         self,
@@ -65,7 +94,7 @@ class MemoryAttention(Mechanism):
         """Searches the memory and adds to it, block by block or all at once (`config.update`).
 
         Returns:
-            The memory, and keys [b, c, h, w, j, k], values and validity of the memories found.
+            The memory, and keys [b, c, h, w, j, k], values and validity of the memories for each query.
         """
         w = self.shape.window_length
         per_turn = positions.shape[1] if self.config.update == "segment" else 1
@@ -112,10 +141,10 @@ class MemoryAttention(Mechanism):
         return attend_memories(query, key, value, valid)
 
 
-@MECHANISMS.register("external_memory")
+@MIXERS.register("external_memory")
 @dataclasses.dataclass(frozen=True)
-class ExternalMemory(MechanismConfig):
-    """The memory of a Memorizing Transformer."""
+class ExternalMemory(MixerConfig):
+    """The memory of a Memorizing Transformer, with its layers' attention to the window."""
 
     num_slots: int = size(65_536, "length")
     """The number of keys and values that a memory holds for each lane and head; the oldest are overwritten."""
@@ -128,19 +157,13 @@ class ExternalMemory(MechanismConfig):
     """When tokens become memories: after their `block`, or as in the reference after their `segment`, so that results
     depend on where segments begin. With segments of one block both are the same."""
 
-    carry_axes: ClassVar[tuple[str, ...]] = ("lanes", "heads")
-    without_positions: ClassVar[bool] = True
-    rank: ClassVar[int] = 1
+    has_window: ClassVar[bool] = True
 
     def __post_init__(self):
         check_choices(self)
         check_positive(self, ("num_slots", "num_neighbors"))
 
-    def check(self, shape, others):
-        super().check(shape, others)
-        windows = [other.indices(shape.num_layers) for other in others if isinstance(other, SlidingWindow)]
-        if not windows or not self.indices(shape.num_layers) <= windows[0]:
-            raise UserError(f"ExternalMemory.layers={self.layers} need a SlidingWindow, which memories are mixed with")
+    def check(self, shape):
         if self.num_slots % shape.window_length:
             raise UserError(
                 f"ExternalMemory.num_slots={self.num_slots} must be a multiple of window_length={shape.window_length}: "
@@ -153,22 +176,17 @@ class ExternalMemory(MechanismConfig):
                 f"for search={self.search!r}"
             )
 
-    @property
-    def needs_segments(self) -> str | None:
-        return "ExternalMemory.update='segment'" if self.update == "segment" else None
-
-    @property
-    def waits_for(self) -> str | None:
-        return f"with ExternalMemory.layers={self.layers} a block searches the memories of the blocks before it"
-
-    def build(self, shape, index, *, rngs):
+    def build(self, shape, *, rngs):
         return MemoryAttention(self, shape, rngs=rngs)
 
-    def mixed_width(self, shape):
-        return 0
-
-    def flops(self, shape, index):
-        """The operations of the search, which has no gradient, and of attention, whose memories have no gradient."""
+    def flops(self, shape):
+        """The operations of the window, of the search, which has no gradient, and of attention, whose memories have
+        none."""
         searching = 2 * self.num_slots * shape.inner_width
         attention = 2 * 2 * self.num_neighbors * shape.inner_width
-        return Flops(searching + attention, attention)
+        return WindowAttention.flops(shape) + Flops(searching + attention, attention)
+
+    def traits(self, shape):
+        reason = f"with ExternalMemory.layers={self.layers} a block searches the memories of the blocks before it"
+        needs_segments = "ExternalMemory.update='segment'" if self.update == "segment" else None
+        return window_traits(shape)._replace(sequential_because=reason, needs_segments=needs_segments)

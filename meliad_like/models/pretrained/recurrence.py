@@ -2,8 +2,7 @@
 
 Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 3.1. Equation 1 is a sum over the tokens of
 a window, but the text calls it an average: `sum` is the equation, `mean` the text. The vectors are additional keys and
-values in some layers of the next window, in the same softmax as its own tokens. So the mechanism belongs to decoders
-that read windows, and not to the layers of `models/decoder.py`.
+values in some layers of the next window, in the same softmax as its own tokens.
 """
 
 import dataclasses
@@ -18,18 +17,17 @@ from jaxtyping import Array, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import ACTIVATIONS, Activation, Linear, fan_in_scaled, over_root_mean_square, parameter
-from meliad_like.mechanisms.base import MechanismConfig
 from meliad_like.registry import Registry, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive
 
-WINDOW_MECHANISMS = Registry("mechanism of a pretrained decoder")
+RECURRENCES = Registry("recurrence of a pretrained decoder")
 
 zeros = jax.nn.initializers.zeros
 
 
-@WINDOW_MECHANISMS.register("window_summary")
+@RECURRENCES.register("window_summary")
 @dataclasses.dataclass(frozen=True)
-class WindowSummary(MechanismConfig):
+class WindowSummary:
     """The recurrence, by default that of the paper where it states its settings."""
 
     layers: tuple[int, ...] = size((1,), "layer_indices")

@@ -37,13 +37,13 @@ class Placed(NamedTuple):
 class Position(nnx.Module):
     """The strategy without positions, and the base class of the other strategies."""
 
+    changes_keys: ClassVar[bool] = False
+    """Whether positions change queries or keys, instead of only adding a bias to the scores."""
+    places_blocks: ClassVar[bool] = False
+    """Whether decoding keeps keys with their positions for a block, which `begin_block` makes."""
+
     def __init__(self, w: int):
         self.w = w
-
-    @property
-    def changes_keys(self) -> bool:
-        """Whether positions change queries or keys, instead of only adding a bias to the scores."""
-        return type(self).place is not Position.place or type(self).kept is not Position.kept
 
     def kept(self, projected: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
         """The form in which projected queries and keys are kept, keys also in the cache: by default of unit length."""
@@ -81,12 +81,10 @@ class Position(nnx.Module):
         """
         return Placed(scale(query), kept, previous_kept)
 
-    def init_placed(self, key: Float[Array, "b h w k"]) -> Float[Array, "b h w k"] | None:
-        """An array for keys whose places stay the same for a decoded block; None if they change with every token."""
-        return None
-
-    def begin_block(self, projections: tuple[Linear, Linear], kept: Float[Array, "b h w k"]) -> Array | None:
-        """The cached keys with the positions of the block before."""
+    def begin_block(
+        self, projections: tuple[Linear, Linear], kept: Float[Array, "b h w k"]
+    ) -> Float[Array, "b h w k"] | None:
+        """The cached keys with the positions of the block before; None unless `places_blocks`."""
         return None
 
     def place_token(
@@ -103,7 +101,7 @@ class Position(nnx.Module):
         Args:
             projections, scale: as in `place`.
             query, key: the query and key of the token, in the form in which they are kept.
-            ring: the last w keys as they are kept, and with their positions (`init_placed`).
+            ring: the last w keys as they are kept, and with their positions (`begin_block`).
             offset: the token's offset in its block.
 
         Returns:
@@ -125,6 +123,8 @@ class BiasPosition(Position):
 
 class RotaryPosition(Position):
     """Rotary embedding: queries and keys are rotated by their places (Su et al. 2021)."""
+
+    changes_keys = True
 
     def __init__(self, w: int, unit: float):
         super().__init__(w)
@@ -150,6 +150,9 @@ class InfusedPosition(Position):
     linear, that of the sinusoids is added to that of the tokens, before both get unit length; so keys are kept without.
     """
 
+    changes_keys = True
+    places_blocks = True
+
     def __init__(self, w: int, model_width: int):
         super().__init__(w)
         self.model_width = model_width
@@ -172,9 +175,6 @@ class InfusedPosition(Position):
             unit(kept + self._infused(of_key, here, kept)),
             unit(previous_kept + self._infused(of_key, before, kept)),
         )
-
-    def init_placed(self, key):
-        return jnp.zeros_like(key)
 
     def begin_block(self, projections, kept):
         return unit(kept + self._infused(projections[1], np.arange(self.w), kept))

@@ -1,0 +1,30 @@
+"""A short causal convolution along the tokens of a document."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def convolve(
+    inputs: Float[Array, "b n channels"],
+    recent: Float[Array, "b recent channels"],
+    filters: Float[Array, "taps channels"],
+    start: Bool[Array, "b c"],
+) -> Float[Array, "b n channels"]:
+    """A causal convolution of every channel, which sees no token of another document.
+
+    Args:
+        inputs: of the tokens.
+        recent: those of the tokens before them, one fewer than filters.
+        filters: the last one is that of the token itself.
+        start: blocks with which a document begins.
+    """
+    n, length = inputs.shape[1], len(filters)
+    padded = jnp.concatenate([recent.astype(inputs.dtype), inputs], axis=1)
+    # The number of documents that have begun up to each token: tokens of other documents have other numbers.
+    document = jnp.repeat(jnp.cumsum(start, axis=1), n // start.shape[1], axis=1)
+    padded_document = jnp.pad(document, ((0, 0), (length - 1, 0)))
+    result = jnp.zeros_like(inputs)
+    for i in range(length):
+        same = padded_document[:, i : i + n] == document
+        result += jnp.where(same[..., None], padded[:, i : i + n], 0) * filters[i]
+    return result

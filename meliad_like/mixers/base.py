@@ -1,0 +1,244 @@
+"""The protocol of mixers: a frozen config that describes a mixer, and the module that it builds.
+
+A *mixer* is one way in which the tokens of a layer see earlier tokens: attention to a window, recurrent states, a linear
+recurrence. It owns its projections, its norms and its *carry*, which is all that it remembers of a document. A layer is
+
+    x = x + output(concatenate(mixer(norm(x)) for mixer in mixers))
+    x = x + feedforward(norm(x))
+
+and has nothing that its mixers don't bring (`models/decoder_layer.py`).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from meliad_like.errors import UserError
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.sequence import own_blocks
+from meliad_like.mixers.positions import PositionConfig
+from meliad_like.registry import Registry, size
+
+MIXERS = Registry("mixer")
+
+Carry = Any
+"""A pytree of arrays with the lane axis first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of the decoder that a mixer or layer is part of, the settings of its attention, and what its layers have."""
+
+    model_width: int
+    num_heads: int
+    head_size: int
+    feedforward_width: int
+    feedforward_bias: bool
+    window_length: int
+    dropout_rate: float
+    mask_empty_cache: bool
+    attention_kernel: str
+    position: PositionConfig
+    layers: tuple[tuple["MixerConfig", ...], ...]
+    """The configs of the mixers of each layer."""
+    feedforward_layers: tuple[int, ...]
+    """The layers with a feed-forward network, counted from 0."""
+
+    @property
+    def inner_width(self) -> int:
+        """The width of all heads together."""
+        return self.num_heads * self.head_size
+
+
+class At(NamedTuple):
+    """Where the tokens are that a layer reads, and what other layers have published for them."""
+
+    positions: Int[Array, "b c"] | Int[Array, " b"]
+    """The number of tokens of the document before each block of the whole segment; while decoding, before the token. A
+    mixer does not count by it: studies give it the memory of another place, so it counts in its own carry (`count`)."""
+    published: dict[str, Any]
+    """By the name of a mixer: what it publishes before each block (`Mixer.publish`), by layer. Arrays have the axes `b`
+    and `c` first; while decoding `b`."""
+
+    @property
+    def start(self) -> Bool[Array, "b c"]:
+        """The blocks of this device with which a document begins."""
+        return own_blocks(self.positions) == 0
+
+    def count(self, read: Int[Array, " b"], window_length: int) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
+        """The number of tokens of the document before each block of this device, and after the segment.
+
+        Args:
+            read: the number of tokens of the document that a mixer has read before the segment.
+            window_length: the number of tokens in a block.
+        """
+        block = jnp.arange(self.positions.shape[1])
+        last_start = jax.lax.cummax(jnp.where(self.positions == 0, block, -1), axis=1)
+        before = jnp.where(last_start >= 0, block - last_start, block)
+        before = before * window_length + jnp.where(last_start >= 0, 0, read[:, None])
+        return own_blocks(before), before[:, -1] + window_length
+
+
+class Mixer(nnx.Module):
+    """One way in which a layer sees earlier tokens.
+
+    While decoding, a mixer's carry may have another form, with arrays that only decoding needs; it is made by
+    `begin_decoding` at the beginning of a block. A mixer without such arrays need not implement that.
+    """
+
+    acts_at_blocks = False
+    """Whether decoding has to call `end_block`."""
+
+    def init_carry(self, b: int, dtype: Any) -> Carry:
+        """The carry of `b` lanes before their first token; `dtype` is that of the activations."""
+        raise NotImplementedError
+
+    def carry_axes(self, carry: Carry) -> Any:
+        """The logical axes of each array of a carry in either form (`layers/sharding.py`): the same tree, with tuples of
+        names, from the first axis; axes that are not listed are not sharded."""
+        return jax.tree.map(lambda _: ("lanes",), carry)
+
+    def __call__(
+        self, x: Float[Array, "b n d"], at: At, carry: Carry, dropout_key: PRNGKeyArray | None
+    ) -> tuple[Float[Array, "b n i"], Carry]:
+        """The results for the tokens of a segment, and the carry after it.
+
+        Args:
+            x: the layer's input, after its norm.
+            at: where documents begin.
+            carry: the carry after the segment before.
+            dropout_key: random key in training; None: no dropout.
+        """
+        raise NotImplementedError
+
+    def step(self, x: Float[Array, "b d"], at: At, carry: Carry) -> tuple[Float[Array, "b i"], Carry]:
+        """The same for one token of every lane, with the carry's form for decoding, at a cost that does not depend on
+        the length of the document. Documents begin with a fresh carry, so nothing has to be reset."""
+        raise NotImplementedError
+
+    def begin_decoding(self, carry: Carry) -> Carry:
+        """The carry's form for decoding, at the beginning of a block."""
+        return carry
+
+    def end_decoding(self, carry: Carry) -> Carry:
+        """The carry's form for segments, at the beginning of a block."""
+        return carry
+
+    def end_block(self, carry: Carry) -> Carry:
+        """The carry after a block whose last token has been decoded, also in its form for decoding."""
+        return carry
+
+    def publish(self, carry: Carry, start: Bool[Array, " b"]) -> Any:
+        """What mixers of other layers may read of the carry before a block: a pytree with the lane axis first.
+
+        Args:
+            carry: the carry in either form.
+            start: lanes in which a document begins with the block; never while decoding.
+        """
+        raise NotImplementedError
+
+
+class Traits(NamedTuple):
+    """What the rest of the package asks of a mixer, or of a kind of layer."""
+
+    attends_to: Callable[[Int[np.ndarray, "..."]], Int[np.ndarray, "..."]] = np.zeros_like
+    """The number of consecutive earlier tokens that a token attends to, by its position in the document. What a search
+    selects is not counted."""
+    sequential_because: str | None = None
+    """The reason why the blocks of a segment can't be sharded over devices (`MeshConfig.sequence`); None: they can."""
+    needs_segments: str | None = None
+    """The setting by which the carry depends on where segments end, so that the model can't write text token by token;
+    None if it doesn't."""
+    states: tuple[str, ...] = ()
+    """The fields of the carry that are states, which pass from block to block."""
+    output_bias: bool = False
+    """Whether the output projection of its layers has a bias."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerConfig:
+    """The config of a mixer. Every field that is a size declares how it scales (`meliad_like/registry.py`)."""
+
+    layers: tuple[int, ...] | None = size((), "layer_indices")
+    """The layers that have the mixer, counted from 0; negative numbers count from the end. None: all layers. (): those of
+    `DecoderConfig.pattern`."""
+
+    has_window: ClassVar[bool] = False
+    """Whether the mixer attends to the window itself. One mixer of a layer can, and `SlidingWindow` with `layers=None`
+    leaves out the layers of others."""
+    reads: ClassVar[str | None] = None
+    """The name of the mixer whose published values it reads. With `layers=None` it leaves out the layers of that mixer. The
+    layers up to the last one with that mixer read a block before the next block."""
+
+    def check(self, shape: Shape) -> None:
+        """Checks that a decoder of this shape can have the mixer.
+
+        Raises:
+            UserError: the decoder can't have it.
+        """
+
+    def build(self, shape: Shape, *, rngs: nnx.Rngs) -> Mixer:
+        """The module of one layer."""
+        raise NotImplementedError
+
+    def width(self, shape: Shape) -> int:
+        """The number of channels of its results (`i`)."""
+        return shape.inner_width
+
+    def flops(self, shape: Shape) -> Flops:
+        """The operations of one token in one layer, without the layer's output projection."""
+        raise NotImplementedError
+
+    def traits(self, shape: Shape) -> Traits:
+        return Traits()
+
+
+@dataclasses.dataclass(frozen=True)
+class StatesConfig(MixerConfig):
+    """The config of a mixer with states that pass from block to block."""
+
+    clear_states: bool = False
+    """Begin every segment with an empty memory, except for the window, which measures the memory's value beyond a
+    segment."""
+
+    @property
+    def needs_segments(self) -> str | None:
+        """As in `Traits`."""
+        return f"{type(self).__name__}.clear_states=True" if self.clear_states else None
+
+
+def layer_indices(name: str, layers: tuple[int, ...] | None, num_layers: int) -> frozenset[int]:
+    """The layers that a field names, counted from 0; None: all layers.
+
+    Raises:
+        UserError: it names a layer that does not exist, or a layer twice.
+    """
+    if layers is None:
+        return frozenset(range(num_layers))
+    if not all(-num_layers <= layer < num_layers for layer in layers):
+        raise UserError(f"{name}={layers} names a layer that {num_layers} layers lack")
+    if len(indices := frozenset(layer % num_layers for layer in layers)) != len(layers):
+        raise UserError(f"{name}={layers} names a layer twice")
+    return indices
+
+
+def heads_of_lanes(carry: Any) -> Any:
+    """The logical axes of a carry whose arrays with four axes, [b, h, ...], are sharded by heads."""
+    return jax.tree.map(lambda leaf: ("lanes", "heads") if leaf.ndim == 4 else ("lanes",), carry)
+
+
+def check_taps(config: Any, shape: Shape) -> None:
+    """Checks that the convolution of a mixer, `conv_length` tokens long, needs no more than the block before a block.
+
+    Raises:
+        UserError: it is too long.
+    """
+    if config.conv_length > shape.window_length + 1:
+        name = f"{type(config).__name__}.conv_length"
+        raise UserError(f"{name}={config.conv_length} must be at most window_length={shape.window_length} and 1")

@@ -1,0 +1,281 @@
+"""Recurrent states: vectors that each block of tokens reads and updates (Block-Recurrent Transformers).
+
+A token attends to the window and to the states from before its block (section 3.1, vertical); the states attend to the
+block and to themselves, and pass a gate (horizontal). Only the states' side is inside the scan over blocks. The tokens'
+side is computed for all blocks at once, before the scan (keys and values) and after it (attention to the states).
+With block feedback (appendix E) the tokens of other layers read the states too (`StateReader`).
+"""
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from meliad_like.errors import UserError
+from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit_query
+from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration, row_major
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.sequence import scan_in_order
+from meliad_like.layers.sharding import platform
+from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
+from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, StatesConfig, Traits, heads_of_lanes
+from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
+from meliad_like.mixers.token_heads import DecodingCache, TokenCache
+from meliad_like.registry import size
+from meliad_like.validation import check_choices, check_positive
+
+MOST_UNROLLED = 8
+"""A TPU's program unrolls the scan over at most as many blocks, those of the paper's segments. It then writes nothing
+into arrays of all blocks for the backward pass, but takes longer to compile."""
+
+
+class StateKeys(NamedTuple):
+    """The keys and values of states, which tokens attend to."""
+
+    key: Float[Array, "b h r k"]
+    value: Float[Array, "b h r k"]
+
+
+class StatesCarry(NamedTuple):
+    """What a layer with states remembers."""
+
+    window: TokenCache
+    states: Float[Array, "b r d"]
+
+
+class DecodingStates(NamedTuple):
+    """The same while decoding."""
+
+    window: DecodingCache
+    states: Float[Array, "b r d"]
+    heads: StateHeads
+    """The projections of the states, which stay the same for a block."""
+    previous: KeysAndValues
+    """The block before, which the ring of the window's cache overwrites."""
+
+
+class StateAttention(nnx.Module):
+    """Attention of a layer's tokens to states."""
+
+    def __init__(self, shape: Shape, attention_scale: float, *, rngs: nnx.Rngs):
+        self.num_heads = shape.num_heads
+        self.query = Linear(shape.model_width, shape.inner_width, ("model", "heads"), rngs=rngs)
+        scale = jax.nn.initializers.constant(attention_scale)
+        self.attention_scale = parameter(rngs.params(), scale, (shape.num_heads,), ("heads",))
+
+    def __call__(self, x: Float[Array, "b n d"], keys: StateKeys) -> Float[Array, "*batch h t k"]:
+        """The results by head; separately for each block if the states' keys have a block axis."""
+        query = unit_query(split_heads(self.query(x), self.num_heads), self.attention_scale)
+        if keys.key.ndim == 5:
+            query = rearrange(query, "b h (c w) k -> b c h w k", c=keys.key.shape[1])
+        return attend_unit(query, KeysAndValues(*keys))
+
+    @staticmethod
+    def flops(shape: Shape, num_states: int) -> Flops:
+        return Flops.of_products(2 * shape.model_width * shape.inner_width + 2 * 2 * num_states * shape.inner_width)
+
+
+class StateRecurrence(Mixer):
+    """Tokens attend to the window and to the layer's states, which are updated after every block."""
+
+    acts_at_blocks = True
+
+    def __init__(self, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
+        self.shape = shape
+        self.window = WindowAttention(shape, rngs=rngs)
+        self.reader = StateAttention(shape, config.attention_scale, rngs=rngs)
+        self.cell = StateCell(
+            num_states=config.num_states,
+            model_width=shape.model_width,
+            num_heads=shape.num_heads,
+            head_size=shape.head_size,
+            feedforward_width=shape.feedforward_width,
+            gate=config.gate,
+            cell=config.cell,
+            attention_scale=config.attention_scale,
+            time_constants=config.time_constants,
+            rngs=rngs,
+        )
+
+    def init_carry(self, b, dtype):
+        return StatesCarry(self.window.init_carry(b, dtype), self.cell.initial_states(b, dtype))
+
+    def carry_axes(self, carry):
+        return heads_of_lanes(carry)
+
+    def __call__(self, x, at, carry, dropout_key):
+        window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
+        states, keys = self._scan(carry.states, at.start, tile.both_blocks())
+        return tokens_of(window, self.reader(x, keys)), StatesCarry(cache, states)
+
+    def begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"]) -> tuple[Array, StateHeads]:
+        """The states before a block, and their projections."""
+        states = jnp.where(start[:, None, None], self.cell.initial_states(states.shape[0], states.dtype), states)
+        return states, self.cell.heads(states)
+
+    def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[KeysAndValues, ...]):
+        """Runs the states over the blocks.
+
+        Args:
+            states: the states after the segment before.
+            start: blocks before which the states are reset to the initial states.
+            tiles: the blocks before, and the blocks, each with the axes `b` and `c`.
+
+        Returns:
+            The last states, and the keys and values of the states before each block.
+        """
+
+        def step(states, block):
+            start, tile = block
+            states, heads = self.begin(states, start)
+            return self.cell.update(states, heads, *tile)[0], StateKeys(heads.key, heads.value)
+
+        if start.shape[1] == 1:
+            # No loop, so that the compiler finds the projections that `publish` has computed already.
+            states, keys = step(states, jax.tree.map(lambda y: y[:, 0], (start, tiles)))
+            return states, jax.tree.map(lambda y: y[:, None], keys)
+        unroll = platform() == "tpu" and start.shape[1] <= MOST_UNROLLED
+        if unroll:
+            tiles = jax.tree.map(row_major, tiles)
+        else:
+            step = rematerialise_iteration(step)
+        blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (start, tiles))
+        states, keys = scan_in_order(lambda states: jax.lax.scan(step, states, blocks, unroll=unroll), states)
+        return states, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), keys)
+
+    def publish(self, carry, start):
+        heads = carry.heads if isinstance(carry, DecodingStates) else self.begin(carry.states, start)[1]
+        return StateKeys(heads.key, heads.value)
+
+    def begin_decoding(self, carry):
+        visible = (carry.window.position > 0) | (not self.shape.mask_empty_cache)
+        previous = self.window.heads.keys_and_values(carry.window, visible)
+        window = self.window.begin_decoding(carry.window)
+        return DecodingStates(window, carry.states, self.cell.heads(carry.states), previous)
+
+    def end_decoding(self, carry):
+        return StatesCarry(self.window.end_decoding(carry.window), carry.states)
+
+    def step(self, x, at, carry):
+        window, _, cache = self.window.attend_token(x, carry.window)
+        read = self.reader(x[:, None], StateKeys(carry.heads.key, carry.heads.value))
+        return merge_heads(window, read)[:, 0], carry._replace(window=cache)
+
+    def end_block(self, carry):
+        tokens = self.window.end_decoding(carry.window)
+        block = self.window.heads.keys_and_values(tokens)
+        states, _ = self.cell.update(carry.states, carry.heads, carry.previous, block)
+        return self.begin_decoding(StatesCarry(tokens, states))
+
+
+@MIXERS.register("recurrent_states")
+@dataclasses.dataclass(frozen=True)
+class RecurrentStates(StatesConfig):
+    """The recurrent layers of a Block-Recurrent Transformer, with their attention to the window."""
+
+    num_states: int = size(512, "length")
+    """The number of state vectors of a layer."""
+    gate: GateKind = "fixed"
+    """`fixed`: a learned moving average. `lstm`: forget and input gates computed from the states' attention."""
+    cell: CellKind = "skip"
+    """The positions of the feed-forward network and the gates in the cell (section 3.3; `layers/state_cell.py`)."""
+    attention_scale: float = 1.0
+    """The scale of all attention to and of states at the start of training (section 3.1: learned, from 1)."""
+    time_constants: TimeConstants = None
+    """The shortest and longest number of blocks after which a gate keeps 1/e of a state, at the start of training: the
+    channels are spread between them, evenly on a logarithmic scale. None: all begin with about 1.4 (`gate="fixed"`) or
+    3.2 (`"lstm"`), as in the paper's code."""
+
+    has_window: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_choices(self)
+        check_positive(self, ("num_states", "attention_scale"))
+        if self.time_constants and min(self.time_constants) <= 0:
+            raise UserError(f"RecurrentStates.time_constants={self.time_constants} must be above 0")
+
+    def build(self, shape, *, rngs):
+        return StateRecurrence(self, shape, rngs=rngs)
+
+    def width(self, shape):
+        return 2 * shape.inner_width
+
+    def flops(self, shape):
+        """The operations of a token that attends to the window and to states, and its share of the states' update."""
+        update = Flops.of_products(self._update_flops(shape) / shape.window_length)
+        return WindowAttention.flops(shape) + StateAttention.flops(shape, self.num_states) + update
+
+    def _update_flops(self, shape: Shape) -> int:
+        """The operations of the update of all states of a layer by one block."""
+        d, inner, r, f = shape.model_width, shape.inner_width, self.num_states, shape.feedforward_width
+        mixed = 2 * inner
+        flops = 2 * r * d * 4 * inner
+        flops += 2 * 2 * r * (r + 2 * shape.window_length) * inner
+        num_gate_products = 2 if self.gate == "lstm" else 0
+        if self.cell in ("skip", "dual"):
+            flops += (1 + num_gate_products) * 2 * r * mixed * d
+        if self.cell in ("single", "dual"):
+            size_in = mixed if self.cell == "single" else d
+            flops += 2 * r * size_in * f + (1 + num_gate_products) * 2 * r * f * d
+        return flops
+
+    def traits(self, shape):
+        return window_traits(shape)._replace(states=("states",), needs_segments=self.needs_segments)
+
+
+class FeedbackReader(Mixer):
+    """Tokens attend to the states that other layers publish before their block."""
+
+    def __init__(self, config: "StateReader", shape: Shape, *, rngs: nnx.Rngs):
+        self.which = config.which
+        self.reader = StateAttention(shape, config.attention_scale, rngs=rngs)
+
+    def init_carry(self, b, dtype):
+        return ()
+
+    def _keys(self, at) -> StateKeys:
+        published = at.published["recurrent_states"]
+        if self.which == "last":
+            return published[-1]
+        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *published)
+
+    def __call__(self, x, at, carry, dropout_key):
+        return tokens_of(self.reader(x, self._keys(at))), carry
+
+    def step(self, x, at, carry):
+        return merge_heads(self.reader(x[:, None], self._keys(at)))[:, 0], carry
+
+
+@MIXERS.register("state_reader")
+@dataclasses.dataclass(frozen=True)
+class StateReader(MixerConfig):
+    """Block feedback (appendix E): layers without states of their own read those of the layers with `RecurrentStates`."""
+
+    layers: tuple[int, ...] | None = size(None, "layer_indices")
+    """The layers that read states. None: all layers without states."""
+    which: Literal["last", "all"] = "last"
+    """Whether they read the states of the last recurrent layer, or of all of them."""
+    attention_scale: float = 1.0
+    """The scale of the attention to states at the start of training."""
+
+    reads: ClassVar[str | None] = "recurrent_states"
+
+    def __post_init__(self):
+        check_choices(self)
+        check_positive(self, ("attention_scale",))
+
+    def build(self, shape, *, rngs):
+        return FeedbackReader(self, shape, rngs=rngs)
+
+    def flops(self, shape):
+        published = [mixer for layer in shape.layers for mixer in layer if isinstance(mixer, RecurrentStates)]
+        read = published if self.which == "all" else published[-1:]
+        return StateAttention.flops(shape, sum(states.num_states for states in read))
+
+    def traits(self, shape):
+        reason = "with StateReader a block waits for the layers of the one before"
+        return Traits(sequential_because=reason)

@@ -1,0 +1,142 @@
+"""Sliding-window attention: every token sees the `w` tokens before it (Block-Recurrent Transformers, section 3)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from meliad_like.errors import UserError
+from meliad_like.layers.attention import attend, attend_window, merge_heads
+from meliad_like.layers.attention_kernel import ROWS, attend_window_in_kernel
+from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.sharding import platform
+from meliad_like.mixers.base import MIXERS, At, Mixer, MixerConfig, Shape, Traits, heads_of_lanes
+from meliad_like.mixers.token_heads import DecodingCache, Tile, TokenCache, TokenHeads, TokenTile
+from meliad_like.registry import size
+
+
+class WindowAttention(Mixer):
+    """Attention of a layer's tokens to the window.
+
+    Memories that share its keys and values hold one, and call `attend` and `attend_token`, which also return the tile.
+    """
+
+    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, with_positions: bool = True):
+        self.shape = shape
+        self.heads = TokenHeads(shape, rngs=rngs, with_positions=with_positions)
+        self.acts_at_blocks = self.heads.position.places_blocks
+
+    def init_carry(self, b, dtype):
+        return self.heads.init_cache(b, dtype)
+
+    def carry_axes(self, carry):
+        return heads_of_lanes(carry)
+
+    def __call__(self, x, at, carry, dropout_key):
+        mixed, _, carry = self.attend(x, at, carry, dropout_key)
+        return tokens_of(mixed), carry
+
+    def step(self, x, at, carry):
+        mixed, _, carry = self.attend_token(x, carry)
+        return merge_heads(mixed)[:, 0], carry
+
+    def begin_decoding(self, carry: TokenCache) -> DecodingCache:
+        return self.heads.begin_block(carry)
+
+    def end_decoding(self, carry: DecodingCache) -> TokenCache:
+        return carry.tokens
+
+    def end_block(self, carry: DecodingCache) -> DecodingCache:
+        return self.heads.begin_block(carry.tokens)
+
+    def attend(
+        self, x: Float[Array, "b n d"], at: At, cache: TokenCache, dropout_key: PRNGKeyArray | None
+    ) -> tuple[Float[Array, "b c h w k"], Tile, TokenCache]:
+        """The results of the tokens of a segment, by head, their tile, and the cache after them."""
+        tile, cache = self.heads.tile(x, at, cache)
+        shape, multiplier = self.shape, None
+        h, w = shape.num_heads, shape.window_length
+        if dropout_key is not None and shape.dropout_rate > 0.0:
+            multiplier = dropout_multiplier(dropout_key, shape.dropout_rate, (h, w, w), jnp.float32)
+        if shape.attention_kernel != "none":
+            return self._attend_in_kernel(tile, multiplier), tile, cache
+        placed = tile.placed
+        blocks = (placed.query, placed.key, tile.value, placed.previous_key, tile.previous_value)
+        return attend_window(*blocks, tile.bias, self.heads.scale, tile.previous_valid, multiplier), tile, cache
+
+    def _attend_in_kernel(self, tile: Tile, multiplier) -> Float[Array, "b c h w k"]:
+        shape = self.shape
+        interpret = shape.attention_kernel == "interpreted"
+        w, k = shape.window_length, shape.head_size
+        instead = "set it to 'none' (--gin_param=\"DecoderConfig.attention_kernel = 'none'\")"
+        if tile.projected is None:
+            raise UserError(
+                f"DecoderConfig.attention_kernel={shape.attention_kernel!r} needs a DecoderConfig.position that is none, "
+                f"t5, alibi or another bias, because the others change keys: {instead}"
+            )
+        if not interpret and (platform() != "tpu" or w % ROWS or k % ROWS):
+            raise UserError(
+                f"DecoderConfig.attention_kernel='tpu' needs a TPU, and a window and heads of multiples of {ROWS}, not "
+                f"{platform()}, window_length={w} and head_size={k}: {instead}"
+            )
+        mixed = attend_window_in_kernel(
+            tile.projected,
+            self.heads.scale,
+            tile.bias,
+            tile.positions > 0,
+            multiplier,
+            mask_previous=shape.mask_empty_cache,
+            interpret=interpret,
+        )
+        return rearrange(mixed, "b (c w) (h k) -> b c h w k", h=shape.num_heads, w=w)
+
+    def attend_token(
+        self, x: Float[Array, "b d"], cache: DecodingCache
+    ) -> tuple[Float[Array, "b h 1 k"], TokenTile, DecodingCache]:
+        """The same as `attend` for one token of every lane."""
+        tile, cache = self.heads.token(x, cache)
+        seen = tile.seen[:, None, None]
+        mixed = attend(tile.placed_query, tile.placed_key, tile.value, tile.bias[:, :, None], seen)
+        return mixed, tile, cache
+
+    @staticmethod
+    def flops(shape: Shape) -> Flops:
+        """The operations of full tiles of `w` queries by `2w` keys, although a query sees half of its tile."""
+        attention = 2 * 2 * (2 * shape.window_length) * shape.inner_width
+        return TokenHeads.flops(shape) + Flops.of_products(attention)
+
+
+def tokens_of(*mixed: Float[Array, "b c h w k"]) -> Float[Array, "b n i"]:
+    """The results of tokens, from one or several results by block and head, which are concatenated."""
+    return rearrange(merge_heads(*mixed), "b c w i -> b (c w) i")
+
+
+def window_traits(shape: Shape) -> Traits:
+    """The traits of a mixer that attends to the window."""
+    return Traits(attends_to=lambda position: np.minimum(position, shape.window_length))
+
+
+@MIXERS.register("sliding_window")
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(MixerConfig):
+    """Attention to the `window_length` tokens before each token."""
+
+    layers: tuple[int, ...] | None = size(None, "layer_indices")
+    """The layers that attend to the window alone; negative numbers count from the end. None: those of
+    `DecoderConfig.pattern`, or without a pattern all layers that have no other mixer with attention to the window."""
+
+    has_window: ClassVar[bool] = True
+
+    def build(self, shape, *, rngs):
+        return WindowAttention(shape, rngs=rngs)
+
+    def flops(self, shape):
+        return WindowAttention.flops(shape)
+
+    def traits(self, shape):
+        return window_traits(shape)

@@ -1,0 +1,404 @@
+"""MELODI (Chen et al. 2025, arXiv:2410.03156): every window leaves a few compressed tokens for the windows after it.
+
+Behind the w tokens of a window u *summary tokens* go up the stack, which are mixed with its tokens in every layer. A
+layer makes of both its *short-term memory*: r vectors that the next window sees in front of it, in the same layer. A
+long-term layer also adds e vectors of every window to a *long-term memory* of m vectors, to which all its tokens
+attend. A token sees the earlier tokens of its own window, and the memories.
+
+The memory of a window is made of the layer's output, so a layer reads one window after the other, in a scan. The
+projections of the tokens, the summary tokens and the long-term memory before the segment are outside of the scan.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from meliad_like.errors import UserError
+from meliad_like.layers.attention import merge_heads
+from meliad_like.layers.basic import Linear, RMSNorm, dropout_multiplier, parameter, tiled_dropout
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.windows import SequenceMix, attend_parts, by_difference, with_summaries, without_summaries
+from meliad_like.mixers.base import Shape, Traits, layer_indices
+from meliad_like.mixers.positions import POSITIONS
+from meliad_like.mixers.token_heads import DecodingCache, TokenHeads
+from meliad_like.models.decoder_layer import ResidualFeedForward
+from meliad_like.models.layer import LAYERS, Layer, LayerConfig
+from meliad_like.registry import size
+from meliad_like.validation import check_positive
+
+NAME = "melodi"
+"""The name of the layer's memories in its carry."""
+
+
+class MelodiCarry(NamedTuple):
+    """What a layer remembers. Memories are kept before norm and projection, so that they are read with new weights."""
+
+    short: Float[Array, "b r d"]
+    long: Float[Array, "b m d"] | None
+    """A ring: vector `j` of the document's window `i` lies in slot `(e i + j) % m`. Nothing in it has a position."""
+    position: Int[Array, " b"]
+    """The number of tokens of the document that the memories have seen."""
+
+
+class DecodingMelodi(NamedTuple):
+    """The same while decoding."""
+
+    memory: MelodiCarry
+    window: DecodingCache
+    """The tokens of the current window so far."""
+    short: tuple[Float[Array, "b h r k"], ...]
+    """The keys and values of the short-term memory."""
+    long: tuple[Float[Array, "b h m k"], ...]
+    """The keys and values of the long-term memory; () without one."""
+    mixed: dict[str, Float[Array, "b out d"]]
+    """By mixing: the sum over the tokens of the window so far, float32."""
+
+
+class Window(NamedTuple):
+    """Tokens and summary tokens of a window of every lane, `s` in all, and their heads."""
+
+    number: Int[Array, ""]
+    """Of the window in its segment."""
+    x: Float[Array, "b s d"]
+    placed_query: Float[Array, "b h s k"]
+    query: Float[Array, "b h s k"]
+    """Without positions."""
+    placed_key: Float[Array, "b h s k"]
+    value: Float[Array, "b h s k"]
+    age: Int[Array, " b"]
+    """The number of the document's windows before it."""
+
+
+class MelodiLayer(Layer):
+    """A layer that reads one window after the other, because its memories are made of its output."""
+
+    acts_at_blocks = True
+
+    def __init__(self, config: "Melodi", shape: Shape, index: int, *, rngs: nnx.Rngs):
+        self.config, self.shape = config, shape
+        d, inner = shape.model_width, shape.inner_width
+        self.norm = RMSNorm(d, rngs=rngs)
+        self.heads = TokenHeads(shape, rngs=rngs)
+        self.output = Linear(inner, d, ("heads", "model"), rngs=rngs)
+        self.feedforward = ResidualFeedForward(shape, rngs=rngs)
+        u, r, e = config.num_summaries, config.short_length, config.long_length
+        self.long = index in config.long_indices(shape)
+        sizes = (shape.window_length, u)
+        self.summary_mix = None if config.is_last(shape, index) else SequenceMix(*sizes, u, d, True, rngs=rngs)
+        self.short_mix = SequenceMix(*sizes, r, d, r == u, rngs=rngs)
+        self.long_mix = SequenceMix(*sizes, e, d, False, rngs=rngs) if self.long else None
+        gate = jax.nn.initializers.truncated_normal(0.25)
+        size_of_gate = shape.num_heads, shape.head_size
+        self.gate = parameter(rngs.params(), gate, size_of_gate, ("heads", None)) if self.long else None
+
+    @property
+    def _mixes(self) -> dict[str, SequenceMix]:
+        mixes = {"summary": self.summary_mix, "short": self.short_mix, "long": self.long_mix}
+        return {name: mix for name, mix in mixes.items() if mix is not None}
+
+    def init_carry(self, b, dtype):
+        config, d = self.config, self.shape.model_width
+        short = jnp.zeros((b, config.short_length, d), dtype)
+        long = jnp.zeros((b, config.long_slots, d), dtype) if self.long else None
+        return {NAME: MelodiCarry(short, long, jnp.zeros((b,), jnp.int32))}
+
+    def begin_segment(self, carry):
+        return jax.tree.map(jnp.zeros_like, carry) if self.config.clear_states else carry
+
+    def __call__(self, x, at, carry, dropout_key=None):
+        carry, w, e = carry[NAME], self.shape.window_length, self.config.long_length
+        positions, position = at.count(carry.position, w)
+        (b, c), written = positions.shape, positions // w
+        keys = [None] * 4 if dropout_key is None else list(jax.random.split(dropout_key, 4))
+        windows = self._windows(*without_summaries(x, c, w), written, keys)
+        old = self._memory_heads(carry.long, keys[2]) if self.long else None
+        bias = self._bias()
+
+        def step(state, window: Window):
+            short, made = state
+            key_of = [None] * 4
+            if keys[3] is not None:
+                key_of = list(jax.random.split(jax.random.fold_in(keys[3], window.number), 4))
+            memory = self._memory_heads(short, key_of[0])
+            result = self._attend_window(bias, window, memory, key_of[1])
+            if self.long:
+                seen = self._seen(written[:, 0], window.age, window.number, c)
+                result = self._mix_long(result, window.query, zip(old, made), seen, key_of[2])
+            y = self._finish(window.x, result, key_of[3])
+            x, summaries = y[:, :w], y[:, w:]
+            mixed = {name: mix.of_tokens(x) for name, mix in self._mixes.items()}
+            summaries, short, extracted = self._make(summaries, mixed)
+            if self.long:
+                # A key of its own for the vectors' dropout, which are read by later windows of the segment.
+                new_key = None if key_of[0] is None else jax.random.fold_in(key_of[0], 1)
+                new, begin = self._memory_heads(extracted, new_key), window.number * e
+                made = tuple(jax.lax.dynamic_update_slice_in_dim(y, z, begin, axis=2) for y, z in zip(made, new))
+            return (short, made), (x, summaries, extracted)
+
+        heads = (b, self.shape.num_heads, c * e, self.shape.head_size)
+        made = (jnp.zeros(heads, x.dtype),) * 2 if self.long else ()
+        (short, _), (x, summaries, extracted) = jax.lax.scan(step, (carry.short, made), windows)
+        long = self._remember(carry.long, jnp.moveaxis(extracted, 0, 1), written) if self.long else None
+        x = with_summaries(rearrange(x, "c b w d -> b (c w) d"), jnp.moveaxis(summaries, 0, 1))
+        return x, {NAME: MelodiCarry(short, long, position)}
+
+    def _windows(self, x: Float[Array, "b n d"], summaries: Float[Array, "b c u d"], age, keys) -> Window:
+        """All windows of a segment, along a new first axis."""
+        c, w, position = summaries.shape[1], self.shape.window_length, self.heads.position
+        normed = [self._normed(x, keys[0]), self._normed(rearrange(summaries, "b c u d -> b (c u) d"), keys[1])]
+        normed = jnp.concatenate([rearrange(y, "b (c s) d -> b c s d", c=c) for y in normed], axis=2)
+        heads = self.heads.of(rearrange(normed, "b c s d -> b (c s) d"))
+        key, value, query = (rearrange(y, "b h (c s) k -> c b h s k", c=c) for y in heads)
+        place = w + np.arange(normed.shape[2])
+        x = jnp.concatenate([rearrange(x, "b (c w) d -> c b w d", c=c), jnp.moveaxis(summaries, 1, 0)], axis=2)
+        placed_query, placed_key = position.placed(query, place), position.placed(key, place)
+        return Window(jnp.arange(c), x, placed_query, query, placed_key, value, age.T)
+
+    def _normed(self, x: Float[Array, "b n d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "b n d"]:
+        return tiled_dropout(self.norm(x), self.shape.dropout_rate, dropout_key)
+
+    def _finish(self, x: Float[Array, "b s d"], result: Float[Array, "b h s k"], dropout_key) -> Float[Array, "b s d"]:
+        return self.feedforward(x + self.output(merge_heads(result)), dropout_key)
+
+    def _memory_heads(self, memory: Float[Array, "b s d"], dropout_key) -> tuple[Float[Array, "b h s k"], ...]:
+        """Keys and values of a memory."""
+        return self.heads.of(self._normed(memory, dropout_key))[:2]
+
+    def _bias(self) -> Float[Array, "h rows columns"]:
+        """The bias of a window's queries for the short-term memory and the window's keys."""
+        r, rows = self.config.short_length, self.shape.window_length + self.config.num_summaries
+        return by_difference(self.heads.bias(r + rows - 1), rows, r)
+
+    def _multiplier(self, dropout_key, num_rows: int, num_keys: int):
+        rate = self.shape.dropout_rate
+        if dropout_key is None or rate == 0.0:
+            return None
+        return dropout_multiplier(dropout_key, rate, (self.shape.num_heads, num_rows, num_keys), jnp.float32)
+
+    def _attend_window(self, bias, window: Window, memory, dropout_key):
+        """Attention of a window's last queries to the short-term memory and the earlier ones of its vectors."""
+        r, w = self.config.short_length, self.shape.window_length
+        num_rows, num_columns = window.placed_query.shape[2], bias.shape[2]
+        earlier = np.tri(bias.shape[1], num_columns, r - 1, dtype=bool)[-num_rows:]
+        real = jnp.where(np.arange(num_columns) < r, (window.age > 0)[:, None], True)
+        return attend_parts(
+            window.placed_query,
+            (self.heads.position.placed(memory[0], np.arange(w - r, w)), window.placed_key),
+            (memory[1], window.value),
+            earlier & self._shown(real)[:, None, None],
+            real,
+            bias[:, -num_rows:],
+            self._multiplier(dropout_key, num_rows, num_columns),
+        )
+
+    def _shown(self, real: Bool[Array, "b s"]) -> Bool[Array, "b s"]:
+        return real if self.shape.mask_empty_cache else jnp.ones_like(real)
+
+    def _mix_long(self, result, query, stored, seen, dropout_key):
+        """Mixes a result with attention to the long-term memory, by a learned share of each head and channel.
+
+        Args:
+            result: the result of attention to the window and the short-term memory.
+            query: the queries without positions.
+            stored: keys and values of the memory, each in several arrays.
+            seen: which of them are shown, and which hold something.
+        """
+        assert self.gate is not None
+        (keys, values), (shown, real) = stored, seen
+        shown = shown & self._shown(real)
+        multiplier = self._multiplier(dropout_key, query.shape[2], real.shape[1])
+        read = attend_parts(query, keys, values, shown[:, None, None], real, multiplier=multiplier)
+        share = jax.nn.sigmoid(self.gate[...]).astype(result.dtype)[:, None]
+        return share * result + (1 - share) * read
+
+    def _seen(self, written: Int[Array, " b"], age: Int[Array, " b"], number: Int[Array, ""], c: int):
+        """Which vectors are among the last m before window `number`, and which of them are of its document.
+
+        Args:
+            written: the number of the document's windows before the segment.
+            age: the number of the document's windows before this one.
+            number, c: the window's number in the segment, and the number of windows.
+
+        Returns:
+            shown, real: for the ring's slots before the segment, and then for the vectors of the segment's windows.
+        """
+        e, m = self.config.long_length, self.config.long_slots
+        # Vectors are counted from the beginning of the segment: -1 is the newest in the ring.
+        in_ring = (jnp.arange(m) - e * written[:, None]) % m - m
+        in_segment = jnp.broadcast_to(jnp.arange(c * e), (len(age), c * e))
+        vector, end = jnp.concatenate([in_ring, in_segment], axis=1), e * number
+        return (vector >= end - m) & (vector < end), vector >= end - e * age[:, None]
+
+    def _remember(self, long: Float[Array, "b m d"], new: Float[Array, "b c e d"], written: Int[Array, "b c"]):
+        """The ring after a segment: with the vectors of the last document's windows, of which the last m are left."""
+        c, e, m = *new.shape[1:3], self.config.long_slots
+        last = written[:, -1:]
+        window = last - np.arange(c)[::-1]
+        vector = (e * window[:, :, None] + np.arange(e)).reshape(len(new), c * e)
+        keep = (vector >= 0) & (vector >= e * (last + 1) - m)
+        slot = jnp.where(keep, vector % m, m)
+        lanes = np.arange(len(new))[:, None]
+        return long.at[lanes, slot].set(jax.lax.stop_gradient(rearrange(new, "b c e d -> b (c e) d")), mode="drop")
+
+    def _make(
+        self, summaries: Float[Array, "b u d"], mixed: dict[str, Float[Array, "b out d"]]
+    ) -> tuple[Float[Array, "b u d"], Float[Array, "b r d"], Any]:
+        """What a window leaves, from the output for its summary tokens and what its tokens add to each mixing.
+
+        Returns:
+            The summary tokens for the next layer, the short-term memory, and the vectors for the long-term memory.
+        """
+        made = {name: mix.add_summaries(mixed[name], summaries) for name, mix in self._mixes.items()}
+        made = {name: y.astype(summaries.dtype) for name, y in made.items()}
+        # With another length, the reference has no residual.
+        short = made["short"] + summaries if self.config.short_length == self.config.num_summaries else made["short"]
+        return summaries + made.get("summary", 0), short, made.get("long")
+
+    def begin_decoding(self, carry, position):
+        memory, (b, h, k) = carry[NAME], (len(position), self.shape.num_heads, self.shape.head_size)
+        empty = self.heads.init_cache(b, memory.short.dtype)._replace(position=memory.position)
+        long = self._memory_heads(memory.long, None) if self.long else ()
+        mixed = {name: jnp.zeros((b, mix.out, self.shape.model_width)) for name, mix in self._mixes.items()}
+        window, short = self.heads.begin_block(empty), self._memory_heads(memory.short, None)
+        return {NAME: DecodingMelodi(memory, window, short, long, mixed)}
+
+    def end_decoding(self, carry):
+        return {NAME: carry[NAME].memory}
+
+    def decode_step(self, x, at, carry):
+        carry, r, w, heads = carry[NAME], self.config.short_length, self.shape.window_length, self.heads
+        position = carry.window.tokens.position
+        offset, age = position % w, position // w
+        tile, window = heads.token(self.norm(x), carry.window)
+        distance = offset[:, None] + r - np.arange(r)
+        bias = jnp.take(heads.bias(r + w + self.config.num_summaries - 1), distance - 1, axis=1)
+        real = jnp.where(np.arange(r + w) < r, (age > 0)[:, None], True)
+        earlier = jnp.arange(r + w) < r + offset[:, None]
+        # A query has place w, wherever it stands in its window.
+        short_key = heads.position.placed(carry.short[0], (w - distance)[:, None])
+        result = attend_parts(
+            tile.placed_query,
+            (short_key, tile.placed_key),
+            (carry.short[1], tile.value),
+            (earlier & self._shown(real))[:, None, None],
+            real,
+            jnp.concatenate([jnp.moveaxis(bias, 0, 1), tile.bias], axis=2)[:, :, None],
+        )
+        if self.long:
+            result = self._mix_long(result, tile.query, _stored(carry), (True, self._filled(age)), None)
+        x = self._finish(x[:, None], result, None)[:, 0]
+        mixed = {name: carry.mixed[name] + mix.of_token(x, offset) for name, mix in self._mixes.items()}
+        return x, {NAME: carry._replace(window=window, mixed=mixed)}
+
+    def _filled(self, age: Int[Array, " b"]) -> Bool[Array, "b m"]:
+        return jnp.arange(self.config.long_slots) < self.config.long_length * age[:, None]
+
+    def end_block(self, summaries, carry, position):
+        carry, w, heads = carry[NAME], self.shape.window_length, self.heads
+        memory, tokens = carry.memory, carry.window.tokens
+        age = memory.position // w
+        assert summaries is not None
+        key, value, query = heads.of(self.norm(summaries))
+        place = 2 * w + np.arange(summaries.shape[1])
+        of_tokens = heads.position.placed(heads.position.plain(tokens.key), np.arange(w, 2 * w))
+        keys = jnp.concatenate([of_tokens, heads.position.placed(key, place)], axis=2)
+        values = jnp.concatenate([tokens.value, value], axis=2)
+        placed_query = heads.position.placed(query, place)
+        window = Window(jnp.zeros((), jnp.int32), summaries, placed_query, query, keys, values, age)
+        result = self._attend_window(self._bias(), window, carry.short, None)
+        if self.long:
+            result = self._mix_long(result, query, _stored(carry), (True, self._filled(age)), None)
+        summaries, short, extracted = self._make(self._finish(summaries, result, None), carry.mixed)
+        long = self._remember(memory.long, extracted[:, None], age[:, None]) if self.long else None
+        return summaries, self.begin_decoding({NAME: MelodiCarry(short, long, position)}, position)
+
+
+def _stored(carry: DecodingMelodi):
+    """The keys and values of the long-term memory, as `_mix_long` receives them."""
+    key, value = carry.long
+    return (key,), (value,)
+
+
+@LAYERS.register(NAME)
+@dataclasses.dataclass(frozen=True)
+class Melodi(LayerConfig):
+    """MELODI's memories: by default those of the reference's code, `configs/base_melodi.gin`."""
+
+    layers: tuple[int, ...] | None = size(None, "layer_indices")
+    """The layers with a short-term memory; negative numbers count from the end. None: all layers."""
+    long_layers: tuple[int, ...] = size((), "layer_indices")
+    """The layers among them that also have a long-term memory."""
+    num_summaries: int = size(64, "length")
+    """The number of summary tokens behind every window (u)."""
+    short_length: int = size(64, "length")
+    """The number of vectors of a short-term memory (r, the paper's S). If it is not `num_summaries`, they are made
+    without norms and residual, as in the reference."""
+    long_length: int = size(32, "length")
+    """The number of vectors that a window adds to a long-term memory (e, the paper's L)."""
+    long_slots: int = size(4096, "length")
+    """The number of vectors in a long-term memory (m); the oldest are overwritten."""
+    clear_states: bool = False
+    """Begin every segment with empty memories, which measures their value beyond a segment."""
+
+    def __post_init__(self):
+        check_positive(self, ("num_summaries", "short_length", "long_length"))
+        if self.long_slots < self.long_length:
+            raise UserError(f"Melodi.long_slots={self.long_slots} must be at least long_length={self.long_length}")
+
+    def check(self, shape):
+        if not shape.position.places_vectors:
+            name = POSITIONS.name_of(shape.position)
+            raise UserError(f"Melodi can't have position={name!r}: memories are not projected with a place")
+        if not self.long_indices(shape) <= self._indices(shape):
+            raise UserError(
+                f"Melodi.long_layers={self.long_layers} names a layer that Melodi.layers={self.layers} lacks"
+            )
+
+    def _indices(self, shape: Shape) -> frozenset[int]:
+        return layer_indices("Melodi.layers", self.layers, len(shape.layers))
+
+    def long_indices(self, shape: Shape) -> frozenset[int]:
+        """The layers with a long-term memory, counted from 0."""
+        return layer_indices("Melodi.long_layers", self.long_layers, len(shape.layers))
+
+    def is_last(self, shape: Shape, index: int) -> bool:
+        """Whether nothing reads what layer `index` would make of the summary tokens."""
+        return index == max(self._indices(shape))
+
+    @property
+    def summary_tokens(self) -> int:
+        return self.num_summaries
+
+    def build(self, shape, index, *, rngs):
+        return MelodiLayer(self, shape, index, rngs=rngs)
+
+    def flops(self, shape, index):
+        """The operations of memories and summary tokens, and of attention in full tiles.
+
+        Not counted is what depends on the length n of segments: the projection of the long-term memory, 4 d i m / n
+        operations a token, and attention to the places of the segment's own vectors beside the m slots.
+        """
+        d, inner, w = shape.model_width, shape.inner_width, shape.window_length
+        u, r, e, m = self.num_summaries, self.short_length, self.long_length, self.long_slots
+        last = self.is_last(shape, index)
+        flops = u * (8 * d * inner + 4 * d * shape.feedforward_width)
+        flops += 4 * d * inner * r + 4 * inner * (w + u) * (r + w + u) + 2 * d * (w + u) * (r + u * (not last))
+        if index in self.long_indices(shape):
+            flops += 4 * inner * (w + u) * m + 4 * d * inner * e + 2 * d * (w + u) * e
+        of_tokens = 2 * d * 4 * inner + 4 * d * shape.feedforward_width
+        return Flops.of_products(of_tokens + flops / w)
+
+    def traits(self, shape):
+        """Tokens before the window are seen through memories alone."""
+        return Traits(
+            attends_to=lambda position: position % shape.window_length,
+            sequential_because="with Melodi a window of a layer waits for the memory that the window before it leaves",
+            needs_segments="Melodi.clear_states=True" if self.clear_states else None,
+            states=("short",),
+        )
