@@ -340,7 +340,7 @@ def test_window_attention_needs_no_maximum_of_scores():
     valid = jnp.array([[False, True], [True, False]])
 
     def window(query, key, value, bias):
-        return attend_window(query, key, value, previous_key, previous_value, bias, scale, valid)
+        return attend_window(query, key, value, previous_key, previous_value, bias, valid)
 
     own = np.tri(w, k=-1, dtype=bool)
     mask = np.concatenate([~own & np.asarray(valid)[:, :, None, None], np.broadcast_to(own, (b, c, w, w))], axis=-1)

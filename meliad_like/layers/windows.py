@@ -12,7 +12,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import MASKED, average, weigh
+from meliad_like.layers.attention import MASKED, average, weigh, without_largest
 from meliad_like.layers.basic import RMSNorm, fan_in, parameter
 
 
@@ -85,7 +85,7 @@ def attend_parts(
     values: Sequence[Float[Array, "b h _ k"]],
     shown: Bool[Array, "..."],
     real: Bool[Array, "b s"],
-    bias: Float[Array, "..."] | float = 0.0,
+    bias: Float[Array, "..."] | None = None,
     multiplier: Float[Array, "..."] | None = None,
 ) -> Float[Array, "b h t k"]:
     """Attention to keys of which some are read as zeros: those that are shown although they are not `real`.
@@ -101,7 +101,9 @@ def attend_parts(
     """
     real = real[:, None, None]
     products = [jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=jnp.float32) for key in keys]
-    scores = jnp.where(real, jnp.concatenate(products, axis=-1), 0.0) + bias
+    scores = jnp.where(real, jnp.concatenate(products, axis=-1), 0.0)
+    if bias is not None:
+        scores += without_largest(bias, shown)
     # Neither zeros nor what dropout removes is added to the result.
     kept = real.astype(jnp.float32) if multiplier is None else real * multiplier
     weights, total = weigh(jnp.where(shown, scores, MASKED), query.dtype, kept)

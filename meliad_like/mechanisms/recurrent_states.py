@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
-from meliad_like.layers.attention import LARGEST_SCALE, KeysAndValues, attend_unit, split_heads, unit_query
+from meliad_like.layers.attention import KeysAndValues, attend_unit, split_heads, unit_query
 from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration, row_major
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import scan_in_order
@@ -188,8 +188,7 @@ class RecurrentStates(StatesConfig):
     feedback: Feedback = "none"
     """Block feedback (appendix E): other layers read the states of the `last` recurrent layer, or of `all` of them."""
     attention_scale: float = 1.0
-    """The scale of all attention to and of states at the start of training (section 3.1: learned, from 1); at most
-    40, which is also what a larger learned scale counts as."""
+    """The scale of all attention to and of states at the start of training (section 3.1: learned, from 1)."""
     time_constants: TimeConstants = None
     """The shortest and longest number of blocks after which a gate keeps 1/e of a state, at the start of training: the
     channels are spread between them, evenly on a logarithmic scale. None: all begin with about 1.4 (`gate="fixed"`) or
@@ -200,8 +199,6 @@ class RecurrentStates(StatesConfig):
     def __post_init__(self):
         check_choices(self)
         check_positive(self, ("num_states", "attention_scale"))
-        if self.attention_scale > LARGEST_SCALE:
-            raise UserError(f"RecurrentStates.attention_scale={self.attention_scale} must be at most {LARGEST_SCALE}")
         if self.time_constants and min(self.time_constants) <= 0:
             raise UserError(f"RecurrentStates.time_constants={self.time_constants} must be above 0")
 

@@ -33,7 +33,7 @@ class WindowAttention(Mechanism):
         if self.kernel == "none":
             placed = tile.placed
             blocks = (placed.query, placed.key, tile.value, placed.previous_key, tile.previous_value)
-            return attend_window(*blocks, tile.bias, tile.scale, tile.previous_valid, multiplier), carry
+            return attend_window(*blocks, tile.bias, tile.previous_valid, multiplier), carry
         interpret = self.kernel == "interpreted"
         head_size = tile.value.shape[-1]
         instead = "set it to 'none' (--gin_param=\"SlidingWindow.kernel = 'none'\")"
