@@ -24,7 +24,7 @@ from meliad_like.layers.basic import SOFTMAX, UNIT
 MASKED = -np.inf
 """The score of a masked key, whose weight is exactly 0."""
 LOWEST = float(np.finfo(np.float32).min)
-"""What is subtracted from a query's scores if all of its keys are masked: a finite number, so that all weights are 0."""
+"""What is subtracted from scores that are all masked: a finite number, so that all weights are 0."""
 UNIT_EPSILON = 1e-6
 """Added to a squared length before its inverse square root is taken."""
 
@@ -153,7 +153,8 @@ def _exponential_jvp(dtype, primals, tangents):
 def average(mixed: Float[Array, "*batch k"], total: Float[Array, "*batch 1"], dtype: Any) -> Float[Array, "*batch k"]:
     """The sum of weighted values over the sum of their weights, rounded to `dtype`; 0 if all weights are 0.
 
-    Any other sum is at least 1, because the largest weight of a softmax, before it is divided, is 1. The derivative is computed from the rounded result, so that the backward pass does not keep `mixed`.
+    Any other sum is at least 1, because the largest weight of a softmax, before it is divided, is 1. The derivative is
+    computed from the rounded result, so that the backward pass does not keep `mixed`.
     """
     return (mixed / jnp.maximum(total, 1)).astype(dtype)
 

@@ -169,6 +169,8 @@ def row_major(x: Array) -> Array:
 class Linear(nnx.Module):
     """`x @ kernel (+ bias)`, computed in the dtype of `x`. The kernel is [in, out], fan-in truncated normal.
 
+    The bias is added in float32, so that its gradient, a sum over all tokens, is a float32 sum.
+
     With a `matmul_dtype`, factors are rounded to it, except for the gradient of the kernel; see `product`.
     """
 
@@ -192,7 +194,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         y = product(rows(x), self.kernel[...].astype(x.dtype), self.matmul_dtype)
         if self.bias is not None:
-            y = y + self.bias[...].astype(x.dtype)
+            y = (y.astype(jnp.float32) + self.bias[...]).astype(x.dtype)
         return checkpoint_name(y, LINEAR).reshape(*x.shape[:-1], -1)
 
 

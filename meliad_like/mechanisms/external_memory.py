@@ -50,9 +50,11 @@ class MemoryAttention(Mechanism):
         return remember_block(carry, cache.key, cache.value, position - w + 1, jnp.ones_like(position, bool))
 
     def combine(self, others, own):
-        share = jax.nn.sigmoid(self.gate[...]).astype(own.dtype)[:, None, None]
+        share = jax.nn.sigmoid(self.gate[...])[:, None, None]
         window, *rest = others
-        return [(1 - share) * window + share * own, *rest]
+        # In float32, because the gate's gradient is a sum over all tokens and channels of a head.
+        mixed = (1 - share) * window.astype(jnp.float32) + share * own.astype(jnp.float32)
+        return [mixed.astype(own.dtype), *rest]
 
     def _scan(
         self,
