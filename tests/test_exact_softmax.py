@@ -80,8 +80,8 @@ def window_in_float64(query, key, value, bias, scale):
     distance = W + np.arange(W)[:, None] - np.arange(2 * W)
     seen = (distance >= 1) & (distance <= W)
     mask = seen & (np.asarray(VALID)[:, :, None, None, None] | (np.arange(2 * W) >= W))
-    both = (np.concatenate([x[:, :-1], x[:, 1:]], axis=3) for x in (key, value))
-    return softmax(query, *both, np.asarray(bias)[:, np.clip(distance - 1, 0, W - 1)], mask)
+    key, value = (np.concatenate([x[:, :-1], x[:, 1:]], axis=3) for x in (key, value))
+    return softmax(query, key, value, np.asarray(bias)[:, np.clip(distance - 1, 0, W - 1)], mask)
 
 
 @pytest.mark.parametrize("opposed", [False, True])
@@ -116,8 +116,8 @@ def test_decoding(scale, bias, opposed):
     )
     np.testing.assert_array_less(np.abs(parts - expected), limit(scale) * np.abs(value).max())
 
-    def total(*arguments):
-        return jnp.sum(1e3 * attend(*arguments, mask))
+    def total(query, key, value, bias):
+        return jnp.sum(1e3 * attend(query, key, value, bias, mask))
 
     gradients = jax.grad(total, argnums=(0, 1, 2, 3))(query, key, value, bias)
     assert all(np.isfinite(x).all() for x in gradients)

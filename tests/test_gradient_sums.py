@@ -54,8 +54,8 @@ def test_embedding_of_a_decoder():
 @pytest.mark.parametrize("cutoffs", [(), (3,)])
 def test_adaptive_embedding(cutoffs):
     vocabulary = AdaptiveVocabulary(8, 8, cutoffs, 2, 0.0, rngs=rngs())
-    if cutoffs:
-        vocabulary.bands[0].projection[...] = jnp.eye(8)
+    if (projection := vocabulary.bands[0].projection) is not None:
+        projection[...] = jnp.eye(8)
     of_bands = gradient(vocabulary, lambda module: module.embed(jnp.full(COUNT, 2), HALF)).bands
     check(of_bands[0].embedding[2])
 

@@ -19,7 +19,7 @@ from ways import (
 
 from meliad_like import config
 from meliad_like.errors import UserError
-from meliad_like.layers.windows import by_difference
+from meliad_like.layers.windows import toeplitz
 from meliad_like.mechanisms.dense_memory import DenseMemory
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.gated_delta_rule import GatedDeltaRule
@@ -141,9 +141,9 @@ def test_the_loop(melodi, masked):
         np.testing.assert_allclose(logits[lane, begins:], expected, atol=2e-5)
 
 
-def test_values_by_difference_are_those_of_the_distance():
+def test_toeplitz_lays_values_out_by_distance():
     by_distance = np.arange(1.0, 9)[None] * np.array([[1], [10]])
-    square = by_difference(jnp.asarray(by_distance), 5, 4)
+    square = toeplitz(jnp.asarray(by_distance), 5, 4)
     for i in range(5):
         for j in range(9):
             assert square[1, i, j] == (10 * (i + 4 - j) if j < i + 4 else 0)

@@ -13,7 +13,7 @@ from meliad_like.config import parse
 from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import tiled_dropout
-from meliad_like.layers.sequence import over_sequence
+from meliad_like.layers.sequence import from_rightmost, over_sequence, scan_in_order
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.positions import Infused, Rotary
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
@@ -204,6 +204,22 @@ def test_dropout_of_a_cut_segment_is_that_of_the_whole(n):
     with jax.set_mesh(make_mesh(MeshConfig(sequence=8))):
         cut, _ = jax.jit(over_sequence(drop))(x, key)
     np.testing.assert_array_equal(cut, drop(x, key)[0])
+
+
+def test_a_state_of_several_arrays_passes_from_device_to_device():
+    def read(tokens, state):
+        def step(state, x):
+            total, last = state["total"] + x, (state["last"][0] * 0.5 + x.astype(jnp.bfloat16),)
+            return {"total": total, "last": last}, total * state["last"][0]
+
+        state, results = scan_in_order(lambda state: jax.lax.scan(step, state, tokens.T), state)
+        return results.T, from_rightmost(state)
+
+    tokens = jnp.arange(32.0).reshape(2, 16)
+    state = {"total": jnp.ones(2), "last": (jnp.ones(2, jnp.bfloat16),)}
+    with jax.set_mesh(make_mesh(MeshConfig(sequence=8))):
+        cut = jax.jit(over_sequence(read))(tokens, state)
+    jax.tree.map(np.testing.assert_array_equal, cut, read(tokens, state))
 
 
 def test_an_axis_of_one_device_changes_nothing():

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import dropout_multiplier, parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.windows import SequenceMix, attend_parts, by_difference
+from meliad_like.layers.windows import SequenceMix, attend_parts, toeplitz
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, Shape, StatesConfig, Watched
 from meliad_like.mechanisms.positions import POSITIONS
 from meliad_like.registry import size
@@ -107,7 +107,7 @@ class MelodiMemory(Mechanism):
             age,
         )
         windows = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), windows)
-        bias = by_difference(parts.heads.bias(r + w + u - 1), w + u, r)
+        bias = toeplitz(parts.heads.bias(r + w + u - 1), w + u, r)
         old = self._heads(parts, carry.long, keys[1]) if self.long else None
 
         def step(state, window):
@@ -278,7 +278,7 @@ class MelodiMemory(Mechanism):
         place = 2 * w + np.arange(u)
         result = self._attend_window(
             parts,
-            by_difference(heads.bias(r + w + u - 1), w + u, r),
+            toeplitz(heads.bias(r + w + u - 1), w + u, r),
             heads.position.placed(query, place),
             decoding[:2],
             jnp.concatenate(

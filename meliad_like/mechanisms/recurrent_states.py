@@ -17,20 +17,16 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import KeysAndValues, attend_unit, split_heads, unit_query
+from meliad_like.layers.backend import unrolls_blocks
 from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration, row_major
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import scan_in_order
-from meliad_like.layers.sharding import platform
 from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, Shape, StatesConfig, Watched
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
 Feedback = Literal["none", "last", "all"]
-
-MOST_UNROLLED = 8
-"""A TPU's program unrolls the scan over at most as many blocks, those of the paper's segments. It then writes nothing
-into arrays of all blocks for the backward pass, but takes longer to compile."""
 
 
 class StateKeys(NamedTuple):
@@ -148,7 +144,7 @@ class StateRecurrence(StateReader):
             states, heads = self._begin(states, start)
             return self.cell.update(states, heads, *tile)[0], StateKeys(heads.key, heads.value)
 
-        unroll = platform() == "tpu" and start.shape[1] <= MOST_UNROLLED
+        unroll = unrolls_blocks(start.shape[1])
         if unroll:
             tiles = jax.tree.map(row_major, tiles)
         else:

@@ -10,9 +10,9 @@ from einops import rearrange
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend, attend_window
 from meliad_like.layers.attention_kernel import ROWS, attend_window_in_kernel
+from meliad_like.layers.backend import compiles_tpu_kernels, platform
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.sharding import platform
 from meliad_like.mechanisms.base import MECHANISMS, Mechanism, MechanismConfig, Shape
 from meliad_like.registry import resumable, size
 from meliad_like.validation import check_choices
@@ -42,7 +42,7 @@ class WindowAttention(Mechanism):
                 f"SlidingWindow.kernel={self.kernel!r} needs a DecoderConfig.position that is none, t5, alibi or "
                 f"another bias, because the others change keys: {instead}"
             )
-        if not interpret and (platform() != "tpu" or w % ROWS or head_size % ROWS):
+        if not interpret and (not compiles_tpu_kernels() or w % ROWS or head_size % ROWS):
             raise UserError(
                 f"SlidingWindow.kernel='tpu' needs a TPU, and a window and heads of multiples of {ROWS}, not "
                 f"{platform()}, window_length={w} and head_size={head_size}: {instead}"
