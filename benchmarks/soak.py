@@ -2,7 +2,7 @@ r"""Kills a training repeatedly, and compares its final state with that of an un
 
     python benchmarks/soak.py                  # 20 times kill -9, one process
     python benchmarks/soak.py --processes=2    # one of two processes that train together
-    python benchmarks/soak.py --gin_file=mechanism/gated_delta_rule.gin
+    python benchmarks/soak.py --gin_file=mixer/gated_delta_rule.gin
 
 A tiny model, in two stages, on the standard library's source, with a checkpoint every few steps: it is killed
 while the program starts, compiles, steps or writes a checkpoint. The same command then resumes, as a user's would.

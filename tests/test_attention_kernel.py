@@ -46,14 +46,14 @@ def reference(projected, scale, bias, valid, multiplier, *, mask_previous):
     query, key, value, before_key, before_value = (
         rearrange(x, "b (c w) (h k) -> b c h w k", h=h, w=w) for x in projected
     )
-    query, key = unit(query) * scale.astype(query.dtype)[:, None, None], unit(key)
+    query, key = (unit(query).astype(jnp.float32) * scale[:, None, None]).astype(query.dtype), unit(key)
     previous = [
         jnp.concatenate([before, x[:, :-1]], axis=1) for before, x in ((before_key, key), (before_value, value))
     ]
     if not mask_previous:
         previous = [jnp.where(valid[:, :, None, None, None], x, 0) for x in previous]
         valid = jnp.ones_like(valid)
-    mixed = attend_window(query, key, value, *previous, bias, scale, valid, multiplier)
+    mixed = attend_window(query, key, value, *previous, bias, valid, multiplier)
     return rearrange(mixed, "b c h w k -> b (c w) (h k)")
 
 

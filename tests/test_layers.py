@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from meliad_like.layers.attention import LARGEST_SCALE, UNIT_EPSILON, KeysAndValues, attend_unit, unit, unit_query
+from meliad_like.layers.attention import UNIT_EPSILON, KeysAndValues, attend_unit, unit, unit_query
 from meliad_like.layers.basic import parameter, product, rematerialise_iteration
 
 ACCELERATORS = {"tpu": "TPU v4", "cuda": "NVIDIA H100 80GB HBM3"}
@@ -94,7 +94,7 @@ def scales(*values):
     return parameter(jax.random.key(0), lambda *_: jnp.asarray(values), (2,), ("heads",))
 
 
-@pytest.mark.parametrize(("scale", "tolerance"), [(8.0, 1e-5), (LARGEST_SCALE - 1e-3, 1e-3)])
+@pytest.mark.parametrize(("scale", "tolerance"), [(8.0, 1e-5), (40.0, 1e-3)])
 def test_attention_of_unit_vectors_and_its_gradients_are_those_of_a_softmax(scale, tolerance):
     def total(attended):
         return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(3 * attended(*x))), argnums=tuple(range(6)))
@@ -102,13 +102,6 @@ def test_attention_of_unit_vectors_and_its_gradients_are_those_of_a_softmax(scal
     arguments = (scales(-5.0, scale), *attention_arguments())
     for ours, theirs in zip(*(jax.tree.leaves(total(f)(*arguments)) for f in (by_attend_unit, by_softmax))):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
-
-
-def test_attention_of_unit_vectors_is_finite_with_any_scale():
-    arguments = attention_arguments()
-    largest = by_attend_unit(scales(LARGEST_SCALE, LARGEST_SCALE), *arguments)
-    assert jnp.all(by_attend_unit(scales(1e4, -1e4), *arguments) == largest)
-    assert jnp.all(jnp.isfinite(largest))
 
 
 def test_an_iteration_keeps_less_on_accelerators(accelerator):

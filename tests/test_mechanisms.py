@@ -66,7 +66,7 @@ EXAMPLES = {
     "external_memory": Example(
         ExternalMemory(layers=(1,), num_slots=4 * W, num_neighbors=3), "block_recurrent/memorizing_64k.gin", 183_791_464
     ),
-    "gated_delta_rule": Example(GatedDeltaRule(layers=(1,)), "mechanism/gated_delta_rule.gin", 189_063_408),
+    "gated_delta_rule": Example(GatedDeltaRule(layers=(1,)), "mixer/gated_delta_rule.gin", 189_063_408),
     # The reference has 38,976 more, with which its last layer mixes summaries that nothing reads.
     "melodi": Example(
         Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),

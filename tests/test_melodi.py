@@ -19,13 +19,13 @@ from ways import (
 
 from meliad_like import config
 from meliad_like.errors import UserError
-from meliad_like.layers.windows import by_difference
-from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
-from meliad_like.models.melodi import Melodi
-from meliad_like.mixers.positions import Rotary
-from meliad_like.mixers.sliding_window import SlidingWindow
+from meliad_like.layers.windows import toeplitz
+from meliad_like.mechanisms.dense_memory import DenseMemory
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.gated_delta_rule import GatedDeltaRule
+from meliad_like.mechanisms.melodi import Melodi
+from meliad_like.mechanisms.positions import Rotary
+from meliad_like.mechanisms.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -36,7 +36,7 @@ SMALL = Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=2,
 @functools.cache
 def make(melodi, *others, **changes):
     """A model, and parameters without zeros, ones or values too small for the tests to notice."""
-    model = Model(DecoderConfig(**SIZES, mixers=(melodi, *others), feedforward_bias=True, **changes), V)
+    model = Model(DecoderConfig(**SIZES, mechanisms=(melodi, *others), feedforward_bias=True, **changes), V)
     generator = np.random.default_rng(0)
 
     def perturb(x):
@@ -105,7 +105,7 @@ def read_layer(p, melodi, x, short, long):
 def read_document(model, params, tokens):
     """The logits of one document, [n, v], by loops over windows and layers in float64; empty memories are masked, or
     zeros without a mask."""
-    p, melodi = jax.tree.map(lambda x: np.asarray(x, np.float64), params), model.config.mixers[0]
+    p, melodi = jax.tree.map(lambda x: np.asarray(x, np.float64), params), model.config.mechanisms[0]
     masked, d, long_layers = model.config.mask_empty_cache, SIZES["model_width"], melodi.long_indices(3)
     number = 0 if masked else melodi.long_slots
     short = [None if masked else np.zeros((melodi.short_length, d))] * 3
@@ -141,9 +141,9 @@ def test_the_loop(melodi, masked):
         np.testing.assert_allclose(logits[lane, begins:], expected, atol=2e-5)
 
 
-def test_values_by_difference_are_those_of_the_distance():
+def test_toeplitz_lays_values_out_by_distance():
     by_distance = np.arange(1.0, 9)[None] * np.array([[1], [10]])
-    square = by_difference(jnp.asarray(by_distance), 5, 4)
+    square = toeplitz(jnp.asarray(by_distance), 5, 4)
     for i in range(5):
         for j in range(9):
             assert square[1, i, j] == (10 * (i + 4 - j) if j < i + 4 else 0)

@@ -13,12 +13,12 @@ from meliad_like.config import parse
 from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import tiled_dropout
-from meliad_like.layers.sequence import over_sequence
-from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.positions import Infused, Rotary
-from meliad_like.mixers.recurrent_states import RecurrentStates
-from meliad_like.mixers.sliding_window import SlidingWindow
-from meliad_like.models.pretrained.recurrence import WindowSummary
+from meliad_like.layers.sequence import from_rightmost, over_sequence, scan_in_order
+from meliad_like.mechanisms.external_memory import ExternalMemory
+from meliad_like.mechanisms.positions import Infused, Rotary
+from meliad_like.mechanisms.recurrent_states import RecurrentStates
+from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -33,7 +33,7 @@ B, C, W, V = 8, 8, 4, 64
 SIZES = {"num_layers": 1, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
 SLIDE = DecoderConfig(**SIZES, window_length=W)
 STATES = RecurrentStates(layers=(0,), num_states=4)
-SKIP = SLIDE.with_mixer(STATES)
+SKIP = SLIDE.with_mechanism(STATES)
 TWO = dataclasses.replace(SKIP, num_layers=2)
 GPT2 = PretrainedConfig(**SIZES, num_key_value_heads=8, max_positions=W, window_length=W)
 LLAMA = dataclasses.replace(GPT2, architecture="llama", num_key_value_heads=4, activation="silu", tied_embedding=False)
@@ -42,18 +42,18 @@ CONFIGS = {
     "slide": SLIDE,
     "xl": dataclasses.replace(SLIDE, window_length=C * W),
     **{
-        f"{gate}:{cell}": SLIDE.with_mixer(dataclasses.replace(STATES, gate=gate, cell=cell))
+        f"{gate}:{cell}": SLIDE.with_mechanism(dataclasses.replace(STATES, gate=gate, cell=cell))
         for gate in ("fixed", "lstm")
         for cell in ("skip", "single", "dual")
     },
-    "slide below skip": TWO.with_mixer(dataclasses.replace(STATES, layers=(1,), clear_states=True)),
+    "slide below skip": TWO.with_mechanism(dataclasses.replace(STATES, layers=(1,), clear_states=True)),
     "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
     "scanned": dataclasses.replace(SKIP, num_layers=3, remat="dots", scan_layers=True),
     "infused": dataclasses.replace(SKIP, position=Infused()),
-    "kernel": SLIDE.with_mixer(SlidingWindow(kernel="interpreted")),
+    "kernel": SLIDE.with_mechanism(SlidingWindow(kernel="interpreted")),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
-    "feedback": TWO.with_mixer(dataclasses.replace(STATES, feedback="last")),
-    "memorizing": SLIDE.with_mixer(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3)),
+    "feedback": TWO.with_mechanism(dataclasses.replace(STATES, feedback="last")),
+    "memorizing": SLIDE.with_mechanism(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3)),
     "shortformer": ShortformerConfig(**SIZES, window_length=W, cache_length=W, cutoffs=(16, 32), band_factor=2),
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -204,6 +204,22 @@ def test_dropout_of_a_cut_segment_is_that_of_the_whole(n):
     with jax.set_mesh(make_mesh(MeshConfig(sequence=8))):
         cut, _ = jax.jit(over_sequence(drop))(x, key)
     np.testing.assert_array_equal(cut, drop(x, key)[0])
+
+
+def test_a_state_of_several_arrays_passes_from_device_to_device():
+    def read(tokens, state):
+        def step(state, x):
+            total, last = state["total"] + x, (state["last"][0] * 0.5 + x.astype(jnp.bfloat16),)
+            return {"total": total, "last": last}, total * state["last"][0]
+
+        state, results = scan_in_order(lambda state: jax.lax.scan(step, state, tokens.T), state)
+        return results.T, from_rightmost(state)
+
+    tokens = jnp.arange(32.0).reshape(2, 16)
+    state = {"total": jnp.ones(2), "last": (jnp.ones(2, jnp.bfloat16),)}
+    with jax.set_mesh(make_mesh(MeshConfig(sequence=8))):
+        cut = jax.jit(over_sequence(read))(tokens, state)
+    jax.tree.map(np.testing.assert_array_equal, cut, read(tokens, state))
 
 
 def test_an_axis_of_one_device_changes_nothing():

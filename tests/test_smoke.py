@@ -25,7 +25,7 @@ ROWS = {
     "table3": ["block_recurrent/table3/states_1024.gin"],
     "table4": ["block_recurrent/table4/recurrent_1300m.gin"],
     "table5": ["block_recurrent/table5/sentencepiece_32k.gin"],
-    "mechanisms": ["mechanism/gated_delta_rule.gin"],
+    "mechanisms": ["mixer/gated_delta_rule.gin"],
     "shortformer": ["shortformer/shortformer.gin", "task/wikitext103.gin"],
     "melodi": ["melodi/s128_l64.gin"],
     "memory_map": ["memory_map/fixed_skip_first.gin"],

@@ -44,8 +44,10 @@ class Band(nnx.Module):
         self.embedding = parameter(rngs.params(), normal, (size, width), ("vocabulary", "model"))
         self.projection = parameter(rngs.params(), xavier, (width, model_width), (None, "model")) if projected else None
 
-    def table(self, dtype) -> Float[Array, "v i"]:
-        return constrain(self.embedding[...].astype(dtype), "vocabulary", None)
+    @property
+    def table(self) -> Float[Array, "v i"]:
+        """The vectors in float32. They are rounded after a lookup, so that its gradient is a float32 sum."""
+        return constrain(self.embedding[...], "vocabulary", None)
 
 
 class AdaptiveVocabulary(nnx.Module):
@@ -90,12 +92,12 @@ class AdaptiveVocabulary(nnx.Module):
     def embed(self, tokens: Int[Array, "*batch"], dtype) -> Float[Array, "*batch d"]:
         """The vector of each token, not scaled. Ids out of range are treated as in `layers.basic.embed`."""
         if len(self.bands) == 1:
-            return embed(self.bands[0].table(dtype), tokens)
+            return embed(self.bands[0].table, tokens).astype(dtype)
         check_tokens(tokens, self.size)
         total = jnp.where((tokens >= 0) & (tokens < self.size), 0.0, jnp.nan)[..., None].astype(dtype)
         for band, first, last in zip(self.bands, self.edges, self.edges[1:]):
             index = jnp.clip(tokens - first, 0, last - first - 1)
-            x = band.table(dtype)[index]
+            x = band.table[index].astype(dtype)
             assert band.projection is not None
             x = product(rows(x), band.projection[...].astype(dtype)).reshape(*tokens.shape, -1)
             total = total + jnp.where(((tokens >= first) & (tokens < last))[..., None], x, 0)
@@ -160,7 +162,7 @@ class AdaptiveVocabulary(nnx.Module):
 
     def _head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch s"]:
         """Log-probabilities of the first band's words, and of the cluster of each other band."""
-        logits = self._scores(hidden, self.bands[0].table(hidden.dtype))
+        logits = self._scores(hidden, self.bands[0].table.astype(hidden.dtype))
         if self.clusters is not None:
             # `self.clusters(hidden)` would return results in the dtype of `hidden`; these must be float32.
             clusters = self._scores(hidden, self.clusters.kernel[...].astype(hidden.dtype).T)
@@ -172,7 +174,7 @@ class AdaptiveVocabulary(nnx.Module):
         assert band.projection is not None
         narrow = product(rows(hidden), band.projection[...].astype(hidden.dtype).T)
         narrow = dropout(narrow, self.dropout_rate, key).reshape(*hidden.shape[:-1], -1)
-        return self._scores(narrow, band.table(hidden.dtype))
+        return self._scores(narrow, band.table.astype(hidden.dtype))
 
     def _scores(self, x: Float[Array, "*batch i"], table: Float[Array, "v i"]) -> Float[Array, "*batch v"]:
         scores = jnp.einsum("ni,vi->nv", rows(x), table, preferred_element_type=jnp.float32)

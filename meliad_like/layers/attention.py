@@ -17,20 +17,16 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.layers.basic import SOFTMAX, UNIT
 
-MASKED = -1e6
-# No unmasked score is this low. It makes the output 0, rather than an average, where all keys are masked.
-LOWEST = -1e3
+MASKED = -np.inf
+"""The score of a masked key, whose weight is exactly 0."""
+LOWEST = float(np.finfo(np.float32).min)
+"""What is subtracted from scores that are all masked: a finite number, so that all weights are 0."""
 UNIT_EPSILON = 1e-6
 """Added to a squared length before its inverse square root is taken."""
-LARGEST_SCALE = 40.0
-"""Larger scales count as this one in `unit_query`, so that neither sums of exponentials nor their inverses, times a
-gradient, leave the range of float32."""
-SMALLEST_TOTAL = 1e-33
-"""Added to a sum of exponentials that may be 0, because all keys are masked; a gradient over it is finite."""
 
 
 class KeysAndValues(NamedTuple):
@@ -67,7 +63,7 @@ def _unit_jvp(primals, tangents):
 
 def unit_query(x: Float[Array, "*batch h t k"], scale: nnx.Param) -> Float[Array, "*batch h t k"]:
     """Queries of unit length times the scale of their head, for `attend_unit`."""
-    return unit(x) * jnp.minimum(head_scale(scale, x.dtype), LARGEST_SCALE)
+    return scaled(unit(x), scale)
 
 
 def split_heads(x: Float[Array, "*batch n i"], num_heads: int) -> Float[Array, "*batch h n k"]:
@@ -80,9 +76,13 @@ def merge_heads(*mixed: Float[Array, "*batch h n k"]) -> Float[Array, "*batch n 
     return jnp.concatenate([rearrange(y, "... h n k -> ... n (h k)") for y in mixed], axis=-1)
 
 
-def head_scale(scale: nnx.Param, dtype) -> Float[Array, "h 1 1"]:
-    """The absolute value of the learned attention scale of each head."""
-    return jnp.abs(scale[...]).astype(dtype)[:, None, None]
+def scaled(query: Float[Array, "*batch h t k"], scale: nnx.Param) -> Float[Array, "*batch h t k"]:
+    """Queries times the absolute value of the learned attention scale of their head.
+
+    The product is computed in float32 and then rounded, so that the scale's gradient, a sum over all numbers of all
+    queries, is a float32 sum.
+    """
+    return (query.astype(jnp.float32) * jnp.abs(scale[...])[:, None, None]).astype(query.dtype)
 
 
 def ring_distance(window: int) -> Int[np.ndarray, "w w"]:
@@ -102,27 +102,34 @@ def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
     return tiled[:, :, ::-1]
 
 
+def without_largest(bias: Float[Array, "..."], mask: Bool[Array, "..."] | None = None) -> Float[Array, "..."]:
+    """`bias` minus the largest visible bias of each query, which changes no weight of a softmax.
+
+    The scores that compete for the largest weights then differ by more than float32 rounds them to, even where a large
+    scale has multiplied all biases.
+    """
+    visible = bias if mask is None else jnp.where(mask, bias, MASKED)
+    return bias - _largest(visible)
+
+
+def _largest(scores: Float[Array, "*batch s"]) -> Float[Array, "*batch 1"]:
+    """The largest score of each query, without a gradient; `LOWEST` if all are masked."""
+    return jnp.maximum(jnp.max(jax.lax.stop_gradient(scores), axis=-1, keepdims=True), LOWEST)
+
+
 def weigh(
     scores: Float[Array, "*batch t s"], dtype: Any, multiplier: Float[Array, "..."] | None = None
 ) -> tuple[Float[Array, "*batch t s"], Float[Array, "*batch t 1"]]:
     """The softmax of `scores` over the keys as unnormalised weights (times a dropout `multiplier`) and their sum.
 
-    The caller divides after the product with the values, which is a smaller array. Rows in which all keys are masked
-    get weights 0. All computations are float32; only the weights are rounded to `dtype`, that of the values.
+    The largest weight is 1 before dropout, so that the sum is at least 1; a query whose keys are all masked has weights
+    and a sum of 0. The caller divides by the sum (`average`) after the product with the values, which is a smaller
+    array. All computations are float32; only the weights are rounded to `dtype`, that of the values.
     """
-    highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST))
-    highest = checkpoint_name(highest, SOFTMAX)
-    return _weigh_shifted(scores - highest, dtype, multiplier, jnp.exp(LOWEST - highest))
-
-
-def _weigh_shifted(
-    scores: Float[Array, "*batch t s"], dtype: Any, multiplier: Float[Array, "..."] | None, least: ArrayLike
-) -> tuple[Float[Array, "*batch t s"], Float[Array, "*batch t 1"]]:
-    """The weights of scores from which something that bounds them has been subtracted, and their sum plus `least`."""
-    weights, total = _exponential(scores, dtype)
+    weights, total = _exponential(scores - checkpoint_name(_largest(scores), SOFTMAX), dtype)
     if multiplier is not None:
         weights = (weights * multiplier).astype(dtype)
-    return weights, checkpoint_name(total + least, SOFTMAX)
+    return weights, checkpoint_name(total, SOFTMAX)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -144,17 +151,18 @@ def _exponential_jvp(dtype, primals, tangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def average(mixed: Float[Array, "*batch k"], total: Float[Array, "*batch 1"], dtype: Any) -> Float[Array, "*batch k"]:
-    """The sum of weighted values over the sum of their weights, rounded to `dtype`.
+    """The sum of weighted values over the sum of their weights, rounded to `dtype`; 0 if all weights are 0.
 
-    The derivative is computed from the rounded result, so that the backward pass does not keep `mixed`.
+    Any other sum is at least 1, because the largest weight of a softmax, before it is divided, is 1. The derivative is
+    computed from the rounded result, so that the backward pass does not keep `mixed`.
     """
-    return (mixed / total).astype(dtype)
+    return (mixed / jnp.maximum(total, 1)).astype(dtype)
 
 
 @average.defjvp
 def _average_jvp(dtype, primals, tangents):
     y = average(*primals, dtype)
-    return y, ((tangents[0] - y.astype(jnp.float32) * tangents[1]) / primals[1]).astype(dtype)
+    return y, ((tangents[0] - y.astype(jnp.float32) * tangents[1]) / jnp.maximum(primals[1], 1)).astype(dtype)
 
 
 def attend(
@@ -171,7 +179,7 @@ def attend(
     """
     scores = jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
     if bias is not None:
-        scores += bias
+        scores += without_largest(bias, mask)
     if mask is not None:
         scores = jnp.where(mask, scores, MASKED)
     weights, total = weigh(scores, value.dtype, multiplier)
@@ -180,23 +188,23 @@ def attend(
 
 
 def attend_unit(query: Float[Array, "*batch h t k"], *parts: KeysAndValues) -> Float[Array, "*batch h t k"]:
-    """Attention to keys of unit length, in parts of which at least one is visible.
-
-    Scores are at most the scale, so that their exponentials are finite without subtracting the maximum.
+    """Attention to keys in parts, of which at least one is visible; no part is copied.
 
     Args:
         query: the result of `unit_query`.
-        parts: keys and values, in one array or several, so that they need not be copied into one.
+        parts: keys and values, in one array or several.
     """
+    scores = [
+        jnp.einsum("...htk,...hsk->...hts", query, part.key, preferred_element_type=jnp.float32) for part in parts
+    ]
+    visible = [True if part.visible is None else part.visible[..., None, None, None] for part in parts]
+    largest = functools.reduce(jnp.maximum, [jnp.where(*x, MASKED) for x in zip(visible, map(_largest, scores))])
+    largest = checkpoint_name(largest, SOFTMAX)
     mixed, total = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    for key, value, visible in parts:
-        scores = jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
-        weights, part_total = _exponential(scores, value.dtype)
-        part_mixed = jnp.einsum("...hts,...hsk->...htk", weights, value, preferred_element_type=jnp.float32)
-        if visible is not None:
-            shown = visible[..., None, None, None]
-            part_mixed, part_total = jnp.where(shown, part_mixed, 0), jnp.where(shown, part_total, 0)
-        mixed, total = mixed + part_mixed, total + part_total
+    for part, part_scores, shown in zip(parts, scores, visible):
+        weights, part_total = _exponential(part_scores - jnp.where(shown, largest, -MASKED), query.dtype)
+        mixed += jnp.einsum("...hts,...hsk->...htk", weights, part.value, preferred_element_type=jnp.float32)
+        total += part_total
     return average(mixed, checkpoint_name(total, SOFTMAX), query.dtype)
 
 
@@ -207,21 +215,16 @@ def attend_window(
     previous_key: Float[Array, "b c h w k"],
     previous_value: Float[Array, "b c h w k"],
     bias: Float[Array, "h w"],
-    scale: Float[Array, " h"],
     previous_valid: Bool[Array, "b c"],
     multiplier: Float[Array, "h w w"] | None = None,
 ) -> Float[Array, "b c h w k"]:
     """Attention of every block of `w` queries to the `w` tokens before each of them.
 
-    No score is above the scale plus the largest bias, which is subtracted instead of the maximum of each row. A query
-    whose scores are all more than 75 below that bound attends to nothing.
-
     Args:
-        query: queries of unit length times the scale, by block.
+        query: queries of unit length times the attention scale, by block.
         key, value: keys of unit length, and values, of the block itself.
         previous_key, previous_value: those of the block before it.
         bias: scaled bias at the distances 1 to w.
-        scale: the attention scale of each head.
         previous_valid: whether the block before belongs to the same document; if not, it is masked.
         multiplier: dropout of the weights, shared by lanes and blocks.
     """
@@ -233,11 +236,13 @@ def attend_window(
     def mix(weights, value):
         return jnp.einsum("bchts,bchsk->bchtk", weights, value, preferred_element_type=jnp.float32)
 
-    highest = jax.lax.stop_gradient(scale + jnp.max(bias, axis=-1))
+    by_column = ring_square(bias)
+    # As `without_largest`: a query sees either all distances or those within its block.
+    valid = previous_valid[:, :, None, None, None]
+    largest = jnp.where(valid, _largest(bias)[:, None], _largest(jnp.where(own, by_column, MASKED)))
     # The two halves of the tile are separate products: on a CPU this is faster than concatenated keys of length 2w.
     scores = jnp.where(own, scores_with(key), scores_with(previous_key))
-    scores += ring_square(bias - highest[:, None])
-    scores = jnp.where(own | previous_valid[:, :, None, None, None], scores, MASKED)
-    weights, total = _weigh_shifted(scores, value.dtype, multiplier, SMALLEST_TOTAL)
+    scores = jnp.where(own | valid, scores + (by_column - largest), MASKED)
+    weights, total = weigh(scores, value.dtype, multiplier)
     mixed = mix(jnp.where(own, 0, weights), previous_value) + mix(jnp.where(own, weights, 0), value)
     return average(mixed, total, value.dtype)

@@ -71,7 +71,7 @@ def forward_kernel(options, valid, scale, bias, multiplier, projected, previous,
         scores, dtype = row.scores(), heads.value.dtype
         highest = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), LOWEST)
         weights = jnp.exp(scores - highest).astype(dtype).astype(jnp.float32)
-        total = jnp.sum(weights, axis=1, keepdims=True) + jnp.exp(LOWEST - highest)
+        total = jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1)
         result = row.mix(row.dropped(weights).astype(dtype), heads.value, heads.previous_value)
         mixed[row.queries, :] = (result / total).astype(dtype)
         log_totals[row.index : row.index + 1, :] = _broadcast_transposed(highest + jnp.log(total))[:1]
@@ -155,7 +155,7 @@ def _clear_unless(is_valid: Array, *arrays: Any) -> None:
 def _fill(heads: Heads, projected: Projected, scale: Array, options: Options, is_first: Array, is_valid: Array) -> None:
     """Fills the arrays of a block; if it is not the first one, those of the block before are there."""
     query = unit(projected.query[...])
-    heads.query[...] = query * scale.astype(query.dtype)
+    heads.query[...] = (query.astype(jnp.float32) * scale).astype(query.dtype)
     heads.key[...], heads.value[...] = unit(projected.key[...]), projected.value[...]
 
     @pl.when(is_first)
@@ -195,7 +195,14 @@ class _Row:
 
     def scores(self):
         """The scores with bias and mask."""
-        scores = self.products(self.query, self.heads.key, self.heads.previous_key) + self.rotated(self.bias_row[...])
+        bias = self.rotated(self.bias_row[...])
+        # As `attention.without_largest`: a query sees either all distances or those within its block.
+        largest = jax.lax.cond(
+            self.previous_seen,
+            lambda: jnp.broadcast_to(jnp.max(self.bias_row[:1, :], axis=1, keepdims=True), (len(bias), 1)),
+            lambda: jnp.max(jnp.where(self.own, bias, LOWEST), axis=1, keepdims=True),
+        )
+        scores = self.products(self.query, self.heads.key, self.heads.previous_key) + (bias - largest)
         return jnp.where(self.own | self.previous_seen, scores, MASKED)
 
     def products(self, x, own, previous):

@@ -15,8 +15,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
+from meliad_like.layers.backend import keeps_only_named_values, transposes_gradients_of_products
 from meliad_like.layers.sequence import num_parts, own_blocks
-from meliad_like.layers.sharding import platform
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -69,9 +69,8 @@ def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
 def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None) -> Float[Array, "n o"]:
     """`x @ kernel`; on a CPU the gradient for a kernel with more rows than columns is computed as its transpose.
 
-    A product that sums over the first axis of both sides is what XLA does worst on a CPU, by a third when the left side
-    is the wider one. The optimization barrier keeps XLA from undoing this. A function with its own backward pass has no
-    forward-mode derivative (`jax.jvp`) in JAX; so on other platforms only a rounded product is such a function.
+    A function with its own backward pass has no forward-mode derivative (`jax.jvp`) in JAX; so on other platforms only
+    a rounded product is such a function.
 
     Args:
         x: array of any float dtype, which is also the dtype of the result.
@@ -79,7 +78,7 @@ def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = No
         dtype: both factors are rounded to it, here and for the gradient of `x`; sums and the kernel's gradient are
             not rounded. None: no rounding.
     """
-    if dtype is None and platform() != "cpu":
+    if dtype is None and not transposes_gradients_of_products():
         return x @ kernel
     return _product(x, kernel, dtype)
 
@@ -95,7 +94,8 @@ def _product_forward(x, kernel, dtype):
 
 def _product_backward(dtype, saved, cotangent):
     x, kernel = saved
-    if kernel.shape[0] > kernel.shape[1] and platform() == "cpu":
+    if kernel.shape[0] > kernel.shape[1] and transposes_gradients_of_products():
+        # The barrier keeps XLA from undoing this.
         kernel_cotangent = jax.lax.optimization_barrier(cotangent.T @ x).T
     else:
         kernel_cotangent = x.T @ cotangent
@@ -147,11 +147,10 @@ def rematerialise(function: Callable[..., Any], remat: str, *, inside_scan: bool
 def rematerialise_iteration(function: Callable[..., Any], remat: str = "none") -> Callable[..., Any]:
     """`function`, the body of a scan, of which accelerators keep only some values for the backward pass.
 
-    They keep results of linear maps, vectors of unit length, and the sums of a softmax. What an iteration keeps is
-    written into an array of all iterations and read from it again, which takes longer than to compute the rest again.
-    A policy inside of `function`, other than `remat="none"`, is left alone: this one would replace it.
+    They keep results of linear maps, vectors of unit length, and the sums of a softmax. A policy inside of `function`,
+    other than `remat="none"`, is left alone: this one would replace it.
     """
-    if platform() == "cpu" or remat != "none":
+    if remat != "none" or not keeps_only_named_values():
         return function
     kept = jax.checkpoint_policies.save_only_these_names(LINEAR, SOFTMAX, RELU, UNIT)
     return jax.checkpoint(function, policy=kept, prevent_cse=False)
@@ -168,6 +167,8 @@ def row_major(x: Array) -> Array:
 
 class Linear(nnx.Module):
     """`x @ kernel (+ bias)`, computed in the dtype of `x`. The kernel is [in, out], fan-in truncated normal.
+
+    The bias is added in float32, so that its gradient, a sum over all tokens, is a float32 sum.
 
     With a `matmul_dtype`, factors are rounded to it, except for the gradient of the kernel; see `product`.
     """
@@ -192,7 +193,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         y = product(rows(x), self.kernel[...].astype(x.dtype), self.matmul_dtype)
         if self.bias is not None:
-            y = y + self.bias[...].astype(x.dtype)
+            y = (y.astype(jnp.float32) + self.bias[...]).astype(x.dtype)
         return checkpoint_name(y, LINEAR).reshape(*x.shape[:-1], -1)
 
 
@@ -255,9 +256,8 @@ class FeedForward(nnx.Module):
         def finish(output, hidden):
             return output(relu(hidden))
 
-        # Accelerators keep only the relu's result for the backward pass; otherwise its mask would be kept as well, and
-        # a TPU takes longer to pack it than to compare again.
-        if platform() != "cpu":
+        # Otherwise the relu's mask would be kept as well, and a TPU takes longer to pack it than to compare again.
+        if keeps_only_named_values():
             finish = jax.checkpoint(finish, policy=jax.checkpoint_policies.save_only_these_names(RELU))
         return finish(self.output, self.hidden(x))
 

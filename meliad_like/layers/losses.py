@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from meliad_like.layers.backend import looks_up_logits_of_targets
 from meliad_like.layers.basic import SOFTMAX
 from meliad_like.layers.sequence import num_parts
-from meliad_like.layers.sharding import platform
 
 
 class TokenLosses(NamedTuple):
@@ -43,13 +43,12 @@ def token_losses(
 
     def losses(hidden, targets):
         logits = module.logits(hidden)
-        if num_parts() == 1 and platform() == "cpu":
+        if num_parts() == 1 and looks_up_logits_of_targets():
             target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         else:
-            # A lookup has a scatter as its gradient, which is slow on accelerators. And XLA crashes on a lookup along
-            # the vocabulary, sharded over `tensor`, inside of `over_sequence`.
-            chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
-            target_logits = jnp.sum(jnp.where(chosen, logits, 0), axis=-1)
+            # XLA crashes on a lookup along the vocabulary, sharded over `tensor`, inside of `over_sequence`.
+            is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+            target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
         highest = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), SOFTMAX)
         total = checkpoint_name(jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1), SOFTMAX)
         # On a CPU argmax takes many times as long as the maximum, which the softmax needs in any case.

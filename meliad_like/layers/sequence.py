@@ -64,7 +64,7 @@ def from_left(last: tuple[Array, ...], first: tuple[Array, ...]) -> tuple[Array,
     return tuple(jnp.where(is_leftmost(), jnp.stack(first), received))
 
 
-def scan_in_order(scan: Callable[[Array], tuple[Array, Any]], state: Array) -> tuple[Array, Any]:
+def scan_in_order(scan: Callable[[Any], tuple[Any, Any]], state: Any) -> tuple[Any, Any]:
     """`scan(state) -> (next state, results)` over the blocks of all devices, one device after the other.
 
     All devices scan their own blocks once per device of the axis, and send their state to the right after each scan.
@@ -72,14 +72,18 @@ def scan_in_order(scan: Callable[[Array], tuple[Array, Any]], state: Array) -> t
     No tokens are moved. The backward pass computes all rounds but the last again, so that the memory of one round is
     enough.
 
+    Args:
+        scan: maps the state before a device's blocks to the state after them, and their results.
+        state: a tree of arrays, before the segment.
+
     Returns:
         The state after the device's own blocks, and their results.
     """
     first = state
 
     def one_round(state, _):
-        (state,) = from_left((jax.checkpoint(scan, prevent_cse=False)(state)[0],), (first,))
-        return state, None
+        last, _ = jax.checkpoint(scan, prevent_cse=False)(state)
+        return jax.tree.map(lambda *x: from_left(*((y,) for y in x))[0], last, first), None
 
     if num_parts() > 1:
         state, _ = jax.lax.scan(one_round, state, length=num_parts() - 1)
@@ -92,6 +96,10 @@ def from_rightmost(tree: Any) -> Any:
     if parts == 1:
         return tree
     is_last = jax.lax.axis_index(AXIS) == parts - 1
-    # Summed in float32, because XLA crashes on sums of bfloat16 within a `jax.shard_map` on CPUs.
-    kept = jax.tree.map(lambda x: jnp.where(is_last, jax.lax.stop_gradient(x).astype(jnp.float32), 0), tree)
-    return jax.tree.map(lambda x, whole: whole.astype(x.dtype), tree, jax.lax.psum(kept, AXIS))
+
+    def keep(x):
+        # Summed in float32, because XLA crashes on sums of bfloat16 within a `jax.shard_map` on CPUs.
+        x = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+        return jnp.where(is_last, jax.lax.stop_gradient(x), 0)
+
+    return jax.tree.map(lambda x, whole: whole.astype(x.dtype), tree, jax.lax.psum(jax.tree.map(keep, tree), AXIS))

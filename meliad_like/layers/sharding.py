@@ -24,12 +24,3 @@ def constrain(x: Array, *names: str | None) -> Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*(MESH_AXES_OF[name] for name in names)))
-
-
-def platform() -> str:
-    """The platform for which the traced program is compiled: `cpu`, `gpu` or `tpu`.
-
-    That is JAX's default platform, or the platform of the mesh, whose devices may be only planned and not present.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform

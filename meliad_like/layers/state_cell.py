@@ -42,8 +42,10 @@ class FixedGate(nnx.Module):
     def __call__(
         self, state: Float[Array, "b r d"], hidden: Float[Array, "b r f"], update: Float[Array, "b r d"]
     ) -> Float[Array, "b r d"]:
-        gate = jax.nn.sigmoid(self.bias[...]).astype(state.dtype)
-        return (gate * rows(state) + (1 - gate) * rows(update)).reshape(state.shape)
+        # In float32, because the bias's gradient is a sum over all states of all lanes.
+        gate = jax.nn.sigmoid(self.bias[...])
+        mixed = gate * rows(state).astype(jnp.float32) + (1 - gate) * rows(update).astype(jnp.float32)
+        return mixed.astype(state.dtype).reshape(state.shape)
 
     def gates(self, hidden: Float[Array, "b r f"]) -> tuple[Float[Array, "b r d"], Float[Array, "b r d"]]:
         """The share of a state that is kept, and the share of the update that is taken in."""
@@ -147,7 +149,7 @@ class StateCell(nnx.Module):
 
     def initial_states(self, b: int, dtype) -> Float[Array, "b r d"]:
         """The learned states at the start of a document."""
-        return jnp.broadcast_to(self.initial[...].astype(dtype), (b, *self.initial.shape))
+        return jnp.broadcast_to(self.initial[...], (b, *self.initial.shape)).astype(dtype)
 
     def heads(self, states: Float[Array, "b r d"]) -> StateHeads:
         """Projects the states. The state ids are added after the norm, so they reach the values as well."""

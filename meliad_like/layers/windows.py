@@ -12,7 +12,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import MASKED, average, weigh
+from meliad_like.layers.attention import MASKED, average, weigh, without_largest
 from meliad_like.layers.basic import RMSNorm, fan_in, parameter
 
 
@@ -65,8 +65,15 @@ class SequenceMix(nnx.Module):
         return mixed + jnp.einsum("so,bsd->bod", kernel, x, preferred_element_type=jnp.float32) + bias
 
 
-def by_difference(by_distance: Float[Array, "h length"], rows: int, lead: int) -> Float[Array, "h rows s"]:
-    """`by_distance[h, i + lead - j - 1]` for query `i` and key `j`; 0 where the key is not before the query.
+def toeplitz(by_distance: Float[Array, "h length"], rows: int, lead: int) -> Float[Array, "h rows s"]:
+    """Values by distance (1 to `length`) laid out for `rows` queries, which follow `lead` keys of others.
+
+    With 3 queries and 1 key before them, a query (row) and a key (column) have these distances, and where the key is
+    not before the query the value is 0:
+
+        1  0  0  0
+        2  1  0  0
+        3  2  1  0
 
     It consists of copies and a reshape, as `layers/attention.ring_square`, so that its gradient is a sum.
     """
@@ -74,9 +81,8 @@ def by_difference(by_distance: Float[Array, "h length"], rows: int, lead: int) -
     near, far = by_distance[:, :lead], by_distance[:, lead:]
     cycle = jnp.concatenate([near[:, ::-1], jnp.zeros((h, rows)), far[:, ::-1]], axis=1)
     # A row begins one place further left in the cycle than the row above it.
-    return (
-        jnp.tile(cycle, (1, rows)).reshape(h, -1)[:, : rows * (columns + rows - 2)].reshape(h, rows, -1)[..., :columns]
-    )
+    by_row = jnp.tile(cycle, (1, rows))[:, : rows * (columns + rows - 2)]
+    return by_row.reshape(h, rows, -1)[..., :columns]
 
 
 def attend_parts(
@@ -85,7 +91,7 @@ def attend_parts(
     values: Sequence[Float[Array, "b h _ k"]],
     shown: Bool[Array, "..."],
     real: Bool[Array, "b s"],
-    bias: Float[Array, "..."] | float = 0.0,
+    bias: Float[Array, "..."] | None = None,
     multiplier: Float[Array, "..."] | None = None,
 ) -> Float[Array, "b h t k"]:
     """Attention to keys of which some are read as zeros: those that are shown although they are not `real`.
@@ -101,7 +107,9 @@ def attend_parts(
     """
     real = real[:, None, None]
     products = [jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=jnp.float32) for key in keys]
-    scores = jnp.where(real, jnp.concatenate(products, axis=-1), 0.0) + bias
+    scores = jnp.where(real, jnp.concatenate(products, axis=-1), 0.0)
+    if bias is not None:
+        scores += without_largest(bias, shown)
     # Neither zeros nor what dropout removes is added to the result.
     kept = real.astype(jnp.float32) if multiplier is None else real * multiplier
     weights, total = weigh(jnp.where(shown, scores, MASKED), query.dtype, kept)

@@ -16,7 +16,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from meliad_like.layers.attention import LOWEST, MASKED, attend, merge_heads
+from meliad_like.layers.attention import LOWEST, MASKED, attend, average, merge_heads
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import PIECE, Memory, remember
 from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits, heads_of_lanes
@@ -116,11 +116,10 @@ class DenseAttention(Mixer):
             more = jnp.einsum("bhts,bhsk->bhtk", weighed, some_value, preferred_element_type=jnp.float32)
             return (now, before * total + jnp.sum(weights, axis=-1, keepdims=True), before * mixed + more), None
 
-        # As `layers/attention.weigh`: without a visible key the result is 0.
-        highest = jnp.full((*query.shape[:3], 1), LOWEST, jnp.float32)
-        state = highest, jnp.ones_like(highest), jnp.zeros(query.shape, jnp.float32)
+        highest = jnp.full((*query.shape[:3], 1), LOWEST)
+        state = highest, jnp.zeros_like(highest), jnp.zeros(query.shape, jnp.float32)
         (_, total, mixed), _ = jax.lax.scan(add, state, jnp.arange(-(-count // size)))
-        return (mixed / total).astype(value.dtype)
+        return average(mixed, total, value.dtype)
 
     def _remember(self, memory: Memory, key, value, positions: Int[Array, "b c"]) -> Memory:
         """The ring after a segment: of the last document's tokens the last m."""

@@ -80,8 +80,10 @@ class MemoryAttention(Mixer):
         return MemoryCarry(self.window.end_block(carry.window), memory, carry.position + self.shape.window_length)
 
     def _mix(self, window: Float[Array, "*batch h t k"], read: Float[Array, "*batch h t k"]):
-        share = jax.nn.sigmoid(self.gate[...]).astype(read.dtype)[:, None, None]
-        return (1 - share) * window + share * read
+        share = jax.nn.sigmoid(self.gate[...])[:, None, None]
+        # In float32, because the gate's gradient is a sum over all tokens and channels of a head.
+        mixed = (1 - share) * window.astype(jnp.float32) + share * read.astype(jnp.float32)
+        return mixed.astype(read.dtype)
 
     def _scan(
         self,

@@ -17,21 +17,16 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit_query
+from meliad_like.layers.backend import unrolls_blocks
 from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration, row_major
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import scan_in_order
-from meliad_like.layers.sharding import platform
 from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
 from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, StatesConfig, Traits, heads_of_lanes
 from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
 from meliad_like.mixers.token_heads import DecodingCache, TokenCache
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
-
-MOST_UNROLLED = 8
-"""A TPU's program unrolls the scan over at most as many blocks, those of the paper's segments. It then writes nothing
-into arrays of all blocks for the backward pass, but takes longer to compile."""
-
 
 class StateKeys(NamedTuple):
     """The keys and values of states, which tokens attend to."""
@@ -138,7 +133,7 @@ class StateRecurrence(Mixer):
             # No loop, so that the compiler finds the projections that `publish` has computed already.
             states, keys = step(states, jax.tree.map(lambda y: y[:, 0], (start, tiles)))
             return states, jax.tree.map(lambda y: y[:, None], keys)
-        unroll = platform() == "tpu" and start.shape[1] <= MOST_UNROLLED
+        unroll = unrolls_blocks(start.shape[1])
         if unroll:
             tiles = jax.tree.map(row_major, tiles)
         else:

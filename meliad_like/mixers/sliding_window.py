@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend, attend_window, merge_heads
 from meliad_like.layers.attention_kernel import ROWS, attend_window_in_kernel
+from meliad_like.layers.backend import compiles_tpu_kernels, platform
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.sharding import platform
 from meliad_like.mixers.base import MIXERS, At, Mixer, MixerConfig, Shape, Traits, heads_of_lanes
 from meliad_like.mixers.token_heads import DecodingCache, Tile, TokenCache, TokenHeads, TokenTile
 from meliad_like.registry import size
@@ -67,7 +67,7 @@ class WindowAttention(Mixer):
             return self._attend_in_kernel(tile, multiplier), tile, cache
         placed = tile.placed
         blocks = (placed.query, placed.key, tile.value, placed.previous_key, tile.previous_value)
-        return attend_window(*blocks, tile.bias, self.heads.scale, tile.previous_valid, multiplier), tile, cache
+        return attend_window(*blocks, tile.bias, tile.previous_valid, multiplier), tile, cache
 
     def _attend_in_kernel(self, tile: Tile, multiplier) -> Float[Array, "b c h w k"]:
         shape = self.shape
@@ -79,7 +79,7 @@ class WindowAttention(Mixer):
                 f"DecoderConfig.attention_kernel={shape.attention_kernel!r} needs a DecoderConfig.position that is none, "
                 f"t5, alibi or another bias, because the others change keys: {instead}"
             )
-        if not interpret and (platform() != "tpu" or w % ROWS or k % ROWS):
+        if not interpret and (not compiles_tpu_kernels() or w % ROWS or k % ROWS):
             raise UserError(
                 f"DecoderConfig.attention_kernel='tpu' needs a TPU, and a window and heads of multiples of {ROWS}, not "
                 f"{platform()}, window_length={w} and head_size={k}: {instead}"

@@ -8,7 +8,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import KeysAndValues, head_scale, merge_heads, split_heads
+from meliad_like.layers.attention import KeysAndValues, merge_heads, scaled, split_heads
 from meliad_like.layers.attention_kernel_block import Projected
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
@@ -108,7 +108,7 @@ class TokenHeads(nnx.Module):
 
     def scaled(self, query: Float[Array, "*batch h n k"]) -> Float[Array, "*batch h n k"]:
         """Queries times the attention scale."""
-        return query * head_scale(self.attention_scale, query.dtype)
+        return scaled(query, self.attention_scale)
 
     def bias(self, longest: int) -> Float[Array, "h longest"]:
         """The bias at the distances 1 to `longest`, times the attention scale, which multiplies the bias as well."""

@@ -195,8 +195,9 @@ class Decoder(Skeleton):
     def embed(self, tokens, position, dropout_key):
         # XLA crashes on a lookup along the vocabulary, sharded over `tensor`, inside of `over_sequence`.
         vocabulary = "vocabulary" if num_parts() == 1 else None
-        table = self.embedding[...].astype(self.dtype)
-        return embed(table if tokens.ndim == 1 else constrain(table, vocabulary, None), tokens)
+        table = self.embedding[...]
+        # Rounded after the lookup, so that the gradient of a frequent token, a sum of many small terms, is float32.
+        return embed(table if tokens.ndim == 1 else constrain(table, vocabulary, None), tokens).astype(self.dtype)
 
     def summaries(self, *shape):
         if self.summary_embedding is None:

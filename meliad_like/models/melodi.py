@@ -23,7 +23,7 @@ from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads
 from meliad_like.layers.basic import Linear, RMSNorm, dropout_multiplier, parameter, tiled_dropout
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.windows import SequenceMix, attend_parts, by_difference, with_summaries, without_summaries
+from meliad_like.layers.windows import SequenceMix, attend_parts, toeplitz, with_summaries, without_summaries
 from meliad_like.mixers.base import Shape, Traits, layer_indices
 from meliad_like.mixers.positions import POSITIONS
 from meliad_like.mixers.token_heads import DecodingCache, TokenHeads
@@ -173,7 +173,7 @@ class MelodiLayer(Layer):
     def _bias(self) -> Float[Array, "h rows columns"]:
         """The bias of a window's queries for the short-term memory and the window's keys."""
         r, rows = self.config.short_length, self.shape.window_length + self.config.num_summaries
-        return by_difference(self.heads.bias(r + rows - 1), rows, r)
+        return toeplitz(self.heads.bias(r + rows - 1), rows, r)
 
     def _multiplier(self, dropout_key, num_rows: int, num_keys: int):
         rate = self.shape.dropout_rate

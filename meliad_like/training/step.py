@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.config.run import TrainingConfig
 from meliad_like.data.batch import Batch
-from meliad_like.layers.sharding import platform
+from meliad_like.layers.backend import takes_norm_of_updates_first
 from meliad_like.models.model import Model
 
 
@@ -128,10 +128,7 @@ def make_step(
             updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
             gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(gradient_norm)
-        # Elsewhere this would be one more pass over gradient and momentum before the first parameter is written. A CPU
-        # computes the updates for it while the gradients are in its caches. From a finite gradient only an absurd
-        # learning rate makes an infinite update.
-        if platform() == "cpu":
+        if takes_norm_of_updates_first():
             finite &= jnp.isfinite(update_norm)
         taken = finite & ~state.halted
 
@@ -141,8 +138,7 @@ def make_step(
         with jax.named_scope("optimizer"):
             params = choose(optax.apply_updates(state.params, updates), state.params)
             optimizer_state = choose(optimizer_state, state.optimizer_state)
-            if platform() != "cpu":
-                # The same but for rounding. A TPU would write the updates to memory and read them again for their norm.
+            if not takes_norm_of_updates_first():
                 update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
             parameter_norm = optax.tree.norm(params)
         if config.nonfinite == "skip":

@@ -1,0 +1,66 @@
+"""What is computed differently on some platforms: one named choice for each, with what it does and why.
+
+Results are the same but for rounding. A choice is made while a program is traced.
+"""
+
+import jax
+
+MOST_UNROLLED = 8
+"""The largest number of blocks over which a TPU's program unrolls a scan: those of the paper's segments."""
+
+
+def platform() -> str:
+    """The platform for which the traced program is compiled: `cpu`, `gpu` or `tpu`.
+
+    That is JAX's default platform, or the platform of the mesh, whose devices may be only planned and not present.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def transposes_gradients_of_products() -> bool:
+    """CPU: the gradient of a kernel with more rows than columns is computed as its transpose.
+
+    A product that sums over the first axis of both sides is what XLA does worst on a CPU, by a third when the left side
+    is the wider one.
+    """
+    return platform() == "cpu"
+
+
+def keeps_only_named_values() -> bool:
+    """Accelerators: the backward pass keeps only values with a name (`LINEAR`, `RELU`, ...) and computes others again.
+
+    Writing a value to memory and reading it again takes longer there than computing it.
+    """
+    return platform() != "cpu"
+
+
+def looks_up_logits_of_targets() -> bool:
+    """CPU: the logit of a target is looked up; elsewhere it is a masked sum over the vocabulary.
+
+    A lookup has a scatter as its gradient, which is slow on accelerators.
+    """
+    return platform() == "cpu"
+
+
+def takes_norm_of_updates_first() -> bool:
+    """CPU: the norm of the updates is computed before they are added to the parameters, and checked to be finite.
+
+    A CPU computes the updates while the gradients are in its caches. Elsewhere this would be one more pass over
+    gradient and momentum before the first parameter is written, so the norm is that of the parameters' difference. From
+    a finite gradient only an absurd learning rate makes an infinite update.
+    """
+    return platform() == "cpu"
+
+
+def unrolls_blocks(num_blocks: int) -> bool:
+    """TPU: the scan of recurrent states over few blocks is unrolled.
+
+    Nothing is then written into arrays of all blocks for the backward pass, but compilation takes longer.
+    """
+    return platform() == "tpu" and num_blocks <= MOST_UNROLLED
+
+
+def compiles_tpu_kernels() -> bool:
+    """TPU: kernels for TPUs can be compiled; elsewhere they are interpreted, for tests."""
+    return platform() == "tpu"
