@@ -33,7 +33,7 @@ import pytest  # noqa: E402
 # Annotated shapes are checked in every call. What JAX computes with may be an array of numpy's as well.
 jaxtyping.Array = jax.Array | np.ndarray
 jaxtyping.install_import_hook(
-    [f"meliad_like.{room}" for room in ("data", "layers", "mechanisms", "models")], "shape_checks.check_shapes"
+    [f"meliad_like.{package}" for package in ("data", "layers", "mixers", "models")], "shape_checks.check_shapes"
 )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.positions import POSITIONS
-from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 
 # The smallest distance in each of T5's buckets.
 BUCKETS = [*range(17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
@@ -53,6 +53,8 @@ def sinusoids(place, width):
 class DenseModel:
     def __init__(self, config, theirs):
         self.recurrent = config.mixer(RecurrentStates) or RecurrentStates()
+        reader = config.mixer(StateReader)
+        self.feedback = reader and reader.which
         self.memory = config.mixer(ExternalMemory) or ExternalMemory()
         self.position = POSITIONS.name_of(config.position)
         self.config, self.theirs = config, {name: value.astype(np.float64) for name, value in theirs.items()}
@@ -73,11 +75,11 @@ class DenseModel:
             x = embedding[tokens[begin : begin + w]]
             read = [None if s is None else self.state_heads(p, s) for p, s in zip(self.layers, states)]
             shared = [heads for heads in read if heads is not None]
-            if self.recurrent.feedback == "last":
+            if self.feedback == "last":
                 shared = shared[-1:]
             new_states = list(states)
             for i, p in enumerate(self.layers):
-                sources = [read[i]] if read[i] is not None else shared if self.recurrent.feedback != "none" else []
+                sources = [read[i]] if read[i] is not None else shared if self.feedback else []
                 x, past[i], new_states[i] = self.layer(p, x, past[i], states[i], sources, begin)
             states = new_states
             blocks.append(x)

@@ -16,7 +16,6 @@ from meliad_like.layers.attention_kernel import attend_window_in_kernel
 from meliad_like.layers.attention_kernel_block import Projected
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.mixers.positions import Infused, Rotary
-from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -141,16 +140,14 @@ def test_a_decoder_with_the_kernel_equals_the_default(mask_empty_cache):
     def generator_of(x):
         return jax.random.normal(jax.random.key(x.size), x.shape)
 
-    results = map(of_two_segments, (default, default.with_mixer(SlidingWindow(kernel="interpreted"))))
+    results = map(of_two_segments, (default, dataclasses.replace(default, attention_kernel="interpreted")))
     for x, y in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("position", [Rotary(), Infused()])
 def test_positions_that_change_keys_are_refused(position):
-    config = DecoderConfig(
-        num_layers=1, window_length=4, position=position, mixers=(SlidingWindow(kernel="interpreted"),)
-    )
+    config = DecoderConfig(num_layers=1, window_length=4, position=position, attention_kernel="interpreted")
     model = Model(config, 32)
 
     def read(params):
@@ -171,7 +168,7 @@ def lower(window_length, platform, dropout):
         feedforward_width=16,
         window_length=window_length,
         dropout_rate=0.1,
-        mixers=(SlidingWindow(kernel="tpu"),),
+        attention_kernel="tpu",
     )
     model = Model(config, 32)
 
@@ -205,4 +202,4 @@ def test_what_the_kernel_is_not_for(window_length, platform):
 
 def test_the_file_chooses_it_for_the_window():
     model = parse(["option/attention_kernel.gin"]).model
-    assert isinstance(model, DecoderConfig) and model.mixers == (SlidingWindow(kernel="tpu"),)
+    assert isinstance(model, DecoderConfig) and model.attention_kernel == "tpu"

@@ -19,12 +19,13 @@ from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyCon
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.models.melodi import Melodi
 from meliad_like.mixers.positions import Infused, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
+from meliad_like.models.repeated_input import RepeatedInput
 from meliad_like.run.opening import open_checkpoint
 
 STATISTICS = json.loads((Path(__file__).parent / "golden" / "i_init_statistics.json").read_text())
@@ -70,14 +71,20 @@ def test_names_there_and_back(name):
 
 
 NEWER = {
-    "melodi": (Melodi(long_layers=(0,), num_summaries=3, short_length=3, long_length=2, long_slots=4),),
-    "dense": (SlidingWindow(except_layers=(1,)), DenseMemory(layers=(1,), num_slots=8, repeat_input=True)),
+    "melodi": {
+        "mixers": (SlidingWindow(),),
+        "layer_kinds": (Melodi(long_layers=(0,), num_summaries=3, short_length=3, long_length=2, long_slots=4),),
+    },
+    "dense": {
+        "mixers": (SlidingWindow(), DenseMemory(layers=(1,), num_slots=8)),
+        "layer_kinds": (RepeatedInput(layers=(1,)),),
+    },
 }
 
 
 @pytest.mark.parametrize("name", NEWER)
 def test_files_of_the_newer_stack_there_and_back(name, tmp_path):
-    config = dataclasses.replace(CONFIG, mixers=NEWER[name], feedforward_bias=True, num_layers=3)
+    config = dataclasses.replace(CONFIG, **NEWER[name], feedforward_bias=True, num_layers=3)
     params = Model(config, V).init(jax.random.key(0))
     np.savez(tmp_path / "theirs.npz", **to_meliad(params, config))
     convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
@@ -95,13 +102,16 @@ def test_files_of_the_newer_stack_there_and_back(name, tmp_path):
     ("changes", "message"),
     [
         ({"feedforward_bias": False}, "need DecoderConfig.feedforward_bias=True"),
-        ({"mechanisms": (SlidingWindow(), DenseMemory(layers=(1,)))}, "DenseMemory.repeat_input=True"),
-        ({"mechanisms": (SlidingWindow(), Melodi(layers=(1,)))}, "in the reference all layers have MELODI"),
+        ({"layer_kinds": ()}, "RepeatedInput.layers=(1,)"),
+        (
+            {"mixers": (SlidingWindow(),), "layer_kinds": (Melodi(layers=(1,)),)},
+            "in the reference all layers have MELODI",
+        ),
         ({"position": Rotary()}, "Rotary.unit='pi'"),
     ],
 )
 def test_what_the_newer_stack_lacks(changes, message, tmp_path):
-    config = dataclasses.replace(CONFIG, **{"mechanisms": NEWER["dense"], "feedforward_bias": True} | changes)
+    config = dataclasses.replace(CONFIG, **{**NEWER["dense"], "feedforward_bias": True} | changes)
     with pytest.raises(UserError, match=message):
         convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
 

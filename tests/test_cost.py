@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_run
+import ways
 from tiny_run import parse, train
 
 from meliad_like import config
@@ -56,7 +57,7 @@ def test_decoding_costs_the_same_at_every_position():
     model = Model(run.model, VOCABULARY_SIZE)
     step = jax.jit(lambda params, token, carry: model.bind(params).decode_step(token, carry))
     params = jax.jit(model.init)(jax.random.key(0))
-    token, carry = jnp.zeros(2, jnp.int32), jax.jit(lambda p: model.bind(p).init_carry(2, decoding=True))(params)
+    token, carry = jnp.zeros(2, jnp.int32), jax.jit(lambda p: ways.begin(model, p, 2, decoding=True))(params)
     assert "while" not in step.lower(params, token, carry).as_text()
     for position in (0, 1_000, 100_000):
         _, after = step(params, token, carry._replace(position=jnp.full(2, position, jnp.int32)))

@@ -30,13 +30,13 @@ def attend(model, params, tokens, low):
     p = params["layers"][0]
     layer = model.bind(params).layers[0]
     x = params["embedding"][tokens]
-    key, value, query = (y[0] for y in layer.heads.of(layer.attention_norm(x[None])))
+    key, value, query = (y[0] for y in layer.mixers["dense_memory"].heads.of(layer.norm(x[None])))
     t = np.arange(len(tokens))
     seen = (t[None] >= low[:, None]) & (t[None] < t[:, None])
     weights = jnp.where(seen, jnp.exp(query @ jnp.swapaxes(key, 1, 2)), 0)
     mixed = weights @ value / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-9)
     z = x + jnp.swapaxes(mixed, 0, 1).reshape(len(tokens), -1) @ p["output"]["kernel"]
-    return model.bind(params).final_norm(z + layer.feedforward(layer.feedforward_norm(z)))
+    return model.bind(params).final_norm(layer.feedforward(z, None))
 
 
 @pytest.mark.parametrize("piece", [3, 2048])
@@ -75,7 +75,8 @@ def test_a_horizon_of_segments_is_not_decoded():
     [
         ("DenseMemory.num_slots = 0", "DenseMemory.num_slots=0 must be at least 1"),
         ("DenseMemory.horizon = 'all'", "DenseMemory.horizon='all' must be 'tokens' or 'segment'"),
-        ("SlidingWindow.except_layers = (13,)", "SlidingWindow.except_layers=(13,) names a layer that 13 layers lack"),
+        ("SlidingWindow.layers = (13,)", "SlidingWindow.layers=(13,) names a layer that 13 layers lack"),
+        ("SlidingWindow.layers = (7,)", "layer 7 can't have both DenseMemory and SlidingWindow"),
     ],
 )
 def test_mistakes(binding, message):

@@ -13,9 +13,10 @@ from fake_split import FakeSplit
 from tiny_run import environment
 
 from meliad_like.errors import UserError
+from meliad_like.evaluation.interventions import cleared
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -152,7 +153,7 @@ def test_whole_segments_change_nothing_but_where_states_are_cleared(model, param
     kept = make_evaluator(model, whole_segments=True)[0].token_losses(params)
     for nats, wanted in zip(kept, make_evaluator(model, segment_length=8)[0].token_losses(params), strict=True):
         np.testing.assert_allclose(nats, wanted, rtol=1e-4, atol=1e-5)
-    clearing = Model(model.config.cleared(), model.vocabulary_size)
+    clearing = Model(cleared(model.config), model.vocabulary_size)
     one_lane, many = (
         make_evaluator(clearing, max_lanes=max_lanes, whole_segments=True)[0].token_losses(params)
         for max_lanes in (1, 4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -56,7 +56,7 @@ def test_recurrence_costs_about_one_more_layer():
 def test_feedback_and_memory_by_hand():
     slide = 12 * 28 * 1024**2
     # Eleven layers read the states, which is a recurrent layer without its states' own 18 d².
-    assert with_states(feedback="last").flops(256).forward == slide + (12 * 6 + 18) * 1024**2 + LOGITS
+    assert with_states().with_mixer(StateReader()).flops(256).forward == slide + (12 * 6 + 18) * 1024**2 + LOGITS
     # 65,536 slots are 64 d, so the search is 128 d²; attention to 128 memories is d² / 2, twice with its gradient.
     memorizing = SLIDE.with_mixer(ExternalMemory(layers=(-4,))).flops(256)
     assert memorizing.forward == slide + 128.5 * 1024**2 + LOGITS

@@ -18,6 +18,7 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
+from meliad_like.evaluation.interventions import cleared
 from meliad_like.generation.reading import load_reading, save_reading
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
@@ -168,7 +169,7 @@ def test_a_token_out_of_range_is_named(make_generator):
 
 
 def test_states_cleared_by_segment_are_refused():
-    model = Model(CONFIG.cleared(), V)
+    model = Model(cleared(CONFIG), V)
     with pytest.raises(UserError, match="depends on where segments end"):
         Generator(model, {}, segment_length=N, end_of_document=END, sampling=SamplingConfig())
 

@@ -12,9 +12,9 @@ from meliad_like import config
 from meliad_like.config import construction
 from meliad_like.config.bindings import collect, shipped_files
 from meliad_like.history.config import HistorySettings
-from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.model import Model
 
 FILES = shipped_files()
@@ -157,12 +157,16 @@ def test_a_row_lies_on_any_mesh(row):
 def test_feedback_and_memory_of_table_1():
     models = {row: config.parse([f"block_recurrent/{row}.gin"]).model for row in TABLE_1}
     states = {row: model.mixer(RecurrentStates) for row, model in models.items()}
-    feedback = {row for row, one in states.items() if one and one.feedback == "last"}
+    feedback = {row for row, model in models.items() if model.mixer(StateReader) == StateReader()}
     assert feedback == {row for row in models if "feedback" in row}
     memories = {row: memory for row, model in models.items() if (memory := model.mixer(ExternalMemory))}
     assert memories.keys() == {"memorizing_64k", "memorizing_64k_bucketed"}
     memory = memories["memorizing_64k"]
-    assert (memory.indices(12), memory.num_slots, memory.num_neighbors) == ({8}, 65_536, 128)
+    assert (models["memorizing_64k"].layers_with(ExternalMemory), memory.num_slots, memory.num_neighbors) == (
+        [8],
+        65_536,
+        128,
+    )
 
 
 def test_every_row_is_in_table_1():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ways
 
 from meliad_like.conversion.parameters import to_tensors
 from meliad_like.conversion.pretrained import read_huggingface
@@ -82,13 +83,13 @@ def test_a_token_at_a_time_and_greedy_text():
     def step(params, token, carry):
         return model.bind(params).decode_step(token, carry)
 
-    tokens, carry = arrays["a_input_ids"], model.bind(params).init_carry(2, decoding=True)
+    tokens, carry = arrays["a_input_ids"], ways.begin(model, params, 2, decoding=True)
     for i in range(64):
         logits, carry = step(params, tokens[:, i], carry)
         if i >= 40:
             np.testing.assert_allclose(logits, arrays["a_logits_cached_40on"][:, i - 40], atol=1e-5)
 
-    expected, carry = arrays["greedy_from_b0_5"][0], model.bind(params).init_carry(2, decoding=True)
+    expected, carry = arrays["greedy_from_b0_5"][0], ways.begin(model, params, 2, decoding=True)
     for i in range(len(expected) - 1):
         logits, carry = step(params, np.repeat(expected[i], 2), carry)
         if i >= 4:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import ways
 from make_golden_llama import CONFIGS, FROM, LENGTH, PATH, WHOLE, outputs, tensors, tokens
 from test_golden_gpt2 import read
 
@@ -75,13 +76,13 @@ def test_a_token_at_a_time_and_greedy_text(opened):
     def step(params, token, carry):
         return model.bind(params).decode_step(token, carry)
 
-    carry = model.bind(params).init_carry(2, decoding=True)
+    carry = ways.begin(model, params, 2, decoding=True)
     for i, token in enumerate(TOKENS.T):
         logits, carry = step(params, token, carry)
         if i >= FROM:
             np.testing.assert_allclose(logits, arrays["cached"][:, i - FROM], rtol=1e-5, atol=1e-5)
 
-    expected, carry = arrays["greedy"][0], model.bind(params).init_carry(2, decoding=True)
+    expected, carry = arrays["greedy"][0], ways.begin(model, params, 2, decoding=True)
     for i in range(len(expected) - 1):
         logits, carry = step(params, np.repeat(np.int32(expected[i]), 2), carry)
         if i >= FROM - 1:

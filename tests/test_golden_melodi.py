@@ -10,10 +10,11 @@ from test_golden_models import assert_gradients, below, compared_segments, train
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.models.melodi import Melodi
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
+from meliad_like.models.repeated_input import RepeatedInput
 
 GOLDEN = Path(__file__).parent / "golden"
 W, V = 16, 40
@@ -31,13 +32,11 @@ make_config = functools.partial(
 )
 CONFIGS = {
     "melodi_lm": make_config(
-        mixers=(Melodi(long_layers=(1,), num_summaries=6, short_length=6, long_length=4, long_slots=40),)
+        layer_kinds=(Melodi(long_layers=(1,), num_summaries=6, short_length=6, long_length=4, long_slots=40),)
     ),
     "dense_kv_lm": make_config(
-        mixers=(
-            SlidingWindow(layers=(0, 2)),
-            DenseMemory(layers=(1,), num_slots=64, horizon="segment", repeat_input=True),
-        )
+        mixers=(SlidingWindow(), DenseMemory(layers=(1,), num_slots=64, horizon="segment")),
+        layer_kinds=(RepeatedInput(layers=(1,)),),
     ),
 }
 of_each_model = pytest.mark.parametrize("name", CONFIGS)

@@ -14,9 +14,10 @@ from meliad_like.layers.attention import attend, ring_distance, unit
 from meliad_like.layers.basic import RMSNorm
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import T5Bias, t5_bucket
+from meliad_like.mixers.base import At
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.token_heads import TokenCache
-from meliad_like.models.decoder import DecoderConfig, LayerCarry
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import Adafactor, make_optimizer
 from meliad_like.optimization.schedules import CosineSchedule, make_schedule
@@ -103,10 +104,10 @@ def test_layer_over_segments(name):
     zeros = np.zeros((2, W, 2, 16), np.float32)
     poisoned = below(arrays, "state0/")
     cache = (jnp.swapaxes(poisoned.get(f"previous_{name}_train", zeros), 1, 2) for name in ("keys", "values"))
-    carry = LayerCarry(TokenCache(*cache), {"sliding_window": ()})
+    carry = {"sliding_window": TokenCache(*cache, np.full(2, W))}
 
     def run(params, xs, carry, start):
-        return model.bind({**whole, **params}).layers[0](xs, carry, jnp.where(start, 0, W), {})
+        return model.bind({**whole, **params}).layers[0](xs, At(jnp.where(start, 0, W), {}), carry)
 
     @jax.jit
     def run_and_differentiate(params, xs, carry, start, cotangent):
@@ -119,8 +120,9 @@ def test_layer_over_segments(name):
         cotangent = seg.get("cotangent", np.zeros_like(seg["xs"]))
         ys, carry, grad_params, grad_xs = run_and_differentiate(params, seg["xs"], carry, start, cotangent)
         np.testing.assert_allclose(ys, seg["ys"], atol=1e-5)
-        np.testing.assert_allclose(jnp.swapaxes(carry.tokens.key, 1, 2), seg["next_previous_keys"], atol=1e-5)
-        np.testing.assert_allclose(jnp.swapaxes(carry.tokens.value, 1, 2), seg["next_previous_values"], atol=1e-5)
+        cache = carry["sliding_window"]
+        np.testing.assert_allclose(jnp.swapaxes(cache.key, 1, 2), seg["next_previous_keys"], atol=1e-5)
+        np.testing.assert_allclose(jnp.swapaxes(cache.value, 1, 2), seg["next_previous_values"], atol=1e-5)
         if "grad_xs" in seg:
             np.testing.assert_allclose(grad_xs, seg["grad_xs"], rtol=1e-4, atol=1e-4)
             ours = {name.removeprefix("transformer0/"): value for name, value in to_meliad(grad_params).items()}

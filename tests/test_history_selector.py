@@ -10,9 +10,9 @@ import pytest
 from meliad_like.errors import UserError
 from meliad_like.history.config import SELECTORS, JointSelectorConfig
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
-from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.recurrence import WindowSummary
 
 VOCABULARY = 19
 DECODERS = {

@@ -10,12 +10,13 @@ import pytest
 
 from meliad_like.conversion.meliad import to_meliad
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.models.melodi import Melodi
 from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal
-from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
+from meliad_like.models.repeated_input import RepeatedInput
 
 GOLDEN = Path(__file__).parent / "golden"
 REFERENCE = json.loads((GOLDEN / "i_init_statistics.json").read_text())
@@ -85,8 +86,10 @@ def test_gates_begin_with_the_time_constants(gate, cell):
 
 
 def test_attention_of_states_begins_with_its_scale():
-    recurrence = RecurrentStates(layers=(0,), num_states=8, feedback="last", attention_scale=4.0)
-    model = Model(DecoderConfig(num_layers=2, **SIZES).with_mixer(recurrence), 64)
+    recurrence = RecurrentStates(layers=(0,), num_states=8, attention_scale=4.0)
+    model = Model(
+        DecoderConfig(num_layers=2, **SIZES).with_mixer(recurrence).with_mixer(StateReader(attention_scale=4.0)), 64
+    )
     parameters = to_meliad(model.init(jax.random.key(0)))
     scales = {path: value for path, value in parameters.items() if "attention_scale" in path}
     of_states = {path for path in scales if "recurrent" in path or path.endswith("attention_scale2")}
@@ -95,14 +98,14 @@ def test_attention_of_states_begins_with_its_scale():
 
 
 MELODI = Melodi(long_layers=(1,), num_summaries=32, short_length=32, long_length=16, long_slots=64)
-SIDE = (SlidingWindow(except_layers=(1,)), DenseMemory(layers=(1,)))
+SIDE = {"mixers": (SlidingWindow(), DenseMemory(layers=(1,))), "layer_kinds": (RepeatedInput(layers=(1,)),)}
 NEWER_MODELS = {
-    "melodi": {"mechanisms": (MELODI,)},
-    "dense_kv": {"mechanisms": SIDE, "num_layers": 3},
-    "alibi": {"mechanisms": (MELODI,), "position": Alibi(learned_slope=True, bound="learned")},
-    "fourier": {"mechanisms": (MELODI,), "position": Fourier()},
-    "nn": {"mechanisms": (MELODI,), "position": Network()},
-    "orthogonal": {"mechanisms": (MELODI,), "position": Orthogonal()},
+    "melodi": {"layer_kinds": (MELODI,)},
+    "dense_kv": {**SIDE, "num_layers": 3},
+    "alibi": {"layer_kinds": (MELODI,), "position": Alibi(learned_slope=True, bound="learned")},
+    "fourier": {"layer_kinds": (MELODI,), "position": Fourier()},
+    "nn": {"layer_kinds": (MELODI,), "position": Network()},
+    "orthogonal": {"layer_kinds": (MELODI,), "position": Orthogonal()},
 }
 
 

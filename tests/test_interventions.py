@@ -8,10 +8,10 @@ import pytest
 from fake_split import FakeSplit
 
 from meliad_like import config
-from meliad_like.evaluation.interventions import KINDS, losses_after, next_lanes
+from meliad_like.evaluation.interventions import KINDS, exchange, losses_after, next_lanes
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates
-from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.studies import __main__
@@ -56,7 +56,7 @@ def blocks_of(tokens):
 def carries_of(model, params, tokens):
     """The carry before each block of an undisturbed document, and after its last whole one."""
     module = model.bind(params)
-    carries = [model.config.with_parts(carry := module.init_carry(1), model.config.parts(carry))]
+    carries = [module.init_carry(1)]
     for i, (inputs, targets, number) in enumerate(blocks_of(tokens)):
         if number == W and (i + 1) * W < len(tokens) - 1:
             carries.append(read_block(model, params, carries[-1], inputs, targets, np.array(i == 0))[0])
@@ -82,8 +82,7 @@ def by_a_plain_loop(kind, names):
                 }[kind]
                 frozen = source if kind == "frozen" else None
             if source is not None:
-                parts = model.config.parts(source)
-                carry = model.config.with_parts(carry, {name: parts[name] for name in names})
+                carry = exchange(model.config, carry, source, names)
             carry, losses = read_block(model, params, carry, inputs, targets, np.array(i == 0))
             nats.append(losses[:number])
         results.append(np.concatenate(nats))

@@ -191,7 +191,7 @@ def test_states_are_compared_and_copied(states):
     first, second = states.read([TEXT, TEXT + "x"])
     copied = first.copy()
     assert set(first.difference(copied).values()) == {0.0}
-    assert copied.arrays["layers/0/mechanisms/recurrent_states/states"].shape == (4, 16)
+    assert copied.arrays["layers/0/recurrent_states/states"].shape == (4, 16)
     assert first.difference(second)["position"] == 1
 
 
@@ -215,7 +215,7 @@ def test_a_model_that_was_trained_on_another_platform(states, tmp_path):
     opened = states.opened
     with_kernel = read_changes((), ["SlidingWindow.kernel = 'tpu'"])(opened.run)
     write_checkpoint(tmp_path, opened.params, with_kernel, opened.vocabulary)
-    with pytest.raises(UserError, match="SlidingWindow.kernel='tpu' needs a TPU"):
+    with pytest.raises(UserError, match="DecoderConfig.attention_kernel='tpu' needs a TPU"):
         meliad_like.load(tmp_path).score(TEXT)
     without = meliad_like.load(tmp_path, gin_params=["SlidingWindow.kernel = 'none'"])
     np.testing.assert_array_equal(without.score(TEXT).log_probabilities, states.score(TEXT).log_probabilities)

@@ -19,24 +19,27 @@ from ways import (
 
 from meliad_like import config
 from meliad_like.errors import UserError
+from meliad_like.evaluation import interventions
 from meliad_like.layers.windows import toeplitz
-from meliad_like.mechanisms.dense_memory import DenseMemory
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.gated_delta_rule import GatedDeltaRule
-from meliad_like.mechanisms.melodi import Melodi
-from meliad_like.mechanisms.positions import Rotary
-from meliad_like.mechanisms.sliding_window import SlidingWindow
+from meliad_like.mixers.dense_memory import DenseMemory
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
+from meliad_like.mixers.positions import Rotary
+from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
+from meliad_like.models.repeated_input import RepeatedInput
 
 SIZES = {"num_layers": 3, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 12, "window_length": W}
 SMALL = Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=2, long_slots=6)
 
 
 @functools.cache
-def make(melodi, *others, **changes):
+def make(melodi, *mixers, **changes):
     """A model, and parameters without zeros, ones or values too small for the tests to notice."""
-    model = Model(DecoderConfig(**SIZES, mechanisms=(melodi, *others), feedforward_bias=True, **changes), V)
+    changes = {"mixers": mixers, "layer_kinds": (melodi,), "feedforward_bias": True} | changes
+    model = Model(DecoderConfig(**SIZES, **changes), V)
     generator = np.random.default_rng(0)
 
     def perturb(x):
@@ -65,8 +68,8 @@ def read_layer(p, melodi, x, short, long):
     """One window of one layer, x [w + u, d]: the output, and the memories after it; those of None are masked."""
     w, u, scale = W, melodi.num_summaries, np.abs(p["heads"]["attention_scale"])[:, None, None]
     kernels = {name: p["heads"][name]["kernel"] for name in ("key", "value", "query")}
-    normed = rms(x, p["attention_norm"]["scale"])
-    before = np.zeros((0, x.shape[1])) if short is None else rms(short, p["attention_norm"]["scale"])
+    normed = rms(x, p["norm"]["scale"])
+    before = np.zeros((0, x.shape[1])) if short is None else rms(short, p["norm"]["scale"])
     seen = np.concatenate([before, normed])
     query, key, value = (
         heads(normed, kernels["query"]),
@@ -77,15 +80,15 @@ def read_layer(p, melodi, x, short, long):
     # Distances below 16 are their own buckets.
     bias = p["heads"]["position"]["by_distance"]["table"][:, np.maximum(distance, 0)]
     scores = np.where(distance > 0, scale * (query @ key.swapaxes(1, 2) + bias), -np.inf)
-    mixed, m = softmax_mix(scores, value), p.get("mechanisms", {}).get("melodi")
+    mixed = softmax_mix(scores, value)
     if long is not None:
-        stored = rms(long, p["attention_norm"]["scale"])
+        stored = rms(long, p["norm"]["scale"])
         key, value = heads(stored, kernels["key"]), heads(stored, kernels["value"], False)
-        share = 1 / (1 + np.exp(-m["gate"]))[:, None]
+        share = 1 / (1 + np.exp(-p["gate"]))[:, None]
         mixed = share * mixed + (1 - share) * softmax_mix(scale * (query @ key.swapaxes(1, 2)), value)
     z = x + mixed.swapaxes(0, 1).reshape(len(x), -1) @ p["output"]["kernel"]
-    f = p["feedforward"]
-    hidden = np.maximum(rms(z, p["feedforward_norm"]["scale"]) @ f["hidden"]["kernel"] + f["hidden"]["bias"], 0)
+    f = p["feedforward"]["network"]
+    hidden = np.maximum(rms(z, p["feedforward"]["norm"]["scale"]) @ f["hidden"]["kernel"] + f["hidden"]["bias"], 0)
     y = z + hidden @ f["output"]["kernel"] + f["output"]["bias"]
 
     def mix(q):
@@ -94,19 +97,23 @@ def read_layer(p, melodi, x, short, long):
             rows = [rms(a, q[name]["scale"]) for a, name in zip(rows, ("token_norm", "summary_norm"))]
         return q["kernel"].T @ np.concatenate(rows) + q["bias"][:, None]
 
-    new = mix(m["short_mix"]) + (y[w:] if melodi.short_length == u else 0)
+    new = mix(p["short_mix"]) + (y[w:] if melodi.short_length == u else 0)
     if long is not None:
-        long = np.concatenate([long, mix(m["long_mix"])])[-melodi.long_slots :]
-    if "summary_mix" in m:
-        y = np.concatenate([y[:w], y[w:] + mix(m["summary_mix"])])
+        long = np.concatenate([long, mix(p["long_mix"])])[-melodi.long_slots :]
+    if "summary_mix" in p:
+        y = np.concatenate([y[:w], y[w:] + mix(p["summary_mix"])])
     return y, new, long
 
 
 def read_document(model, params, tokens):
     """The logits of one document, [n, v], by loops over windows and layers in float64; empty memories are masked, or
     zeros without a mask."""
-    p, melodi = jax.tree.map(lambda x: np.asarray(x, np.float64), params), model.config.mechanisms[0]
-    masked, d, long_layers = model.config.mask_empty_cache, SIZES["model_width"], melodi.long_indices(3)
+    p, melodi = jax.tree.map(lambda x: np.asarray(x, np.float64), params), model.config.layer_kinds[0]
+    masked, d, long_layers = (
+        model.config.mask_empty_cache,
+        SIZES["model_width"],
+        melodi.long_indices(model.config.shape),
+    )
     number = 0 if masked else melodi.long_slots
     short = [None if masked else np.zeros((melodi.short_length, d))] * 3
     long, outputs = [np.zeros((number, d)) if i in long_layers else None for i in range(3)], []
@@ -151,31 +158,32 @@ def test_toeplitz_lays_values_out_by_distance():
 
 WAYS = {
     "two long-term layers": (Melodi(long_layers=(0, 2), num_summaries=3, short_length=2, long_length=3, long_slots=7),),
-    "beside a window": (SMALL, SlidingWindow()),
-    "beside a window and a memory": (
-        SMALL,
-        SlidingWindow(),
-        ExternalMemory(layers=(2,), num_slots=2 * W, num_neighbors=2),
+    "below a window": (Melodi(layers=(0, 1), num_summaries=2, short_length=2), SlidingWindow()),
+    "above a memory": (
+        Melodi(layers=(1, 2), num_summaries=2, short_length=2),
+        ExternalMemory(layers=(0,), num_slots=2 * W, num_neighbors=2),
     ),
-    "some layers": (Melodi(layers=(0, 1), num_summaries=2, short_length=2), SlidingWindow(layers=(2,))),
-    "beside the delta rule": (SMALL, GatedDeltaRule(layers=(0,))),
-    "beside a dense layer": (
-        Melodi(layers=(0, 2), num_summaries=2, short_length=2),
-        DenseMemory(layers=(1,), num_slots=9, repeat_input=True),
-    ),
+    "around the delta rule": (Melodi(layers=(0, 2), num_summaries=2, short_length=2), GatedDeltaRule(layers=(1,))),
 }
 
 
-CHOSEN = "beside a window"
+CHOSEN = "around the delta rule"
 
 
 @pytest.mark.parametrize(
-    "mechanisms",
+    "layers",
     [pytest.param(WAYS[name], id=name, marks=() if name == CHOSEN else pytest.mark.exhaustive) for name in WAYS],
 )
-def test_all_ways_of_reading_are_equal(mechanisms):
-    check_token_by_token(*make(*mechanisms))
-    check_documents(*make(*mechanisms))
+def test_all_ways_of_reading_are_equal(layers):
+    check_token_by_token(*make(*layers))
+    check_documents(*make(*layers))
+
+
+def test_a_layer_whose_input_counts_twice_leaves_the_summaries_alone():
+    kinds = Melodi(layers=(0, 2), num_summaries=2, short_length=2), RepeatedInput(layers=(1,))
+    model, params = make(SMALL, DenseMemory(layers=(1,), num_slots=9), layer_kinds=kinds)
+    check_token_by_token(model, params)
+    check_documents(model, params)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +212,10 @@ def test_each_memory_alone_reaches_three_windows_back():
     model, params = make(Melodi(long_layers=(1,), num_summaries=2, short_length=3, long_length=2, long_slots=6))
 
     def without(*mixes):
-        cut = {i: layer["mechanisms"]["melodi"] for i, layer in params["layers"].items()}
-        cut = {i: m | {mix: jax.tree.map(jnp.zeros_like, m[mix]) for mix in mixes if mix in m} for i, m in cut.items()}
-        layers = {i: layer | {"mechanisms": {"melodi": cut[i]}} for i, layer in params["layers"].items()}
-        return params | {"layers": layers}
+        def cut(layer):
+            return layer | {mix: jax.tree.map(jnp.zeros_like, layer[mix]) for mix in mixes if mix in layer}
+
+        return params | {"layers": {i: cut(layer) for i, layer in params["layers"].items()}}
 
     assert reach(model, without("long_mix")) > 0
     assert reach(model, without("short_mix")) > 0
@@ -216,7 +224,7 @@ def test_each_memory_alone_reaches_three_windows_back():
 
 def test_a_segment_of_cleared_memories_is_a_document():
     model, params = make(SMALL)
-    cleared = Model(model.config.cleared(), V)
+    cleared = Model(interventions.cleared(model.config), V)
     tokens = tokens_of(2, 6)
     _, carry = read(cleared, params, tokens, begin(cleared, params, 2), starts(2, 6))
     ours, _ = read(cleared, params, tokens, carry, starts(2, 6))
@@ -235,8 +243,8 @@ def test_a_segment_of_cleared_memories_is_a_document():
         (["Melodi.long_slots = 31"], "Melodi.long_slots=31 must be at least long_length=32"),
         (["Melodi.num_summaries = 0"], "Melodi.num_summaries=0 must be at least 1"),
         (["DecoderConfig.position = 'infused'"], "Melodi can't have position='infused'"),
-        (["DenseMemory.layers = (3,)", "DenseMemory.repeat_input = True"], "layer 3 can't have both"),
-        (["Melodi.layers = (0,)", "Melodi.long_layers = ()"], "layer 1 has no mechanism"),
+        (["DenseMemory.layers = (3,)"], "layer 3 can't have DenseMemory: layers of its kind have no mixers"),
+        (["RepeatedInput.layers = (3,)"], "layer 3 can't be of two kinds: Melodi and RepeatedInput"),
     ],
 )
 def test_mistakes(bindings, message):

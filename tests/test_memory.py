@@ -191,10 +191,8 @@ def test_gradients_reach_the_gate_and_the_query_but_no_memory():
         hidden, _ = module(tokens_of(2, 1, seed=1), carry._replace(layers=[layer, carry.layers[1]]), starts(2, 1))
         return jnp.sum(hidden**3)
 
-    of_params, of_memory = jax.jit(jax.grad(total, argnums=(0, 1)))(
-        params, carry.layers[0].mixers["external_memory"]
-    )
-    assert (np.abs(of_params["layers"][0]["mechanisms"]["external_memory"]["gate"]) > 0).all()
+    of_params, of_memory = jax.jit(jax.grad(total, argnums=(0, 1)))(params, carry.layers[0].mixers["external_memory"])
+    assert (np.abs(of_params["layers"][0]["mixers"]["external_memory"]["gate"]) > 0).all()
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(of_memory))
 
 

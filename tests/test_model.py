@@ -71,12 +71,12 @@ CONFIGS |= {
     "memory": SLIDE.with_mixer(MEMORY),
     "memory of buckets": dataclasses.replace(SLIDE, mask_empty_cache=False).with_mixer(BUCKETS),
     "memory and feedback": recurrent(SKIP, **THREE, feedback="last", position=Rotary()).with_mixer(MEMORY),
-    "memory beside states": SKIP.with_mixer(dataclasses.replace(MEMORY, layers=(0, 1))),
+    "memory and states": SKIP.with_mixer(MEMORY),
     "scanned": recurrent(SKIP, **THREE, layers=(1, 2), scan_layers=True),
     "scanned feedback": recurrent(SKIP, **THREE, layers=(2,), feedback="last", scan_layers=True),
 }
 # As few as show every way through the code, because compiling takes most of the time.
-# Single mechanisms are in test_mechanisms.py.
+# Single mixers are in test_mixers.py.
 WAYS = ("lstm:dual", "lstm:single", "rotary", "none", "infused", "unmasked", "feedback of the last", "feedback of all")
 WAYS += ("memory of buckets", "memory and feedback")
 WAYS += ("memory beside states",)

@@ -18,9 +18,9 @@ from meliad_like.conversion.parameters import to_tensors
 from meliad_like.conversion.pretrained import Pretrained, read_gguf, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_formats import LLAMA
 from meliad_like.errors import UserError
-from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.pretrained.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 
 LLAMA_CONFIG = PretrainedConfig(

@@ -10,9 +10,9 @@ import pytest
 
 from meliad_like import config
 from meliad_like.config.bindings import shipped_files
-from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.recurrence import WindowSummary
 
 SIZES = {
     "gpt2_small": (50_257, 124_439_808),

@@ -15,9 +15,10 @@ from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 from meliad_like.conversion.parameters import to_tensors
 from meliad_like.conversion.pretrained_formats import GPT2, LLAMA
 from meliad_like.data.readers import LanesReader
-from meliad_like.models.pretrained.recurrence import WindowSummary
+from meliad_like.evaluation.interventions import part_names
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.recurrence import WindowSummary
 
 V, W = 40, 8
 COMMON = {"num_layers": 3, "model_width": 16, "num_heads": 4, "head_size": 4, "feedforward_width": 24}
@@ -26,7 +27,7 @@ ARCHITECTURES = {
     "llama": {"num_key_value_heads": 2, "activation": "silu"},
 }
 SUMMARY = WindowSummary(layers=(1,), width=5, depth=2)
-RECURRENT = {"mechanisms": (SUMMARY,)}
+RECURRENT = {"recurrence": (SUMMARY,)}
 TOKENS = np.random.default_rng(0).integers(0, V, 60).astype(np.int32)
 
 
@@ -126,7 +127,7 @@ def test_how_long_segments_are_does_not_matter():
 
 def test_summaries_can_be_exchanged():
     model, params = make(vocabulary_size=ways.V, **RECURRENT, window_length=ways.W)
-    assert set(model.config.parts(ways.begin(model, params, 1))) == {"window_summary"}
+    assert part_names(model.config, ways.begin(model, params, 1)) == ["window_summary"]
     ways.check_parts(model, params)
 
 
@@ -159,7 +160,7 @@ def test_without_influence_it_is_the_unmodified_model():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"overlap": 3}, {**RECURRENT}, {"mechanisms": (dataclasses.replace(SUMMARY, pooling="max"),), "overlap": 3}],
+    [{}, {"overlap": 3}, {**RECURRENT}, {"recurrence": (dataclasses.replace(SUMMARY, pooling="max"),), "overlap": 3}],
 )
 def test_a_token_at_a_time_is_the_windows(architecture, changes):
     """Two lanes with an offset of three tokens, so that windows end at different steps."""
@@ -175,7 +176,7 @@ def test_a_token_at_a_time_is_the_windows(architecture, changes):
         return jax.lax.scan(step, carry, tokens)[1]
 
     tokens = np.stack([TOKENS[:-1], np.concatenate([TOKENS[:3], TOKENS[:-4]])], axis=1)
-    carry = module.init_carry(2, decoding=True)
+    carry = module.begin_decoding(module.init_carry(2))
     log_probabilities = np.asarray(read_all(tokens, carry))
     expected = losses_by_windows(model, params)
     found = -log_probabilities[np.arange(len(TOKENS) - 1), 0, TOKENS[1:]]
@@ -188,7 +189,8 @@ def test_going_on_from_blocks_token_by_token(overlap):
     module = model.bind(params)
     start = np.zeros((1, 3), bool)
     start[:, 0] = True
-    _, carry = module(TOKENS[None, : 3 * W], module.init_carry(1, decoding=True), start)
+    begun = ways.begin(model, params, 1, decoding=True)
+    _, carry = module.read_while_decoding(TOKENS[None, : 3 * W], begun, start)
     logits, _ = module.decode_step(TOKENS[3 * W : 3 * W + 1], carry)
     expected = losses_by_windows(model, params)[3 * W]
     assert -jax.nn.log_softmax(logits)[0, TOKENS[3 * W + 1]] == pytest.approx(expected, abs=1e-4)

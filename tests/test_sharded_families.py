@@ -14,15 +14,14 @@ from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import tiled_dropout
 from meliad_like.layers.sequence import from_rightmost, over_sequence, scan_in_order
-from meliad_like.mechanisms.external_memory import ExternalMemory
-from meliad_like.mechanisms.positions import Infused, Rotary
-from meliad_like.mechanisms.recurrent_states import RecurrentStates
-from meliad_like.mechanisms.sliding_window import SlidingWindow
-from meliad_like.mechanisms.window_summary import WindowSummary
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.positions import Infused, Rotary
+from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.shortformer import ShortformerConfig
 from meliad_like.planning.collectives import traffic
 from meliad_like.planning.hlo import Module
@@ -33,27 +32,27 @@ B, C, W, V = 8, 8, 4, 64
 SIZES = {"num_layers": 1, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
 SLIDE = DecoderConfig(**SIZES, window_length=W)
 STATES = RecurrentStates(layers=(0,), num_states=4)
-SKIP = SLIDE.with_mechanism(STATES)
+SKIP = SLIDE.with_mixer(STATES)
 TWO = dataclasses.replace(SKIP, num_layers=2)
 GPT2 = PretrainedConfig(**SIZES, num_key_value_heads=8, max_positions=W, window_length=W)
 LLAMA = dataclasses.replace(GPT2, architecture="llama", num_key_value_heads=4, activation="silu", tied_embedding=False)
-RECURRENCE = {"mechanisms": (WindowSummary(layers=(0,), width=5, depth=1, pooling="attention"),)}
+RECURRENCE = {"recurrence": (WindowSummary(layers=(0,), width=5, depth=1, pooling="attention"),)}
 CONFIGS = {
     "slide": SLIDE,
     "xl": dataclasses.replace(SLIDE, window_length=C * W),
     **{
-        f"{gate}:{cell}": SLIDE.with_mechanism(dataclasses.replace(STATES, gate=gate, cell=cell))
+        f"{gate}:{cell}": SLIDE.with_mixer(dataclasses.replace(STATES, gate=gate, cell=cell))
         for gate in ("fixed", "lstm")
         for cell in ("skip", "single", "dual")
     },
-    "slide below skip": TWO.with_mechanism(dataclasses.replace(STATES, layers=(1,), clear_states=True)),
+    "slide below skip": TWO.with_mixer(dataclasses.replace(STATES, layers=(1,), clear_states=True)),
     "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
     "scanned": dataclasses.replace(SKIP, num_layers=3, remat="dots", scan_layers=True),
     "infused": dataclasses.replace(SKIP, position=Infused()),
-    "kernel": SLIDE.with_mechanism(SlidingWindow(kernel="interpreted")),
+    "kernel": dataclasses.replace(SLIDE, attention_kernel="interpreted"),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
-    "feedback": TWO.with_mechanism(dataclasses.replace(STATES, feedback="last")),
-    "memorizing": SLIDE.with_mechanism(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3)),
+    "feedback": TWO.with_mixer(STATES).with_mixer(StateReader()),
+    "memorizing": SLIDE.with_mixer(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3)),
     "shortformer": ShortformerConfig(**SIZES, window_length=W, cache_length=W, cutoffs=(16, 32), band_factor=2),
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -69,7 +68,7 @@ ALL = [(name, mesh) for name in CONFIGS for mesh in MESHES]
 ALL += [(name, mesh) for name in CONFIGS.keys() - IN_ORDER for mesh in SEQUENCE_MESHES]
 # Compiling for eight devices takes a second or more, so what is run each time is a part, and of the cells one of each
 # kind: every family on one of the two meshes that cut its parameters most, those that differ most on both. Slide and
-# memorizing are on the first in test_mechanisms.py, and the recurrent decoder is on 8 x 1 in test_sharded_training.py.
+# memorizing are on the first in test_mixers.py, and the recurrent decoder is on 8 x 1 in test_sharded_training.py.
 BOTH = ["fixed:skip", "shortformer", "gpt2"]
 CHOSEN = [
     (name, (2, 2, 2, 1)) for name in (*BOTH, "xl", "feedback", "fixed:single", "lstm:dual", "llama", "recurrent gpt2")
@@ -236,7 +235,7 @@ def test_an_axis_of_one_device_changes_nothing():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("feedback", "decoder model: with feedback='last' a block waits for the layers of the one before"),
+        ("feedback", "decoder model: with StateReader a block waits for the layers of the one before"),
         (
             "memorizing",
             "decoder model: with ExternalMemory.layers=(0,) a block searches the memories of the blocks before it",

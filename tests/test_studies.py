@@ -13,6 +13,7 @@ from study_runs import DOCUMENTS, Page, assert_safe, one_device, request, runs
 from meliad_like.config import with_changes
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
+from meliad_like.evaluation.interventions import cleared
 from meliad_like.models.model import Model
 from meliad_like.studies import compare, context_curve, gates, memory_use
 from meliad_like.studies.readings import ModelLosses, choose, open_subject, read
@@ -84,7 +85,7 @@ def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
     chosen = choose([subject], request(runs("fixed_skip"), ""))
     segments = {"data.segment_length": 32, "data.tokens_per_step": 256}
     losses = []
-    for model in (subject.run.model, subject.run.model.cleared()):
+    for model in (subject.run.model, cleared(subject.run.model)):
         run = with_changes(subject.run, segments | {"model": model})
         opened = subject.opened._replace(run=run, model=Model(model, subject.opened.vocabulary.size))
         losses.append(read(subject._replace(opened=opened), chosen).losses)

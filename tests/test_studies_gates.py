@@ -31,7 +31,7 @@ def test_fixed_gates_are_sigmoids_of_their_biases(runs):
     tracer = Tracer(subject.opened.model, subject.opened.params)
     tracer.read(TOKENS)
     found = tracer.gates
-    states = subject.opened.params["layers"][layer]["mechanisms"]["recurrent_states"]
+    states = subject.opened.params["layers"][layer]["mixers"]["recurrent_states"]
     kept = jax.nn.sigmoid(states["cell"]["attention_gate"]["bias"])
     assert not found.varying
     [(name, values)] = found.means().items()

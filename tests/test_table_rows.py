@@ -17,10 +17,10 @@ from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import random_batch
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers.base import MIXERS
 from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.recurrent_states import RecurrentStates
-from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.base import MODELS
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -226,7 +226,13 @@ def one_file_of_each_structure() -> list[str]:
         run = configure(ROWS[file], TINIEST, gin_params=WIDTHS)
         m = run.model
         r = states(m)
-        recurrence = r and (r.gate, r.cell, r.feedback, len(r.layers), np.sign(r.num_states - m.window_length))
+        recurrence = r and (
+            r.gate,
+            r.cell,
+            m.mixer(StateReader),
+            len(r.layers),
+            np.sign(r.num_states - m.window_length),
+        )
         structure = (m.mixer(ExternalMemory), run.data.segment_length > m.window_length, recurrence)
         files.setdefault(structure, file)
     return list(files.values())

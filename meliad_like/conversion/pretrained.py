@@ -22,9 +22,9 @@ from meliad_like.data.tokenizers_vocabulary import (
 )
 from meliad_like.data.vocabulary import SETTINGS_NAME, Vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError, reading
-from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
+from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.remote import any_path, write_whole
 from meliad_like.resumable import parse_json, read_object, write_json
 from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, write_checkpoint

@@ -69,7 +69,9 @@ class Scale:
             "heads": lambda value: value // root,
             "layers": fewer,
             # Where the layers are too few for the whole pattern, they are one of each of its kinds.
-            "pattern": lambda entries: entries if fewer(model.num_layers) >= len(entries) else tuple(dict.fromkeys(entries)),
+            "pattern": lambda entries: (
+                entries if fewer(model.num_layers) >= len(entries) else tuple(dict.fromkeys(entries))
+            ),
             "layer_indices": named if self.layers > 1 else lambda layers: layers,
         }
         smaller = {

@@ -26,9 +26,9 @@ from jaxtyping import Array, Bool, Float
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads, split_heads, unit
 from meliad_like.layers.basic import Linear, over_root_mean_square, parameter
+from meliad_like.layers.convolution import convolve
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import from_left, scan_in_order
-from meliad_like.layers.convolution import convolve
 from meliad_like.mixers.base import MIXERS, Mixer, Shape, StatesConfig, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_positive

@@ -28,6 +28,7 @@ from meliad_like.mixers.token_heads import DecodingCache, TokenCache
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
+
 class StateKeys(NamedTuple):
     """The keys and values of states, which tokens attend to."""
 

@@ -41,7 +41,9 @@ def named_mixers(mixers: Sequence[MixerConfig], pattern: Sequence[str]) -> Itera
             yield mixer
     for name in sorted(in_pattern - set(by_name)):
         if name not in MIXERS:
-            raise UserError(f"DecoderConfig.pattern names {name!r}, which is not one of {', '.join((*MIXERS, FEEDFORWARD))}")
+            raise UserError(
+                f"DecoderConfig.pattern names {name!r}, which is not one of {', '.join((*MIXERS, FEEDFORWARD))}"
+            )
         yield MIXERS[name]()
 
 

@@ -22,7 +22,6 @@ from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence
 from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import At
 from meliad_like.models.base import ModelConfig
-from meliad_like.models.layer import Layer
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
 SOFTMAX = 2**32 - 1
@@ -301,7 +300,9 @@ class Skeleton(nnx.Module):
         def step(layers, block):
             x, position, number = block
             folded = [None if key is None else jax.random.fold_in(key, number) for key in keys]
-            published = jax.tree.map(lambda y: y[:, None], self.published(DecoderCarry(position, layers), position == 0))
+            published = jax.tree.map(
+                lambda y: y[:, None], self.published(DecoderCarry(position, layers), position == 0)
+            )
             outputs, layers = self._stack(x, layers, At(position[:, None], published), folded, groups)
             return layers, (outputs if every_layer else outputs[-1:], published)
 

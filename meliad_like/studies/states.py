@@ -39,9 +39,9 @@ def watch(model: Model, module: Any, before: Any, after: Any) -> dict[str, Watch
         for name, (old, new) in {name: [carry[name] for carry in carries] for name in fresh}.items():
             if not (states := _traits(model.config, i, name).states):
                 continue
-            begun = old._replace(**{
-                state: _choose(start, getattr(fresh[name], state), getattr(old, state)) for state in states
-            })
+            begun = old._replace(
+                **{state: _choose(start, getattr(fresh[name], state), getattr(old, state)) for state in states}
+            )
             gates = _gates(layer.mixers[name], begun, new, start) if isinstance(old, StatesCarry) else {}
             watched[f"layer {i} {name}"] = Watched(_vectors(begun, states), _vectors(new, states), gates)
     return watched

@@ -5,7 +5,7 @@ token: nothing passes from one window to the next except, where there is a recur
 overlap: then the reader (`data/readers.py`) repeats in each window the last tokens of the one before.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

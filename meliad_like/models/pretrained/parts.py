@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from meliad_like.layers.attention import merge_heads, split_heads
 from meliad_like.layers.basic import ACTIVATIONS, LayerNorm, Linear, RMSNorm, dropout
 from meliad_like.layers.positions import rotate
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.layer import Layer
+from meliad_like.models.pretrained.config import PretrainedConfig
 
 normal = jax.nn.initializers.normal(0.02)
 zeros = jax.nn.initializers.zeros
