@@ -76,7 +76,10 @@ def test_a_horizon_of_segments_is_not_decoded():
         ("DenseMemory.num_slots = 0", "DenseMemory.num_slots=0 must be at least 1"),
         ("DenseMemory.horizon = 'all'", "DenseMemory.horizon='all' must be 'tokens' or 'segment'"),
         ("SlidingWindow.layers = (13,)", "SlidingWindow.layers=(13,) names a layer that 13 layers lack"),
-        ("SlidingWindow.layers = (7,)", "layer 7 can't have both DenseMemory and SlidingWindow"),
+        (
+            "SlidingWindow.layers = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)",
+            "layer 7 can't have both DenseMemory and SlidingWindow",
+        ),
     ],
 )
 def test_mistakes(binding, message):

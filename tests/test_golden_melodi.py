@@ -72,7 +72,7 @@ def states_of(carry):
     """Our memories as the reference keeps them, by its names."""
     states = {}
     for i, layer in enumerate(carry.layers):
-        if (memory := layer.mixers.get("melodi")) is not None:
+        if (memory := layer.get("melodi")) is not None:
             states[f"melodi_layers_{i}/short_memory/previous_mems_train"] = memory.short
             if memory.long is not None:
                 rings = [in_order(np.asarray(x), 4 * p // W) for x, p in zip(memory.long, carry.position)]

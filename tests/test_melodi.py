@@ -235,7 +235,7 @@ def test_a_segment_of_cleared_memories_is_a_document():
 @pytest.mark.parametrize(
     ("bindings", "message"),
     [
-        (["Melodi.long_layers = (12,)"], "Melodi.long_layers=(12,) names a layer that Melodi.layers=None lacks"),
+        (["Melodi.long_layers = (12,)"], "Melodi.long_layers=(12,) names a layer that 12 layers lack"),
         (
             ["Melodi.layers = (0,)", "Melodi.long_layers = (1,)"],
             "Melodi.long_layers=(1,) names a layer that Melodi.layers=(0,) lacks",

@@ -12,7 +12,7 @@ from meliad_like.errors import UserError
 from meliad_like.layers import memory_search
 from meliad_like.layers.memory_search import Memory, attend_memories, recall, remember, remember_block, search
 from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.sliding_window import SlidingWindow
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -122,12 +122,12 @@ def model_and_carry(config, b=2):
 def poison(carry, lane):
     """Replaces the memories of a lane by values that change every result."""
     layer = carry.layers[0]
-    stored = Memory(*(x.at[lane].set(1e3) for x in layer.mixers["external_memory"]))
+    stored = Memory(*(x.at[lane].set(1e3) for x in layer["external_memory"].memory))
     return carry._replace(layers=[with_memory(layer, stored), *carry.layers[1:]])
 
 
 def with_memory(layer, stored):
-    return layer._replace(mixers=layer.mixers | {"external_memory": stored})
+    return {"external_memory": layer["external_memory"]._replace(memory=stored)}
 
 
 @pytest.mark.parametrize("update", ["block", "segment"])
@@ -174,7 +174,7 @@ def test_a_segment_longer_than_the_memory_leaves_its_newest_tokens():
     for update in ("block", "segment"):
         model, params, carry = model_and_carry(memorizing(num_slots=2 * W, update=update))
         _, carry = read(model, params, tokens_of(2, 6), carry, starts(2, 6, (1, 5)))
-        stored[update] = np.asarray(carry.layers[0].mixers["external_memory"].key)
+        stored[update] = np.asarray(carry.layers[0]["external_memory"].memory.key)
     # Keys of the first layer don't depend on memories. The second lane's document has one block.
     np.testing.assert_allclose(stored["segment"][0], stored["block"][0], atol=1e-6)
     np.testing.assert_allclose(stored["segment"][1, :, :W], stored["block"][1, :, :W], atol=1e-6)
@@ -191,7 +191,8 @@ def test_gradients_reach_the_gate_and_the_query_but_no_memory():
         hidden, _ = module(tokens_of(2, 1, seed=1), carry._replace(layers=[layer, carry.layers[1]]), starts(2, 1))
         return jnp.sum(hidden**3)
 
-    of_params, of_memory = jax.jit(jax.grad(total, argnums=(0, 1)))(params, carry.layers[0].mixers["external_memory"])
+    memory = carry.layers[0]["external_memory"].memory
+    of_params, of_memory = jax.jit(jax.grad(total, argnums=(0, 1)))(params, memory)
     assert (np.abs(of_params["layers"][0]["mixers"]["external_memory"]["gate"]) > 0).all()
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(of_memory))
 
@@ -212,6 +213,6 @@ def test_mistakes(changes, message):
         memorizing(**changes)
 
 
-def test_memories_are_mixed_with_a_window():
-    with pytest.raises(UserError, match=r"ExternalMemory.layers=\(0,\) need a SlidingWindow"):
-        CONFIG.with_mixer(SlidingWindow(layers=(1,)))
+def test_a_layer_has_one_attention_to_the_window():
+    with pytest.raises(UserError, match="layer 0 can't have both ExternalMemory and RecurrentStates: each has the"):
+        CONFIG.with_mixer(RecurrentStates(layers=(0,)))

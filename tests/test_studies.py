@@ -89,7 +89,7 @@ def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
         run = with_changes(subject.run, segments | {"model": model})
         opened = subject.opened._replace(run=run, model=Model(model, subject.opened.vocabulary.size))
         losses.append(read(subject._replace(opened=opened), chosen).losses)
-    gains = [(cleared - kept) / np.log(2) for kept, cleared in zip(*losses, strict=True)]
+    gains = [(without - kept) / np.log(2) for kept, without in zip(*losses, strict=True)]
     since = np.concatenate([np.arange(32, gain.size) % 32 for gain in gains])
     gains = np.concatenate([gain[32:] for gain in gains])
     [total] = [row for row in saved["total"] if row["kind"] == "cleared"]
@@ -99,8 +99,8 @@ def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
     assert [int(row["start"]) for row in rows] == [*range(32)]
     expected = np.bincount(since, gains) / np.bincount(since)
     np.testing.assert_allclose([float(row["cost"]) for row in rows], expected, atol=1e-5)
-    shuffled, cleared, contrast = (row["cost"] for row in saved["total"])
-    assert contrast == pytest.approx(shuffled - cleared)
+    of_shuffled, of_cleared, contrast = (row["cost"] for row in saved["total"])
+    assert contrast == pytest.approx(of_shuffled - of_cleared)
     page = Page(tmp_path)
     assert_safe(page)
     assert "test, 3 documents" in page.text and "another document's memory" in page.text.lower()
