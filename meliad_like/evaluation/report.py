@@ -63,12 +63,10 @@ def positions(evaluation: Evaluation) -> Table:
 
 def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, float] | None = None) -> Table:
     """A table of evaluations of the same documents, one per row, followed by compressors (bits per byte)."""
-    first, *others = evaluations.values()
-    for name, other in zip(list(evaluations)[1:], others, strict=True):
+    (first_name, first), *others = evaluations.items()
+    for name, other in others:
         if [(d.name, d.num_bytes) for d in other.documents] != [(d.name, d.num_bytes) for d in first.documents]:
-            raise UserError(
-                f"{name} ({title(other)}) and {next(iter(evaluations))} ({title(first)}) are not of the same documents"
-            )
+            raise UserError(f"{name} ({title(other)}) and {first_name} ({title(first)}) are not of the same documents")
     figures = ("bits_per_byte", "bits_per_token", "word_perplexity", "accuracy")
     rows = [
         (label(name, result.leaks_the_future), *(_text(getattr(result, figure)) for figure in figures))
@@ -81,21 +79,20 @@ def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, 
 def compressed_bits_per_byte(split: Documents, documents: Iterable[int], vocabulary: Vocabulary) -> dict[str, float]:
     """Bits per byte of general-purpose compressors on some documents of a split, file headers included.
 
-    Each document is compressed separately, because the model also reads each document with an empty memory. The
-    vocabulary decodes its tokens into the text that the model has to predict. If that is not exactly the original text
-    (`lossless` is False), model and compressors are spared the difference, and the bytes are those of the original.
+    Each document is compressed separately, because the model also reads each document with an empty memory. Compressed
+    is the text that the model has to predict: what the vocabulary decodes. If that is not exactly the original text
+    (`lossless` is False), the bytes are still those of the original.
     """
-    documents = np.asarray(list(documents))
+    chosen = split.subset(np.asarray(list(documents)))
 
     def sizes(document: int) -> list[int]:
-        text = vocabulary.decode_bytes(split.tokens(document, 0, int(split.lengths[document])))
+        text = vocabulary.decode_bytes(chosen.tokens(document, 0, int(chosen.lengths[document])))
         return [len(compress(text)) for compress in COMPRESSORS.values()]
 
     # zlib and lzma release the interpreter lock.
     with ThreadPoolExecutor() as pool:
-        totals = np.sum(list(pool.map(sizes, documents.tolist())), axis=0)
-    num_bytes = int(np.asarray(split.num_bytes)[documents].sum())
-    return {name: 8 * int(total) / num_bytes for name, total in zip(COMPRESSORS, totals, strict=True)}
+        totals = np.sum(list(pool.map(sizes, range(len(chosen.lengths)))), axis=0)
+    return {name: 8 * int(total) / int(chosen.num_bytes.sum()) for name, total in zip(COMPRESSORS, totals)}
 
 
 def protocols(scores: Sequence[ProtocolScore]) -> Table:
