@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
+import gzip
 import lzma
 import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ FIGURES = (
 """The properties of an evaluation that are saved and displayed."""
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    "gzip -9": functools.partial(zlib.compress, level=9, wbits=zlib.MAX_WBITS | 16),
+    "gzip -9": functools.partial(gzip.compress, compresslevel=9, mtime=0),
     "xz -9": functools.partial(lzma.compress, preset=9),
 }
 
@@ -83,16 +83,16 @@ def compressed_bits_per_byte(split: Documents, documents: Iterable[int], vocabul
     is the text that the model has to predict: what the vocabulary decodes. If that is not exactly the original text
     (`lossless` is False), the bytes are still those of the original.
     """
-    chosen = split.subset(np.asarray(list(documents)))
+    subset = split.subset(np.asarray(list(documents)))
 
     def sizes(document: int) -> list[int]:
-        text = vocabulary.decode_bytes(chosen.tokens(document, 0, int(chosen.lengths[document])))
+        text = vocabulary.decode_bytes(subset.tokens(document, 0, int(subset.lengths[document])))
         return [len(compress(text)) for compress in COMPRESSORS.values()]
 
     # zlib and lzma release the interpreter lock.
     with ThreadPoolExecutor() as pool:
-        totals = np.sum(list(pool.map(sizes, range(len(chosen.lengths)))), axis=0)
-    return {name: 8 * int(total) / int(chosen.num_bytes.sum()) for name, total in zip(COMPRESSORS, totals)}
+        totals = np.sum(list(pool.map(sizes, range(len(subset.lengths)))), axis=0)
+    return {name: 8 * int(total) / int(subset.num_bytes.sum()) for name, total in zip(COMPRESSORS, totals)}
 
 
 def protocols(scores: Sequence[ProtocolScore]) -> Table:

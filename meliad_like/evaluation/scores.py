@@ -89,12 +89,12 @@ class Evaluation(TextScore):
     """Whether the reader's selections used the targets (`data.batch.Reader`)."""
 
     @classmethod
-    def of(cls, documents: Iterable[DocumentScore], **others: Any) -> Self:
-        """The evaluation of these documents; `others` are the fields that are not sums over them."""
+    def of(cls, documents: Iterable[DocumentScore], **fields: Any) -> Self:
+        """The evaluation of these documents; `fields` are those that are not sums over them."""
         documents = tuple(documents)
         names = ("num_tokens", "num_correct", "num_bytes", "num_words")
         counts = {name: sum(getattr(document, name) for document in documents) for name in names}
-        return cls(documents=documents, nats=math.fsum(document.nats for document in documents), **counts, **others)
+        return cls(documents=documents, nats=math.fsum(document.nats for document in documents), **counts, **fields)
 
     @property
     def num_documents(self) -> int:

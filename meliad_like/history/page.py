@@ -110,14 +110,14 @@ def find_terms(history: ReadHistory, config: HistoryConfig) -> pd.DataFrame:
         For each word: its `text`, `num_windows`, their `gain` in bits and `num_targets`, how often the word is among
         these targets (`num_predicted`), and the gain on these occurrences alone (`own_gain`).
     """
-    kept = config.span_length - bool(config.separator)
+    num_tokens = config.span_length - bool(config.separator)
     words, rows = np.array(history.terms), []
     selected, plain = history.bits_by_unit
     ends = history.spans.groupby("number")["end"]
     strides: Any = history.strides
     for stride in strides.itertuples():
         starts = (ends.get_group(stride.number) - config.span_length).tolist()
-        brought = set().union(*(history.terms_between(start, start + kept) for start in starts))
+        brought = set().union(*(history.terms_between(start, start + num_tokens) for start in starts))
         targets = slice(*np.searchsorted(history.units.first, (stride.first, stride.end)))
         for term in brought - history.terms_between(stride.begin, stride.first):
             gains = (plain - selected)[targets][words[targets] == term]
@@ -169,7 +169,7 @@ def write_history_page(folder: Path, opened: Opened, scorer: SpanScorer, num_ter
         documents=[None if h.strides.empty else _part(h, opened, terms, num_terms) for h, terms in read],
         view=text_view(WITH, WITHOUT, [(history.units, *history.bits_by_unit) for history in histories]),
         details=[details],
-        chosen=None,
+        selection=None,
     )
 
 

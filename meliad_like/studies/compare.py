@@ -14,7 +14,7 @@ from meliad_like.config import differences
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.studies.page import text_view, write_page
-from meliad_like.studies.readings import Chosen, ModelLosses, StudyRequest, choose, open_compared, read
+from meliad_like.studies.readings import ModelLosses, Selection, StudyRequest, choose, open_compared, read
 from meliad_like.studies.units import CATEGORIES, PLACES, Units, categories, make_units
 from meliad_like.tables import Table
 
@@ -36,12 +36,12 @@ def run(request: StudyRequest) -> None:
     if len(request.other) > 1 or not (request.other or request.gin_param):
         raise UserError("compare needs one other model: --other=DIR, or --gin_param=... for the same one's settings")
     subjects = open_compared(request)
-    chosen = choose(subjects, request)
-    first, other = (read(subject, chosen) for subject in subjects)
+    selection = choose(subjects, request)
+    first, other = (read(subject, selection) for subject in subjects)
     config, unit = first.subject.run, request.unit
     if unit == "auto":
         unit = "word" if isinstance(config.vocabulary, BytesVocabularyConfig) else "token"
-    documents = compare(first, other, chosen, unit, config.data.segment_length)
+    documents = compare(first, other, selection, unit, config.data.segment_length)
     best, worst = ([largest(*each, request.top, sign, unit == "word") for each in documents] for sign in (1, -1))
     top, table = pd.concat(best), pd.concat([table for _, table in documents], ignore_index=True)
     table = table[table["targets"] > 0]
@@ -49,7 +49,7 @@ def run(request: StudyRequest) -> None:
     # By powers of two: 8 stands for 8 to 15 tokens.
     distances = table["distance"][table["distance"] > 0]
     groups["distance"] = _groups(table, 2 ** np.log2(distances).astype(int))
-    sums = _write_tokens(request, chosen, first, other)
+    sums = _write_tokens(request, selection, first, other)
     top.to_csv(request.output / "top.csv", index=False)
     title = f"{first.label} against {other.label}"
     settings = {"unit": unit, "window": other.subject.run.model.window_length, "segment": config.data.segment_length}
@@ -57,7 +57,7 @@ def run(request: StudyRequest) -> None:
     saved["documents"] = sums.to_dict("records")
     saved |= {f"by_{by}": group.rename_axis("label").reset_index().to_dict("records") for by, group in groups.items()}
     saved |= {f"top_by_{by}": top[by].value_counts().to_dict() for by in ("category", "place")}
-    chosen.write_summary(request.output, saved)
+    selection.write_summary(request.output, saved)
     other_config = dataclasses.replace(other.subject.run, source=config.source, mesh=config.mesh)
     changed = [(name, *map(str, values)) for name, values in differences(config, other_config).items()]
     means = groups["distance"]["gain_bits"] / groups["distance"]["units"]
@@ -65,7 +65,7 @@ def run(request: StudyRequest) -> None:
         request.output,
         "compare",
         title=title,
-        chosen=chosen,
+        selection=selection,
         first=first,
         other=other,
         details=[first.details(), other.details()],
@@ -83,9 +83,9 @@ def run(request: StudyRequest) -> None:
 
 
 def compare(
-    first: ModelLosses, other: ModelLosses, chosen: Chosen, unit: str, segment: int
+    first: ModelLosses, other: ModelLosses, selection: Selection, unit: str, segment: int
 ) -> list[tuple[Units, pd.DataFrame]]:
-    """The units (`units.make_units`) of each of the chosen documents, and a table with a line for each unit.
+    """The units (`units.make_units`) of each selected document, and a table with a line for each unit.
 
     Its columns: the `document`, the first `token`, the number of `targets` that cost loss, `first_bits`, `other_bits`,
     the `distance` in tokens to the last occurrence (0: none), its `place` (`Units.places`) and `category`, and its
@@ -94,8 +94,8 @@ def compare(
     documents = []
     # What the other model cannot see is what the first one may have remembered.
     num_visible = other.subject.run.model.num_visible
-    for index, name in enumerate(chosen.documents.names):
-        units = make_units(chosen.whole(index), first.subject.opened.vocabulary, unit)
+    for index, name in enumerate(selection.documents.names):
+        units = make_units(selection.whole(index), first.subject.opened.vocabulary, unit)
         visible = num_visible(np.maximum(units.first - 1, 0))
         table = pd.DataFrame(
             {
@@ -127,18 +127,18 @@ def largest(units: Units, table: pd.DataFrame, count: int, sign: int, words: boo
     return pd.concat([best[["document", "token"]], context, best.loc[:, "first_bits":]], axis=1)
 
 
-def _write_tokens(request: StudyRequest, chosen: Chosen, first: ModelLosses, other: ModelLosses) -> pd.DataFrame:
+def _write_tokens(request: StudyRequest, selection: Selection, first: ModelLosses, other: ModelLosses) -> pd.DataFrame:
     """Writes `tokens.npz`: the names and lengths of the documents, the token ids of all of them, one document after the
     other, and the bits that each model paid for them. Returns the sums over each document."""
-    indices, lengths = range(len(chosen.documents.names)), np.array(chosen.documents.lengths)
+    indices, lengths = range(len(selection.documents.names)), np.array(selection.documents.lengths)
     bits = {f"{name}_bits": [*map(model.bits, indices)] for name, model in (("first", first), ("other", other))}
-    arrays = {"tokens": [*map(chosen.whole, indices)], **bits}
+    arrays = {"tokens": [*map(selection.whole, indices)], **bits}
     joined = {name: np.concatenate(parts) for name, parts in arrays.items()}
-    names = np.array(chosen.documents.names)
+    names = np.array(selection.documents.names)
     np.savez_compressed(request.output / "tokens.npz", names=names, lengths=lengths, **joined)
     targets = [int(np.count_nonzero(which)) for which in first.counted]
     sums = {name: [part.sum() for part in parts] for name, parts in bits.items()}
-    return pd.DataFrame({"name": chosen.documents.names, "tokens": lengths, "targets": targets, **sums})
+    return pd.DataFrame({"name": selection.documents.names, "tokens": lengths, "targets": targets, **sums})
 
 
 def _along(gains: Float[np.ndarray, " tokens"]) -> dict[str, pd.DataFrame]:

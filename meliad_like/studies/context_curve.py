@@ -43,14 +43,14 @@ def curves(sums: LossSums, labels: Sequence[str]) -> pd.DataFrame:
 def run(request: StudyRequest) -> None:
     """Writes the page of the loss by position, `curves.csv`, `curves.npz` and `summary.json`."""
     subjects = open_compared(request)
-    chosen = choose(subjects, request)
-    readings = [read(subject, chosen) for subject in subjects]
+    selection = choose(subjects, request)
+    readings = [read(subject, selection) for subject in subjects]
     sums, labels = by_position(readings), [reading.label for reading in readings]
     table, details = curves(sums, labels), [reading.details() for reading in readings]
     table.to_csv(request.output / "curves.csv", index=False)
     arrays = {"starts": sums.starts, "stops": sums.stops, "tokens": sums.tokens, "bits": sums.bits}
-    np.savez_compressed(request.output / "curves.npz", names=np.array(chosen.documents.names), **arrays)
-    chosen.write_summary(request.output, {"models": details})
+    np.savez_compressed(request.output / "curves.npz", names=np.array(selection.documents.names), **arrays)
+    selection.write_summary(request.output, {"models": details})
     # The axis is logarithmic and has no zero.
     starts = np.maximum(sums.starts, sums.stops[0] / 2)
     centres = np.sqrt(starts * sums.stops)
@@ -58,10 +58,10 @@ def run(request: StudyRequest) -> None:
         request.output,
         "context_curve",
         title=f"Loss by position: {', '.join(labels)}",
-        chosen=chosen,
+        selection=selection,
         details=details,
-        cumulative=table.set_index("stop").filter(like="cumulative: "),
-        local=table.set_index(centres).filter(like="local: "),
+        cumulative=table.set_index("stop").filter(like="cumulative: ").set_axis(labels, axis=1),
+        local=table.set_index(centres).filter(like="local: ").set_axis(labels, axis=1),
         gains={label: pd.DataFrame(sums.gains(0, i), centres) for i, label in enumerate(labels) if i},
         left=pd.DataFrame({"documents": [*table["documents"], np.nan]}, np.append(starts, sums.stops[-1])),
     )

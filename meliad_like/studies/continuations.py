@@ -15,7 +15,7 @@ from jaxtyping import Int
 from meliad_like.errors import UserError
 from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.studies.page import write_page
-from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_compared
+from meliad_like.studies.readings import StudyRequest, Subject, choose, open_compared
 from meliad_like.tables import Table
 
 TOPICAL = re.compile(r"[^\W\d_]{5,}")
@@ -29,32 +29,30 @@ def run(request: StudyRequest) -> None:
     num_context = request.context_tokens or subjects[0].run.model.window_length
     for subject in subjects:
         _check(subject, num_context)
-    chosen = choose(subjects, request)
-    decode, names, length = chosen.store.vocabulary.decode, chosen.documents.names, num_context + request.num_tokens
-    places = _places(chosen, length, request.num_contexts)
-    writers, passages = {subject.label: _writer(subject, num_context, request.num_tokens) for subject in subjects}, []
+    selection = choose(subjects, request)
+    documents, decode, length = selection.documents, selection.store.vocabulary.decode, num_context + request.num_tokens
+    places = _places(documents.lengths, length, request.num_contexts)
+    writers = {subject.label: _writer(subject, num_context, request.num_tokens) for subject in subjects}
+    passages, texts = [], []
     for document, start in places:
-        context, original = np.split(chosen.documents.tokens(document, start, start + length), [num_context])
+        context, original = np.split(documents.tokens(document, start, start + length), [num_context])
         passage = {"document": document, "start": start, "context": decode(context), "original": decode(original)}
         written = {label: write(context) for label, write in writers.items()}
-        passages.append(passage | {"written": written, "name": names[document]})
-    texts = [
-        {f"{label}, {how}": text for label, by in passage["written"].items() for how, text in by.items()}
-        for passage in passages
-    ]
+        passages.append(passage | {"written": written, "name": documents.names[document]})
+        texts.append({f"{label}, {how}": text for label, by in written.items() for how, text in by.items()})
     shares = pd.DataFrame(
-        {title: shared_words(passage["context"], text) for title, text in {OWN: passage["original"], **written}.items()}
-        for passage, written in zip(passages, texts, strict=True)
+        {title: shared_words(passage["context"], text) for title, text in {OWN: passage["original"], **by}.items()}
+        for passage, by in zip(passages, texts, strict=True)
     )
     means, details = shares.mean().dropna().to_dict(), [subject.details() for subject in subjects]
-    saved = {"models": details, "documents": chosen.description, "context_tokens": num_context}
+    saved = {"models": details, "documents": selection.description, "context_tokens": num_context}
     saved |= {"num_tokens": request.num_tokens, "shared_words": means, "passages": passages}
-    chosen.write_summary(request.output, saved, "continuations.json")
+    selection.write_summary(request.output, saved, "continuations.json")
     write_page(
         request.output,
         "continuations",
         title="What passes from window to window",
-        chosen=chosen,
+        selection=selection,
         details=details,
         context_tokens=num_context,
         num_tokens=request.num_tokens,
@@ -104,10 +102,10 @@ def _check(subject: Subject, context_tokens: int) -> None:
         raise UserError(f"--context_tokens={context_tokens} must be a multiple of {subject.label}'s window, {window}")
 
 
-def _places(chosen: Chosen, length: int, most: int) -> list[tuple[int, int]]:
+def _places(lengths: Int[np.ndarray, " documents"], length: int, most: int) -> list[tuple[int, int]]:
     """(document, first token) of passages of `length` tokens: in each document up to `most`, evenly spread."""
     places = []
-    for document, size in enumerate(chosen.documents.lengths.tolist()):
+    for document, size in enumerate(lengths.tolist()):
         # The last token is the end of the document.
         last = size - 1 - length
         number = min(most, last // length + 1) if last >= 0 else 0

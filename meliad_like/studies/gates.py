@@ -109,14 +109,14 @@ def run(request: StudyRequest) -> None:
     """Writes the page of a model's gates, `gates.npz` and `summary.json`, or raises UserError if it has no states."""
     subject = open_subject(request.checkpoint, request.gin_param, request.step)
     window = subject.run.model.window_length
-    chosen = choose([subject], request)
-    if chosen.documents.lengths.max() < window:
+    selection = choose([subject], request)
+    if selection.documents.lengths.max() < window:
         raise UserError(f"gates: no document has a whole block of {window} tokens")
-    tracer, number = Tracer(subject.opened.model, subject.opened.params), len(chosen.documents.names)
+    tracer, number = Tracer(subject.opened.model, subject.opened.params), len(selection.documents.names)
 
     def read(document: int, report: Any) -> Trace:
         report(document, number)
-        return tracer.read(chosen.whole(document))
+        return tracer.read(selection.whole(document))
 
     traces = with_progress(subject.label, lambda report: [read(document, report) for document in range(number)])
     if not tracer.shapes:
@@ -132,8 +132,8 @@ def run(request: StudyRequest) -> None:
             arrays[f"document {index} {name} similarity"] = states[list(LAGS)].to_numpy().T
     np.savez_compressed(request.output / "gates.npz", **arrays)
     quantiles = {gate: np.quantile(blocks, QUANTILES).tolist() for gate, blocks in constants.items()}
-    saved = {"model": subject.details(), "documents": list(chosen.documents.names), "quantiles": QUANTILES}
-    chosen.write_summary(request.output, saved | {"time_constants_blocks": quantiles})
+    saved = {"model": subject.details(), "documents": list(selection.documents.names), "quantiles": QUANTILES}
+    selection.write_summary(request.output, saved | {"time_constants_blocks": quantiles})
     lags = {name: pd.concat([trace[name] for trace in traces if name in trace])[list(LAGS)] for name in tracer.shapes}
     measured = {
         f"{gate}, {kind}": gates[gate][i] for gate in tracer.varying for i, kind in enumerate(("kept", "added"))
@@ -142,7 +142,7 @@ def run(request: StudyRequest) -> None:
         request.output,
         "gates",
         title=f"Gates and states of {subject.label}",
-        chosen=chosen,
+        selection=selection,
         details=[subject.details()],
         window=window,
         shown=[*SHOWN.values()],

@@ -11,7 +11,7 @@ from meliad_like.evaluation.memory_map import accuracies, by_model, summary, sum
 from meliad_like.evaluation.report import with_progress
 from meliad_like.models.model import Model
 from meliad_like.studies.page import write_page
-from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, make_reader, open_subject
+from meliad_like.studies.readings import Selection, StudyRequest, Subject, choose, make_reader, open_subject
 
 
 def run(request: StudyRequest) -> None:
@@ -22,8 +22,8 @@ def run(request: StudyRequest) -> None:
         raise UserError(f"memory_map: {request.checkpoint} was not trained with RunConfig.source = 'memory_tasks'")
     if request.split == "train":
         raise UserError("memory_map: --split=train has no whole grid: choose validation or test")
-    chosen = choose([subject], request)
-    maps = {each.label: _accuracies(each, chosen) for each in (subject, _cleared(subject)) if each}
+    selection = choose([subject], request)
+    maps = {each.label: _accuracies(each, selection) for each in (subject, _cleared(subject)) if each}
     cells = by_model(maps)
     totals = by_model({label: summary(of_model, source.block_length) for label, of_model in maps.items()})
     records = {"cells": cells.to_dict("records"), "summary": totals.replace({math.nan: None}).to_dict("records")}
@@ -35,13 +35,13 @@ def run(request: StudyRequest) -> None:
     }
     cells.to_csv(request.output / "map.csv", index=False)
     totals.to_csv(request.output / "summary.csv", index=False)
-    chosen.write_summary(request.output, {"model": details, **records})
+    selection.write_summary(request.output, {"model": details, **records})
     (request.output / "map.md").write_text(to_markdown(maps, totals), encoding="utf-8")
     write_page(
         request.output,
         "memory_map",
         title=f"{subject.label}: what is remembered, by number and distance",
-        chosen=chosen,
+        selection=selection,
         details=[details],
         maps=list(cells.groupby(["model", "task"], sort=False)),
         totals=summary_table(totals),
@@ -62,7 +62,7 @@ def _cleared(subject: Subject) -> Subject | None:
     return subject._replace(opened=opened, label=f"{subject.label}, states cleared at every block")
 
 
-def _accuracies(subject: Subject, chosen: Chosen) -> pd.DataFrame:
-    evaluate = make_reader(subject, chosen)
+def _accuracies(subject: Subject, selection: Selection) -> pd.DataFrame:
+    evaluate = make_reader(subject, selection)
     result = with_progress(subject.label, lambda report: evaluate(subject.opened.params, report))
     return accuracies((score.name, score.num_tokens, score.num_correct) for score in result.documents)

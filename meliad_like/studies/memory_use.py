@@ -69,24 +69,24 @@ def run(request: StudyRequest) -> None:
     parts, every = _parts(subject, request), request.every or subject.run.data.segment_length
     if every % window:
         raise UserError(f"--every={every} must be a multiple of the window, {window} tokens")
-    chosen = choose([subject], request)
-    (longer,) = np.nonzero(chosen.documents.lengths > every + 1)
+    selection = choose([subject], request)
+    (longer,) = np.nonzero(selection.documents.lengths > every + 1)
     if not len(longer):
         raise UserError(f"--every={every}: none of the documents is longer, so nothing would be exchanged")
-    chosen = chosen._replace(documents=chosen.documents.subset(longer))
+    selection = selection._replace(documents=selection.documents.subset(longer))
     if "shuffled" in request.kind and len(longer) < 2:
         raise UserError("--kind=shuffled needs two documents: choose more of them, or other kinds")
-    kept = read(subject, chosen)
+    undisturbed = read(subject, selection)
 
     def disturbed(kind: str) -> list[np.ndarray]:
-        arguments = (opened.run, opened.model, opened.params, chosen.documents, subject.mesh, kind, parts, every)
+        arguments = (opened.run, opened.model, opened.params, selection.documents, subject.mesh, kind, parts, every)
         return with_progress(f"{subject.label}, {kind}", lambda report: losses_after(*arguments, report))
 
-    losses = {"kept": kept.losses, **{kind: disturbed(kind) for kind in request.kind}}
+    losses = {"kept": undisturbed.losses, **{kind: disturbed(kind) for kind in request.kind}}
     blocks = every // window
     doubling = np.unique(np.minimum(np.append(0, 2 ** np.arange(blocks.bit_length() + 1)), blocks)) * window
     fine, total, by_distance = (
-        costs(every, kept.counted, losses, edges)
+        costs(every, undisturbed.counted, losses, edges)
         for edges in (np.linspace(0, every, min(MAX_BINS, every) + 1).astype(int), np.array([0, every]), doubling)
     )
     fine.to_csv(request.output / "use.csv", index=False)
@@ -96,26 +96,26 @@ def run(request: StudyRequest) -> None:
     tables = [Table.of(frame, formats=formats) for frame in (total.drop(columns=["start", "stop"]), grid)]
     (request.output / "use.md").write_text("\n".join(table.to_markdown() for table in tables), encoding="utf-8")
     # Before a document's first intervention nothing is changed yet.
-    pairs = [pair for kind in request.kind for pair in zip(kept.losses, losses[kind], strict=True)]
+    pairs = [pair for kind in request.kind for pair in zip(undisturbed.losses, losses[kind], strict=True)]
     difference = max(float(np.abs(ours[:every] - theirs[:every]).max()) for ours, theirs in pairs)
     settings = {"every": every, "parts": parts, "largest_difference_before_nats": difference}
     frames = {"total": total, "by_distance": by_distance}
     # JSON has no NaN.
     rows = {name: frame.replace({math.nan: None}).to_dict("records") for name, frame in frames.items()}
-    chosen.write_summary(request.output, {"model": kept.details(), **settings, **rows})
+    selection.write_summary(request.output, {"model": undisturbed.details(), **settings, **rows})
     write_page(
         request.output,
         "memory_use",
         title=f"{subject.label}: what is remembered, exchanged every {every:,} tokens",
-        chosen=chosen,
-        details=[kept.details()],
+        selection=selection,
+        details=[undisturbed.details()],
         kinds={kind: KINDS[kind].description for kind in request.kind},
         bits=total.bits[0],
         tokens=total.tokens[0],
         contrast=next((row for row in rows["total"] if row["kind"] == CONTRAST), None),
         tables=tables,
         costs=fine.pivot(index="start", columns="kind", values="cost")[kinds],
-        intervals={kind: group.set_index("start")[["cost", "low", "high"]] for kind, group in fine.groupby("kind")},
+        intervals={kind: fine[fine["kind"] == kind].set_index("start")[["cost", "low", "high"]] for kind in kinds},
         **settings,
     )
 

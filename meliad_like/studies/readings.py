@@ -82,7 +82,7 @@ def open_compared(request: StudyRequest, change_all: bool = False) -> list[Subje
     return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
 
 
-class Chosen(NamedTuple):
+class Selection(NamedTuple):
     """The documents of a study."""
 
     store: TokenStore
@@ -108,7 +108,7 @@ class Chosen(NamedTuple):
         (folder / name).write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def choose(subjects: Sequence[Subject], request: StudyRequest) -> Chosen:
+def choose(subjects: Sequence[Subject], request: StudyRequest) -> Selection:
     """The documents to read, of the requested store or of the one that the first model was trained with.
 
     Without names they are random, and the same ones each time.
@@ -121,12 +121,12 @@ def choose(subjects: Sequence[Subject], request: StudyRequest) -> Chosen:
         if name not in split.names:
             some = ", ".join(split.names[:5])
             raise UserError(f"--document={name} is not in {request.split}, which has {len(split)}: {some}, ...")
-    chosen = [split.names.index(name) for name in request.document]
-    if not chosen:
+    indices = [split.names.index(name) for name in request.document]
+    if not indices:
         order = random_order(len(split))
         # A document of one token has nothing to predict.
-        chosen = np.sort(order[split.lengths[order] > 1][: request.num_documents])
-    return Chosen(store, request.split, split.subset(np.asarray(chosen, np.int64)), len(split))
+        indices = np.sort(order[split.lengths[order] > 1][: request.num_documents])
+    return Selection(store, request.split, split.subset(np.asarray(indices, np.int64)), len(split))
 
 
 @dataclass(frozen=True)
@@ -160,21 +160,21 @@ class ModelLosses:
         return self.subject.details() | {"bits per token": self.bits_per_token}
 
 
-def make_reader(subject: Subject, chosen: Chosen) -> Evaluator:
+def make_reader(subject: Subject, selection: Selection) -> Evaluator:
     """An evaluator that reads each of the documents from the beginning of a segment."""
     return make_evaluator(
         subject.run,
         subject.opened.model,
-        chosen.store,
-        chosen.split_name,
+        selection.store,
+        selection.split_name,
         subject.mesh,
-        documents=chosen.documents,
+        documents=selection.documents,
         whole_segments=True,
     )
 
 
-def read(subject: Subject, chosen: Chosen) -> ModelLosses:
+def read(subject: Subject, selection: Selection) -> ModelLosses:
     """Lets a model read the documents, each from the beginning of a segment."""
-    evaluate = make_reader(subject, chosen)
+    evaluate = make_reader(subject, selection)
     losses = with_progress(subject.label, lambda report: evaluate.token_losses(subject.opened.params, report))
     return ModelLosses(subject, losses, evaluate.counted_targets)
