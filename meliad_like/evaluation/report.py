@@ -83,16 +83,17 @@ def compressed_bits_per_byte(split: Documents, documents: Iterable[int], vocabul
     is the text that the model has to predict: what the vocabulary decodes. If that is not exactly the original text
     (`lossless` is False), the bytes are still those of the original.
     """
-    subset = split.subset(np.asarray(list(documents)))
+    indices = list(documents)
 
     def sizes(document: int) -> list[int]:
-        text = vocabulary.decode_bytes(subset.tokens(document, 0, int(subset.lengths[document])))
+        text = vocabulary.decode_bytes(split.tokens(document, 0, int(split.lengths[document])))
         return [len(compress(text)) for compress in COMPRESSORS.values()]
 
     # zlib and lzma release the interpreter lock.
     with ThreadPoolExecutor() as pool:
-        totals = np.sum(list(pool.map(sizes, range(len(subset.lengths)))), axis=0)
-    return {name: 8 * int(total) / int(subset.num_bytes.sum()) for name, total in zip(COMPRESSORS, totals)}
+        totals = np.sum(list(pool.map(sizes, indices)), axis=0)
+    num_bytes = int(np.asarray(split.num_bytes)[indices].sum())
+    return {name: 8 * int(total) / num_bytes for name, total in zip(COMPRESSORS, totals, strict=True)}
 
 
 def protocols(scores: Sequence[ProtocolScore]) -> Table:
