@@ -26,7 +26,7 @@ from meliad_like.data.memory_source import (
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
-from meliad_like.evaluation.memory_map import accuracies, bits_of_answer, heats, summary, wilson
+from meliad_like.evaluation.memory_map import accuracies, accuracy_table, bits_of_answer, summary, wilson
 from meliad_like.experiments.maps import draw_maps, gather_maps, maps_to_markdown
 from meliad_like.experiments.report import scores_file
 from meliad_like.experiments.tables import SUBJECTS
@@ -210,12 +210,10 @@ def test_cells_and_their_summary():
     # What 5 of 100 say is below chance.
     np.testing.assert_allclose(totals["beyond a block (bits)"], [expected[0], 0])
     np.testing.assert_array_equal(totals["halved at (tokens)"], [np.nan, 64])
-    (heat,) = heats("a model", cells)
-    assert heat.header == ["0 blocks", "2 blocks"]
-    assert [[(colour, value) for colour, value, _ in row] for _, row in heat.rows] == [
-        [(10, "1.00"), (10, "1.00")],
-        [(8, "0.80"), (0, "0.05")],
-    ]
+    table = accuracy_table("a title", cells)
+    assert table.header == ("items", "0 blocks", "2 blocks")
+    assert [row[0] for row in table.rows] == ["4", "8"]
+    assert [text.split()[0] for row in table.rows for text in row[1:]] == ["1.00", "1.00", "0.80", "0.05"]
 
 
 def test_a_map_counts_the_answers_of_all_seeds(tmp_path):

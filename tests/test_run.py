@@ -38,7 +38,7 @@ def test_studies_and_tables_read_a_run_of_ancient_history_with_its_spans(place, 
     assert abs(with_spans - without).max() > 0.01
 
     subject = readings.open_subject(str(place / "model"))
-    read = readings.read(subject, readings.Chosen(store, "test", documents, 2))
+    read = readings.read(subject, readings.Selection(store, "test", documents, 2))
     np.testing.assert_allclose([losses.sum(dtype=np.float64) for losses in read.losses], with_spans, rtol=1e-6)
 
     by_document(opened, mesh, store, "test", documents, tmp_path / "test.json")

@@ -66,15 +66,12 @@ def test_comparison_numbers(runs, compared):
 
 def test_the_text_of_a_page_is_the_document(compared):
     [packed] = [text for _, attributes, text in Page(compared).scripts if attributes.get("id") == "document-0"]
-    content = gzip.decompress(base64.b64decode(packed))
-    units, size = np.frombuffer(content[:8], "<u4")
-    tokens, sizes, first, other = np.frombuffer(content[8 : 8 + 8 * units], "<u2").reshape(4, units).astype(int)
+    texts, first, _, *bits = zip(*json.loads(gzip.decompress(base64.b64decode(packed))), strict=True)
     numbers = np.load(compared / "tokens.npz")
-    name = str(numbers["names"][0])
-    assert content[8 + 8 * units :].decode() == DOCUMENTS[name] and size == sizes.sum()
-    assert tokens.sum() == numbers["lengths"][0]
-    for bits, column in ((first, "first_bits"), (other, "other_bits")):
-        assert bits.sum() / 100 == pytest.approx(numbers[column][: numbers["lengths"][0]].sum(), abs=0.005 * units)
+    length = numbers["lengths"][0]
+    assert "".join(texts) == DOCUMENTS[str(numbers["names"][0])] and list(first) == sorted(first)
+    for rounded, column in zip(bits, ("first_bits", "other_bits"), strict=True):
+        assert sum(rounded) == pytest.approx(numbers[column][:length].sum(), abs=0.005 * len(texts))
 
 
 def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
@@ -110,12 +107,12 @@ def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
 def test_intervals_of_costs_are_over_documents():
     counted, kept = [np.ones(9, bool)] * 5, [np.zeros(9)] * 5
     after = [np.log(2) * np.r_[np.zeros(3), np.full(6, bits)] for bits in (1, 1, 1, 1, 1)]
-    rows = memory_use.Use(3, counted, kept, {"cleared": after}).costs(np.array([0, 1, 3]))
+    rows = memory_use.costs(3, counted, {"kept": kept, "cleared": after}, np.array([0, 1, 3]))
     assert rows["tokens"].tolist() == [10, 20]
     for name in ("cost", "low", "high"):
         np.testing.assert_allclose(rows[name], [1, 1])
     after[0] = 3 * after[0]
-    [row] = memory_use.Use(3, counted, kept, {"cleared": after}).costs(np.array([0, 3])).to_dict("records")
+    [row] = memory_use.costs(3, counted, {"kept": kept, "cleared": after}, np.array([0, 3])).to_dict("records")
     assert row["cost"] == pytest.approx(1.4) and row["low"] == pytest.approx(1) and row["high"] > 1.7
 
 
@@ -123,7 +120,7 @@ def test_targets_that_cost_no_loss_are_not_averaged():
     """Three of nine targets cost loss: one bit each, and three bits each after their memory is cleared."""
     counted = [np.arange(9) % 3 == 1]
     kept, cleared = ([counted[0] * np.log(2) * bits] for bits in (1, 3))
-    rows = memory_use.Use(3, counted, kept, {"cleared": cleared}).costs(np.array([0, 1, 2, 3]))
+    rows = memory_use.costs(3, counted, {"kept": kept, "cleared": cleared}, np.array([0, 1, 2, 3]))
     assert rows[["start", "stop", "tokens", "bits", "cost"]].values.tolist() == [[1, 2, 2, 1, 2]]
     reading = ModelLosses(None, kept, counted)
     assert reading.num_targets == 3 and reading.bits_per_token == pytest.approx(1)
@@ -137,13 +134,22 @@ def test_curves_by_position():
     readings = [ModelLosses(None, [nats, nats[:3]], counted) for nats in (losses, 2 * losses)]
     result = context_curve.by_position(readings, first_bin=1)
     assert result.starts.tolist() == [*range(9)] and result.stops.tolist() == [*range(1, 10)]
-    assert result.num_documents.tolist() == [2, 2, 2, 1, 1, 1, 1, 1, 1]
-    np.testing.assert_allclose(result.local[0], range(1, 10), rtol=1e-6)
-    np.testing.assert_allclose(result.cumulative[0], [1, 1.5, 2, 16 / 7, 21 / 8, 3, 3.4, 42 / 11, 4.25], rtol=1e-6)
-    np.testing.assert_allclose(result.gains(1), range(1, 10), rtol=1e-6)
-    low, high = result.interval(1)
-    # Two documents that agree: however they are drawn, the gain is the same.
-    np.testing.assert_allclose([low, high], [result.gains(1)] * 2, rtol=1e-6)
+    table = context_curve.curves(result, ["a", "b"])
+    assert table["documents"].tolist() == [2, 2, 2, 1, 1, 1, 1, 1, 1]
+    np.testing.assert_allclose(table["local: a"], range(1, 10), rtol=1e-6)
+    expected = [1, 1.5, 2, 16 / 7, 21 / 8, 3, 3.4, 42 / 11, 4.25]
+    np.testing.assert_allclose(table["cumulative: a"], expected, rtol=1e-6)
+    # Too few documents for an interval.
+    [(name, gains)] = result.gains(0, 1).items()
+    assert name == "gain"
+    np.testing.assert_allclose(gains, range(1, 10), rtol=1e-6)
+
+
+def test_documents_that_agree_have_the_same_gain_however_they_are_drawn():
+    losses = np.log(2) * np.array([1, 2, 3], np.float32)
+    readings = [ModelLosses(None, [nats] * 5, [np.ones(3, bool)] * 5) for nats in (losses, 2 * losses)]
+    gains = context_curve.by_position(readings, first_bin=1).gains(0, 1)
+    np.testing.assert_allclose(list(gains.values()), [[1, 2, 3]] * 3, rtol=1e-6)
 
 
 def test_context_curve_of_two_settings(runs, tmp_path):

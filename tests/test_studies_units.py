@@ -82,12 +82,12 @@ def test_windows_that_do_not_slide_show_what_is_in_them():
     counted = np.arange(10) != 2
     losses = ModelLosses(subject, [np.zeros(10)], [counted])
     chosen: Any = SimpleNamespace(documents=SimpleNamespace(names=["one"]), whole=lambda index: tokens)
-    [document] = compare(losses, losses, chosen, "token", segment=5)
+    [(_, table)] = compare(losses, losses, chosen, "token", segment=5)
     # The b at 4 is predicted by the first token of the second window, which the b at 1 is not in.
     w, s, n, e = "window", "segment", "never", "earlier"
-    assert document.table["place"].tolist() == [n, n, w, n, s, n, w, n, w, e, n]
+    assert table["place"].tolist() == [n, n, w, n, s, n, w, n, w, e, n]
     # The first token is no target, and the target after token 2 costs no loss.
-    assert document.table["targets"].tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert table["targets"].tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]
 
 
 TEXT = """CHAPTER I. Loomings

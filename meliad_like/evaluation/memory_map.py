@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -12,20 +11,6 @@ from meliad_like.tables import Table
 
 Z = 1.959964
 """The quantile of the normal distribution for intervals of 95 %."""
-
-
-class Heat(NamedTuple):
-    """A map of accuracies: a row for each number of items, a column for each distance."""
-
-    title: str
-    header: list[str]
-    rows: list[tuple[int, list[tuple[int, str, str]]]]
-    """(items, cells). A cell is (colour from 0 for chance to 10 for all right, accuracy, interval)."""
-
-    def to_markdown(self) -> str:
-        """The map as a table, with the intervals in brackets."""
-        rows = [(str(items), *(f"{value} ({interval})" for _, value, interval in row)) for items, row in self.rows]
-        return Table(self.title, ("items", *self.header), rows).to_markdown()
 
 
 def accuracies(answers: Iterable[tuple[str, int, int]]) -> pd.DataFrame:
@@ -91,7 +76,7 @@ def by_distance(maps: Mapping[str, pd.DataFrame]) -> Table:
     """Models side by side: the share of right answers at each distance, of all tasks and numbers of items together."""
     sums = {label: cells.groupby("distance")[["correct", "questions"]].sum() for label, cells in maps.items()}
     shares = pd.DataFrame({label: each.correct / each.questions for label, each in sums.items()}).sort_index().T
-    shares.columns = [_blocks(distance) for distance in shares.columns]
+    shares.columns = _blocks(shares.columns)
     formats = dict.fromkeys(shares.columns, ".2f")
     return Table.of(shares.reset_index(names="model"), "Right answers by distance", formats)
 
@@ -102,31 +87,24 @@ def summary_table(totals: pd.DataFrame) -> Table:
     return Table.of(totals, formats=formats)
 
 
-def to_markdown(found: Iterable[Heat], totals: pd.DataFrame) -> str:
-    """The maps, then the summaries."""
-    return "\n".join([*(heat.to_markdown() for heat in found), summary_table(totals).to_markdown()])
+def to_markdown(maps: Mapping[str, pd.DataFrame], totals: pd.DataFrame) -> str:
+    """The map of each model and task, then the summaries."""
+    tables = [
+        accuracy_table(f"{label}: {task}, chance {group.chance.iloc[0]:.3f}", group)
+        for label, cells in maps.items()
+        for task, group in cells.groupby("task", sort=False)
+    ]
+    return "\n".join(table.to_markdown() for table in [*tables, summary_table(totals)])
 
 
-def heats(label: str, cells: pd.DataFrame) -> list[Heat]:
-    """A map for each task."""
-    found = []
-    for task, group in cells.groupby("task", sort=False):
-        distances = sorted(group.distance.unique())
-        rows = []
-        for items, row in group.groupby("items"):
-            at = row.set_index("distance")
-            # A choice of documents can leave cells without any.
-            shown = [_shown(at.loc[distance]) if distance in at.index else (0, "-", "") for distance in distances]
-            rows.append((int(items), shown))
-        header = [_blocks(distance) for distance in distances]
-        found.append(Heat(f"{label}: {task}, chance {group.chance.iloc[0]:.3f}", header, rows))
-    return found
+def accuracy_table(title: str, cells: pd.DataFrame) -> Table:
+    """Accuracies of a task with their intervals: a row for each number of items, a column for each distance."""
+    texts = [f"{c.accuracy:.2f} ({c.low:.2f} to {c.high:.2f})" for c in cells.itertuples()]
+    grid = cells.assign(text=texts).pivot(index="items", columns="distance", values="text")
+    # A choice of documents can leave cells without any.
+    rows = grid.set_axis(_blocks(grid.columns), axis=1).fillna("- ()").reset_index().astype(str)
+    return Table.of(rows, title)
 
 
-def _shown(cell: pd.Series) -> tuple[int, str, str]:
-    above = max(0.0, (cell.accuracy - cell.chance) / (1 - cell.chance))
-    return round(10 * above), f"{cell.accuracy:.2f}", f"{cell.low:.2f} to {cell.high:.2f}"
-
-
-def _blocks(number: int) -> str:
-    return "1 block" if number == 1 else f"{number} blocks"
+def _blocks(distances: Iterable[int]) -> list[str]:
+    return ["1 block" if distance == 1 else f"{distance} blocks" for distance in distances]

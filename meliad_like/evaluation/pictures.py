@@ -1,7 +1,6 @@
 """A plot of a run's metrics."""
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from matplotlib.figure import Figure
 
 from meliad_like.errors import UserError
 from meliad_like.remote import any_path
+from meliad_like.resumable import read_json
 from meliad_like.training.metrics import FILE_NAME, read_rows
 
 COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c", "#8a4fa3", "#b0892c", "#4aa3b5", "#c2477a")
@@ -22,9 +22,9 @@ def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, pd.Series]:
     path = any_path(workdir) / FILE_NAME
     if not path.exists():
         raise UserError(f"there is no {path}: --workdir is the folder of a training")
-    rows = pd.DataFrame(read_rows(path))
-    names = sorted(set(rows) - {"step", "kind"})
-    if metric not in names or rows[metric].isna().all():
+    rows = pd.DataFrame(read_rows(path)).dropna(axis="columns", how="all")
+    if metric not in rows:
+        names = sorted(set(rows) - {"step", "kind"})
         raise UserError(f"{path} has no {metric}; it has {', '.join(names) or 'no figures yet'}")
     known = rows.dropna(subset=[metric]).groupby("kind", sort=False)
     return {str(kind): part.set_index("step")[metric] for kind, part in known}
@@ -32,21 +32,20 @@ def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, pd.Series]:
 
 def read_runs(workdirs: Sequence[str], metric: str) -> dict[str, pd.Series]:
     """The curves of `read_metrics` for one run or several; the names of several begin with their folders."""
-    curves = {workdir: read_metrics(workdir, metric) for workdir in workdirs}
-    several = len(curves) > 1
-    return {f"{run}: {kind}" if several else kind: c for run, found in curves.items() for kind, c in found.items()}
+    if len(workdirs) == 1:
+        return read_metrics(workdirs[0], metric)
+    return {f"{run}: {kind}": curve for run in workdirs for kind, curve in read_metrics(run, metric).items()}
 
 
 def read_levels(path: epath.PathLike) -> dict[str, float]:
     """Reads the compressors' bits per byte on the split of an evaluation from its file."""
-    try:
-        saved = json.loads(epath.Path(path).read_text())
-        others, split = saved["other_bits_per_byte"], saved["split"]
-    except FileNotFoundError:
-        raise UserError(f"there is no evaluation {path}") from None
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise UserError(f"{path} holds no compressors: write it with evaluate --compare --output") from None
-    return {f"{name} on {split}": value for name, value in others.items() if name != "untrained"}
+    if not epath.Path(path).exists():
+        raise UserError(f"there is no evaluation {path}")
+    saved = read_json(epath.Path(path))
+    if "other_bits_per_byte" not in saved:
+        raise UserError(f"{path} holds no compressors: write it with evaluate --compare --output")
+    levels = saved["other_bits_per_byte"].items()
+    return {f"{name} on {saved['split']}": value for name, value in levels if name != "untrained"}
 
 
 def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: str, output: Path) -> None:

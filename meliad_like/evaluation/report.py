@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
+import gzip
 import lzma
 import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ FIGURES = (
 """The properties of an evaluation that are saved and displayed."""
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    "gzip -9": functools.partial(zlib.compress, level=9, wbits=zlib.MAX_WBITS | 16),
+    "gzip -9": functools.partial(gzip.compress, compresslevel=9, mtime=0),
     "xz -9": functools.partial(lzma.compress, preset=9),
 }
 
@@ -63,12 +63,10 @@ def positions(evaluation: Evaluation) -> Table:
 
 def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, float] | None = None) -> Table:
     """A table of evaluations of the same documents, one per row, followed by compressors (bits per byte)."""
-    first, *others = evaluations.values()
-    for name, other in zip(list(evaluations)[1:], others, strict=True):
+    (first_name, first), *others = evaluations.items()
+    for name, other in others:
         if [(d.name, d.num_bytes) for d in other.documents] != [(d.name, d.num_bytes) for d in first.documents]:
-            raise UserError(
-                f"{name} ({title(other)}) and {next(iter(evaluations))} ({title(first)}) are not of the same documents"
-            )
+            raise UserError(f"{name} ({title(other)}) and {first_name} ({title(first)}) are not of the same documents")
     figures = ("bits_per_byte", "bits_per_token", "word_perplexity", "accuracy")
     rows = [
         (label(name, result.leaks_the_future), *(_text(getattr(result, figure)) for figure in figures))
@@ -81,11 +79,11 @@ def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, 
 def compressed_bits_per_byte(split: Documents, documents: Iterable[int], vocabulary: Vocabulary) -> dict[str, float]:
     """Bits per byte of general-purpose compressors on some documents of a split, file headers included.
 
-    Each document is compressed separately, because the model also reads each document with an empty memory. The
-    vocabulary decodes its tokens into the text that the model has to predict. If that is not exactly the original text
-    (`lossless` is False), model and compressors are spared the difference, and the bytes are those of the original.
+    Each document is compressed separately, because the model also reads each document with an empty memory. Compressed
+    is the text that the model has to predict: what the vocabulary decodes. If that is not exactly the original text
+    (`lossless` is False), the bytes are still those of the original.
     """
-    documents = np.asarray(list(documents))
+    indices = list(documents)
 
     def sizes(document: int) -> list[int]:
         text = vocabulary.decode_bytes(split.tokens(document, 0, int(split.lengths[document])))
@@ -93,8 +91,8 @@ def compressed_bits_per_byte(split: Documents, documents: Iterable[int], vocabul
 
     # zlib and lzma release the interpreter lock.
     with ThreadPoolExecutor() as pool:
-        totals = np.sum(list(pool.map(sizes, documents.tolist())), axis=0)
-    num_bytes = int(np.asarray(split.num_bytes)[documents].sum())
+        totals = np.sum(list(pool.map(sizes, indices)), axis=0)
+    num_bytes = int(np.asarray(split.num_bytes)[indices].sum())
     return {name: 8 * int(total) / num_bytes for name, total in zip(COMPRESSORS, totals, strict=True)}
 
 

@@ -13,7 +13,6 @@ class Score:
     """Sums over predicted tokens."""
 
     num_tokens: int
-    """The number of predicted tokens."""
     nats: float
     """The sum of the tokens' negative log-probabilities, in nats."""
     num_correct: int
@@ -30,7 +29,6 @@ class Score:
 
     @property
     def accuracy(self) -> float:
-        """The share of the predicted tokens that were the most likely ones."""
         return _ratio(self.num_correct, self.num_tokens)
 
 
@@ -91,15 +89,12 @@ class Evaluation(TextScore):
     """Whether the reader's selections used the targets (`data.batch.Reader`)."""
 
     @classmethod
-    def of(cls, documents: Iterable[DocumentScore], **others: Any) -> Self:
-        """The evaluation of these documents; `others` are the fields that are not sums over them."""
+    def of(cls, documents: Iterable[DocumentScore], **fields: Any) -> Self:
+        """The evaluation of these documents; `fields` are those that are not sums over them."""
         documents = tuple(documents)
-        counts = {
-            name: sum(getattr(document, name) for document in documents)
-            for name in ("num_tokens", "num_correct", "num_bytes", "num_words")
-        }
-        nats = math.fsum(document.nats for document in documents)
-        return cls(documents=documents, nats=nats, **counts, **others)
+        names = ("num_tokens", "num_correct", "num_bytes", "num_words")
+        counts = {name: sum(getattr(document, name) for document in documents) for name in names}
+        return cls(documents=documents, nats=math.fsum(document.nats for document in documents), **counts, **fields)
 
     @property
     def num_documents(self) -> int:

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from meliad_like.data.readers import label
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
+from meliad_like.evaluation.bootstrap import intervals
 from meliad_like.history.config import HistoryConfig
 from meliad_like.history.gains import TargetLosses
 from meliad_like.history.selection import SpanScorer, choose
@@ -179,25 +180,24 @@ COMPARISONS = {
 
 
 @cache
-def _resamples(num_documents: int) -> Int[np.ndarray, "resamples documents"]:
+def _drawn(num_documents: int) -> Int[np.ndarray, "resamples documents"]:
+    """How often each document is in each resample."""
     raw = np.random.PCG64(0).random_raw(NUM_RESAMPLES * num_documents)
-    return (raw % np.uint64(num_documents)).astype(np.int64).reshape(NUM_RESAMPLES, num_documents)
+    documents = (raw % np.uint64(num_documents)).astype(np.int64).reshape(NUM_RESAMPLES, num_documents)
+    return np.stack([np.bincount(resample, minlength=num_documents) for resample in documents])
 
 
 def ratio(numerators: Any, denominators: Any) -> Float[np.ndarray, "3"]:
-    """sum(numerators) / sum(denominators) over documents, and the ends of its interval by bootstrap (Efron 1979).
+    """sum(numerators) / sum(denominators) over documents, and the ends of its interval (`bootstrap.intervals`).
 
     All ratios share the resampled documents. The ends are NaN where only one document has a denominator, because all
     resamples would agree with it; or where none has.
     """
     above, below = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
     value = above.sum() / below.sum() if below.sum() else math.nan
-    if np.count_nonzero(below) < 2:
-        return np.array([value, math.nan, math.nan])
-    drawn = _resamples(len(below))
-    sums = below[drawn].sum(axis=1)
-    ratios = above[drawn].sum(axis=1)[sums != 0] / sums[sums != 0]
-    return np.array([value, *np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])])
+    several = np.count_nonzero(below) > 1
+    ends = intervals(above, below, _drawn(len(below)), LEVEL) if several else (math.nan, math.nan)
+    return np.array([value, *ends])
 
 
 def figures(evaluation: Evaluation) -> pd.DataFrame:

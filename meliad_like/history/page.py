@@ -21,14 +21,13 @@ from meliad_like.history.gains import Candidates
 from meliad_like.history.opening import Opened
 from meliad_like.history.selection import SpanScorer
 from meliad_like.history.spans import Stride
-from meliad_like.studies.page import Chart, Series, TextView, write_page
+from meliad_like.studies.page import text_view, write_page
 from meliad_like.studies.units import Units, make_units
-from meliad_like.tables import Table, signed
+from meliad_like.tables import Table
 
 TERM = re.compile(r"[^\W\d_]{3,}(?:['’][^\W\d_]+)?")
 BITS = 1 / math.log(2)
 SHOWN_SPANS = 10  # number of those that were selected most often
-WIDTH = 1000  # of a picture, in its own coordinates
 WITH, WITHOUT = "with selected spans", "with only the most recent text"
 
 
@@ -36,7 +35,6 @@ WITH, WITHOUT = "with selected spans", "with only the most recent text"
 class ReadHistory:
     """A document that was read with selected spans, and without."""
 
-    index: int
     name: str
     tokens: Int[np.ndarray, " tokens"]
     units: Units
@@ -56,11 +54,6 @@ class ReadHistory:
     def bits_by_unit(self) -> tuple[Float[np.ndarray, " units"], Float[np.ndarray, " units"]]:
         """Bits by word with spans, and without."""
         return np.add.reduceat(self.selected, self.units.first), np.add.reduceat(self.plain, self.units.first)
-
-    @property
-    def gain_by_unit(self) -> Float[np.ndarray, " units"]:
-        selected, plain = self.bits_by_unit
-        return plain - selected
 
     @cached_property
     def terms(self) -> list[str]:
@@ -103,7 +96,7 @@ def read_histories(opened: Opened, scorer: SpanScorer, on_progress: Callable[[in
         spans = pd.DataFrame({"number": strides["number"], **columns}).explode(list(columns), ignore_index=True)
         spans = spans.astype({"end": int, "predicted": float, "gain": float})
         units = make_units(tokens, opened.checkpoint.vocabulary, "word")
-        histories.append(ReadHistory(index, documents.names[index], tokens, units, plain, selected, strides, spans))
+        histories.append(ReadHistory(documents.names[index], tokens, units, plain, selected, strides, spans))
     return histories
 
 
@@ -117,26 +110,27 @@ def find_terms(history: ReadHistory, config: HistoryConfig) -> pd.DataFrame:
         For each word: its `text`, `num_windows`, their `gain` in bits and `num_targets`, how often the word is among
         these targets (`num_predicted`), and the gain on these occurrences alone (`own_gain`).
     """
-    kept = config.span_length - bool(config.separator)
-    words, found = np.array(history.terms), []
+    num_tokens = config.span_length - bool(config.separator)
+    words, rows = np.array(history.terms), []
+    selected, plain = history.bits_by_unit
     ends = history.spans.groupby("number")["end"]
     strides: Any = history.strides
     for stride in strides.itertuples():
         starts = (ends.get_group(stride.number) - config.span_length).tolist()
-        brought = set().union(*(history.terms_between(start, start + kept) for start in starts))
+        brought = set().union(*(history.terms_between(start, start + num_tokens) for start in starts))
         targets = slice(*np.searchsorted(history.units.first, (stride.first, stride.end)))
         for term in brought - history.terms_between(stride.begin, stride.first):
-            own = history.gain_by_unit[targets][words[targets] == term]
-            found.append((term, 1, stride.gain, stride.end - stride.first, len(own), own.sum()))
+            gains = (plain - selected)[targets][words[targets] == term]
+            rows.append((term, 1, stride.gain, stride.end - stride.first, len(gains), gains.sum()))
     columns = ["text", "num_windows", "gain", "num_targets", "num_predicted", "own_gain"]
-    terms = pd.DataFrame(found, columns=columns).groupby("text", as_index=False).sum()
+    terms = pd.DataFrame(rows, columns=columns).groupby("text", as_index=False).sum()
     return terms.sort_values(["gain", "own_gain", "text"], ascending=[False, False, True], ignore_index=True)
 
 
 def find_spans(spans: pd.DataFrame) -> pd.DataFrame:
     """Selected spans, those that were selected most often first: `end`, `num_windows`, `mean_gain` in nats."""
-    found = spans.groupby("end")["gain"].agg(num_windows="size", mean_gain="mean").reset_index()
-    return found.sort_values(["num_windows", "mean_gain", "end"], ascending=[False, False, True])
+    by_end = spans.groupby("end")["gain"].agg(num_windows="size", mean_gain="mean").reset_index()
+    return by_end.sort_values(["num_windows", "mean_gain", "end"], ascending=[False, False, True])
 
 
 def write_history_page(folder: Path, opened: Opened, scorer: SpanScorer, num_terms: int) -> None:
@@ -158,28 +152,24 @@ def write_history_page(folder: Path, opened: Opened, scorer: SpanScorer, num_ter
     }
     # What a learned selector reads is in its own config.
     del details["selector context"]
-    terms = [find_terms(history, config) for history in histories]
-    documents = [_summary(history, found[:num_terms]) for history, found in zip(histories, terms, strict=True)]
+    read = [(history, find_terms(history, config)) for history in histories]
+    documents = [_summary(history, terms[:num_terms]) for history, terms in read]
     summary = {"selection": scorer.name, "leaks_the_future": leaks, **details, "documents": documents}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    texts = [(history.units, *history.bits_by_unit) for history in histories]
     write_page(
-        folder / "index.html",
-        "history.html",
-        __package__,
+        folder,
+        "history",
+        Path(__file__).parent / "templates",
         title=f"Ancient history selected by {label(scorer.name, leaks)}",
         leaks=leaks,
         totals=_totals(histories),
         config=config,
-        width=WIDTH,
         names=[history.name for history in histories],
         lengths=[len(history.tokens) for history in histories],
-        parts=[
-            None if history.strides.empty else _part(history, opened, found, num_terms)
-            for history, found in zip(histories, terms, strict=True)
-        ],
-        view=TextView(WITH, WITHOUT, texts),
-        details=details,
+        documents=[None if h.strides.empty else _part(h, opened, terms, num_terms) for h, terms in read],
+        view=text_view(WITH, WITHOUT, [(history.units, *history.bits_by_unit) for history in histories]),
+        details=[details],
+        selection=None,
     )
 
 
@@ -189,7 +179,6 @@ def _totals(histories: Sequence[ReadHistory]) -> dict[str, Any]:
     if strides.empty:
         return {}
     num_targets = int((strides["end"] - strides["first"]).sum())
-    correlation = spans["gain"].corr(spans["predicted"])
     return {
         "windows": len(strides),
         "targets": num_targets,
@@ -199,67 +188,46 @@ def _totals(histories: Sequence[ReadHistory]) -> dict[str, Any]:
         "spans": len(spans),
         "helping": (spans["gain"] > 0).mean(),
         "mean_gain": spans["gain"].mean(),
-        # There is none with a constant.
-        "correlation": None if np.isnan(correlation) else correlation,
+        "correlation": spans["gain"].corr(spans["predicted"]),
     }
 
 
 def _part(history: ReadHistory, opened: Opened, terms: pd.DataFrame, num_terms: int) -> dict[str, Any]:
     """What the page shows of a document for which spans were selected."""
-    config, vocabulary, tokens = opened.layout.config, opened.checkpoint.vocabulary, history.tokens
-    strides: Any = history.strides
-    gains = (strides["gain"] / (strides["end"] - strides["first"])).tolist()
+    config, decode, tokens = opened.layout.config, opened.checkpoint.vocabulary.decode, history.tokens
 
-    def span(end: int, **facts: Any) -> dict[str, Any]:
-        start = end - config.span_length
-        text = vocabulary.decode(tokens[start : end - bool(config.separator)])
-        return {"start": start, "end": end, "text": text, **facts}
+    def with_texts(spans: pd.DataFrame) -> pd.DataFrame:
+        starts = spans["end"] - config.span_length
+        stops = spans["end"] - bool(config.separator)
+        return spans.assign(start=starts, text=[decode(tokens[slice(*each)]) for each in zip(starts, stops)])
 
-    def stride(place: Any, gain: float) -> dict[str, Any]:
-        # In the order of the window: the last one is next to the recent text.
-        spans: Any = history.spans[history.spans["number"] == place.number]
-        marks = [("window", place.begin, place.first), ("targets", place.first, place.end)]
-        marks += [("helps" if s.gain > 0 else "harms", s.end - config.span_length, s.end) for s in spans.itertuples()]
-        scale = WIDTH / len(tokens)
-        return {
-            "first": place.first,
-            "end": place.end,
-            "gain": gain,
-            "best": gain == max(gains),
-            # At least as wide as can be seen, however long the document is.
-            "marks": [(kind, scale * start, max(scale * (end - start), 3.0)) for kind, start, end in marks],
-            "spans": [span(s.end, gain=s.gain, predicted=s.predicted) for s in spans.itertuples()],
-            "text": vocabulary.decode(tokens[place.first : place.end]),
-        }
-
-    edges = [*strides["first"], strides["end"].iloc[-1]]
-    frequent: Any = find_spans(history.spans)[:SHOWN_SPANS]
+    strides = history.strides
+    texts = [decode(tokens[first:end]) for first, end in zip(strides["first"], strides["end"])]
+    gains = strides["gain"] / (strides["end"] - strides["first"])
+    # Before the first selection there is nothing to gain.
+    along = pd.Series([0.0, *gains, np.nan], [0, *strides["first"], strides["end"].iloc[-1]])
     return {
-        "gains": Chart(
-            title="Gain by stride",
-            x_label="token",
-            y_label="gain, bits per token",
-            # Before the first selection there is nothing to gain.
-            series=[Series(f"better {WITH}|worse", [0, *edges], [0, *gains], "bars", "sign")],
-            caption="Gain of all spans of a stride together. Click or tap to read the text there.",
-            document=history.index,
-        ),
+        "gains": pd.DataFrame({"better": along.clip(lower=0), "worse": along.clip(upper=0)}),
         "by_impact": term_table(terms, "gain", num_terms),
         "by_own_gain": term_table(terms, "own_gain", num_terms),
-        "frequent": [span(s.end, num_windows=s.num_windows, mean_gain=s.mean_gain) for s in frequent.itertuples()],
-        "strides": [stride(place, gain) for place, gain in zip(strides.itertuples(), gains, strict=True)],
+        "frequent": with_texts(find_spans(history.spans)[:SHOWN_SPANS]),
+        "strides": strides.assign(gain=gains, best=gains == gains.max(), text=texts),
+        # In the order of the window: the last one is next to the recent text.
+        "spans": with_texts(history.spans),
     }
 
 
 def term_table(terms: pd.DataFrame, measure: str, most: int) -> Table:
     """The words with the largest positive values of a measure; at most `most`."""
-    chosen: Any = terms[terms[measure] > 0].nlargest(most, measure)
-    rows = [
-        (t.text, f"{t.num_windows:,}", signed(t.gain / t.num_targets, 4), f"{t.num_predicted:,}", signed(t.own_gain, 2))
-        for t in chosen.itertuples()
-    ]
-    header = ("word", "windows", "their gain, bits per token", "predicted there", "gain on the word itself, bits")
-    return Table("", header, rows)
+    best = terms[terms[measure] > 0].nlargest(most, measure)
+    columns = {
+        "word": best["text"],
+        "windows": best["num_windows"],
+        "their gain, bits per token": best["gain"] / best["num_targets"],
+        "predicted there": best["num_predicted"],
+        "gain on the word itself, bits": best["own_gain"],
+    }
+    return Table.of(pd.DataFrame(columns), formats=dict(zip(columns, ("", ",", "+,.4f", ",", "+,.2f"))))
 
 
 def _summary(history: ReadHistory, terms: pd.DataFrame) -> dict[str, Any]:

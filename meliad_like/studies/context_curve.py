@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from meliad_like.studies.loss_sums import FEWEST_DOCUMENTS, RESAMPLES, LossSums
-from meliad_like.studies.page import Chart, Series, write_page
-from meliad_like.studies.readings import Chosen, ModelLosses, StudyRequest, choose, open_compared, read
+from meliad_like.studies.loss_sums import LossSums
+from meliad_like.studies.page import write_page
+from meliad_like.studies.readings import ModelLosses, StudyRequest, choose, open_compared, read
 
 FIRST_BIN = 32  # tokens, of which there are too few for smaller bins
 BINS_PER_OCTAVE = 4
@@ -29,73 +28,40 @@ def by_position(readings: Sequence[ModelLosses], first_bin: int = FIRST_BIN) -> 
     return LossSums.by_bin(edges, places, counted, [reading.losses for reading in readings])
 
 
+def curves(sums: LossSums, labels: Sequence[str]) -> pd.DataFrame:
+    """A row for each bin: its `start` and `stop`, the numbers of `documents` and `tokens`, and bits per token.
+
+    `local: ...` are those of a model in the bin; `cumulative: ...` up to its end, where short documents have ended.
+    """
+    tokens, bits = sums.tokens.sum(axis=0), sums.bits.sum(axis=1).cumsum(axis=1)
+    columns = {"start": sums.starts, "stop": sums.stops, "documents": (sums.tokens > 0).sum(axis=0), "tokens": tokens}
+    columns |= {f"local: {label}": line for label, line in zip(labels, sums.local, strict=True)}
+    columns |= {f"cumulative: {label}": line for label, line in zip(labels, bits / tokens.cumsum(), strict=True)}
+    return pd.DataFrame(columns)
+
+
 def run(request: StudyRequest) -> None:
-    """Writes the page of the loss by position."""
+    """Writes the page of the loss by position, `curves.csv`, `curves.npz` and `summary.json`."""
     subjects = open_compared(request)
-    chosen = choose(subjects, request)
-    readings = [read(subject, chosen) for subject in subjects]
-    result, details = by_position(readings), [reading.details() for reading in readings]
-    _write_numbers(request.output, readings, chosen, result)
-    chosen.write_summary(request.output, {"models": details})
-    write_page(
-        request.output / "index.html",
-        "context_curve.html",
-        title=f"Loss by position: {', '.join(reading.label for reading in readings)}",
-        readings=readings,
-        chosen=chosen,
-        charts=_charts(readings, result),
-        details=details,
-        models=[f"model {i + 1}" for i in range(len(readings))],
-    )
-
-
-def _charts(readings: Sequence[ModelLosses], result: LossSums) -> list[Chart]:
+    selection = choose(subjects, request)
+    readings = [read(subject, selection) for subject in subjects]
+    sums, labels = by_position(readings), [reading.label for reading in readings]
+    table, details = curves(sums, labels), [reading.details() for reading in readings]
+    table.to_csv(request.output / "curves.csv", index=False)
+    arrays = {"starts": sums.starts, "stops": sums.stops, "tokens": sums.tokens, "bits": sums.bits}
+    np.savez_compressed(request.output / "curves.npz", names=np.array(selection.documents.names), **arrays)
+    selection.write_summary(request.output, {"models": details})
     # The axis is logarithmic and has no zero.
-    starts = np.maximum(result.starts, result.stops[0] / 2)
-    centres = np.sqrt(starts * result.stops)
-    position = "position in the document, tokens"
-
-    def chart(title: str, x: np.ndarray, x_label: str, lines: np.ndarray, caption: str) -> Chart:
-        series = [Series(r.label, x, y, colour=str(i % 5 + 1)) for i, (r, y) in enumerate(zip(readings, lines))]
-        return Chart(title, x_label, "bits per token", series, caption, log_x=True, from_zero=False)
-
-    charts = [
-        chart(
-            "Cumulative",
-            result.stops,
-            "tokens read",
-            result.cumulative,
-            "Mean over all tokens up to there, of all documents; short ones count up to their ends.",
-        ),
-        chart(
-            "Local",
-            centres,
-            position,
-            result.local,
-            "Mean over the tokens around there. At later positions only longer documents are left, so that a curve may "
-            "rise or fall with them.",
-        ),
-    ]
-    for other in range(1, len(readings)):
-        title = f"What {readings[0].label} saves against {readings[other].label}"
-        series = [Series("mean", centres, result.gains(other))]
-        caption = (
-            "Over the same tokens, so that it does not matter which documents are left; above zero the first is better."
-        )
-        if len(result.tokens) >= FEWEST_DOCUMENTS:
-            low, high = result.interval(other)
-            series.append(Series("90% interval over documents", centres, high, "band", "muted", low))
-            caption += f" The interval is a bootstrap over the documents ({RESAMPLES} resamples)."
-        charts.append(Chart(title, position, "gain, bits per token", series, caption, log_x=True))
-    left = Series("", np.append(starts, result.stops[-1]), result.num_documents, "bars", "muted")
-    return [*charts, Chart("Documents with predicted tokens there", position, "documents", [left], log_x=True)]
-
-
-def _write_numbers(folder: Path, readings: Sequence[ModelLosses], chosen: Chosen, result: LossSums) -> None:
-    arrays = {"starts": result.starts, "stops": result.stops, "tokens": result.tokens, "bits": result.bits}
-    np.savez_compressed(folder / "curves.npz", names=np.array(chosen.documents.names), **arrays)
-    columns = {"start": result.starts, "stop": result.stops}
-    columns |= {"documents": result.num_documents, "tokens": result.tokens.sum(axis=0)}
-    for kind, values in (("local", result.local), ("cumulative", result.cumulative)):
-        columns |= {f"{kind}: {reading.label}": line for reading, line in zip(readings, values, strict=True)}
-    pd.DataFrame(columns).to_csv(folder / "curves.csv", index=False)
+    starts = np.maximum(sums.starts, sums.stops[0] / 2)
+    centres = np.sqrt(starts * sums.stops)
+    write_page(
+        request.output,
+        "context_curve",
+        title=f"Loss by position: {', '.join(labels)}",
+        selection=selection,
+        details=details,
+        cumulative=table.set_index("stop").filter(like="cumulative: ").set_axis(labels, axis=1),
+        local=table.set_index(centres).filter(like="local: ").set_axis(labels, axis=1),
+        gains={label: pd.DataFrame(sums.gains(0, i), centres) for i, label in enumerate(labels) if i},
+        left=pd.DataFrame({"documents": [*table["documents"], np.nan]}, np.append(starts, sums.stops[-1])),
+    )

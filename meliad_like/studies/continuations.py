@@ -7,7 +7,6 @@ same first token (which the context's window predicts), as if a document began t
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,53 +15,52 @@ from jaxtyping import Int
 from meliad_like.errors import UserError
 from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.studies.page import write_page
-from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_compared
+from meliad_like.studies.readings import StudyRequest, Subject, choose, open_compared
 from meliad_like.tables import Table
 
 TOPICAL = re.compile(r"[^\W\d_]{5,}")
 REMEMBERED, FORGOTTEN = "with the memory of the context", "without it"
-
-
-class Passage(NamedTuple):
-    """A context in a document, and the models' continuations."""
-
-    document: int
-    """Index among the chosen ones."""
-    start: int
-    """First token of the context in its document."""
-    context: str
-    original: str
-    """The document's own continuation."""
-    written: dict[str, dict[str, str]]
-    """Continuations by the model's label, then by REMEMBERED or FORGOTTEN."""
-
-    def continuations(self, original: str) -> dict[str, str]:
-        """All continuations by their titles, the document's own first, whose title is `original`."""
-        written = {f"{label}, {way}": text for label, ways in self.written.items() for way, text in ways.items()}
-        return {original: self.original} | written
+OWN = "the document itself"
 
 
 def run(request: StudyRequest) -> None:
     """Writes the page; UserError if windows overlap, a context is not whole windows, or no document is long enough."""
     subjects = open_compared(request, change_all=True)
-    context_tokens = request.context_tokens or subjects[0].run.model.window_length
+    num_context = request.context_tokens or subjects[0].run.model.window_length
     for subject in subjects:
-        _check(subject, context_tokens)
-    chosen = choose(subjects, request)
-    length = context_tokens + request.num_tokens
-    places = _places(chosen, length, request.num_contexts)
-    if not places:
-        raise UserError(
-            f"no document has the {length:,} tokens of a context and its continuation: lower --context_tokens or "
-            "--num_tokens"
-        )
-    writers = {subject.label: _writer(subject, context_tokens, request.num_tokens) for subject in subjects}
-    decode, passages = chosen.store.vocabulary.decode, []
+        _check(subject, num_context)
+    selection = choose(subjects, request)
+    documents, decode, length = selection.documents, selection.store.vocabulary.decode, num_context + request.num_tokens
+    places = _places(documents.lengths, length, request.num_contexts)
+    writers = {subject.label: _writer(subject, num_context, request.num_tokens) for subject in subjects}
+    passages, texts = [], []
     for document, start in places:
-        context, original = np.split(chosen.documents.tokens(document, start, start + length), [context_tokens])
+        context, original = np.split(documents.tokens(document, start, start + length), [num_context])
+        passage = {"document": document, "start": start, "context": decode(context), "original": decode(original)}
         written = {label: write(context) for label, write in writers.items()}
-        passages.append(Passage(document, start, decode(context), decode(original), written))
-    _write(request, subjects, chosen, passages, context_tokens)
+        passages.append(passage | {"written": written, "name": documents.names[document]})
+        texts.append({f"{label}, {how}": text for label, by in written.items() for how, text in by.items()})
+    shares = pd.DataFrame(
+        {title: shared_words(passage["context"], text) for title, text in {OWN: passage["original"], **by}.items()}
+        for passage, by in zip(passages, texts, strict=True)
+    )
+    means, details = shares.mean().dropna().to_dict(), [subject.details() for subject in subjects]
+    saved = {"models": details, "documents": selection.description, "context_tokens": num_context}
+    saved |= {"num_tokens": request.num_tokens, "shared_words": means, "passages": passages}
+    selection.write_summary(request.output, saved, "continuations.json")
+    write_page(
+        request.output,
+        "continuations",
+        title="What passes from window to window",
+        selection=selection,
+        details=details,
+        context_tokens=num_context,
+        num_tokens=request.num_tokens,
+        seen={s.label: s.run.model.num_visible(np.array([num_context])).item() - 1 for s in subjects},
+        shares=Table("", ("continuation", "share"), [(name, f"{share:.1%}") for name, share in means.items()]),
+        documents=sorted({document for document, _ in places}),
+        passages=list(zip(passages, texts, strict=True)),
+    )
 
 
 def shared_words(context: str, continuation: str) -> float:
@@ -104,49 +102,17 @@ def _check(subject: Subject, context_tokens: int) -> None:
         raise UserError(f"--context_tokens={context_tokens} must be a multiple of {subject.label}'s window, {window}")
 
 
-def _places(chosen: Chosen, length: int, most: int) -> list[tuple[int, int]]:
+def _places(lengths: Int[np.ndarray, " documents"], length: int, most: int) -> list[tuple[int, int]]:
     """(document, first token) of passages of `length` tokens: in each document up to `most`, evenly spread."""
     places = []
-    for document, size in enumerate(chosen.documents.lengths.tolist()):
+    for document, size in enumerate(lengths.tolist()):
         # The last token is the end of the document.
-        room = size - 1 - length
-        number = min(most, room // length + 1) if room >= 0 else 0
-        places += [(document, room * (i + 1) // (number + 1)) for i in range(number)]
+        last = size - 1 - length
+        number = min(most, last // length + 1) if last >= 0 else 0
+        places += [(document, last * (i + 1) // (number + 1)) for i in range(number)]
+    if not places:
+        raise UserError(
+            f"no document has the {length:,} tokens of a context and its continuation: lower --context_tokens or "
+            "--num_tokens"
+        )
     return places
-
-
-def _write(
-    request: StudyRequest, subjects: list[Subject], chosen: Chosen, passages: list[Passage], context_tokens: int
-) -> None:
-    shares = pd.DataFrame(
-        {title: shared_words(p.context, text) for title, text in p.continuations("the document itself").items()}
-        for p in passages
-    )
-    means, details = shares.mean().dropna().to_dict(), [subject.details() for subject in subjects]
-    names, lengths = chosen.documents.names, chosen.documents.lengths
-    saved = {
-        "models": details,
-        "documents": chosen.description,
-        "context_tokens": context_tokens,
-        "num_tokens": request.num_tokens,
-        "shared_words": means,
-        "passages": [passage._asdict() | {"name": names[passage.document]} for passage in passages],
-    }
-    chosen.write_summary(request.output, saved, "continuations.json")
-    seen = {s.label: s.run.model.num_visible(np.array([context_tokens])).item() - 1 for s in subjects}
-    used = sorted({passage.document for passage in passages})
-    rows = [(name, f"{share:.1%}") for name, share in means.items()]
-    write_page(
-        request.output / "index.html",
-        "continuations.html",
-        title="What passes from window to window",
-        context_tokens=context_tokens,
-        num_tokens=request.num_tokens,
-        seen=seen,
-        chosen=chosen,
-        shares=Table("", ("continuation", "share"), rows),
-        names=[names[document] for document in used],
-        lengths=lengths[used].tolist(),
-        parts=[[passage for passage in passages if passage.document == document] for document in used],
-        details=details,
-    )

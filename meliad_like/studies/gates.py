@@ -6,7 +6,7 @@ an lstm gate depends on what is read, and its g is averaged over the documents.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,20 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 from jaxtyping import Array, Float, Int
-from rich.console import Console
-from rich.progress import track
 
 from meliad_like.errors import UserError
+from meliad_like.evaluation.report import with_progress
 from meliad_like.models.model import Model
-from meliad_like.studies.page import Chart, Series, write_page
+from meliad_like.studies.page import write_page
 from meliad_like.studies.readings import StudyRequest, choose, open_subject
 from meliad_like.studies.states import Watched, watch
 from meliad_like.tables import Table
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 """Blocks between the states that are compared."""
-QUANTILES = {"lowest": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "highest": 1.0}
-SHOWN_LAGS = (1, 8, 64)
+QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+SHOWN = {1: "1 block before", 8: "8 blocks before", 64: "64 blocks before", "from_initial": "the initial ones"}
 MOST_POINTS = 300
 
 Trace = dict[str, pd.DataFrame]
@@ -37,28 +36,6 @@ Each table has a line for each block: the norm of the `change` of all states, di
 cosine of a state with its initial value (`from_initial`), and with its value some blocks before, by the number of
 blocks (LAGS), which is NaN where there is no such block.
 """
-Shares = Mapping[str, np.ndarray]
-"""The share of every channel, by the name of its gate."""
-
-
-class Gates:
-    """Mean values of gates over blocks and states, by `layer 3 recurrent_states attention_gate` and the like."""
-
-    def __init__(self):
-        self._values: dict[str, tuple[int, np.ndarray, np.ndarray]] = {}
-        self.varying: set[str] = set()
-        """The names of gates that depend on what is read."""
-
-    def add(self, name: str, values: Float[np.ndarray, "2 r d"]) -> None:
-        """Adds the shares that were kept and taken in, in one block."""
-        blocks, total, first = self._values.get(name, (0, np.zeros(()), values[:, :1]))
-        self._values[name] = blocks + 1, total + values.mean(axis=1, dtype=np.float64), first
-        if (values != first).any():
-            self.varying.add(name)
-
-    def means(self) -> dict[str, Float[np.ndarray, "2 d"]]:
-        """The mean shares that every channel keeps and takes in."""
-        return {name: total / blocks for name, (blocks, total, _) in self._values.items()}
 
 
 class Tracer:
@@ -68,42 +45,44 @@ class Tracer:
         self._window, self._params = model.config.window_length, jax.device_put(params, jax.devices()[0])
         self._init_carry = jax.jit(lambda params: model.bind(params).init_carry(1))
         self._step = jax.jit(lambda params, carry, tokens: _step(model, params, carry, tokens))
-        self.gates = Gates()
-        """The summary of all documents that were read."""
         self.shapes: dict[str, tuple[int, int]] = {}
         """The number of states and of their channels, by layer and mixer."""
+        self.varying: dict[str, None] = {}
+        """The names of gates that depend on what is read."""
+        self._gates: dict[str, list[np.ndarray]] = defaultdict(list)
+        self._first: dict[str, np.ndarray] = {}
 
     def read(self, tokens: Int[np.ndarray, " tokens"]) -> Trace:
-        """The states of a document, whose gates are added to `gates`."""
+        """The states of a document, whose gates are counted in `gates`."""
         rows: dict[str, list[dict[Any, float]]] = defaultdict(list)
-        initial: dict[str, np.ndarray] = {}
         past: dict[str, deque[np.ndarray]] = {}
-        for block in self._blocks(tokens):
-            for name, watched in block.items():
+        initial: dict[str, np.ndarray] = {}
+        carry = self._init_carry(self._params)
+        for start in range(0, len(tokens) - self._window + 1, self._window):
+            carry, block = self._step(self._params, carry, tokens[None, start : start + self._window])
+            for name, watched in jax.device_get(block).items():
                 for gate, values in watched.gates.items():
-                    self.gates.add(f"{name} {gate}", values[:, 0])
+                    self.add(f"{name} {gate}", values[:, 0])
                 before, after = watched.before[0], watched.after[0]
                 self.shapes[name] = before.shape
                 first, unit = initial.setdefault(name, _unit(before)), _unit(after)
                 states = past.setdefault(name, deque([first], maxlen=max(LAGS)))
                 # Undefined for states of zeros, with which a document can begin.
                 size = float(np.linalg.norm(before)) or np.nan
-                row = {"change": float(np.linalg.norm(after - before)) / size}
-                row |= {"from_initial": _cosine(unit, first)}
+                row = {"change": float(np.linalg.norm(after - before)) / size, "from_initial": _cosine(unit, first)}
                 rows[name].append(row | {lag: _cosine(unit, states[-lag]) for lag in LAGS if lag <= len(states)})
                 states.append(unit)
         return {name: pd.DataFrame(lines, columns=["change", "from_initial", *LAGS]) for name, lines in rows.items()}
 
-    def _blocks(self, tokens: np.ndarray) -> Iterator[dict[str, Watched]]:
-        carry, previous = self._init_carry(self._params), None
-        for start in range(0, len(tokens) - self._window + 1, self._window):
-            carry, watched = self._step(self._params, carry, tokens[None, start : start + self._window])
-            # Fetched one block late, while the device reads the next block.
-            if previous is not None:
-                yield jax.device_get(previous)
-            previous = watched
-        if previous is not None:
-            yield jax.device_get(previous)
+    def add(self, gate: str, values: Float[np.ndarray, "2 r d"]) -> None:
+        """Counts the shares that a gate keeps and takes in, in one block."""
+        self._gates[gate].append(values.mean(axis=1, dtype=np.float64))
+        if (values != self._first.setdefault(gate, values[:, :1])).any():
+            self.varying[gate] = None
+
+    def gates(self) -> dict[str, Float[np.ndarray, "2 d"]]:
+        """The mean shares, over blocks and states, by names such as `layer 3 recurrent_states attention_gate`."""
+        return {gate: np.mean(blocks, axis=0) for gate, blocks in self._gates.items()}
 
 
 def _step(model: Model, params: Any, carry: Any, tokens: Int[Array, "1 w"]) -> tuple[Any, dict[str, Watched]]:
@@ -127,122 +106,70 @@ def time_constants(kept: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
 
 
 def run(request: StudyRequest) -> None:
-    """Writes the page of a model's gates, or raises UserError if it has no states."""
+    """Writes the page of a model's gates, `gates.npz` and `summary.json`, or raises UserError if it has no states."""
     subject = open_subject(request.checkpoint, request.gin_param, request.step)
     window = subject.run.model.window_length
-    chosen = choose([subject], request)
-    lengths = chosen.documents.lengths
-    if lengths.max() < window:
+    selection = choose([subject], request)
+    if selection.documents.lengths.max() < window:
         raise UserError(f"gates: no document has a whole block of {window} tokens")
-    tracer = Tracer(subject.opened.model, subject.opened.params)
-    progress = track(range(len(lengths)), subject.label, console=Console(stderr=True), transient=True)
-    traces = [tracer.read(chosen.whole(document)) for document in progress]
+    tracer, number = Tracer(subject.opened.model, subject.opened.params), len(selection.documents.names)
+
+    def read(document: int, report: Any) -> Trace:
+        report(document, number)
+        return tracer.read(selection.whole(document))
+
+    traces = with_progress(subject.label, lambda report: [read(document, report) for document in range(number)])
     if not tracer.shapes:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
-    means = tracer.gates.means()
-    kept = {name: forget for name, (forget, _) in means.items()}
-    measured = {name: values for name, values in means.items() if name in tracer.gates.varying}
-    constants = {name: time_constants(share) for name, share in kept.items()}
-    np.savez_compressed(request.output / "gates.npz", **_arrays(kept, measured, traces))
-    shares = [*QUANTILES.values()]
-    saved = {"model": subject.details(), "documents": list(chosen.documents.names), "quantiles": shares}
-    quantiles = {name: np.quantile(blocks, shares).tolist() for name, blocks in constants.items()}
-    chosen.write_summary(request.output, saved | {"time_constants_blocks": quantiles})
-    by_channel = {
-        f"{name}, {kind}": values
-        for name, both in measured.items()
-        for kind, values in zip(("forget", "input"), both, strict=True)
+    gates = tracer.gates()
+    constants = {gate: time_constants(kept) for gate, (kept, _) in gates.items()}
+    arrays: dict[str, Any] = {"lags": np.array(LAGS)} | {f"{gate} kept": kept for gate, (kept, _) in gates.items()}
+    arrays |= {f"{gate} forget and input": gates[gate] for gate in tracer.varying}
+    for index, trace in enumerate(traces):
+        for name, states in trace.items():
+            arrays[f"document {index} {name} change"] = states["change"]
+            arrays[f"document {index} {name} from initial"] = states["from_initial"]
+            arrays[f"document {index} {name} similarity"] = states[list(LAGS)].to_numpy().T
+    np.savez_compressed(request.output / "gates.npz", **arrays)
+    quantiles = {gate: np.quantile(blocks, QUANTILES).tolist() for gate, blocks in constants.items()}
+    saved = {"model": subject.details(), "documents": list(selection.documents.names), "quantiles": QUANTILES}
+    selection.write_summary(request.output, saved | {"time_constants_blocks": quantiles})
+    lags = {name: pd.concat([trace[name] for trace in traces if name in trace])[list(LAGS)] for name in tracer.shapes}
+    measured = {
+        f"{gate}, {kind}": gates[gate][i] for gate in tracer.varying for i, kind in enumerate(("kept", "added"))
     }
     write_page(
-        request.output / "index.html",
-        "gates.html",
+        request.output,
+        "gates",
         title=f"Gates and states of {subject.label}",
+        selection=selection,
+        details=[subject.details()],
         window=window,
+        shown=[*SHOWN.values()],
         shapes=tracer.shapes,
-        chosen=chosen,
-        constants=_quantiles("time constants, blocks", constants, ",.3g", "mean g", kept),
-        measured=_quantiles("measured gates, by channel", by_channel, ".3f", "mean", by_channel),
-        histograms=[_histogram(name, blocks, window) for name, blocks in constants.items()],
-        lags=_lags(list(tracer.shapes), traces),
-        parts=[[chart for name in trace for chart in _state_charts(name, trace[name], window)] for trace in traces],
-        details=subject.details(),
+        constants=_quantile_table(constants, ",.3g"),
+        measured=_quantile_table(measured, ".3f"),
+        histograms={gate: _histogram(blocks) for gate, blocks in constants.items()},
+        lags=pd.DataFrame({name: states.mean() for name, states in lags.items()}).dropna(how="all"),
+        traces=[{name: _averaged(states, window) for name, states in trace.items()} for trace in traces],
     )
 
 
-def _quantiles(title: str, gates: Shares, form: str, mean: str, averaged: Shares) -> Table:
-    """A table with a column for each gate, which is narrow enough for a phone: its mean and its quantiles."""
-    rows = [(mean, *(f"{values.mean():.3f}" for values in averaged.values()))] if gates else []
-    rows += [(name, *(f"{np.quantile(v, share):{form}}" for v in gates.values())) for name, share in QUANTILES.items()]
-    return Table("", (title, *map(_title, gates)), rows if gates else [])
+def _quantile_table(by_gate: Mapping[str, np.ndarray], form: str) -> Table:
+    """A table with a column for each gate, which is narrow enough for a phone."""
+    columns = {name: [f"{share:{form}}" for share in np.quantile(v, QUANTILES)] for name, v in by_gate.items()}
+    return Table.of(pd.DataFrame({"quantile": [f"{share:.0%}" for share in QUANTILES]} | columns))
 
 
-def _histogram(name: str, blocks: np.ndarray, window: int) -> Chart:
-    low, high, median = np.log10(blocks.min()), np.log10(blocks.max()), np.median(blocks)
+def _histogram(blocks: np.ndarray) -> pd.DataFrame:
+    """The number of channels by time constant, from each place to the next."""
+    low, high = np.log10(blocks.min()), np.log10(blocks.max())
     edges = np.logspace(low - 0.02, high + 0.02, min(40, max(8, blocks.size // 4)) + 1)
-    return Chart(
-        title=f"Time constants of the channels: {_title(name)}",
-        x_label="time constant, blocks",
-        y_label="channels",
-        series=[Series("channels", edges, np.histogram(blocks, edges)[0], "bars")],
-        caption=f"The median is {median:,.3g} blocks, {median * window:,.0f} tokens; its half-life is "
-        f"{np.log(2) * median:,.3g} blocks.",
-        log_x=True,
-    )
+    return pd.DataFrame({"channels": [*np.histogram(blocks, edges)[0], np.nan]}, edges)
 
 
-def _lags(layers: list[str], traces: list[Trace]) -> Chart:
-    by_lag = []
-    for i, layer in enumerate(layers):
-        means = pd.concat([trace[layer] for trace in traces if layer in trace])[list(LAGS)].mean().dropna()
-        by_lag.append(Series(_title(layer), means.index, means, colour=str(i % 5 + 1)))
-    return Chart(
-        title="Similarity of the states over time",
-        x_label="blocks between",
-        y_label="mean cosine",
-        series=by_lag,
-        caption="Of a state vector with itself, this number of blocks before; over all documents, blocks and states.",
-        log_x=True,
-    )
-
-
-def _state_charts(layer: str, trace: pd.DataFrame, window: int) -> list[Chart]:
-    blocks = -(-len(trace) // MOST_POINTS)
-    # A point has no mean unless all of its blocks have a value.
-    means = trace.groupby(np.arange(len(trace)) // blocks).mean(skipna=False)
-    x = means.index * blocks * window
-    similar = [
-        Series(f"{lag} block{'s' if lag > 1 else ''} before", x, means[lag], colour=str(i + 1))
-        for i, lag in enumerate(SHOWN_LAGS)
-    ]
-    averaged = f"Each point is the mean of {blocks} blocks." if blocks > 1 else ""
-    return [
-        Chart(
-            title=f"Change of the states in a block: {_title(layer)}",
-            x_label="token",
-            y_label="norm of the change / norm",
-            series=[Series("", x, means["change"])],
-            caption=averaged,
-        ),
-        Chart(
-            title=f"Similarity of the states: {_title(layer)}",
-            x_label="token",
-            y_label="mean cosine",
-            series=[*similar, Series("the initial ones", x, means["from_initial"], colour="muted")],
-            caption=f"With the same states some blocks before, and with the initial states. {averaged}",
-        ),
-    ]
-
-
-def _title(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _arrays(kept: Shares, measured: Shares, traces: Sequence[Trace]) -> dict[str, Any]:
-    """The contents of `gates.npz`."""
-    arrays: dict[str, Any] = {f"{name} kept": share for name, share in kept.items()}
-    arrays |= {f"{name} forget and input": values for name, values in measured.items()}
-    for index, trace in enumerate(traces):
-        for layer, states in trace.items():
-            arrays |= {f"document {index} {layer} {_title(name)}": states[name] for name in ("change", "from_initial")}
-            arrays[f"document {index} {layer} similarity"] = states[list(LAGS)].to_numpy().T
-    return arrays | {"lags": np.array(LAGS)}
+def _averaged(states: pd.DataFrame, window: int) -> pd.DataFrame:
+    """A line for each of at most MOST_POINTS places, by their first tokens; NaN where not all blocks have a value."""
+    blocks = -(-len(states) // MOST_POINTS)
+    means = states.groupby(np.arange(len(states)) // blocks).mean(skipna=False)
+    return means.set_axis(means.index * blocks * window).rename(columns=SHOWN)

@@ -8,6 +8,8 @@ from typing import Self
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from meliad_like.evaluation.bootstrap import intervals
+
 RESAMPLES = 500
 FEWEST_DOCUMENTS = 5  # below which no interval is shown
 
@@ -37,13 +39,12 @@ class LossSums:
           counted: which of them cost loss, by document.
           losses: by model and by document.
         """
-        chosen = [place[which] for place, which in zip(places, counted, strict=True)]
-        tokens = np.stack([np.histogram(place, edges)[0] for place in chosen])
 
         def sums(place, which, nats):
-            return np.histogram(place, edges, weights=nats[which].astype(np.float64) / math.log(2))[0]
+            return np.histogram(place[which], edges, weights=nats[which].astype(np.float64) / math.log(2))[0]
 
-        bits = np.stack([[*map(sums, chosen, counted, model)] for model in losses])
+        tokens = np.stack([np.histogram(place[which], edges)[0] for place, which in zip(places, counted, strict=True)])
+        bits = np.stack([[*map(sums, places, counted, model)] for model in losses])
         some = tokens.any(axis=0)
         return cls(edges[:-1][some], edges[1:][some], tokens[:, some], bits[..., some])
 
@@ -52,24 +53,15 @@ class LossSums:
         """Bits per token in each bin."""
         return self.bits.sum(axis=1) / self.tokens.sum(axis=0)
 
-    @property
-    def cumulative(self) -> Float[np.ndarray, "models bins"]:
-        """Bits per token up to the end of each bin, over all documents; short ones count up to their ends."""
-        return self.bits.sum(axis=1).cumsum(axis=1) / self.tokens.sum(axis=0).cumsum()
+    def gains(self, first: int, other: int) -> dict[str, Float[np.ndarray, " bins"]]:
+        """The `gain` of the first model: the bits per token that it saves against the other one, over the same tokens.
 
-    @property
-    def num_documents(self) -> Int[np.ndarray, " bins"]:
-        """The number of documents with tokens in each bin."""
-        return (self.tokens > 0).sum(axis=0)
-
-    def gains(self, other: int) -> Float[np.ndarray, " bins"]:
-        """Bits per token that model 0 saves against another one, over the same tokens."""
-        return self.local[other] - self.local[0]
-
-    def interval(self, other: int) -> Float[np.ndarray, "2 bins"]:
-        """The 90% interval of the gains when the documents are resampled with replacement (bootstrap)."""
-        saved, number = self.bits[other] - self.bits[0], len(self.tokens)
+        `low` and `high` are the ends of its 90 % interval; missing if the documents are too few for one.
+        """
+        saved, number = self.bits[other] - self.bits[first], len(self.tokens)
+        gains = {"gain": self.local[other] - self.local[first]}
+        if number < FEWEST_DOCUMENTS:
+            return gains
         drawn = np.random.default_rng(0).multinomial(number, np.full(number, 1 / number), RESAMPLES)
-        tokens = drawn @ self.tokens
-        gains = np.where(tokens > 0, drawn @ saved / np.maximum(tokens, 1), np.nan)
-        return np.nanquantile(gains, (0.05, 0.95), axis=0)
+        low, high = intervals(saved, self.tokens, drawn, level=0.9)
+        return gains | {"low": low, "high": high}

@@ -8,12 +8,11 @@ from meliad_like.config import with_changes
 from meliad_like.data.memory_source import MemoryTasksSource
 from meliad_like.errors import UserError
 from meliad_like.evaluation.interventions import cleared
-from meliad_like.evaluation.memory_map import accuracies, by_model, heats, summary, summary_table, to_markdown
-from meliad_like.evaluation.perplexity import make_evaluator
+from meliad_like.evaluation.memory_map import accuracies, by_model, summary, summary_table, to_markdown
 from meliad_like.evaluation.report import with_progress
 from meliad_like.models.model import Model
 from meliad_like.studies.page import write_page
-from meliad_like.studies.readings import Chosen, StudyRequest, Subject, choose, open_subject
+from meliad_like.studies.readings import Selection, StudyRequest, Subject, choose, make_reader, open_subject
 
 
 def run(request: StudyRequest) -> None:
@@ -24,41 +23,37 @@ def run(request: StudyRequest) -> None:
         raise UserError(f"memory_map: {request.checkpoint} was not trained with RunConfig.source = 'memory_tasks'")
     if request.split == "train":
         raise UserError("memory_map: --split=train has no whole grid: choose validation or test")
-    chosen = choose([subject], request)
-    maps = {subject.label: _accuracies(subject, chosen)}
-    if (control := _cleared(subject)) is not None:
-        maps[control.label] = _accuracies(control, chosen)
-    frame = by_model(maps)
-    totals = by_model({label: summary(cells, source.block_length) for label, cells in maps.items()})
-    records = {"cells": frame.to_dict("records"), "summary": totals.replace({math.nan: None}).to_dict("records")}
+    selection = choose([subject], request)
+    maps = {each.label: _accuracies(each, selection) for each in (subject, _cleared(subject)) if each}
+    cells = by_model(maps)
+    totals = by_model({label: summary(of_model, source.block_length) for label, of_model in maps.items()})
+    records = {"cells": cells.to_dict("records"), "summary": totals.replace({math.nan: None}).to_dict("records")}
     details = subject.details() | {
         "operations per token (forward)": round(subject.opened.model.forward_flops_per_token),
         "bytes of memory per document": sum(leaf.size * leaf.dtype.itemsize for leaf in subject.opened.model.memory),
         "window (tokens)": subject.run.model.window_length,
         "block of filler": source.block_length,
     }
-    found = [heat for label, cells in maps.items() for heat in heats(label, cells)]
-    frame.to_csv(request.output / "map.csv", index=False)
+    cells.to_csv(request.output / "map.csv", index=False)
     totals.to_csv(request.output / "summary.csv", index=False)
-    chosen.write_summary(request.output, {"model": details, **records})
-    (request.output / "map.md").write_text(to_markdown(found, totals), encoding="utf-8")
-    title = f"{subject.label}: what is remembered, by number and distance"
+    selection.write_summary(request.output, {"model": details, **records})
+    (request.output / "map.md").write_text(to_markdown(maps, totals), encoding="utf-8")
     write_page(
-        request.output / "index.html",
-        "memory_map.html",
-        title=title,
-        heats=found,
-        totals=summary_table(totals),
+        request.output,
+        "memory_map",
+        title=f"{subject.label}: what is remembered, by number and distance",
+        selection=selection,
         details=[details],
-        models=[subject.label],
-        chosen=chosen,
+        maps=list(cells.groupby(["model", "task"], sort=False)),
+        totals=summary_table(totals),
     )
 
 
 def _cleared(subject: Subject) -> Subject | None:
     """The control: the states are cleared at every block, and so before the question. None: there are no states."""
     model = subject.run.model
-    if (clearing := cleared(model)) is None:
+    clearing = cleared(model)
+    if clearing is None:
         return None
     window, lanes = model.window_length, subject.run.data.num_lanes
     run = with_changes(
@@ -68,15 +63,7 @@ def _cleared(subject: Subject) -> Subject | None:
     return subject._replace(opened=opened, label=f"{subject.label}, states cleared at every block")
 
 
-def _accuracies(subject: Subject, chosen: Chosen) -> pd.DataFrame:
-    evaluate = make_evaluator(
-        subject.run,
-        subject.opened.model,
-        chosen.store,
-        chosen.split_name,
-        subject.mesh,
-        documents=chosen.documents,
-        whole_segments=True,
-    )
+def _accuracies(subject: Subject, selection: Selection) -> pd.DataFrame:
+    evaluate = make_reader(subject, selection)
     result = with_progress(subject.label, lambda report: evaluate(subject.opened.params, report))
     return accuracies((score.name, score.num_tokens, score.num_correct) for score in result.documents)

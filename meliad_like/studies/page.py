@@ -1,127 +1,56 @@
-"""A single page of HTML with tables, charts and texts, made of a template; its styles and programs are inside.
+"""A single page of HTML with tables, charts and texts, made of a template; its style and its program are inside.
 
-Documents and names are not trusted. Templates escape all text; data for programs is JSON that can't end its element, or
-base64; and a content security policy lets the browser run the page's two programs alone and load nothing.
+Documents and names are not trusted. Templates escape all text; the texts of documents are base64; and a content
+security policy lets the browser run the page's one program alone and load nothing.
 """
 
 import base64
 import gzip
 import hashlib
+import io
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
-from importlib import resources
+import re
+from collections.abc import Iterable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
-from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, StrMethodFormatter
 
+from meliad_like.evaluation.pictures import COLOURS
 from meliad_like.studies.units import Units
 from meliad_like.tables import signed
 
-PROGRAMS = ("chart.js", "reader.js")
-STEPS_PER_BIT = 100
-FULL_COLOURS = (0.1, 0.25, 0.5, 1, 2, 4, 8)
-"""The choices for the number of bits at which the colours of a text are strongest."""
-
-Values = Sequence[float] | np.ndarray | pd.Series | pd.Index
+HERE = Path(__file__).parent
+VARIABLES = {"#000000": "--muted", "#b0b0b0": "--line"} | {c: f"--c{i}" for i, c in enumerate(COLOURS, start=1)}
+"""The variables of `page.css` that replace the colours of matplotlib, so that a chart follows the browser's theme."""
+MOST_DOTS = 40
 
 
-@dataclass(frozen=True)
-class Series:
-    """One line, row of bars, or band of a chart."""
-
-    name: str
-    x: Values
-    y: Values
-    kind: str = "line"
-    """`line`, `bars` (each from its x to the next x; the last x is the end of the last bar), or `band` (from `low` to
-    y)."""
-    colour: str = "1"
-    """`1` to `5`, `muted`, or `sign`: the colour of the first model above zero and of the other below."""
-    low: Values = ()
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A picture with two axes, which the browser draws at the available width (`chart.js`)."""
-
-    title: str
-    x_label: str
-    y_label: str
-    series: Sequence[Series]
-    caption: str = ""
-    log_x: bool = False
-    from_zero: bool = True
-    """Whether the vertical axis always includes zero."""
-    marks: Values = ()
-    """Vertical lines."""
-    document: int | None = None
-    """The document whose text a click opens at this place."""
-
-
-class TextView:
-    """The documents' texts, coloured by the difference of two models' losses (`reader.js`)."""
-
-    def __init__(self, first: str, other: str, documents: Sequence[tuple[Units, np.ndarray, np.ndarray]]):
-        """`first`, `other`: labels of the models; `documents`: units, and the bits that each model pays for them."""
-        self.first, self.other, self.strengths = first, other, FULL_COLOURS
-        gains = np.concatenate([other_bits - first_bits for _, first_bits, other_bits in documents])
-        usual = max(np.quantile(np.abs(gains), 0.99) / 2, 1e-9)
-        self.strength = min(FULL_COLOURS, key=lambda bits: abs(np.log(bits / usual)))
-        self.packed = [base64.b64encode(_pack(*document)).decode() for document in documents]
-
-
-def _pack(units: Units, first_bits: Float[np.ndarray, " units"], other_bits: Float[np.ndarray, " units"]) -> bytes:
-    """The text and its losses as `reader.js` unpacks them.
-
-    gzip of the number of units and of bytes (uint32), then of each unit its number of tokens, its number of bytes, and
-    the hundredths of a bit that each model paid (uint16, all of one kind together), then the text.
-    """
-    first, other = (np.clip(np.rint(bits * STEPS_PER_BIT), 0, 2**16 - 1) for bits in (first_bits, other_bits))
-    columns = (units.stop - units.first, units.ends - units.starts, first, other)
-    head = np.array([len(units.first), len(units.text)], "<u4").tobytes()
-    return gzip.compress(head + np.stack(columns).astype("<u2").tobytes() + units.text, mtime=0)
-
-
-def write_page(path: Path, template: str, room: str = __package__, **values: Any) -> None:
-    """Writes the page that a template makes of these values and its title; templates are in a folder of the room."""
-    style, *programs = (
-        resources.files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("page.css", *PROGRAMS)
-    )
-    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(p.encode()).digest()).decode()}'" for p in (style, *programs)]
-    policy = (
-        f"default-src 'none'; script-src {' '.join(hashes[1:])}; style-src {hashes[0]}; base-uri 'none'; "
-        "form-action 'none'"
-    )
-    page = _environment(room).get_template(template)
-    path.write_text(page.render(style=style, programs=programs, policy=policy, **values), encoding="utf-8")
-
-
-@cache
-def _environment(room: str) -> jinja2.Environment:
+def write_page(folder: Path, name: str, templates: Path = HERE / "templates", **values: Any) -> None:
+    """Writes `index.html`, which the template of this name makes of these values."""
     environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(room) for room in dict.fromkeys((room, __package__))]),
+        loader=jinja2.FileSystemLoader([templates, HERE / "templates"]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "fact": _fact,
-        "fmt": format,
-        "json": _json,
-        "quoted": lambda text: repr(text).strip("'"),
-        "signed": signed,
-        "words": lambda name: name.replace("_", " "),
-    }
-    return environment
+    environment.globals["chart"] = chart
+    environment.filters |= {"fact": _fact, "fmt": format, "quoted": repr, "signed": signed}
+    texts = [(HERE / file).read_text("utf-8") for file in ("page.css", "page.js")]
+    style, program = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{program}'; style-src 'sha256-{style}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    page = environment.get_template(f"{name}.html").render(style=texts[0], program=texts[1], policy=policy, **values)
+    (folder / "index.html").write_text(page, encoding="utf-8")
 
 
 def _fact(value: Any) -> str:
@@ -132,17 +61,76 @@ def _fact(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _json(chart: Chart) -> Markup:
-    # Without "<" it can't end the element or begin another.
-    return Markup(json.dumps(_plain(asdict(chart)), separators=(",", ":")).replace("<", "\\u003c"))
+def text_view(first: str, other: str, documents: Iterable[tuple[Units, Any, Any]]) -> dict[str, Any]:
+    """The documents' texts, coloured by the difference of two models' losses, for the macro `text_view`.
+
+    `first`, `other`: labels of the models; `documents`: units, and the bits that each model pays for them.
+    """
+    packed, gains = [], []
+    for units, first_bits, other_bits in documents:
+        columns = (units.first, units.distances(), first_bits.round(2), other_bits.round(2))
+        rows = list(zip(units.texts, *(column.tolist() for column in columns), strict=True))
+        packed.append(base64.b64encode(gzip.compress(json.dumps(rows).encode(), mtime=0)).decode())
+        gains.append(np.abs(other_bits - first_bits))
+    # Half of what only one unit in a hundred exceeds.
+    full = max(float(np.quantile(np.concatenate(gains), 0.99)) / 2, 0.01)
+    return {"first": first, "other": other, "full": full, "documents": packed}
 
 
-def _plain(value: Any) -> Any:
-    """The value for JSON, which has no numpy arrays and no NaN; numbers have the digits that can be seen."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | np.ndarray | pd.Series | pd.Index):
-        return [_plain(item) for item in value]
-    if isinstance(value, float | np.floating):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value.item() if isinstance(value, np.generic) else value
+def chart(
+    lines: pd.DataFrame, x: str, y: str, steps: bool = False, log_x: bool = False, mark: float | None = None
+) -> str:
+    """A drawing as SVG, in the colours of the page.
+
+    Args:
+        lines: values by their places on the horizontal axis, a line for each column. Columns named `low` and `high` are
+            the ends of a band.
+        x, y: labels of the axes.
+        steps: whether a value is a bar to the next place; the last place is the end of the last bar.
+        mark: place of a vertical line.
+    """
+    figure = Figure(figsize=(6.4, 3))
+    # page.js finds a token by its place between these margins.
+    axes = figure.add_axes((0.1, 0.14, 0.88, 0.75))
+    places = lines.index.to_numpy(float)
+    for name, colour in zip(lines.columns.drop(["low", "high"], errors="ignore"), cycle(COLOURS)):
+        if steps:
+            axes.stairs(lines[name][:-1], places, fill=True, color=colour)
+        else:
+            marker = "o" if len(lines) <= MOST_DOTS else ""
+            axes.plot(places, lines[name], color=colour, marker=marker, markersize=3)
+    if "low" in lines:
+        axes.fill_between(places, lines["low"], lines["high"], color=COLOURS[0], alpha=0.25, linewidth=0)
+    low, high = places.min(initial=np.inf), places.max(initial=-np.inf)
+    if low < high:
+        axes.set_xlim(low, high)
+    if mark is not None and low < mark < high:
+        axes.axvline(mark, color="#000000", linewidth=0.5, linestyle=":")
+    if log_x:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+        axes.xaxis.set_minor_locator(LogLocator(subs=()))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+    axes.set_xlabel(x, loc="right")
+    axes.set_title(y, loc="left")
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    """The figure as an element of a page whose policy forbids styles inside."""
+    file = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": ""}):
+        figure.savefig(file, format="svg", transparent=True)
+    svg = file.getvalue()
+    svg = re.sub(r"<(metadata|style).*?</\1>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    # The browser finds no clip path in a part of the page that is hidden.
+    svg = re.sub(r' clip-path="[^"]*"', "", svg)
+    svg = re.sub(r' style="([^"]*)"', lambda style: re.sub(r"([\w-]+): ([^;]*);?", r' \1="\2"', style[1]), svg)
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return svg

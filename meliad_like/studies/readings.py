@@ -2,9 +2,9 @@
 
 import json
 import math
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,34 +16,16 @@ from meliad_like.config import RunConfig, read_changes
 from meliad_like.data.split import Documents, random_order
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
-from meliad_like.evaluation.perplexity import make_evaluator
+from meliad_like.evaluation.perplexity import Evaluator, make_evaluator
 from meliad_like.evaluation.report import with_progress
 from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
 
-
-class StudyRequest(NamedTuple):
-    """What the command line asks for, by the names of its flags (`__main__`)."""
-
-    checkpoint: str
-    step: int | None
-    other: Sequence[str]
-    other_step: int | None
-    gin_param: Sequence[str]
-    store: str | None
-    split: str
-    document: Sequence[str]
-    num_documents: int | None
-    """None: all, if no `document` is named."""
-    unit: str
-    top: int
-    kind: Sequence[str]
-    part: Sequence[str]
-    every: int | None
-    context_tokens: int | None
-    num_contexts: int
-    num_tokens: int
-    output: Path
-    """A folder that exists."""
+StudyRequest = namedtuple(
+    "StudyRequest",
+    "checkpoint step other other_step gin_param store split document num_documents unit top kind part every "
+    "context_tokens num_contexts num_tokens output",
+)
+"""The values of the flags of `__main__`, by name. `output` is a folder that exists; `num_documents` None: all."""
 
 
 class Subject(NamedTuple):
@@ -100,7 +82,7 @@ def open_compared(request: StudyRequest, change_all: bool = False) -> list[Subje
     return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
 
 
-class Chosen(NamedTuple):
+class Selection(NamedTuple):
     """The documents of a study."""
 
     store: TokenStore
@@ -109,16 +91,12 @@ class Chosen(NamedTuple):
     num_in_split: int
 
     @property
-    def title(self) -> str:
-        """The split, and how many of its documents were read."""
+    def description(self) -> str:
+        """The split, how many of its documents were read, and the token store with its fingerprint."""
         number = len(self.documents.names)
         which = f"{number:,}" if number == self.num_in_split else f"{number:,} of {self.num_in_split:,}"
-        return f"{self.split_name}, {which} document{'s' if self.num_in_split > 1 else ''}"
-
-    @property
-    def description(self) -> str:
-        """The title, with the token store and its fingerprint."""
-        return f"{self.title}; token store {self.store.folder} ({short(self.store.fingerprint)})"
+        store = f"token store {self.store.folder} ({short(self.store.fingerprint)})"
+        return f"{self.split_name}, {which} document{'s' if self.num_in_split > 1 else ''}; {store}"
 
     def whole(self, index: int) -> np.ndarray:
         """The tokens of a document."""
@@ -130,7 +108,7 @@ class Chosen(NamedTuple):
         (folder / name).write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def choose(subjects: Sequence[Subject], request: StudyRequest) -> Chosen:
+def choose(subjects: Sequence[Subject], request: StudyRequest) -> Selection:
     """The documents to read, of the requested store or of the one that the first model was trained with.
 
     Without names they are random, and the same ones each time.
@@ -143,12 +121,12 @@ def choose(subjects: Sequence[Subject], request: StudyRequest) -> Chosen:
         if name not in split.names:
             some = ", ".join(split.names[:5])
             raise UserError(f"--document={name} is not in {request.split}, which has {len(split)}: {some}, ...")
-    chosen = [split.names.index(name) for name in request.document]
-    if not chosen:
+    indices = [split.names.index(name) for name in request.document]
+    if not indices:
         order = random_order(len(split))
         # A document of one token has nothing to predict.
-        chosen = np.sort(order[split.lengths[order] > 1][: request.num_documents])
-    return Chosen(store, request.split, split.subset(np.asarray(chosen, np.int64)), len(split))
+        indices = np.sort(order[split.lengths[order] > 1][: request.num_documents])
+    return Selection(store, request.split, split.subset(np.asarray(indices, np.int64)), len(split))
 
 
 @dataclass(frozen=True)
@@ -169,20 +147,34 @@ class ModelLosses:
     def num_targets(self) -> int:
         return int(sum(map(np.count_nonzero, self.counted)))
 
-    @cached_property
+    @property
     def bits_per_token(self) -> float:
         return sum(float(nats.sum(dtype=np.float64)) for nats in self.losses) / math.log(2) / self.num_targets
+
+    def bits(self, document: int) -> Float[np.ndarray, " tokens"]:
+        """Bits of each token of a document, float64; 0 for its first token, which is not predicted."""
+        return np.append(0.0, self.losses[document] / math.log(2))
 
     def details(self) -> dict[str, Any]:
         """Facts for a table of the page, and for JSON."""
         return self.subject.details() | {"bits per token": self.bits_per_token}
 
 
-def read(subject: Subject, chosen: Chosen) -> ModelLosses:
-    """Lets a model read the documents, each from the beginning of a segment."""
-    run, model, documents = subject.run, subject.opened.model, chosen.documents
-    evaluate = make_evaluator(
-        run, model, chosen.store, chosen.split_name, subject.mesh, documents=documents, whole_segments=True
+def make_reader(subject: Subject, selection: Selection) -> Evaluator:
+    """An evaluator that reads each of the documents from the beginning of a segment."""
+    return make_evaluator(
+        subject.run,
+        subject.opened.model,
+        selection.store,
+        selection.split_name,
+        subject.mesh,
+        documents=selection.documents,
+        whole_segments=True,
     )
+
+
+def read(subject: Subject, selection: Selection) -> ModelLosses:
+    """Lets a model read the documents, each from the beginning of a segment."""
+    evaluate = make_reader(subject, selection)
     losses = with_progress(subject.label, lambda report: evaluate.token_losses(subject.opened.params, report))
     return ModelLosses(subject, losses, evaluate.counted_targets)

@@ -9,21 +9,10 @@ from jaxtyping import Bool, Int
 
 from meliad_like.data.vocabulary import Vocabulary
 
-PLACES = {
-    "window": "in the window",
-    "segment": "in the segment",
-    "earlier": "before the segment",
-    "never": "never before",
-}
-"""Places of the last equal unit, the nearest first (see `Units.places`), and their names on a page."""
-CATEGORIES = {
-    "title": "titles",
-    "name": "names",
-    "identifier": "identifiers",
-    "word": "other words",
-    "sign": "signs and white space",
-}
-"""The kinds of words (see `categories`), and their names on a page."""
+PLACES = ("window", "segment", "earlier", "never")
+"""Places of the last equal unit, the nearest first (see `Units.places`)."""
+CATEGORIES = ("title", "name", "identifier", "word", "sign")
+"""The kinds of words (see `categories`)."""
 
 WORD = re.compile(r"\w{1,200}|\s{1,200}|.", re.DOTALL)
 NUMBERED_TITLE = re.compile(
@@ -58,6 +47,12 @@ class Units:
     def starts(self) -> Int[np.ndarray, " units"]:
         """The beginning of each unit in the text."""
         return np.append(0, self.ends[:-1])
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each unit."""
+        spans = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
+        return [self.text[start:end].decode("utf-8", "replace") for start, end in spans]
 
     def distances(self) -> Int[np.ndarray, " units"]:
         """Tokens from the beginning of the last equal unit to that of this one; 0 if there is none."""
@@ -108,8 +103,7 @@ def make_units(tokens: Int[np.ndarray, " tokens"], vocabulary: Vocabulary, unit:
 
 
 def categories(units: Units) -> np.ndarray:
-    """The kind of word that each unit belongs to, by the names in CATEGORIES: heuristics, in the order that
-    the page of `compare` explains."""
+    """The kind of word that each unit belongs to, one of CATEGORIES, by the rules on the page of `compare`."""
     in_title = _in_titles(units)
     word_starts = np.append(_word_starts(units.text), len(units.text))
     word_ends = word_starts[np.searchsorted(word_starts, units.word, side="right")]
@@ -117,10 +111,10 @@ def categories(units: Units) -> np.ndarray:
     texts = [units.text[start:end].decode("utf-8", "replace") for start, end in spans]
     present = set(texts)
     kinds = {text: _category(text, present) for text in present}
-    found = np.array([kinds[text] for text in texts], object)
-    found[units.ends == units.starts] = "sign"
-    found[in_title & (found != "sign")] = "title"
-    return found
+    names = np.array([kinds[text] for text in texts], object)
+    names[units.ends == units.starts] = "sign"
+    names[in_title & (names != "sign")] = "title"
+    return names
 
 
 def _category(word: str, present: set[str]) -> str:
