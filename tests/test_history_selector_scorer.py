@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_named(folders, tmp_path):
     with pytest.raises(UserError, match=message):
         open_selectors([folders / "light"], HISTORY, Store(other))
     longer = dataclasses.replace(HISTORY, span_length=8)
-    with pytest.raises(UserError, match="trained with HistoryConfig.span_length=4, not 8"):
+    with pytest.raises(UserError, match="light belongs to another config: span_length is 4 there, 8 here"):
         open_selectors([folders / "light"], longer, Store(VOCABULARY))
     with pytest.raises(UserError, match="there is no selector in .*train_selector makes one"):
         open_selector(tmp_path)

@@ -160,10 +160,10 @@ class HarnessModel(TemplateLM):
             members = list(group)
             first, last = members[0], members[-1]
             if len(members) > 1:
-                shared = [
-                    x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first.tokens, last.tokens))
-                ]
-                stop = min(len(shared) // w * w, *(question.num_before(w) for question in members))
+                # All of them begin with what the first and the last of the sorted ones share.
+                n = min(len(first.tokens), len(last.tokens))
+                shared = int(np.cumprod(np.equal(first.tokens[:n], last.tokens[:n])).sum())
+                stop = min(shared // w * w, *(question.num_before(w) for question in members))
                 state = self._read(first, stop)
                 yield from self._with_states([x._replace(num_read=stop, state=state) for x in members])
             elif len(first.tokens) - start > segment:

@@ -141,7 +141,7 @@ class StrideStore:
         Raises a UserError if a score is not finite; the numbers made before are kept.
         """
         missing = self.strides[len(self.numbers) :]
-        for stride, numbers in zip(missing, make(missing), strict=True):
+        for stride, numbers in zip(missing, make(missing) if missing else (), strict=True):
             check_finite(numbers, "the model", stride, self.info.documents[stride.document])
             self.numbers.append(numbers.tolist())
             self._journal.write(self.numbers[-1])

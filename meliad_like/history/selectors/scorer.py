@@ -32,11 +32,13 @@ from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.spans import Ends, Scores, Stride, Tokens
 from meliad_like.history.stride_store import fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.resumable import read_json
+from meliad_like.resumable import check_same, read_json
 from meliad_like.run.opening import VOCABULARY_FOLDER
 from meliad_like.training.checkpoints import Checkpoints
 
 FILE_NAME = "selector.json"
+SPANS = ("span_length", "separator")
+"""Fields of HistoryConfig that must be as in the training of a selector."""
 
 
 class OpenedSelector(NamedTuple):
@@ -177,12 +179,8 @@ def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store:
     for folder in folders:
         opened = open_selector(folder)
         store.check_vocabulary(opened.vocabulary.fingerprint, f"the selector {folder}")
-        for name in ("span_length", "separator"):
-            trained, given = getattr(opened.inputs.layout.config, name), getattr(history, name)
-            if trained != given:
-                raise UserError(
-                    f"the selector {folder} was trained with HistoryConfig.{name}={trained!r}, not {given!r}"
-                )
+        spans = ({name: getattr(config, name) for name in SPANS} for config in (opened.inputs.layout.config, history))
+        check_same(folder, *spans)
         selectors[Path(folder).expanduser().resolve()] = LearnedSelector(opened)
     names = Counter(selector.name for selector in selectors.values())
     for folder, selector in selectors.items():
