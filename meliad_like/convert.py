@@ -32,29 +32,21 @@ def main(subject: str) -> None:
     if REVERSE.value:
         if COMMAND.gin_file.value or COMMAND.gin_param.value:
             raise UserError("--gin_file and --gin_param have no effect with --reverse: the checkpoint has its config")
-        if subject == "gguf":
-            raise UserError("GGUF files are read, not written: convert huggingface --reverse, and then with llama.cpp")
-        if subject == "fairseq":
-            raise UserError("checkpoints of fairseq are read, not written")
-    if subject == "meliad":
-        from meliad_like.conversion.meliad import convert_from_meliad, convert_to_meliad
+        if subject in ("gguf", "fairseq"):
+            way_out = ": convert huggingface --reverse, and then with llama.cpp" if subject == "gguf" else ""
+            raise UserError(f"{subject} checkpoints are read, not written{way_out}")
+    # Importing jax takes seconds: a mistyped flag is reported before.
+    from meliad_like.conversion import fairseq, meliad, pretrained
 
-        if REVERSE.value:
-            convert_to_meliad(INPUT.value, OUTPUT.value)
-        else:
-            convert_from_meliad(INPUT.value, COMMAND.read_config(), OUTPUT.value)
-    elif subject == "fairseq":
-        from meliad_like.conversion.fairseq import convert_from_fairseq
-
-        convert_from_fairseq(INPUT.value, COMMAND.read_config(), OUTPUT.value)
+    if REVERSE.value:
+        write = meliad.convert_to_meliad if subject == "meliad" else pretrained.convert_to_huggingface
+        write(INPUT.value, OUTPUT.value)
+    elif subject in ("huggingface", "gguf"):
+        gin = COMMAND.gin_file.value, COMMAND.gin_param.value
+        pretrained.convert_from_pretrained(subject, INPUT.value, *gin, OUTPUT.value)
     else:
-        from meliad_like.conversion.pretrained import convert_from_pretrained, convert_to_huggingface
-
-        if REVERSE.value:
-            convert_to_huggingface(INPUT.value, OUTPUT.value)
-        else:
-            gin = COMMAND.gin_file.value, COMMAND.gin_param.value
-            convert_from_pretrained(subject, INPUT.value, *gin, OUTPUT.value)
+        read = meliad.convert_from_meliad if subject == "meliad" else fairseq.convert_from_fairseq
+        read(INPUT.value, COMMAND.read_config(), OUTPUT.value)
     print(f"{subject}: {INPUT.value} -> {OUTPUT.value}")
 
 

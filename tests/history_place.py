@@ -7,7 +7,6 @@ import numpy as np
 
 from meliad_like import config
 from meliad_like.data.preparation import prepare
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.model import Model
 from meliad_like.run.opening import write_checkpoint
 
@@ -38,23 +37,24 @@ LENGTHS = {"train": (90, 60, 40), "validation": (30,), "test": (75, 20, 50)}
 
 def make_place(folder: Path) -> list[str]:
     """Makes a token store and a checkpoint of a random model below `folder`, and returns their run's bindings."""
-    chance = np.random.default_rng(0)
+    chance, documents = np.random.default_rng(0), {}
     for split, lengths in LENGTHS.items():
+        texts = (" ".join(chance.choice(["a", "rose", "is", "when"], size=length))[: length - 1] for length in lengths)
+        documents[split] = {str(i): text for i, text in enumerate(texts)}
+    return write_place(folder, documents, [*MODEL, *HISTORY], folder / "model", scale=4, seed=1)
+
+
+def write_place(folder, documents, bindings, checkpoint, scale, seed):
+    """Writes documents, by split and name, their token store, and the checkpoint of a random model."""
+    for split, texts in documents.items():
         (folder / "documents" / split).mkdir(parents=True)
-        for i, length in enumerate(lengths):
-            text = " ".join(chance.choice(["a", "rose", "is", "when"], size=length))[: length - 1]
-            (folder / "documents" / split / f"{i}.txt").write_text(text)
-    bindings = [
-        "RunConfig.source = 'text'",
-        f"FolderSourceConfig.folder = '{folder / 'documents'}'",
-        f"ReaderConfig.store = '{folder / 'store'}'",
-        *MODEL,
-        *HISTORY,
-    ]
+        for name, text in texts.items():
+            (folder / "documents" / split / f"{name}.txt").write_text(text)
+    place = [f"FolderSourceConfig.folder = '{folder / 'documents'}'", f"ReaderConfig.store = '{folder / 'store'}'"]
+    bindings = ["RunConfig.source = 'text'", *place, *bindings]
     run = config.parse([], bindings)
-    prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
-    vocabulary = ByteVocabulary()
+    vocabulary = prepare(run.source, run.vocabulary, run.data.store, num_workers=1).vocabulary
     # Larger than a fresh model's, so that what it reads makes a difference.
-    params = jax.tree.map(lambda x: 4 * x, Model(run.model, vocabulary.size).init(jax.random.key(1)))
-    write_checkpoint(folder / "model", params, run, vocabulary)
+    params = jax.tree.map(lambda x: scale * x, jax.jit(Model(run.model, vocabulary.size).init)(jax.random.key(seed)))
+    write_checkpoint(checkpoint, params, run, vocabulary)
     return bindings

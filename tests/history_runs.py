@@ -1,13 +1,7 @@
 """A small frozen model, documents and their token store, for the commands of ancient history."""
 
-import jax
 import numpy as np
-
-from meliad_like import config
-from meliad_like.data.preparation import prepare
-from meliad_like.data.vocabulary import ByteVocabulary
-from meliad_like.models.model import Model
-from meliad_like.run.opening import write_checkpoint
+from history_place import write_place
 
 EVIL = "<b>&" * 12
 HISTORY = {
@@ -29,29 +23,17 @@ MODEL = {
 
 def make_place(folder, *, size_multiple=1):
     """Makes a checkpoint (`model`) and a token store (`store`) in a folder; three documents in every split."""
+    documents, words = {}, ["Gomin ", "met ", "Arodan ", "and the goblins. "]
     for split in ("train", "test"):
-        (folder / "documents" / split).mkdir(parents=True)
         chance = np.random.default_rng(len(split))
-        for name in ("one", "two", "three"):
-            words = chance.choice(["Gomin ", "met ", "Arodan ", "and the goblins. "], 30)
-            (folder / "documents" / split / f"{name}.txt").write_text("".join(words) + EVIL)
-    run = config.parse(
-        [],
-        [
-            "RunConfig.model = 'pretrained'",
-            *(f"PretrainedConfig.{name} = {value}" for name, value in MODEL.items()),
-            "RunConfig.source = 'text'",
-            f"FolderSourceConfig.folder = '{folder / 'documents'}'",
-            f"ReaderConfig.store = '{folder / 'store'}'",
-            "ReaderConfig.segment_length = 48",
-            "ReaderConfig.tokens_per_step = 48",
-            f"VocabularyConfig.size_multiple = {size_multiple}",
-            "MeshConfig.data = 8",
-        ],
-    )
-    prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
-    vocabulary = ByteVocabulary(size_multiple)
-    # Larger than a fresh model's, so that what it reads makes a difference.
-    params = jax.tree.map(lambda x: 8 * x, jax.jit(Model(run.model, vocabulary.size).init)(jax.random.key(0)))
-    write_checkpoint(folder / "model" / "checkpoints", params, run, vocabulary)
+        documents[split] = {name: "".join(chance.choice(words, 30)) + EVIL for name in ("one", "two", "three")}
+    bindings = [
+        "RunConfig.model = 'pretrained'",
+        *(f"PretrainedConfig.{name} = {value}" for name, value in MODEL.items()),
+        "ReaderConfig.segment_length = 48",
+        "ReaderConfig.tokens_per_step = 48",
+        f"VocabularyConfig.size_multiple = {size_multiple}",
+        "MeshConfig.data = 8",
+    ]
+    write_place(folder, documents, bindings, folder / "model" / "checkpoints", scale=8, seed=0)
     return folder

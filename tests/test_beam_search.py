@@ -77,7 +77,7 @@ def all_texts(ends=(END,), forbidden=()):
 def enumerated(lm, start, alpha=0.0, **restrictions):
     """All continuations with their scores, the best first."""
     texts = list(all_texts(**restrictions))
-    scores = [score.log_probability for score in lm.score(texts, start)]
+    scores = [score.log_probability for score in lm.score_batch(texts, start)]
     normalised = [score / ((5 + len(text)) / 6) ** alpha for score, text in zip(scores, texts)]
     return sorted(zip(normalised, texts), reverse=True)
 
@@ -99,19 +99,19 @@ def test_hypotheses_have_their_own_memory(lm):
     start = lm.read("abcde" * 3)
     # A narrow beam drops hypotheses and extends others twice in nearly every step.
     found = lm.search(start, 3 * W, width=3, end_tokens=())
-    scores = lm.score([one.tokens for one in found], start)
+    scores = lm.score_batch([one.tokens for one in found], start)
     for one, score in zip(found, scores, strict=True):
         assert one.log_probability == pytest.approx(score.log_probability, abs=1e-4)
         assert one.state.num_tokens == score.state.num_tokens == start.num_tokens + 3 * W
     states = [one.state for one in [*found, *scores]]
-    next_tokens = [outputs.logits for outputs in lm.forward(["edcba"] * 6, states)]
+    next_tokens = [outputs.logits for outputs in lm.forward_batch(["edcba"] * 6, states)]
     np.testing.assert_allclose(next_tokens[:3], next_tokens[3:], atol=1e-3)
 
 
 def test_width_1_is_greedy(recurrent):
     starts = ["a", "abcdeabc", "cc", "eda"]
-    written = recurrent.generate(starts, 3 * W, temperature=0)
-    for [found], greedy in zip(recurrent.search(starts, 3 * W, width=1), written, strict=True):
+    written = recurrent.generate_batch(starts, 3 * W, temperature=0)
+    for [found], greedy in zip(recurrent.search_batch(starts, 3 * W, width=1), written, strict=True):
         assert (found.tokens, found.text, found.ended) == (greedy.tokens, greedy.text, greedy.ended)
     assert {one.ended for one in written} == {True, False}
 
@@ -136,7 +136,7 @@ def test_ended_hypotheses_are_continued_after_their_end_token(recurrent):
 
 def test_texts_are_searched_alone(recurrent):
     starts = ["a", recurrent.read("abcdeabcde"), "ccc"]
-    for start, found in zip(starts, recurrent.search(starts, 6, width=4, length_penalty=0.6), strict=True):
+    for start, found in zip(starts, recurrent.search_batch(starts, 6, width=4, length_penalty=0.6), strict=True):
         alone = recurrent.search(start, 6, width=4, length_penalty=0.6)
         assert [one.tokens for one in found] == [one.tokens for one in alone]
         np.testing.assert_allclose([one.score for one in found], [one.score for one in alone], atol=1e-5)
@@ -158,7 +158,6 @@ def test_there_may_be_fewer_hypotheses_than_asked_for(recurrent):
         ({"length_penalty": -0.5}, "length_penalty=-0.5 must be at least 0"),
         ({"tokens": 0}, "tokens=0 must be at least 1"),
         ({"start": ""}, "there is nothing to continue: the prompt is empty"),
-        ({"start": ["a", ""]}, "there is nothing to continue: prompt 1 of the batch is empty"),
     ],
 )
 def test_mistakes_are_named(recurrent, settings, message):

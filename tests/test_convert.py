@@ -166,7 +166,7 @@ def test_an_orbax_step_folder(tmp_path):
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(5, args=ocp.args.StandardSave({"params": nested(theirs)}))
     assert read_meliad(tmp_path / "run" / "5").keys() == theirs.keys()
-    with pytest.raises(UserError, match="run is no orbax checkpoint .* give the folder of one step"):
+    with pytest.raises(UserError, match="run is not an orbax checkpoint .* give the folder of one step"):
         read_meliad(tmp_path / "run")
 
 
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         convert(theirs | {"embed/embedding": np.zeros((260, 8), np.float32)})
     with pytest.raises(UserError, match="the reference has no infused positions, and this model has"):
         convert(theirs, dataclasses.replace(CONFIG, position=Infused()))
-    with pytest.raises(UserError, match="is no checkpoint of meliad: it has final_layernorm/scale"):
+    with pytest.raises(UserError, match="is not a checkpoint of meliad: it has final_layernorm/scale"):
         convert(without(theirs, "embed/embedding"))
     assert not output.exists()
 

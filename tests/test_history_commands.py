@@ -1,10 +1,8 @@
 """The commands of ancient history on a tiny model: scores that resume after a stop, evaluations, a search."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 from history_place import make_place
 from tiny_run import run_command
@@ -12,7 +10,6 @@ from tiny_run import run_command
 from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
-from meliad_like.history.config import HistoryConfig
 from meliad_like.history.evaluation import read_strides
 from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.selection import Ranking
@@ -232,14 +229,6 @@ def test_search(place, tmp_path, capsys):
     )
     with pytest.raises(UserError, match="none of these lengths fits: history_length=6 must be"):
         commands.search(asked, tmp_path, (6,), (4,))
-
-
-def test_the_summary_of_scores():
-    scores = pd.DataFrame({"document": 0, "stride": [0, 0, 1, 2], "score": np.float32([1, -1, 3, -4])})
-    info = SimpleNamespace(documents=("a",), config=HistoryConfig())
-    rows = dict(commands.summary(SimpleNamespace(rows=lambda: scores, info=info)).rows)
-    assert (rows["scores"], rows["mean"], rows["above 0"]) == ("4", "-0.250", "50.0%")
-    assert (rows["strides with one above 0"], rows["mean of the strides' best"]) == ("66.7%", "0.00")
 
 
 def run(*arguments):

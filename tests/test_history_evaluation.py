@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 from fake_split import FakeSplit
 
-from meliad_like.errors import UserError
 from meliad_like.history import evaluation as evaluation_module
 from meliad_like.history import evaluation as report
 from meliad_like.history.config import HistoryConfig
@@ -275,8 +274,3 @@ def test_tables_and_json():
     assert saved["config"]["window_length"] == 20
     # A share of no gain at all is no number.
     assert report.to_dict(of_nats([3.0, 5.0, 9.0], [3.0, 5.0, 9.0]))["selections"][1]["share_of_oracle"] is None
-
-
-def test_nothing_to_predict_is_named(windows):
-    with pytest.raises(UserError, match="no document has a second token"):
-        evaluate(windows, Documents([1, 1]), [Ranking("random", CONFIG)], LAYOUT)

@@ -102,7 +102,7 @@ def test_lanes_are_made_separately_and_orders_depend_on_the_seed():
 @pytest.mark.parametrize("name", ["random", "recent", "prefix_overlap"])
 def test_spans_are_chosen_among_all_candidates(name):
     of_all, of_some = (
-        make_selection(reading(dataclasses.replace(CONFIG, max_candidates=most), name), None, "train")
+        make_selection(reading(dataclasses.replace(CONFIG, max_candidates=most), name), None, "train")[0]
         for most in (None, 2)
     )
     stride, tokens = stride_of(30, 100, CONFIG), np.arange(100) % 7

@@ -162,7 +162,7 @@ def test_what_can_not_be_trained_on_is_named(place, tmp_path):
 
 
 def test_settings_that_are_not_the_scores_are_named(place, tmp_path):
-    message = "span_length=4 has no effect on train_selector: the scores in .* were made with 8; leave it out"
+    message = "scores belongs to another config: span_length is 8 there, 4 here; leave it out"
     with pytest.raises(UserError, match=message):
         commands.train_selector(asked(place, "HistoryConfig.span_length = 4"), tmp_path, str(place / "scores"))
 

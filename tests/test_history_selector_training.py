@@ -111,8 +111,9 @@ def test_encoding_resumes_after_a_full_disk(tmp_path, monkeypatch):
             encode(tmp_path / "part")
     part = encode(tmp_path / "part")
     assert told[0] == 16
-    for name, values in whole.values.items():
-        np.testing.assert_array_equal(part.values[name], values)
+    for name, (values, index) in whole.items():
+        np.testing.assert_array_equal(part[name][0], values)
+        np.testing.assert_array_equal(part[name][1], index)
 
 
 def test_documents_are_held_out():
@@ -242,7 +243,6 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
     "changes, message",
     [
         ({"validation_every": 1}, "validation_every=1 must be at least 2"),
-        ({"batch_size": 0}, "SelectorTrainingConfig.batch_size=0 must be at least 1"),
         # jax takes seeds modulo 2**32, and none that are longer than 64 bits.
         ({"seed": 2**32}, "SelectorTrainingConfig.seed=4294967296 must not be negative, and below 2\\*\\*32"),
     ],

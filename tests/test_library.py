@@ -119,10 +119,10 @@ def of_some(*names):
 def test_texts_of_a_batch_equal_themselves_alone(lm):
     """Texts of unequal lengths after states at unequal places."""
     texts = [LONG[:length] for length in LENGTHS]
-    befores = lm.read([LONG[-length - 1 :] for length in LENGTHS[::-1]])
-    scores, states = lm.score(texts, befores), lm.read(texts, befores)
+    befores = lm.read_batch([LONG[-length - 1 :] for length in LENGTHS[::-1]])
+    scores, states = lm.score_batch(texts, befores), lm.read_batch(texts, befores)
     # What is remembered is compared by what follows from it: keys of unit length amplify the rounding of short vectors.
-    following = lm.score([LONG[: 2 * W]] * len(texts), states)
+    following = lm.score_batch([LONG[: 2 * W]] * len(texts), states)
     for text, before, score, state, after in zip(texts, befores, scores, states, following, strict=True):
         alone = lm.score(text, before.copy())
         np.testing.assert_allclose(score.log_probabilities, alone.log_probabilities, atol=1e-5)
@@ -131,18 +131,18 @@ def test_texts_of_a_batch_equal_themselves_alone(lm):
             np.testing.assert_allclose(
                 after.log_probabilities, lm.score(LONG[: 2 * W], other).log_probabilities, atol=1e-5
             )
-    written = lm.generate(states, 2 * W, seed=range(len(states)), stop_at_end=False)
+    written = lm.generate_batch(states, 2 * W, seeds=range(len(states)), stop_at_end=False)
     for number, (state, continuation) in enumerate(zip(states, written, strict=True)):
         assert lm.generate(state.copy(), 2 * W, seed=number, stop_at_end=False).tokens == continuation.tokens
 
 
 def test_one_state_is_continued_once_for_each_seed(states):
     book = states.read(TEXT)
-    many = states.generate(book, 20, seed=[3, 1, 4, 1])
+    many = states.generate_batch([book] * 4, 20, seeds=[3, 1, 4, 1])
     assert [one.tokens for one in many] == [states.generate(book, 20, seed=seed).tokens for seed in (3, 1, 4, 1)]
     assert many[1].tokens == many[3].tokens != many[0].tokens
-    *_, last = states.stream(book, 20, seed=[3, 1, 4, 1])
-    again = states.generate([one.state for one in last], 10)
+    *_, last = states.stream_batch([book] * 4, 20, seeds=[3, 1, 4, 1])
+    again = states.generate_batch([one.state for one in last], 10)
     for seed, one in zip((3, 1, 4, 1), again, strict=True):
         assert one.tokens == states.generate(book, 30, seed=seed).tokens[20:]
 
@@ -154,7 +154,7 @@ def test_texts_that_end_leave_their_states(states):
     embedding[end] *= 3
     likely = LanguageModel(opened._replace(params=opened.params | {"embedding": embedding}))
     book = likely.read(TEXT)
-    many = likely.generate(book, 60, seed=range(6))
+    many = likely.generate_batch([book] * 6, 60, seeds=range(6))
     lengths = [len(one.tokens) for one in many]
     assert len(set(lengths)) > 2 and min(lengths) < 60
     for seed, one in enumerate(many):
@@ -171,7 +171,7 @@ def test_texts_that_end_leave_their_states(states):
 def test_hidden_states_of_every_layer(lm):
     number = len(lm.model.bind(lm.params).layers)
     texts, before = [LONG[: C * W + 5], "short", ""], lm.read(LONG[:7])
-    for text, outputs in zip(texts, lm.forward(texts, before, layers=range(number + 1)), strict=True):
+    for text, outputs in zip(texts, lm.forward_batch(texts, before, layers=range(number + 1)), strict=True):
         assert outputs.logits.shape == (len(text), BYTES.size)
         if not text:
             continue
@@ -188,7 +188,7 @@ def test_hidden_states_of_every_layer(lm):
 
 
 def test_states_are_compared_and_copied(states):
-    first, second = states.read([TEXT, TEXT + "x"])
+    first, second = states.read_batch([TEXT, TEXT + "x"])
     copied = first.copy()
     assert set(first.difference(copied).values()) == {0.0}
     assert copied.arrays["layers/0/recurrent_states/states"].shape == (4, 16)
@@ -240,15 +240,15 @@ def test_mistakes_are_named(states, tmp_path):
     with pytest.raises(UserError, match="token 257 is not in the vocabulary of 257"):
         states.score([1, 257])
     with pytest.raises(UserError, match="text 1 of the batch: token -1 is not in the vocabulary of 257"):
-        states.read([[1, 2], [3, -1]])
+        states.read_batch([[1, 2], [3, -1]])
     with pytest.raises(UserError, match="the prompt is empty"):
         states.generate("")
     with pytest.raises(UserError, match="prompt 1 of the batch is empty"):
-        states.generate(["a", ""])
+        states.generate_batch(["a", ""])
     with pytest.raises(UserError, match="2 states for 3 texts: give one for each text, or one for all"):
-        states.score(["a", "b", "c"], [states.begin()] * 2)
+        states.score_batch(["a", "b", "c"], [states.begin()] * 2)
     with pytest.raises(UserError, match="2 seeds for 3 texts: give one for each"):
-        states.generate(["a", "b", "c"], seed=[1, 2])
+        states.generate_batch(["a", "b", "c"], seeds=[1, 2])
     with pytest.raises(UserError, match="there is no layer 2; the layers are 1 to 1, and 0 the embedding"):
         states.forward("a", layers=[2])
 

@@ -231,17 +231,6 @@ def test_numbers_of_8_bits_are_refused(tmp_path):
         read_huggingface(tmp_path)
 
 
-def test_an_index_that_names_no_files_is_refused(tmp_path):
-    shutil.copy(FOLDER / "config.json", tmp_path)
-    for index, message in [
-        ('{"weight_map": {"a": 5}}', "model.safetensors.index.json has no weight_map from tensors to files"),
-        ("[" * 100_000, "model.safetensors.index.json is not JSON: "),
-    ]:
-        (tmp_path / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(UserError, match=message):
-            read_huggingface(tmp_path)
-
-
 SUMMARY = WindowSummary(layers=(0, -1), num_inserted=2, pooling="attention", width=5)
 
 
@@ -266,11 +255,7 @@ def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
         with pytest.raises(UserError, match=message):
             read_huggingface(tmp_path)
 
-    refused(
-        "recurrence.safetensors: WindowSummary.layers=.* names a layer that 2 layers lack",
-        layers=[7],
-    )
-    refused(r"recurrence.safetensors: WindowSummary.layers=\(\) names no layer", layers=[])
+    refused("WindowSummary.layers=.* names a layer that 2 layers lack", layers=[7])
     refused("recurrence.safetensors: pooling='most' must be 'mean' or", pooling="most")
     refused(r"layers/\d/\w+ has shape \(5,.*\), its config asks for \(6,", width=6)
     fewer = {name: value for name, value in tensors.items() if name != "layer_scores"}

@@ -77,7 +77,7 @@ def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:
     with reading(path, "checkpoint of weights and settings", *damaged), settings:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(saved, dict) or "model" not in saved:
-        raise UserError(f"{path} is no checkpoint of fairseq: there is no model in it")
+        raise UserError(f"{path} is not a checkpoint of fairseq: there is no model in it")
     return {name: tensor.float().numpy() for name, tensor in saved["model"].items()}
 
 

@@ -138,14 +138,12 @@ def _stack(config: DecoderConfig) -> tuple[dict[str, str], dict[str, str], list[
         return _TOP, _LAYER, [f"transformer{i}" for i in layers]
     if _melodi(config) is not None:
         return _NEW_TOP, _NEW_LAYER, [f"layer_stack/melodi_layers_{i}/melodi_layer" for i in layers]
-    [side] = config.layers_with(DenseMemory) or [None]
-    # The dense layer is not counted among the layers of the stack.
-    others = iter(layers)
-    return (
-        _NEW_TOP,
-        _NEW_LAYER,
-        ["layer_stack/" + ("side_layer" if i == side else f"transformer{next(others)}") for i in layers],
-    )
+    prefixes, dense = [f"layer_stack/transformer{i}" for i in layers], config.layers_with(DenseMemory)
+    if dense:
+        # The dense layer is not counted among the layers of the stack.
+        [side] = dense
+        prefixes = [*prefixes[:side], "layer_stack/side_layer", *prefixes[side:-1]]
+    return _NEW_TOP, _NEW_LAYER, prefixes
 
 
 def _places(config: DecoderConfig) -> Places:
@@ -219,7 +217,7 @@ def read_meliad(path: str | Path) -> dict[str, np.ndarray]:
         if root + EMBEDDING in arrays:
             return {name.removeprefix(root): arrays[name] for name in arrays if name.startswith(root)}
     raise UserError(
-        f"{path} is no checkpoint of meliad: it has {', '.join(sorted(arrays)[:3]) or 'nothing'} ..., but no "
+        f"{path} is not a checkpoint of meliad: it has {', '.join(sorted(arrays)[:3]) or 'nothing'} ..., but no "
         f"{EMBEDDING} at the top or under {', '.join(ROOTS[1:])}"
     )
 
@@ -228,7 +226,7 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
     # A checkpoint manager saves the arrays in the folder `default` of the step's folder.
     candidates = [place for place in (folder, folder / "default") if (place / "_METADATA").is_file()]
     if not candidates:
-        raise UserError(f"{folder} is no orbax checkpoint (no _METADATA in it): give the folder of one step")
+        raise UserError(f"{folder} is not an orbax checkpoint (no _METADATA in it): give the folder of one step")
     checkpointer = ocp.PyTreeCheckpointer()
     place = epath.Path(candidates[0].resolve())
     item = checkpointer.metadata(place).item_metadata
@@ -241,11 +239,10 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
 
 def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) -> None:
     """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning."""
-    _check_family(run, "--gin_file")
+    model = _checked(run, "--gin_file")
     theirs = read_meliad(path)
     vocabulary = vocabulary_of(run, len(theirs[EMBEDDING]), path)
-    assert isinstance(run.model, DecoderConfig)
-    params = from_meliad(theirs, Model(run.model, vocabulary.size).abstract_params, run.model)
+    params = from_meliad(theirs, Model(model, vocabulary.size).abstract_params, model)
     write_checkpoint(folder, params, run, vocabulary)
 
 
@@ -255,37 +252,34 @@ def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
     if path.suffix != ".npz":
         raise UserError(f"{path} must end in .npz")
     opened = open_checkpoint(folder)
-    _check_family(opened.run, str(folder))
-    assert isinstance(opened.run.model, DecoderConfig)
-    theirs = to_meliad(opened.params, opened.run.model)
-    try:
-        with replacing(path) as file:
-            np.savez(file, **theirs)  # type: ignore[arg-type]  # its stub takes names for options
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    theirs = to_meliad(opened.params, _checked(opened.run, str(folder)))
+    with replacing(path) as file:
+        np.savez(file, **theirs)  # type: ignore[arg-type]  # its stub takes names for options
 
 
-def _check_family(run: RunConfig, origin: str) -> None:
-    if not isinstance(run.model, DecoderConfig):
-        raise UserError(f"{origin}: the reference has decoders alone, and this model is a {MODELS.name_of(run.model)}")
-    if isinstance(run.model.position, Infused):
-        raise UserError(f"{origin}: the reference has no infused positions, and this model has")
-    if isinstance(run.model.position, Rotary) and run.model.position.unit != "pi":
-        raise UserError(f"{origin}: the reference's rotary positions turn by pi: Rotary.unit='pi'")
-    _check_new_stack(run.model, origin)
-
-
-def _check_new_stack(model: DecoderConfig, origin: str) -> None:
-    melodi, dense = _melodi(model), model.layers_with(DenseMemory)
-    if melodi is None and not dense:
-        return
-    if not model.feedforward_bias:
-        raise UserError(f"{origin}: the reference's MELODI and dense memory need DecoderConfig.feedforward_bias=True")
-    if melodi is not None and len(model.kinds) < model.total_layers:
-        raise UserError(f"{origin}: in the reference all layers have MELODI, and here Melodi.layers={melodi.layers}")
-    if dense and not all(isinstance(model.kinds.get(i), RepeatedInput) for i in dense):
-        raise UserError(
-            f"{origin}: in the reference the dense layer's input counts twice: RepeatedInput.layers={tuple(dense)}"
-        )
-    if len(dense) > 1:
-        raise UserError(f"{origin}: the reference has one layer with a dense memory, and here {dense} have it")
+def _checked(run: RunConfig, origin: str) -> DecoderConfig:
+    """The model's config, if the reference has such models."""
+    model = run.model
+    if not isinstance(model, DecoderConfig):
+        raise UserError(f"{origin}: the reference has decoders alone, and this model is a {MODELS.name_of(model)}")
+    position, melodi, dense = model.position, _melodi(model), model.layers_with(DenseMemory)
+    for is_wrong, message in (
+        (isinstance(position, Infused), "the reference has no infused positions, and this model has"),
+        (
+            isinstance(position, Rotary) and position.unit != "pi",
+            "the reference's rotary positions have Rotary.unit='pi'",
+        ),
+        (
+            not model.feedforward_bias and (melodi or dense),
+            "the reference's MELODI and dense memory need DecoderConfig.feedforward_bias=True",
+        ),
+        (melodi and len(model.kinds) < model.total_layers, "in the reference all layers have MELODI"),
+        (
+            not all(isinstance(model.kinds.get(i), RepeatedInput) for i in dense),
+            f"in the reference the dense layer's input counts twice: RepeatedInput.layers={tuple(dense)}",
+        ),
+        (len(dense) > 1, "the reference has one layer with a dense memory"),
+    ):
+        if is_wrong:
+            raise UserError(f"{origin}: {message}")
+    return model

@@ -44,14 +44,12 @@ def fill_parameters(
     Raises:
       UserError: an array is missing, has another shape, or has no place in the model.
     """
-    names = frozenset(names)
-    left_over = set(names)
+    names, leaves = frozenset(names), named_arrays(template)
 
     def fill(path: str, leaf: Any) -> jax.Array:
         name, transposed, part = places(path)
         if name not in names:
             raise UserError(f"{owner} has no tensor {name}: it is not the model that its config describes")
-        left_over.discard(name)
         array, size = read(name), leaf.shape[-1]
         if part is not None:
             if array.shape[-1] != 3 * size:
@@ -63,11 +61,10 @@ def fill_parameters(
         # Copies are made in the background; wait, so that this array is freed before the next is read.
         return jax.block_until_ready(jnp.asarray(np.ascontiguousarray(array, np.float32)))
 
-    leaves = named_arrays(template)
     # The largest array comes first, while most memory is free.
     largest_first = sorted(leaves, key=lambda path: -leaves[path].size)
     filled = {path: fill(path, leaves[path]) for path in largest_first}
-    if left_over:
+    if left_over := names - {places(path).name for path in leaves}:
         raise UserError(
             f"{owner} has a tensor {min(left_over)} that the model of its config has no place for "
             f"({len(left_over)} such tensors)"

@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from meliad_like.config import Changes, RunConfig, bound_values, differences, field_types, fit, parse, read_changes
+from meliad_like.config import Changes, bound_values, differences, field_types, fit, parse, read_changes
 from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.conversion.pretrained_formats import GGUF_LLAMA, PLACES, from_gguf, from_huggingface, to_huggingface
 from meliad_like.data.gguf_file import open_gguf
@@ -20,7 +20,7 @@ from meliad_like.data.tokenizers_vocabulary import (
     TOKENIZER_NAME,
     TokenizersVocabularyConfig,
 )
-from meliad_like.data.vocabulary import SETTINGS_NAME, Vocabulary, saved_vocabulary_config
+from meliad_like.data.vocabulary import SETTINGS_NAME, saved_vocabulary_config
 from meliad_like.errors import UserError, reading
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
@@ -58,8 +58,7 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     folder = Path(folder)
     saved = read_object(folder / CONFIG_NAME)
     config = from_huggingface(saved, str(folder / CONFIG_NAME))
-    if type(size := saved.get("vocab_size")) is not int:
-        raise UserError(f"{folder / CONFIG_NAME} has no vocab_size")
+    size = fit(saved.get("vocab_size"), int, f"{folder / CONFIG_NAME}: vocab_size")
     files = _files(folder)
     prefix = "transformer." if config.architecture == "gpt2" and "wte.weight" in files else ""
     # A model without its output layer is saved without the prefix.
@@ -128,10 +127,7 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
         )
     fields = {name: fit(value, types[name], f"{path}: {name}") for name, value in saved.items()}
     windows = {name: fields.pop(name) for name in WINDOW_FIELDS}
-    try:
-        config = dataclasses.replace(decoder, **windows, recurrence=(WindowSummary(**fields),))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    config = dataclasses.replace(decoder, **windows, recurrence=(WindowSummary(**fields),))
     template = Model(config, size).abstract_params["recurrence"]
     return config, fill_parameters(template, names, Place, lambda name: _read_tensor(path, name), str(path))
 
@@ -139,19 +135,14 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
 def _files(folder: Path) -> dict[str, Path]:
     """The file of each tensor, by the tensor's name."""
     if (folder / INDEX_NAME).exists():
-        index = read_object(folder / INDEX_NAME).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-            raise UserError(f"{folder / INDEX_NAME} has no weight_map from tensors to files")
-        files = {name: folder / file for name, file in index.items()}
-    elif (folder / TENSORS_NAME).exists():
+        return {name: folder / file for name, file in read_object(folder / INDEX_NAME)["weight_map"].items()}
+    if (folder / TENSORS_NAME).exists():
         with _open(folder / TENSORS_NAME) as file:
-            files = dict.fromkeys(file.keys(), folder / TENSORS_NAME)  # The value is not a mapping.
-    else:
-        raise UserError(
-            f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: save the model with transformers' "
-            "save_pretrained(folder, safe_serialization=True)"
-        )
-    return files
+            return dict.fromkeys(file.keys(), folder / TENSORS_NAME)  # The value is not a mapping.
+    raise UserError(
+        f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: save the model with transformers' "
+        "save_pretrained(folder, safe_serialization=True)"
+    )
 
 
 def _open(path: Path) -> Any:
@@ -193,25 +184,16 @@ def open_pretrained(kind: str, path: str | Path, changes: Changes) -> OpenedChec
     Args:
       kind: `huggingface`: a folder of config.json and safetensors; `gguf`: a file.
     """
-    pretrained = read_gguf(path) if kind == "gguf" else read_huggingface(path)
-    run = run_of(pretrained, path, changes)
-    vocabulary = vocabulary_of(run, pretrained.vocabulary_size, path)
-    return OpenedCheckpoint(run, Model(run.model, vocabulary.size), pretrained.params, vocabulary, 0)
-
-
-def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunConfig:
-    """The run config of a pretrained model with the changes of a user, which must not contradict its file."""
-    model = pretrained.config
+    model, size, params = read_gguf(path) if kind == "gguf" else read_huggingface(path)
     # The segment length of base.gin is for another window.
     window = changes.value("PretrainedConfig.window_length", model.window_length)
     segment = changes.value("ReaderConfig.segment_length", window)
     reader = WindowsReaderConfig if model.summary else LanesReaderConfig
+    is_ours = (Path(path) / SETTINGS_NAME).exists()
     start = dataclasses.replace(
         parse(),
         model=dataclasses.replace(model, window_length=window),
-        vocabulary=saved_vocabulary_config(Path(path))
-        if (Path(path) / SETTINGS_NAME).exists()
-        else TokenizersVocabularyConfig(model_file=str(path)),
+        vocabulary=saved_vocabulary_config(Path(path)) if is_ours else TokenizersVocabularyConfig(model_file=str(path)),
         data=reader(segment_length=segment, tokens_per_step=segment),
     )
     run = changes(start)
@@ -223,31 +205,27 @@ def run_of(pretrained: Pretrained, path: str | Path, changes: Changes) -> RunCon
     for name, (old, new) in differences(start, run).items():
         if name in fixed:
             raise UserError(f"{name} = {new!r}, but {path} has {old!r}")
-    return run
+    vocabulary = vocabulary_of(run, size, path)
+    return OpenedCheckpoint(run, Model(run.model, vocabulary.size), params, vocabulary, 0)
 
 
 def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
     """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer."""
-    opened = open_checkpoint(checkpoint)
+    run, _, params, vocabulary, _ = open_checkpoint(checkpoint)
     folder = Path(folder)
-    if not isinstance(opened.run.model, PretrainedConfig):
-        raise UserError(f"{checkpoint} is a {type(opened.run.model).__name__} model: only pretrained ones go back")
+    if not isinstance(run.model, PretrainedConfig):
+        raise UserError(f"{checkpoint} is a {type(run.model).__name__} model: only pretrained ones go back")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}: choose another --output")
     folder.mkdir(parents=True, exist_ok=True)
-    pretrained = Pretrained(opened.run.model, opened.vocabulary.size, opened.params)
-    write_huggingface(pretrained, opened.vocabulary.end_of_document, folder)
-    _write_tokenizer(opened.vocabulary, folder)
-
-
-def _write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
-    """Writes the vocabulary for `open_pretrained`, and for `transformers` as far as that can express it."""
+    write_huggingface(Pretrained(run.model, vocabulary.size, params), vocabulary.end_of_document, folder)
+    # For `open_pretrained`, and for transformers as far as it can express this vocabulary.
     vocabulary.save(folder)
-    if (found := vocabulary.for_tokenizers()) is None:
+    if (tokenizer := vocabulary.for_tokenizers()) is None:
         print(f"{folder}: transformers has no tokenizer like the {vocabulary.kind} vocabulary: only we read it back")
         return
-    tokenizer, end = found
-    write_whole(folder / TOKENIZER_NAME, tokenizer)
+    text, end = tokenizer
+    write_whole(folder / TOKENIZER_NAME, text)
     # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
     write_json(folder / TOKENIZER_CONFIG_NAME, settings)

@@ -57,77 +57,60 @@ MISTRAL_WINDOW = 4096
 """The sliding window of a `mistral` model whose file has no `sliding_window`; one that is null has none."""
 
 
-def _width_by_heads(fields: Mapping[str, Any]) -> int:
-    return fields["model_width"] // fields["num_heads"]
-
-
-_heads = operator.itemgetter("num_heads")
-REQUIRED = object()
-# Our field: its name in the file ("": it has none), and its default, which may follow from the fields before it.
-Table = Mapping[str, tuple[str, Any]]
-FIELDS: dict[str, Table] = {
-    "gpt2": {
-        "num_layers": ("n_layer", REQUIRED),
-        "model_width": ("n_embd", REQUIRED),
-        "num_heads": ("n_head", REQUIRED),
-        "num_key_value_heads": ("", _heads),
-        "head_size": ("", _width_by_heads),
-        "feedforward_width": ("n_inner", lambda fields: 4 * fields["model_width"]),
-        "activation": ("activation_function", REQUIRED),
-        "max_positions": ("n_positions", REQUIRED),
-        "norm_epsilon": ("layer_norm_epsilon", 1e-5),
-        "tied_embedding": ("tie_word_embeddings", True),
-    },
-    "llama": {
-        "num_layers": ("num_hidden_layers", REQUIRED),
-        "model_width": ("hidden_size", REQUIRED),
-        "num_heads": ("num_attention_heads", REQUIRED),
-        "num_key_value_heads": ("num_key_value_heads", _heads),
-        "head_size": ("head_dim", _width_by_heads),
-        "feedforward_width": ("intermediate_size", REQUIRED),
-        "activation": ("hidden_act", REQUIRED),
-        "max_positions": ("max_position_embeddings", REQUIRED),
-        "norm_epsilon": ("rms_norm_eps", 1e-6),
-        "rotary_base": ("rope_theta", 10_000.0),
-        "tied_embedding": ("tie_word_embeddings", False),
-    },
+# The names of our fields in files of GPT-2, of Llama and of Llama in GGUF; None: they have none.
+_NAMES: dict[str, tuple[str | None, str | None, str | None]] = {
+    "num_layers": ("n_layer", "num_hidden_layers", "llama.block_count"),
+    "model_width": ("n_embd", "hidden_size", "llama.embedding_length"),
+    "num_heads": ("n_head", "num_attention_heads", "llama.attention.head_count"),
+    "num_key_value_heads": (None, "num_key_value_heads", "llama.attention.head_count_kv"),
+    "head_size": (None, "head_dim", "llama.attention.key_length"),
+    "feedforward_width": ("n_inner", "intermediate_size", "llama.feed_forward_length"),
+    "activation": ("activation_function", "hidden_act", None),
+    "max_positions": ("n_positions", "max_position_embeddings", "llama.context_length"),
+    "norm_epsilon": ("layer_norm_epsilon", "rms_norm_eps", "llama.attention.layer_norm_rms_epsilon"),
+    "rotary_base": (None, "rope_theta", "llama.rope.freq_base"),
+    "sliding_window": (None, "sliding_window", None),
+    "tied_embedding": ("tie_word_embeddings", "tie_word_embeddings", None),
 }
-FIELDS["mistral"] = {
-    **FIELDS["llama"],
-    "num_key_value_heads": ("num_key_value_heads", REQUIRED),
-    "sliding_window": ("sliding_window", 0),
+_GPT2_NAMES, _LLAMA_NAMES, _GGUF_NAMES = (
+    {ours: theirs for ours, names in _NAMES.items() if (theirs := names[i]) is not None} for i in range(3)
+)
+NAMES = {"gpt2": _GPT2_NAMES, "llama": _LLAMA_NAMES, "mistral": _LLAMA_NAMES, "gguf": _GGUF_NAMES}
+# What a missing field means, some as a function of the fields before it; fields without a default are required.
+_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": operator.itemgetter("num_heads"),
+    "head_size": lambda fields: fields["model_width"] // fields["num_heads"],
+    "rotary_base": 10_000.0,
+    "sliding_window": 0,
 }
-# Of each rope_type: the field in the file, ours, and whether it must be there.
-_POSITIONS = ("original_max_position_embeddings", "original_positions", True)
+_LLAMA_DEFAULTS = _DEFAULTS | {"norm_epsilon": 1e-6, "tied_embedding": False}
+_GPT2_DEFAULTS = {"feedforward_width": lambda fields: 4 * fields["model_width"], "norm_epsilon": 1e-5}
+DEFAULTS = {
+    "gpt2": {**_DEFAULTS, **_GPT2_DEFAULTS, "tied_embedding": True},
+    "llama": _LLAMA_DEFAULTS,
+    "mistral": {name: default for name, default in _LLAMA_DEFAULTS.items() if name != "num_key_value_heads"},
+    "gguf": _DEFAULTS,
+}
+# Of each rope_type: our fields by those in the file, which must be there unless they are in ROTARY_OPTIONAL.
 ROTARY_FIELDS = {
-    "linear": [("factor", "factor", True)],
-    "dynamic": [("factor", "factor", True)],
-    "llama3": [
-        ("factor", "factor", True),
-        _POSITIONS,
-        ("low_freq_factor", "low_frequency_factor", True),
-        ("high_freq_factor", "high_frequency_factor", True),
-    ],
-    "yarn": [
-        ("factor", "factor", True),
-        _POSITIONS,
-        ("beta_fast", "fast_turns", False),
-        ("beta_slow", "slow_turns", False),
-        ("attention_factor", "scale", False),
-        ("truncate", "whole_limits", False),
-    ],
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_positions",
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_positions",
+        "beta_fast": "fast_turns",
+        "beta_slow": "slow_turns",
+        "attention_factor": "scale",
+        "truncate": "whole_limits",
+    },
 }
-GGUF_FIELDS: Table = {
-    "num_layers": ("llama.block_count", REQUIRED),
-    "model_width": ("llama.embedding_length", REQUIRED),
-    "num_heads": ("llama.attention.head_count", REQUIRED),
-    "num_key_value_heads": ("llama.attention.head_count_kv", _heads),
-    "head_size": ("llama.attention.key_length", _width_by_heads),
-    "feedforward_width": ("llama.feed_forward_length", REQUIRED),
-    "max_positions": ("llama.context_length", REQUIRED),
-    "norm_epsilon": ("llama.attention.layer_norm_rms_epsilon", REQUIRED),
-    "rotary_base": ("llama.rope.freq_base", 10_000.0),
-}
+ROTARY_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "truncate"}
 
 
 def _linear(ours: str, theirs: str, **how: Any) -> dict[str, Place]:
@@ -174,9 +157,9 @@ _IN_GGUF = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
 
 
 def _gguf_name(name: str) -> str:
-    found = _IN_GGUF.get_name(name.format(0), (".weight", ".bias"))
-    assert found is not None
-    return found.replace("blk.0.", "blk.{}.")
+    gguf_name = _IN_GGUF.get_name(name.format(0), (".weight", ".bias"))
+    assert gguf_name is not None
+    return gguf_name.replace("blk.0.", "blk.{}.")
 
 
 _GGUF_LLAMA = {ours: where._replace(name=_gguf_name(where.name)) for ours, where in _LLAMA.items()}
@@ -184,8 +167,8 @@ _GGUF_LLAMA = {ours: where._replace(name=_gguf_name(where.name)) for ours, where
 
 def _place(table: Mapping[str, Place], path: str) -> Place:
     if match := re.fullmatch(r"blocks/(\d+)/(.+)", path):
-        found = table[match[2]]
-        return found._replace(name=found.name.format(match[1]))
+        place = table[match[2]]
+        return place._replace(name=place.name.format(match[1]))
     return table[path]
 
 
@@ -214,7 +197,7 @@ def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
         if (base := rotary.pop("rope_theta", None)) is not None:
             saved["rope_theta"] = base
         scaling["rotary_scaling"] = _read_scaling(rotary, f"{owner}: rope_scaling")
-    return _read(saved, FIELDS[kind], owner, architecture=ARCHITECTURES[kind], **scaling)
+    return _read(saved, kind, owner, architecture=ARCHITECTURES[kind], **scaling)
 
 
 def _read_scaling(saved: dict[str, Any], owner: str) -> RotaryScaling:
@@ -224,19 +207,16 @@ def _read_scaling(saved: dict[str, Any], owner: str) -> RotaryScaling:
         return RotaryScaling()
     if not isinstance(kind, str) or kind not in ROTARY_FIELDS:
         raise UserError(f"{owner}: we can't honour rope_type {kind!r}, only default, {', '.join(ROTARY_FIELDS)}")
-    scaling_class, fields = ROTARY_SCALINGS[kind], {}
+    scaling_class, fields, names = ROTARY_SCALINGS[kind], {}, ROTARY_FIELDS[kind]
     types = field_types(scaling_class)
-    for key, name, required in ROTARY_FIELDS[kind]:
-        if (value := saved.pop(key, None)) is not None:
-            fields[name] = fit(value, types[name], f"{owner}: {key}")
-        elif required:
-            raise UserError(f"{owner} has no {key}")
-    if unknown := [key for key, value in saved.items() if value is not None]:
-        raise UserError(f"{owner}: we can't honour {unknown[0]} = {saved[unknown[0]]!r} for rope_type {kind!r}")
-    try:
-        return scaling_class(**fields)
-    except UserError as error:
-        raise UserError(f"{owner}: {error}") from None
+    saved = {key: value for key, value in saved.items() if value is not None}
+    for key, value in saved.items():
+        if key not in names:
+            raise UserError(f"{owner}: we can't honour {key} = {value!r} for rope_type {kind!r}")
+        fields[names[key]] = fit(value, types[names[key]], f"{owner}: {key}")
+    if missing := [key for key in names if key not in saved and key not in ROTARY_OPTIONAL]:
+        raise UserError(f"{owner} has no {missing[0]}")
+    return _make(scaling_class, owner, fields)
 
 
 def from_gguf(file: GGUFFile) -> PretrainedConfig:
@@ -249,17 +229,19 @@ def from_gguf(file: GGUFFile) -> PretrainedConfig:
     saved = {key: float(str(np.float32(x))) if type(x) is float else x for key, x in saved.items()}
     tied = "output.weight" not in file.tensors
     fixed = {"architecture": architecture, "activation": "silu", "tied_embedding": tied}
-    config = _read(saved, GGUF_FIELDS, str(file.path), **fixed)
+    config = _read(saved, "gguf", str(file.path), **fixed)
     for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
         if (value := saved.get(key, config.head_size)) != config.head_size:
             raise UserError(f"{file.path}: we can't honour {key} = {value} with heads of {config.head_size}")
     return config
 
 
-def _read(saved: Mapping[str, Any], table: Table, owner: str, **fields: Any) -> PretrainedConfig:
-    types = field_types(PretrainedConfig)
-    for name, (key, default) in table.items():
-        if (value := saved.get(key)) is not None:
+def _read(saved: Mapping[str, Any], kind: str, owner: str, **fields: Any) -> PretrainedConfig:
+    """The config of a file of this kind with these entries, and with the fields that are known otherwise."""
+    types, names = field_types(PretrainedConfig), NAMES[kind]
+    for name in (name for name in _NAMES if name not in fields):
+        key = names.get(name)
+        if key is not None and (value := saved.get(key)) is not None:
             if name == "activation":
                 if value not in ACTIVATIONS:
                     raise UserError(f"{owner}: {key} {value!r} is not one of {', '.join(ACTIVATIONS)}")
@@ -267,17 +249,23 @@ def _read(saved: Mapping[str, Any], table: Table, owner: str, **fields: Any) -> 
             fields[name] = fit(value, types[name], f"{owner}: {key}")
             if types[name] in (int, float) and fields[name] <= 0:
                 raise UserError(f"{owner}: {key} = {value!r} must be positive")
-        elif default is REQUIRED:
+        elif name not in DEFAULTS[kind]:
             raise UserError(f"{owner} has no {key}")
         else:
-            fields[name] = default(fields) if isinstance(default, Callable) else default
-    known = HARMLESS | {key for key, _ in table.values()}
+            default = DEFAULTS[kind][name]
+            fields[name] = default(fields) if callable(default) else default
+    known = HARMLESS | set(names.values())
     for key, value in saved.items():
         # An unknown switch that is off has no effect.
         if key not in known and value not in (None, False, {}, [], "none"):
             raise UserError(f"{owner}: we can't honour {key} = {value!r}, which we don't know and may change the model")
+    return _make(PretrainedConfig, owner, fields | {"window_length": fields["max_positions"]})
+
+
+def _make(config_class: Callable[..., Any], owner: str, fields: Mapping[str, Any]) -> Any:
+    """The config of these fields, whose errors name the owner."""
     try:
-        return PretrainedConfig(**fields, window_length=fields["max_positions"])
+        return config_class(**fields)
     except UserError as error:
         raise UserError(f"{owner}: {error}") from None
 
@@ -288,15 +276,16 @@ def to_huggingface(config: PretrainedConfig, vocabulary_size: int, end_of_docume
     if config.architecture == "gpt2" and heads != (config.num_heads, config.model_width):
         raise UserError("a gpt2 config.json can't express num_key_value_heads, or heads that don't add up to the width")
     kind = "mistral" if config.sliding_window else config.architecture
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    fields = {key: getattr(config, name) for name, (key, _) in FIELDS[kind].items() if key}
-    activation, _ = FIELDS[kind]["activation"]
+    activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    fields = {key: getattr(config, name) for name, key in NAMES[kind].items()}
+    fields[NAMES[kind]["activation"]] = activations[config.activation]
+    if kind == "llama":
+        del fields["sliding_window"]
     if (scaling := config.rotary_scaling) != RotaryScaling():
         rope_type = ROTARY_SCALINGS.name_of(scaling)
-        rotary = {key: getattr(scaling, name) for key, name, _ in ROTARY_FIELDS[rope_type]}
+        rotary = {key: getattr(scaling, name) for key, name in ROTARY_FIELDS[rope_type].items()}
         fields["rope_scaling"] = {"rope_type": rope_type} | {k: v for k, v in rotary.items() if v is not None}
     return fields | {
-        activation: names[config.activation],
         "model_type": kind,
         "architectures": [CLASSES[kind]],
         "vocab_size": vocabulary_size,

@@ -41,33 +41,29 @@ SHORTEST = 16
 
 
 class Question(NamedTuple):
-    """Tokens of which the last are scored."""
+    """Tokens of which the last are scored, and the state after the first of them."""
 
     index: int
     """The place in the list of requests."""
     tokens: tuple[int, ...]
     num_scored: int
+    num_read: int = 0
+    """The number of tokens, in whole blocks, that `state` has read."""
+    state: State | None = None
+    """None before the first token."""
 
     def num_before(self, w: int) -> int:
         """The number of tokens in whole blocks that are read before those whose predictions are scored."""
         return (len(self.tokens) - self.num_scored - 1) // w * w
 
-
-class Row(NamedTuple):
-    """A question with the state after its first tokens."""
-
-    question: Question
-    state: State | None
-    """The state after `num_read` tokens, a whole number of blocks; None before the first token."""
-    num_read: int
-
     @property
     def num_inputs(self) -> int:
-        return len(self.question.tokens) - 1 - self.num_read
+        """The number of tokens that are still to be read."""
+        return len(self.tokens) - 1 - self.num_read
 
 
 class Shape(NamedTuple):
-    """What rows must have in common to be read in one batch."""
+    """What questions must have in common to be read in one batch."""
 
     model: Model
     length: int
@@ -90,21 +86,16 @@ class HarnessModel(TemplateLM):
     ):
         """
         Args:
-          checkpoint: whatever `meliad_like.load` opens, or a model that it has returned.
-          step: which checkpoint of a training; None: the newest.
+          checkpoint, step, gin_params: as of `meliad_like.load`; or a model that it has returned.
           batch_size: the number of texts that are read in parallel.
           first_tokens: whether the end-of-document token is read before every document, so that the document's first
             token has a probability too. The harness's own adapters do this. The models trained here have never read
             that token, and their evaluation doesn't count first tokens; GPT-2 and others were trained with it.
-          gin_params: bindings that change the checkpoint's config, as of `meliad_like.load`.
-
-        Raises:
-          UserError: there is no such model.
         """
         super().__init__()
-        given = isinstance(checkpoint, LanguageModel)
-        self.lm = checkpoint if given else load(checkpoint, step=step, gin_params=gin_params)
-        self._name = str(checkpoint) if isinstance(checkpoint, str | Path) else ""
+        is_open = isinstance(checkpoint, LanguageModel)
+        self.lm = checkpoint if is_open else load(checkpoint, step=step, gin_params=gin_params)
+        self._name = "" if is_open else str(checkpoint)
         self._batch_size, self._first_tokens = int(batch_size), first_tokens
 
     def get_model_info(self) -> dict[str, Any]:
@@ -143,52 +134,52 @@ class HarnessModel(TemplateLM):
             Question(i, (*context, *continuation), len(continuation))
             for i, (_, context, continuation) in enumerate(requests)
         ]
-        found = [(0.0, True)] * len(questions)
-        batches: dict[Shape, list[Row]] = {}
-
-        def score(shape: Shape) -> None:
-            rows = batches.pop(shape)
-            for row, result in zip(rows, self._score(shape, rows), strict=True):
-                found[row.question.index] = result
-
-        for row in self._rows(sorted(questions, key=lambda question: question.tokens), None, 0):
-            shape = self._shape(row.num_inputs, row.state is None)
-            batches.setdefault(shape, []).append(row)
+        results: dict[int, tuple[float, bool]] = {}
+        batches: dict[Shape, list[Question]] = {}
+        for question in self._with_states(sorted(questions, key=lambda question: question.tokens)):
+            shape = self._shape(question.num_inputs, question.state is None)
+            batches.setdefault(shape, []).append(question)
             if len(batches[shape]) == self._batch_size:
-                score(shape)
-        for shape in list(batches):
-            score(shape)
-        for request, result in zip(requests, found):
-            self.cache_hook.add_partial("loglikelihood", request[0], result)
-        return found
+                results.update(self._score(shape, batches.pop(shape)))
+        for shape, batch in batches.items():
+            results.update(self._score(shape, batch))
+        for i, request in enumerate(requests):
+            self.cache_hook.add_partial("loglikelihood", request[0], results[i])
+        return [results[i] for i in range(len(requests))]
 
-    def _rows(self, questions: list[Question], state: State | None, num_read: int) -> Iterator[Row]:
-        """Each of the questions, which are sorted and share their first `num_read` tokens, with its state.
+    def _with_states(self, questions: list[Question]) -> Iterator[Question]:
+        """Each of the questions, which are sorted and have the same state, with the state that it is scored from.
 
         Whole blocks that several questions share are read once.
         """
         w, segment = self.lm.model.config.window_length, self.lm.opened.run.data.segment_length
-        yield from (Row(question, state, num_read) for question in questions if question.num_before(w) <= num_read)
-        longer = (question for question in questions if question.num_before(w) > num_read)
-        for _, group in itertools.groupby(longer, lambda question: question.tokens[num_read : num_read + w]):
-            first, *others = members = list(group)
-            stop = min(question.num_before(w) for question in members)
-            if others:
-                stop = min(stop, _common(first.tokens, others[-1].tokens) // w * w)
-                yield from self._rows(members, self._read(first, state, num_read, stop), stop)
-            elif len(first.tokens) - num_read > segment:
-                yield Row(first, self._read(first, state, num_read, stop), stop)
+        start = questions[0].num_read if questions else 0
+        yield from (question for question in questions if question.num_before(w) <= start)
+        longer = (question for question in questions if question.num_before(w) > start)
+        for _, group in itertools.groupby(longer, lambda question: question.tokens[start : start + w]):
+            members = list(group)
+            first, last = members[0], members[-1]
+            if len(members) > 1:
+                # All of them begin with what the first and the last of the sorted ones share.
+                n = min(len(first.tokens), len(last.tokens))
+                shared = int(np.cumprod(np.equal(first.tokens[:n], last.tokens[:n])).sum())
+                stop = min(shared // w * w, *(question.num_before(w) for question in members))
+                state = self._read(first, stop)
+                yield from self._with_states([x._replace(num_read=stop, state=state) for x in members])
+            elif len(first.tokens) - start > segment:
+                stop = first.num_before(w)
+                yield first._replace(num_read=stop, state=self._read(first, stop))
             else:
-                yield Row(first, state, num_read)
+                yield first
 
-    def _read(self, question: Question, state: State | None, start: int, stop: int) -> State:
-        """The state after the tokens up to `stop`, whole blocks, of which `state` has read those up to `start`."""
-        reading = self.lm.read(question.tokens[start : stop + 1], state).reading
+    def _read(self, question: Question, stop: int) -> State:
+        """The state after the tokens of a question up to `stop`, whole blocks."""
+        reading = self.lm.read(question.tokens[question.num_read : stop + 1], question.state).reading
         # The last of these tokens, which the model has not read yet, is that of one question alone.
         return State(self.lm.opened, reading._replace(token=np.array([NO_TOKEN], np.int32)))
 
     def _shape(self, num_inputs: int, begins: bool) -> Shape:
-        """The shape of a batch of rows with `num_inputs` tokens each; `begins`: whether they begin documents."""
+        """The shape of a batch of texts with `num_inputs` tokens each; `begins`: whether they begin documents."""
         model = self.lm.model
         if begins and num_inputs <= model.config.window_length:
             # A pretrained model may have much larger windows than a task has texts.
@@ -197,73 +188,60 @@ class HarnessModel(TemplateLM):
         w = model.config.window_length
         return Shape(model, _power_of_two(-(-num_inputs // w)) * w, begins)
 
-    def _score(self, shape: Shape, rows: list[Row]) -> Iterator[tuple[float, bool]]:
-        """The log-probability of the scored tokens of each row, and whether they were the most likely ones."""
+    def _score(self, shape: Shape, questions: list[Question]) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """The index of each question, the log-probability of its scored tokens, and whether all were most likely."""
         model, length, begins = shape
         tokens = np.zeros((self._batch_size, length + 1), np.int32)
         start = np.zeros((self._batch_size, length // model.config.window_length), bool)
         start[:, 0] = begins
-        for i, row in enumerate(rows):
-            tokens[i, : row.num_inputs + 1] = row.question.tokens[row.num_read :]
+        for i, question in enumerate(questions):
+            tokens[i, : question.num_inputs + 1] = question.tokens[question.num_read :]
         # Unused lanes repeat the last one, so that a program is compiled for one number of lanes.
-        states = [row.state for row in (rows + rows[-1:] * self._batch_size)[: self._batch_size]]
+        states = [question.state for question in (questions + questions[-1:] * self._batch_size)[: self._batch_size]]
         carry = None if begins else join_lanes([state.reading.carry for state in states if state is not None])
         losses = _losses(model, self.lm.params, carry, tokens[:, :-1], tokens[:, 1:], start)
         nats, correct = np.asarray(losses.nats, np.float64), np.asarray(losses.correct)
-        for i, row in enumerate(rows):
-            scored = np.s_[i, row.num_inputs - row.question.num_scored : row.num_inputs]
-            yield -float(nats[scored].sum()), bool(correct[scored].all())
+        for i, question in enumerate(questions):
+            scored = np.s_[i, question.num_inputs - question.num_scored : question.num_inputs]
+            yield question.index, (-float(nats[scored].sum()), bool(correct[scored].all()))
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text in nats, read from its beginning to its end with the model's memory."""
         before = [self.eot_token_id] if self._first_tokens else []
         texts = [np.asarray(before + self.tok_encode(request.args[0]), np.int32) for request in requests]
         lengths = np.array([len(text) for text in texts])
-        if lengths.max(initial=0) > 1:
-            found = [-float(nats.sum(dtype=np.float64)) for nats in self._evaluator(texts).token_losses(self.lm.params)]
-        else:
-            found = [0.0] * len(texts)
-        for request, result in zip(requests, found):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
-        return found
-
-    def _evaluator(self, texts: list[np.ndarray]) -> Evaluator:
-        lengths = np.array([len(text) for text in texts])
-        unknown = np.zeros_like(lengths)  # Bytes and words, which the harness counts itself.
-        documents = Documents(
-            [str(i) for i in range(len(texts))],
-            lengths,
-            unknown,
-            unknown,
-            read=lambda document, start, stop: texts[document][start:stop],
-            indices=np.arange(len(texts)),
-        )
-        model, length, _ = self._shape(int(lengths.max()) - 1, True)
-        return Evaluator(
+        # The harness counts bytes and words itself.
+        sizes, read = np.zeros_like(lengths), lambda document, start, stop: texts[document][start:stop]
+        names = [str(i) for i in range(len(texts))]
+        model, length, _ = self._shape(max(int(lengths.max()) - 1, 1), True)
+        losses = Evaluator(
             model,
-            documents,
+            Documents(names, lengths, sizes, sizes, read, np.arange(len(texts))),
             make_mesh(MeshConfig(), jax.devices()[:1]),
             name="harness",
             segment_length=min(length, self.lm.opened.run.data.segment_length),
             max_lanes=self._batch_size,
-        )
+        ).token_losses(self.lm.params)
+        results = [-float(nats.sum(dtype=np.float64)) for nats in losses]
+        for request, result in zip(requests, results):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
+        return results
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, up to the first of the task's `until`, which is left out."""
-        found = [""] * len(requests)
+        results = [""] * len(requests)
         # Texts are written side by side if their settings are the same.
-        same = lambda i: json.dumps(requests[i].args[1], sort_keys=True)  # noqa: E731
-        for _, group in itertools.groupby(sorted(range(len(requests)), key=same), same):
+        settings_of = lambda i: json.dumps(requests[i].args[1], sort_keys=True)  # noqa: E731
+        for _, group in itertools.groupby(sorted(range(len(requests)), key=settings_of), settings_of):
             members = list(group)
             for first in range(0, len(members), self._batch_size):
                 batch = members[first : first + self._batch_size]
                 settings = normalize_gen_kwargs(requests[batch[0]].args[1], MAX_TOKENS)
-                texts = self._write([requests[i].args[0] for i in batch], batch, **settings)
-                for i, text in zip(batch, texts, strict=True):
-                    found[i] = text
-        for request, text in zip(requests, found):
+                for i, text in zip(batch, self._write([requests[i].args[0] for i in batch], batch, **settings)):
+                    results[i] = text
+        for request, text in zip(requests, results):
             self.cache_hook.add_partial("generate_until", request.args, text)
-        return found
+        return results
 
     def _write(
         self,
@@ -275,24 +253,19 @@ class HarnessModel(TemplateLM):
         do_sample: bool,
         **settings: Any,
     ) -> list[str]:
+        """What the model writes after each context, with a seed for each."""
         if unknown := settings.keys() - set(SAMPLING):
             raise UserError(f"generation_kwargs.{min(unknown)} is not one of do_sample, {', '.join(SAMPLING)}")
-        states = self.lm.read([self.tok_encode(context) or [self.prefix_token_id] for context in contexts])
-        texts, unfinished = [""] * len(contexts), [b""] * len(contexts)
+        states = self.lm.read_batch([self.tok_encode(context) or [self.prefix_token_id] for context in contexts])
+        texts, rest = [""] * len(contexts), [""] * len(contexts)
         stops = [stop for stop in until if stop]
         sampling: dict[str, Any] = settings if do_sample else {"temperature": 0.0}
-        for pieces in self.lm.stream(states, max_gen_toks, seed=seeds, **sampling):
+        for pieces in self.lm.stream_batch(states, max_gen_toks, seeds=seeds, **sampling):
             texts = [text + piece.text for text, piece in zip(texts, pieces, strict=True)]
-            unfinished = [piece.state.unfinished for piece in pieces]
+            rest = [piece.state.unfinished.decode(errors="replace") for piece in pieces]
             if all(any(stop in text for stop in stops) for text in texts):
                 break
-        whole = (text + rest.decode(errors="replace") for text, rest in zip(texts, unfinished))
-        return [postprocess_generated_text(text, stops, None) for text in whole]
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of first elements that two sequences share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+        return [postprocess_generated_text(text + end, stops, None) for text, end in zip(texts, rest)]
 
 
 def _power_of_two(n: int) -> int:

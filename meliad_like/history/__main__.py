@@ -12,6 +12,7 @@ HistoryConfig describes spans and windows: --gin_file=ancient_history/released_c
 """
 
 from pathlib import Path
+from typing import Any
 
 from meliad_like.command_line import Command
 from meliad_like.errors import UserError
@@ -24,8 +25,7 @@ READING = ("score", "search", *SELECTING)
 USED_BY = {
     "scores": ("train_selector",),
     "num_terms": ("page",),
-    "history_lengths": ("search",),
-    "span_lengths": ("search",),
+    **dict.fromkeys(("history_lengths", "span_lengths"), ("search",)),
     **dict.fromkeys(("selection", "selector"), SELECTING),
     **dict.fromkeys(("split", "document", "document_tokens", "max_tokens", "batch_size"), READING),
 }
@@ -59,12 +59,18 @@ SPAN_LENGTHS = COMMAND.list("span_lengths", ["8", "16", "32", "64", "128"], "The
 
 
 def main(command: str) -> int | None:
-    num_selections = len(SELECTION.value) + len(SELECTOR.value)
-    if command in ("select", "page") and num_selections != 1:
-        raise UserError(f"{command} takes one --selection or one --selector, not {num_selections}")
+    selections = SELECTION.value, SELECTOR.value
+    if command in ("select", "page") and (count := sum(map(len, selections))) != 1:
+        raise UserError(f"{command} takes one --selection or one --selector, not {count}")
     if command == "train_selector" and not SCORES.value:
         raise UserError("train_selector needs scores to learn from: give the folder that score made, --scores=DIR")
-    lengths = {name: _numbers(name) for name in ("history_lengths", "span_lengths")}
+    arguments = {
+        "evaluate": selections,
+        "select": selections,
+        "search": (_numbers(HISTORY_LENGTHS), _numbers(SPAN_LENGTHS)),
+        "page": (*selections, NUM_TERMS.value),
+        "train_selector": (SCORES.value,),
+    }
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.config import read_changes
     from meliad_like.history import commands
@@ -81,21 +87,13 @@ def main(command: str) -> int | None:
         max_tokens=MAX_TOKENS.value,
         batch_size=BATCH_SIZE.value,
     )
-    chosen = (SELECTION.value, SELECTOR.value)
-    arguments = {
-        **dict.fromkeys(("evaluate", "select"), chosen),
-        "search": lengths.values(),
-        "page": (*chosen, NUM_TERMS.value),
-        "train_selector": (SCORES.value,),
-    }
     return getattr(commands, command)(request, Path(OUTPUT.value).expanduser(), *arguments.get(command, ()))
 
 
-def _numbers(flag: str) -> list[int]:
-    values: list[str] = COMMAND.flags[flag].value or []
-    if not values or not all(value.isdecimal() for value in values):
-        raise UserError(f"--{flag}={','.join(values)} must be numbers, such as 256,512")
-    return [int(value) for value in values]
+def _numbers(flag: Any) -> list[int]:
+    if not flag.value or not all(value.isdecimal() for value in flag.value):
+        raise UserError(f"--{flag.name}={','.join(flag.value or [])} must be numbers, such as 256,512")
+    return list(map(int, flag.value))
 
 
 if __name__ == "__main__":

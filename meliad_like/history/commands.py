@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from meliad_like.history.selectors.model import Selector, encoder_config, encode
 from meliad_like.history.selectors.scorer import open_selectors
 from meliad_like.history.selectors.training import SelectorTraining
 from meliad_like.history.spans import Layout, Stride, candidates, whole_documents
-from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint, info_of
+from meliad_like.history.stride_store import WITHOUT_EFFECT, StoreInfo, StrideStore, fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.resumable import Journal, write_json
+from meliad_like.resumable import Journal, check_same, write_json
 from meliad_like.run.opening import open_as, open_store
 from meliad_like.tables import Table
 
@@ -39,19 +40,17 @@ CONTROLS = ("random", "overlap_oracle")
 def scorers(opened: Opened, names: Collection[str], selectors: Sequence[str] = ()) -> list[SpanScorer]:
     """Rankings by their names, the oracles last, and then trained selectors by their folders."""
     config = opened.layout.config
-    found: list[Any] = [Ranking(name, config) for name in RANKINGS if name in names]
-    if "score_oracle" in names:
-        found.append(opened.gains())
-    found += open_selectors(selectors, config, opened.store)
-    return found
+    rankings = [Ranking(name, config) for name in RANKINGS if name in names]
+    oracle = [opened.gains()] if "score_oracle" in names else []
+    return [*rankings, *oracle, *open_selectors(selectors, config, opened.store)]
 
 
 def score(request: HistoryRequest, folder: Path) -> None:
     """Makes a store of scores, or resumes it, and prints a summary."""
     opened = request.open()
     config, tokens = opened.layout.config, whole_documents(opened.documents)
-    info = info_of(opened.documents, opened.store, request.split, config, "scores", opened.fingerprint)
-    store = StrideStore(folder, info)
+    fields = {"what": "scores", "config": config, "maker": opened.fingerprint}
+    store = StrideStore(folder, StoreInfo.of(opened.documents, opened.store, request.split, **fields))
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
         return opened.gains()(Candidates(tokens(s.document), s, candidates(s, config)) for s in strides)
@@ -84,8 +83,9 @@ def select(request: HistoryRequest, folder: Path, names: Sequence[str], selector
     """Makes a store of the spans that one selection chooses, for training with it."""
     opened = request.open()
     (scorer,) = scorers(opened, names, selectors)
-    leaks, maker, config = scorer.leaks_the_future, f"{scorer.name} {scorer.fingerprint}", opened.layout.config
-    info = info_of(opened.documents, opened.store, request.split, config, "selections", maker, leaks)
+    config, leaks = opened.layout.config, scorer.leaks_the_future
+    fields = {"what": "selections", "config": config, "maker": f"{scorer.name} {scorer.fingerprint}"}
+    info = StoreInfo.of(opened.documents, opened.store, request.split, leaks_the_future=leaks, **fields)
     store, tokens = StrideStore(folder, info), whole_documents(opened.documents)
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
@@ -106,9 +106,9 @@ def evaluate(
     The folder also gets the journal of the finished documents; `replace`: as for `Journal`.
     """
     opened = request.open()
-    chosen = scorers(opened, {*CONTROLS, *names}, selectors)
-    evaluation = _evaluate(opened, chosen, opened.layout, folder, request.split, replace)
-    extra = {
+    selections = scorers(opened, {*CONTROLS, *names}, selectors)
+    evaluation = _evaluate(opened, selections, opened.layout, folder, request.split, replace)
+    details = {
         "checkpoint": request.checkpoint,
         "step": opened.checkpoint.step,
         "split": request.split,
@@ -116,11 +116,11 @@ def evaluate(
         "document_tokens": request.document_tokens,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
-    _write(folder, "evaluation", report.tables(evaluation), extra | report.to_dict(evaluation))
+    _write(folder / "evaluation", report.tables(evaluation), details | report.to_dict(evaluation))
 
 
 def _evaluate(
-    opened: Opened, chosen: Sequence[SpanScorer], layout: Layout, folder: Path, title: str, replace: bool = False
+    opened: Opened, selections: Sequence[SpanScorer], layout: Layout, folder: Path, title: str, replace: bool = False
 ) -> Evaluation:
     """Evaluates, or resumes an evaluation whose finished documents are in the folder."""
     identity = {
@@ -129,21 +129,20 @@ def _evaluate(
         "store": opened.store.fingerprint,
         "config": dataclasses.asdict(layout.config),
         "documents": list(zip(opened.documents.names, opened.documents.lengths.tolist())),
-        "selections": [(selection.name, selection.fingerprint) for selection in chosen],
+        "selections": [(selection.name, selection.fingerprint) for selection in selections],
     }
     journal = Journal(folder / "documents.jsonl", identity, replace=replace)
-    return with_progress(
-        title, lambda progress: report.evaluate(opened.windows, opened.documents, chosen, layout, journal, progress)
-    )
+    work = partial(report.evaluate, opened.windows, opened.documents, selections, layout, journal)
+    return with_progress(title, work)
 
 
-def _write(folder: Path, name: str, tables: Sequence[Table], content: Any) -> None:
+def _write(path: Path, tables: Sequence[Table], content: Any) -> None:
     """Prints tables, and writes them as Markdown and the content as JSON."""
     for table in tables:
         Console().print(table.to_rich())
-    write_json(folder / f"{name}.json", content)
-    (folder / f"{name}.md").write_text("\n".join(table.to_markdown() for table in tables))
-    print(f"wrote {folder / name}.md and .json")
+    write_json(path.with_suffix(".json"), content)
+    path.with_suffix(".md").write_text("\n".join(table.to_markdown() for table in tables))
+    print(f"wrote {path}.md and .json")
 
 
 def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int], span_lengths: Sequence[int]) -> None:
@@ -152,44 +151,41 @@ def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int]
     The folder gets search.json, search.md, and what is finished of each pair. The paper searches on training documents.
     """
     opened = request.open()
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for history, span in itertools.product(history_lengths, span_lengths):
-        row = {"history_length": history, "span_length": span}
+        rows.append({"history_length": history, "span_length": span})
         try:
-            config = dataclasses.replace(opened.layout.config, **row)
+            config = dataclasses.replace(opened.layout.config, **rows[-1])
         except UserError as error:
-            found.append({**row, "why_not": str(error)})
+            rows[-1]["why_not"] = str(error)
             continue
         layout = dataclasses.replace(opened.layout, config=config)
-        chosen = [*(Ranking(name, config) for name in CONTROLS), opened.gains(layout)]
+        selections = [*(Ranking(name, config) for name in CONTROLS), opened.gains(layout)]
         title = f"history_length={history}, span_length={span}"
-        done = _evaluate(opened, chosen, layout, folder / f"history{history}_span{span}", title)
+        evaluation = _evaluate(opened, selections, layout, folder / f"history{history}_span{span}", title)
         columns = ["perplexity", "perplexity_low", "perplexity_high", "leaks_the_future"]
-        figures: dict[Any, Any] = report.figures(done)[columns].to_dict("index")
-        found.append({**row, **figures})
+        figures: dict[Any, Any] = report.figures(evaluation)[columns].to_dict("index")
+        rows[-1].update(figures)
         values = (f"{label(name, each['leaks_the_future'])} {each['perplexity']:.4f}" for name, each in figures.items())
         print(f"{title}: {', '.join(values)}")
-    _write(folder, "search", search_tables(found, opened.layout.config), found)
+    if all("why_not" in row for row in rows):
+        raise UserError(f"none of these lengths fits: {rows[0]['why_not']}")
+    _write(folder / "search", search_tables(rows, opened.layout.config), rows)
 
 
-def search_tables(found: Sequence[dict], config: HistoryConfig) -> list[Table]:
-    """The perplexity by both lengths: of the score oracle, with its best pair marked, and of the controls.
-
-    Raises a UserError if no pair of lengths fits.
-    """
-    fitting = [row for row in found if "why_not" not in row]
-    if not fitting:
-        raise UserError(f"none of these lengths fits: {found[0]['why_not']}")
+def search_tables(rows: Sequence[dict], config: HistoryConfig) -> list[Table]:
+    """The perplexity by both lengths: of the score oracle, with its best pair marked, and of the controls."""
+    fitting = [row for row in rows if "why_not" not in row]
     best, tables = min(fitting, key=lambda row: row[report.ORACLE]["perplexity"]), []
     for name in (report.ORACLE, *CONTROLS):
         marked = best if name == report.ORACLE else None
         cells = [
-            f"{row[name]['perplexity']:.4f}{' *' if row is marked else ''}" if name in row else "-" for row in found
+            f"{row[name]['perplexity']:.4f}{' *' if row is marked else ''}" if name in row else "-" for row in rows
         ]
-        frame = pd.DataFrame(found)[["history_length", "span_length"]].assign(cell=cells)
+        frame = pd.DataFrame(rows)[["history_length", "span_length"]].assign(cell=cells)
         grid = frame.pivot_table("cell", "history_length", "span_length", aggfunc="first").add_prefix("span_length = ")
         title = (
-            f"perplexity per token, {label(name, fitting[0][name]['leaks_the_future'])}; baseline "
+            f"perplexity per token, {label(name, best[name]['leaks_the_future'])}; baseline "
             f"{fitting[0][BASELINE]['perplexity']:.4f}, window {config.window_length}, stride {config.stride}; "
             f"{'*: the best, ' if marked else ''}-: does not fit{report.among(config.max_candidates)}"
         )
@@ -209,21 +205,19 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
     if scored.info.what != "scores":
         raise UserError(f"{scores} is a store of {scored.info.what}, and a selector is trained on scores")
     pairs = scored.rows()
-    # What a selector reads beside the span need not be as it was when spans were scored.
+    # What a selector reads in addition to the span need not be as it was when spans were scored.
     history = dataclasses.replace(scored.info.config, selector_context=HistoryConfig().selector_context)
     run, settings = request.config(history)
-    for name, theirs in dataclasses.asdict(history).items():
-        if name not in WITHOUT_EFFECT and (ours := getattr(settings.history, name)) != theirs:
-            raise UserError(
-                f"HistoryConfig.{name}={ours!r} has no effect on train_selector: the scores in {scored.folder} were "
-                f"made with {theirs!r}; leave it out, or make new scores"
-            )
+    check_same(
+        scored.folder,
+        dataclasses.asdict(history),
+        dataclasses.asdict(settings.history),
+        WITHOUT_EFFECT,
+        "leave it out, or make new scores",
+    )
     opened, mesh = open_as(request.checkpoint, run, request.step)
     if not isinstance(opened.run.model, PretrainedConfig):
-        raise UserError(
-            f"the checkpoint {request.checkpoint} is a {type(opened.run.model).__name__} model: a selector begins with "
-            "a pretrained decoder"
-        )
+        raise UserError(f"a selector begins with a pretrained decoder, and {request.checkpoint} is of another family")
     store = open_store(opened, request.checkpoint, request.store, prepare=False)
     history = dataclasses.replace(history, selector_context=settings.history.selector_context)
     inputs = make_inputs(history, settings.selector, opened.vocabulary)

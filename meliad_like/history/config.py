@@ -49,8 +49,8 @@ class HistoryConfig:
     """What the gain of a span is measured against (equation 2): the recent text alone (`bare`), or the recent text and
     the span_length tokens before it (`contiguous`), as in the released scores."""
     selector_context: Literal["prefix_only", "released_code"] = "prefix_only"
-    """What a learned selector reads beside a span: the necessary prefix, or, as in the released code, the recent text
-    with its targets. The latter leaks the future, and exists for comparison only."""
+    """What a learned selector reads in addition to a span: the necessary prefix, or, as in the released code, the
+    recent text with its targets. The latter leaks the future, and exists for comparison only."""
     overlap: Literal["multiset", "set", "jaccard"] = "multiset"
     """How the overlap of a span with other text is measured: number of common tokens with repetitions, number of
     different common tokens, or the latter divided by the number of different tokens in either."""
@@ -75,8 +75,6 @@ class HistoryConfig:
                 f"history_length={self.history_length} and stride={self.stride} must fit together into "
                 f"window_length={self.window_length}"
             )
-        if self.span_length == 1 and self.separator:
-            raise UserError("span_length=1 leaves nothing but the separator: bind HistoryConfig.separator = ''")
 
     @property
     def num_spans(self) -> int:
@@ -103,8 +101,8 @@ class SelectorConfig:
     """The fields of all selectors, by default the paper's."""
 
     context_tokens: int | None = None
-    """Tokens before the targets that are read beside the span; None: the window's necessary prefix. It must be None
-    where the targets are read too (`HistoryConfig.selector_context`)."""
+    """Tokens before the targets that are read in addition to the span; None: the window's necessary prefix. It must be
+    None where the targets are read too (`HistoryConfig.selector_context`)."""
     encoder_layers: int = 0
     """Number of layers of the pretrained decoder that are used, from the first one; 0: all."""
     head_width: int = 256
@@ -224,8 +222,9 @@ class AncientHistoryReaderConfig(ReaderConfig):
         from meliad_like.history.reader import HistoryReader, make_selection
         from meliad_like.history.spans import Layout
 
+        selection, leaks = make_selection(self, store, split)
         layout = Layout.of(self.history, store.vocabulary)
-        return HistoryReader(**fields, layout=layout, selection=make_selection(self, store, split))
+        return HistoryReader(**fields, layout=layout, selection=selection, leaks_the_future=leaks)
 
 
 @dataclasses.dataclass(frozen=True)

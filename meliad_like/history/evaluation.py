@@ -1,7 +1,7 @@
 """Documents predicted with and without selected spans, in the same pass; figures with intervals, tables and JSON.
 
 Ancient History Language Models, section 3: every window predicts `stride` targets, for which spans are selected once.
-The context is that of the document alone. Every selection, and the plain window beside it, predicts the same targets.
+The context is that of the document alone. The plain window and every selection predict the same targets.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from meliad_like.evaluation.bootstrap import intervals
 from meliad_like.history.config import HistoryConfig
 from meliad_like.history.gains import TargetLosses
 from meliad_like.history.selection import SpanScorer, choose
-from meliad_like.history.spans import Layout, Stride, Window, strides
+from meliad_like.history.spans import Ends, Layout, Scores, Stride, Window, strides
 from meliad_like.resumable import Journal
 from meliad_like.tables import Table, number
 
@@ -46,18 +46,18 @@ COSTS = SUMS[4:]
 
 
 class StrideReading(NamedTuple):
-    """The predictions for one stride."""
+    """The predictions for one stride. The dictionaries have the names of the selections, if the stride selects."""
 
     stride: Stride
     nats: dict[str, Float[np.ndarray, " targets"]]
-    """Losses of the targets by name of the selection, those of the plain window as BASELINE. A document's first token
+    """Losses of the targets with each selection, and those of the plain window as BASELINE. A document's first token
     has none."""
-    chosen: dict[str, Int[np.ndarray, " spans"]]
-    """Where the selected spans end, in the order of the window; {} where nothing is selected."""
-    scores: dict[str, Float[np.ndarray, " spans"]]
+    chosen: dict[str, Ends]
+    """The selected spans, in the order of the window."""
+    scores: dict[str, Scores]
     """Scores of these spans."""
     costs: dict[str, tuple[float, float]]
-    """Operations and seconds, without compilation, of the scores."""
+    """Operations and seconds, without compilation, of the selection."""
 
 
 def read_strides(
@@ -81,20 +81,21 @@ def read_strides(
             reading = StrideReading(stride, {}, {}, {}, {})
             waiting.append(reading)
             for selection in selections if stride.selects else ():
-                began, flops, compiling = time.perf_counter(), selection.flops, selection.compile_seconds
-                chosen, scores = choose(selection, documents.names[index], tokens, stride, layout.config)
+                name, began = selection.name, time.perf_counter()
+                flops, compiling = selection.flops, selection.compile_seconds
+                spans = choose(selection, documents.names[index], tokens, stride, layout.config)
                 seconds = time.perf_counter() - began - (selection.compile_seconds - compiling)
-                reading.chosen[selection.name], reading.scores[selection.name] = chosen, scores
-                reading.costs[selection.name] = selection.flops - flops, seconds
-            for chosen in (np.zeros(0, np.int64), *reading.chosen.values()):
-                yield layout.window(tokens, stride, chosen)
+                reading.chosen[name], reading.scores[name] = spans
+                reading.costs[name] = selection.flops - flops, seconds
+            for ends in (np.zeros(0, np.int64), *reading.chosen.values()):
+                yield layout.window(tokens, stride, ends)
 
-    read = windows(to_read())
-    for plain in read:
+    losses = windows(to_read())
+    for plain in losses:
         reading = waiting.popleft()
-        for name in (BASELINE, *(selection.name for selection in selections)):
-            # A window without spans is the same for all selections.
-            reading.nats[name] = next(read) if name in reading.chosen else plain
+        # A window without spans is the same for all selections.
+        reading.nats.update(dict.fromkeys((BASELINE, *(selection.name for selection in selections)), plain))
+        reading.nats.update((name, next(losses)) for name in reading.chosen)
         yield reading
 
 
@@ -129,10 +130,8 @@ def evaluate(
         journal: gets the sums of each document; what it holds is not read again.
         on_progress: callback with the numbers of tokens read so far and in all.
 
-    Raises a UserError as `read_strides` does, or if no document has a second token.
+    Raises a UserError as `read_strides` does.
     """
-    if not np.any(np.asarray(documents.lengths) > 1):
-        raise UserError("no document has a second token: there is nothing to predict")
     names, ends = [BASELINE, *(selection.name for selection in selections)], np.cumsum(documents.lengths)
     by_document = {row["document"]: row["sums"] for row in (journal.rows if journal else ())}
     for index in sorted(set(range(len(ends))) - set(by_document)):
@@ -156,13 +155,14 @@ def evaluate(
 
 def _of_stride(reading: StrideReading, name: str, config: HistoryConfig) -> tuple[float, ...]:
     """What a stride adds to `SUMS` of a selection; the costs of the model are not known yet."""
-    targets = reading.nats[name]
-    nats, selects = float(targets.sum(dtype=np.float64)), reading.stride.selects
-    # The released code counts the first token with the mean loss of the first window's targets.
-    first = config.first_token == "released_code" and reading.stride.number == 0 and len(targets) > 0
+    losses, selects = reading.nats[name], reading.stride.selects
+    count, nats = len(losses), float(losses.sum(dtype=np.float64))
     flops, seconds = reading.costs.get(name, (0.0, 0.0))
-    own_mean = nats / max(len(targets), 1)
-    return len(targets) + first, len(targets) * selects, nats + first * own_mean, nats * selects, 0, flops, 0, seconds
+    where = (count * selects, nats * selects)
+    if config.first_token == "released_code" and reading.stride.number == 0 and count:
+        # The released code counts the first token with the mean loss of the first window's targets.
+        count, nats = count + 1, nats + nats / count
+    return count, where[0], nats, where[1], 0, flops, 0, seconds
 
 
 NUM_RESAMPLES = 10_000
@@ -207,7 +207,7 @@ def figures(evaluation: Evaluation) -> pd.DataFrame:
     of the targets for which spans are selected. `share_of_oracle` is the gain in nats divided by the score oracle's,
     where that is above zero.
     """
-    baseline, found = evaluation.of(BASELINE), {}
+    baseline, rows = evaluation.of(BASELINE), {}
     for name, leaks in evaluation.selections.items():
         sums = evaluation.of(name)
         gains, tokens, there = baseline - sums, sums["num_tokens"], sums["num_tokens_where_selected"]
@@ -224,14 +224,14 @@ def figures(evaluation: Evaluation) -> pd.DataFrame:
             most = baseline["nats"] - evaluation.of(ORACLE)["nats"]
             row["share_of_oracle"] = ratio(gains["nats"], most) if most.sum() > 0 else np.full(3, math.nan)
         ends = {f"{figure}{end}": x for figure, xs in row.items() for end, x in zip(("", "_low", "_high"), xs)}
-        found[name] = {"leaks_the_future": leaks, **ends, **sums[list(COSTS)].sum() / tokens.sum()}
-    return pd.DataFrame.from_dict(found, orient="index")
+        rows[name] = {"leaks_the_future": leaks, **ends, **sums[list(COSTS)].sum() / tokens.sum()}
+    return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def with_intervals(found: pd.DataFrame, figure: str) -> list[str]:
+def with_intervals(rows: pd.DataFrame, figure: str) -> list[str]:
     """A column of `figures` as text, with its intervals where there are any."""
     form, texts = FORMATS.get(figure, ".4g"), []
-    for value, low, high in found[[figure, f"{figure}_low", f"{figure}_high"]].to_numpy(float):
+    for value, low, high in rows[[figure, f"{figure}_low", f"{figure}_high"]].to_numpy(float):
         texts.append(number(value, form) + ("" if math.isnan(low) else f" ({low:{form}} to {high:{form}})"))
     return texts
 
@@ -244,37 +244,35 @@ def among(max_candidates: int | None) -> str:
 
 def tables(evaluation: Evaluation) -> list[Table]:
     """Perplexities of all selections, their comparison with the baseline, and their costs."""
-    found = figures(evaluation)
+    rows = figures(evaluation)
     labels = [label(name, leaks) for name, leaks in evaluation.selections.items()]
 
     def table(title: str, headers: dict[str, str]) -> Table:
-        present = [figure for figure in headers if figure in found]
-        columns = [with_intervals(found, figure) for figure in present]
+        present = [figure for figure in headers if figure in rows]
+        columns = [with_intervals(rows, figure) for figure in present]
         return Table(title, ("", *(headers[figure] for figure in present)), list(zip(labels, *columns)))
 
     tokens, where = evaluation.of(BASELINE)[["num_tokens", "num_tokens_where_selected"]].sum().astype(int)
-    interval = f"{LEVEL:.0%} intervals over {len(evaluation.documents)} documents"
-    costs = [[f"{cost:.3g}" for cost in found[name]] for name in COSTS]
+    compared = "against the baseline on the same documents; spans are selected for"
     return [
-        table(f"perplexity on {tokens:,} tokens, {interval}", PERPLEXITIES),
         table(
-            f"against the baseline on the same documents; spans are selected for {where:,} of the tokens"
-            f"{among(evaluation.config.max_candidates)}",
-            COMPARISONS,
+            f"perplexity on {tokens:,} tokens, {LEVEL:.0%} intervals over {len(evaluation.documents)} documents",
+            PERPLEXITIES,
         ),
+        table(f"{compared} {where:,} of the tokens{among(evaluation.config.max_candidates)}", COMPARISONS),
         Table(
             "cost per token: of the model that predicts it, and of the selection",
             ("", "model, FLOPs", "selection, FLOPs", "model, s", "selection, s"),
-            list(zip(labels, *costs)),
+            list(zip(labels, *([f"{cost:.3g}" for cost in rows[name]] for name in COSTS))),
         ),
     ]
 
 
 def to_dict(evaluation: Evaluation) -> dict[str, Any]:
     """All figures, for JSON, in which NaN is null."""
-    found = figures(evaluation)
-    nats = {name: evaluation.of(name)[["nats", "nats_where_selected"]].to_dict("list") for name in found.index}
-    rows: dict[Any, Any] = found.astype(object).where(found.notna(), None).to_dict("index")
+    frame = figures(evaluation)
+    nats = {name: evaluation.of(name)[["nats", "nats_where_selected"]].to_dict("list") for name in frame.index}
+    rows: dict[Any, Any] = frame.astype(object).where(frame.notna(), None).to_dict("index")
     counts = evaluation.of(BASELINE)[["num_tokens", "num_tokens_where_selected"]].astype(int)
     return {
         "config": dataclasses.asdict(evaluation.config),

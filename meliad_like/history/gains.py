@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from meliad_like.history.spans import Layout, Stride, Window
+from meliad_like.history.selection import SpanScorer
+from meliad_like.history.spans import Ends, Layout, Scores, Stride, Tokens, Window
 from meliad_like.layers.losses import token_losses
 from meliad_like.mesh import lane_sharding, lane_shards, replicated
 from meliad_like.models.model import Model
@@ -36,9 +37,9 @@ class TimedFunction:
             self._compiled[shapes] = self._function.lower(params, *arrays).compile()
             self.compile_seconds += time.perf_counter() - began
         began = time.perf_counter()
-        found = jax.device_get(self._compiled[shapes](params, *arrays))
+        result = jax.device_get(self._compiled[shapes](params, *arrays))
         self.seconds += time.perf_counter() - began
-        return found
+        return result
 
 
 class TargetLosses:
@@ -116,12 +117,12 @@ def _losses(
 class Candidates(NamedTuple):
     """Spans of a document that are to be scored for a stride."""
 
-    document: Int[np.ndarray, " tokens"]
+    document: Tokens
     stride: Stride
-    ends: Int[np.ndarray, " m"]
+    ends: Ends
 
 
-class SpanGains:
+class SpanGains(SpanScorer):
     """The gains of spans in nats, by a frozen model (equation 2 of Ancient History Language Models).
 
     The model reads `[span][recent text with its targets]`. A gain is the sum of the targets' losses without the span,
@@ -139,27 +140,24 @@ class SpanGains:
     def __init__(self, read: Callable[..., TargetLosses], layout: Layout, fingerprint: str = ""):
         """`read`: the model, (length, max_targets) -> `TargetLosses`; `fingerprint`: the model's."""
         config, self._layout, self.fingerprint = layout.config, layout, fingerprint
-        self.losses = read(length=config.span_length + config.recent_length, max_targets=config.stride)
-        """The model's readings so far, with their costs."""
+        self._losses = read(length=config.span_length + config.recent_length, max_targets=config.stride)
 
     @property
     def flops(self) -> float:
-        return self.losses.num_windows * self.losses.flops_per_window
+        return self._losses.num_windows * self._losses.flops_per_window
 
     @property
     def compile_seconds(self) -> float:
-        return self.losses.program.compile_seconds
+        return self._losses.program.compile_seconds
 
-    def scores(
-        self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
-    ) -> Float[np.ndarray, " m"]:
+    def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
         (gains,) = self([Candidates(document, stride, ends)])
         return gains
 
-    def __call__(self, requests: Iterable[Candidates]) -> Iterator[Float[np.ndarray, " m"]]:
+    def __call__(self, requests: Iterable[Candidates]) -> Iterator[Scores]:
         """The gains of the spans of every request, float32, above 0 where a span helps; read one batch ahead."""
         requests, again = itertools.tee(requests)
-        losses = self.losses(window for request in requests for window in self._windows(request))
+        losses = self._losses(window for request in requests for window in self._windows(request))
         for request in again:
             nats = [float(next(losses).sum(dtype=np.float64)) for _ in range(1 + len(request.ends))]
             yield np.asarray(nats[0] - np.asarray(nats[1:]), np.float32)

@@ -51,17 +51,17 @@ class HistoryRequest(NamedTuple):
 
     def choose_documents(self, store: TokenStore) -> Documents:
         """The documents of a store that are read, or their beginnings."""
-        split = store.split(self.split)
-        if unknown := set(self.documents) - set(split.names):
-            raise UserError(f"there is no document {min(unknown)!r} in the split {self.split} of {store.folder}")
-        chosen = np.flatnonzero(np.isin(split.names, self.documents)) if self.documents else np.arange(len(split))
+        documents = store.split(self.split)
+        if self.documents:
+            if unknown := set(self.documents) - set(documents.names):
+                raise UserError(f"there is no document {min(unknown)!r} in the split {self.split} of {store.folder}")
+            documents = documents.subset(np.flatnonzero(np.isin(documents.names, self.documents)))
         if self.max_tokens is not None:
-            lengths = split.lengths[chosen]
-            chosen = chosen[random_subset(np.minimum(lengths, self.document_tokens or lengths), self.max_tokens)]
-        documents = split.subset(chosen)
+            lengths = np.minimum(documents.lengths, self.document_tokens or documents.lengths)
+            documents = documents.subset(random_subset(lengths, self.max_tokens))
         if self.document_tokens is None:
             return documents
-        most = self.document_tokens * len(chosen)
+        most = self.document_tokens * len(documents)
         return documents.beginnings(store.vocabulary, most, shortest=self.document_tokens)
 
     def open(self) -> "Opened":
@@ -89,12 +89,11 @@ class Opened:
         """Fingerprint of the model with its parameters."""
         return fingerprint(self.checkpoint.model.for_separate_sequences(1), self.checkpoint.params)
 
-    @property
-    def losses(self) -> Callable[..., TargetLosses]:
-        """(length, max_targets) -> the model as a reader of windows of this length."""
-        checkpoint, batch_size = self.checkpoint, self.request.batch_size
-        model, params, loss_slice = checkpoint.model, checkpoint.params, checkpoint.run.training.loss_slice
-        return functools.partial(TargetLosses, model, params, self.mesh, batch_size=batch_size, loss_slice=loss_slice)
+    def losses(self, **lengths: int) -> TargetLosses:
+        """The model as a reader of windows; `lengths`: `length` and `max_targets` of `TargetLosses`."""
+        run, model, params, *_ = self.checkpoint
+        limits = {"batch_size": self.request.batch_size, "loss_slice": run.training.loss_slice}
+        return TargetLosses(model, params, self.mesh, **limits, **lengths)
 
     @functools.cached_property
     def windows(self) -> TargetLosses:

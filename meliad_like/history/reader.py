@@ -9,22 +9,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int
 
 from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.readers import ScheduledReader
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
-from meliad_like.history.config import AncientHistoryReaderConfig, HistoryConfig
+from meliad_like.history.config import AncientHistoryReaderConfig
 from meliad_like.history.selection import Ranking, choose
-from meliad_like.history.spans import Layout, Stride, Window, num_strides, stride_of, whole_documents
-from meliad_like.history.stride_store import INFO_NAME, StrideStore, info_of
+from meliad_like.history.spans import Ends, Layout, Stride, Tokens, Window, num_strides, stride_of, whole_documents
+from meliad_like.history.stride_store import INFO_NAME, StoreInfo, StrideStore
 from meliad_like.resumable import check_same
 
-Selection = Callable[[str, Int[np.ndarray, " tokens"], Stride], Int[np.ndarray, " spans"]]
-"""(name of the document, its tokens up to stride.end, a stride that selects) -> where the spans end, in the window's
-order. A pure function, called from several threads at once. If it reads the targets, it has an attribute
-`leaks_the_future`, which is true."""
+Selection = Callable[[str, Tokens, Stride], Ends]
+"""(name of the document, its tokens up to stride.end, a stride that selects) -> the spans, in the window's order. A
+pure function, called from several threads at once."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -36,10 +34,11 @@ class HistoryReader(ScheduledReader):
 
     layout: Layout
     selection: Selection
+    leaks_the_future: bool = False
+    """Whether the selection reads the targets."""
 
     def __post_init__(self) -> None:
         config, lengths = self.layout.config, self.documents.lengths
-        self.leaks_the_future = getattr(self.selection, "leaks_the_future", False)
         self._first_strides = config.window_length // config.stride
         """Strides whose targets are all in a document's first window."""
         targets = np.maximum(lengths - 1, 0)
@@ -76,34 +75,26 @@ class HistoryReader(ScheduledReader):
         tokens, ends = self._document(document)[: stride.end], np.zeros(0, np.int64)
         if stride.selects:
             ends = self.selection(self.documents.names[document], tokens, stride)
-        found = self.layout.window(tokens, stride, ends)
-        return stride, found if index else found._replace(num_targets=len(tokens) - 1)
+        window = self.layout.window(tokens, stride, ends)
+        return stride, window if index else window._replace(num_targets=len(tokens) - 1)
 
 
-def make_selection(reader: AncientHistoryReaderConfig, store: TokenStore, split: str) -> Selection:
-    """The selection that a reader's config names, for the documents of a split."""
+def make_selection(reader: AncientHistoryReaderConfig, store: TokenStore, split: str) -> tuple[Selection, bool]:
+    """The selection that a reader's config names, for the documents of a split, and whether it leaks the future."""
     config = reader.history
-    if reader.selection == "file":
-        return _FromFile(Path(reader.selections).expanduser() / split, config, store, split)
-    scorer = Ranking(reader.selection, config)
-    return lambda name, document, stride: choose(scorer, name, document, stride, config)[0]
-
-
-class _FromFile:
-    """A `Selection` that `python -m meliad_like.history select` has made."""
-
-    def __init__(self, folder: Path, config: HistoryConfig, store: TokenStore, split: str):
-        if not (folder / INFO_NAME).exists():
-            raise UserError(
-                f"there are no selections at {folder}: make them with python -m meliad_like.history select "
-                f"--split={split} --output={folder}"
-            )
-        made = StrideStore(folder)
-        made.check_complete()
-        wanted = info_of(store.split(split), store, split, config, "selections", made.info.maker)
-        check_same(folder, made.info.identity, wanted.identity)
-        self.leaks_the_future = made.info.leaks_the_future
-        self._ends = {(s.document, s.number): ends for s, ends in zip(made.strides, made.numbers, strict=True)}
-
-    def __call__(self, name: str, document: np.ndarray, stride: Stride) -> np.ndarray:
-        return np.array(self._ends[stride.document, stride.number], np.int64)
+    if reader.selection != "file":
+        scorer = Ranking(reader.selection, config)
+        return lambda name, document, stride: choose(scorer, name, document, stride, config)[0], False
+    folder = Path(reader.selections).expanduser() / split
+    if not (folder / INFO_NAME).exists():
+        raise UserError(
+            f"there are no selections at {folder}: make them with python -m meliad_like.history select "
+            f"--split={split} --output={folder}"
+        )
+    saved = StrideStore(folder)
+    saved.check_complete()
+    fields = {"what": "selections", "config": config, "maker": saved.info.maker}
+    check_same(folder, saved.info.identity, StoreInfo.of(store.split(split), store, split, **fields).identity)
+    ends = {(stride.document, stride.number): row for stride, row in zip(saved.strides, saved.numbers, strict=True)}
+    select = lambda _, document, stride: np.array(ends[stride.document, stride.number], np.int64)  # noqa: E731
+    return select, saved.info.leaks_the_future

@@ -4,58 +4,65 @@ Oracles read the targets that the spans help to predict (Ancient History Languag
 section 3.1): they show how much there is to gain, and leak the future.
 """
 
-import dataclasses
-from typing import ClassVar, Protocol
-
 import numpy as np
-from jaxtyping import Float, Int, Real
+from jaxtyping import Int, Real
 
 from meliad_like.errors import UserError
 from meliad_like.history.config import HistoryConfig
-from meliad_like.history.spans import Stride, candidates, necessary_prefix, random_numbers, select
+from meliad_like.history.spans import (
+    Ends,
+    Scores,
+    Stride,
+    Tokens,
+    candidates,
+    necessary_prefix,
+    random_numbers,
+    select,
+)
 
 
-class SpanScorer(Protocol):
-    """A ranking of the spans that may come into a window."""
+class SpanScorer:
+    """A ranking of the spans that may come into a window. The defaults are those of one that runs no model."""
 
     name: str
     """Name in tables."""
     leaks_the_future: bool
     """Whether the scores depend on the targets that the spans help to predict."""
-    runs_a_model: bool
+    runs_a_model = False
     """Whether candidates cost forward passes, so that `HistoryConfig.max_candidates` limits their number."""
-    fingerprint: str
+    fingerprint = ""
     """Fingerprint of the model that is run; "" where the config alone decides the scores."""
-    flops: float
-    """Operations of the model in all calls so far."""
-    compile_seconds: float
-    """Time of compilation in all calls so far, which does not count as time spent on ranking."""
 
-    def scores(
-        self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
-    ) -> Float[np.ndarray, " m"]:
+    @property
+    def flops(self) -> float:
+        """Operations of the model in all calls so far."""
+        return 0.0
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time of compilation in all calls so far, which does not count as time spent on ranking."""
+        return 0.0
+
+    def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
         """Scores, float32 and finite, of the candidates of a stride that end at `ends` (ascending); higher is better.
 
         A scorer that does not leak the future reads only the document's tokens before stride.first.
         """
-        ...
+        raise NotImplementedError
 
 
 def choose(
-    scorer: SpanScorer, name: str, document: Int[np.ndarray, " tokens"], stride: Stride, config: HistoryConfig
-) -> tuple[Int[np.ndarray, " spans"], Float[np.ndarray, " spans"]]:
-    """The ends of the spans that a scorer selects, and their scores, in the order of the window.
-
-    Args:
-        name: name of the document.
+    scorer: SpanScorer, name: str, document: Tokens, stride: Stride, config: HistoryConfig
+) -> tuple[Ends, Scores]:
+    """The spans that a scorer selects, and their scores, in the order of the window; `name` is the document's.
 
     Raises a UserError if a score is not finite.
     """
     ends = candidates(stride, config, all_of_them=not scorer.runs_a_model)
     scores = scorer.scores(document, stride, ends)
     check_finite(scores, scorer.name, stride, name)
-    chosen = select(scores, ends, config)
-    return chosen, scores[np.searchsorted(ends, chosen)]
+    selected = select(scores, ends, config)
+    return selected, scores[np.searchsorted(ends, selected)]
 
 
 def check_finite(scores: np.ndarray, scorer: str, stride: Stride, document: str) -> None:
@@ -68,34 +75,22 @@ def check_finite(scores: np.ndarray, scorer: str, stride: Stride, document: str)
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Ranking:
+class Ranking(SpanScorer):
     """A `SpanScorer` that runs no model; its name is one of RANKINGS."""
 
-    name: str
-    config: HistoryConfig
-    runs_a_model: ClassVar[bool] = False
-    fingerprint: ClassVar[str] = ""
-    flops: ClassVar[float] = 0.0
-    compile_seconds: ClassVar[float] = 0.0
+    def __init__(self, name: str, config: HistoryConfig):
+        self.name, self.leaks_the_future = name, name.endswith("oracle")
+        self._config = config
 
-    @property
-    def leaks_the_future(self) -> bool:
-        return self.name.endswith("oracle")
-
-    def scores(
-        self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
-    ) -> Float[np.ndarray, " m"]:
-        return RANKINGS[self.name](self.config, document, stride, ends).astype(np.float32)
-
-
-def _random(config: HistoryConfig, document: np.ndarray, stride: Stride, ends: np.ndarray) -> np.ndarray:
-    # Other numbers than those that draw candidates; 24 bits of them, which float32 holds exactly.
-    return random_numbers(stride, config.seed + 1, len(ends)) >> np.uint64(40)
+    def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
+        return RANKINGS[self.name](self._config, document, stride, ends).astype(np.float32)
 
 
 RANKINGS = {
-    "random": _random,
+    # Other numbers than those that draw candidates; 24 bits of them, which float32 holds exactly.
+    "random": lambda config, document, stride, ends: (
+        random_numbers(stride, config.seed + 1, len(ends)) >> np.uint64(40)
+    ),
     "recent": lambda config, document, stride, ends: ends,
     "prefix_overlap": lambda config, document, stride, ends: overlap(
         document, ends, necessary_prefix(document, stride, config), config
@@ -108,17 +103,12 @@ RANKINGS = {
 its split; the position in the document; the tokens shared with the necessary prefix; those shared with the targets."""
 
 
-def overlap(
-    document: Int[np.ndarray, " tokens"],
-    ends: Int[np.ndarray, " m"],
-    other: Int[np.ndarray, " n"],
-    config: HistoryConfig,
-) -> Real[np.ndarray, " m"]:
-    """How much each span has in common with other text, as `HistoryConfig.overlap` measures it.
+def overlap(document: Tokens, ends: Ends, text: Int[np.ndarray, " n"], config: HistoryConfig) -> Real[np.ndarray, " m"]:
+    """How much each span has in common with a text, as `HistoryConfig.overlap` measures it.
 
     A token that a separator replaces is not part of the span.
     """
-    types, counts = np.unique(other, return_counts=True)
+    types, counts = np.unique(text, return_counts=True)
     if not len(types):
         return np.zeros(len(ends))
     length = config.span_length - bool(config.separator)

@@ -19,9 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, UInt
 
+from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.config import HistoryConfig
+
+Tokens = Int[np.ndarray, " tokens"]
+"""A document, or its beginning up to the end of a stride."""
+Ends = Int[np.ndarray, " m"]
+"""The place of each span of a document: the position after its last token."""
+Scores = Float[np.ndarray, " m"]
+"""The score of each span."""
 
 
 class Stride(NamedTuple):
@@ -59,7 +67,7 @@ class Window(NamedTuple):
     """Number of the last tokens that are predicted; less than n, because nothing precedes the first."""
 
 
-def whole_documents(documents: Any, most: int = 2) -> Callable[[int], Int[np.ndarray, " tokens"]]:
+def whole_documents(documents: Documents, most: int = 2) -> Callable[[int], Tokens]:
     """A function from a document's index to all its tokens, which keeps the `most` documents that were read last."""
     return lru_cache(maxsize=most)(lambda document: documents.tokens(document, 0, int(documents.lengths[document])))
 
@@ -70,10 +78,7 @@ def num_strides(length: Any, config: HistoryConfig) -> Any:
 
 
 def stride_of(number: int, length: int, config: HistoryConfig, document: int = 0) -> Stride:
-    """A stride of a document of `length` tokens.
-
-    Every token is in exactly one stride; the first token of the first stride is no target.
-    """
+    """A stride of a document of `length` tokens, of which every token is in exactly one stride."""
     first = number * config.stride
     # A last stride with fewer targets has a shorter window with the same beginning, as in the released code.
     begin = max(first + config.stride - config.window_length, 0)
@@ -105,14 +110,13 @@ def _candidate_range(stride: Stride, config: HistoryConfig) -> range:
     return range(config.span_length, stop, config.span_stride or max(config.span_length // 2, 1))
 
 
-def candidates(stride: Stride, config: HistoryConfig, *, all_of_them: bool = False) -> Int[np.ndarray, " m"]:
-    """Where at most `max_candidates` candidates of a stride end (exclusive), or all of them; int64, ascending."""
-    found = _candidate_range(stride, config)
-    ends = np.arange(found.start, found.stop, found.step)
+def candidates(stride: Stride, config: HistoryConfig, *, all_of_them: bool = False) -> Ends:
+    """The candidates of a stride, at most `max_candidates` or all of them; int64, ascending."""
+    ends = np.array(_candidate_range(stride, config), np.int64)
     if all_of_them or config.max_candidates is None or len(ends) <= config.max_candidates:
         return ends
-    drawn = random_numbers(stride, config.seed, len(ends))
-    return np.sort(ends[np.argsort(drawn, kind="stable")[: config.max_candidates]])
+    order = np.argsort(random_numbers(stride, config.seed, len(ends)), kind="stable")
+    return np.sort(ends[order[: config.max_candidates]])
 
 
 def random_numbers(stride: Stride, seed: int, count: int) -> UInt[np.ndarray, " m"]:
@@ -121,27 +125,23 @@ def random_numbers(stride: Stride, seed: int, count: int) -> UInt[np.ndarray, " 
     return np.random.PCG64([seed, stride.document, stride.number]).random_raw(count)
 
 
-def select(
-    scores: Float[np.ndarray, " m"], ends: Int[np.ndarray, " m"], config: HistoryConfig
-) -> Int[np.ndarray, " spans"]:
+def select(scores: Scores, ends: Ends, config: HistoryConfig) -> Int[np.ndarray, " spans"]:
     """The ends of the best candidates, at most `num_spans`, in their order in the window.
 
     Of equal scores the later span is better, as in the released code (a stable sort, of which the last are taken).
     """
     best_first = ends[np.argsort(scores, kind="stable")[::-1]]
     if config.deduplicate:
-        chosen: list[int] = []
+        apart: list[int] = []
         for end in best_first.tolist():
-            if len(chosen) < config.num_spans and all(abs(end - other) >= config.span_length for other in chosen):
-                chosen.append(end)
-        best_first = np.asarray(chosen, np.int64)
+            if all(abs(end - better) >= config.span_length for better in apart):
+                apart.append(end)
+        best_first = np.asarray(apart, np.int64)
     best_first = best_first[: config.num_spans]
     return {"ascending": best_first[::-1], "descending": best_first, "document": np.sort(best_first)}[config.order]
 
 
-def necessary_prefix(
-    document: Int[np.ndarray, " tokens"], stride: Stride, config: HistoryConfig
-) -> Int[np.ndarray, " prefix"]:
+def necessary_prefix(document: Tokens, stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " prefix"]:
     """The tokens of the recent text before the first target; fewer than `prefix_length` near the beginning."""
     return np.asarray(document[max(stride.first - config.prefix_length, 0) : stride.first], np.int32)
 
@@ -157,17 +157,17 @@ class Layout:
     @classmethod
     def of(cls, config: HistoryConfig, vocabulary: Vocabulary) -> "Layout":
         """Raises a UserError if the separator is not exactly one token of this vocabulary."""
-        tokens = vocabulary.encode(config.separator) if config.separator else [None]
+        if not config.separator:
+            return cls(config, None)
+        tokens = vocabulary.encode(config.separator)
         if len(tokens) != 1:
             raise UserError(
                 f"HistoryConfig.separator={config.separator!r} is {len(tokens)} tokens of this vocabulary and must be "
                 r"one: bind HistoryConfig.separator = '\n', or '' for none"
             )
-        return cls(config, tokens[0] if tokens[0] is None else int(tokens[0]))
+        return cls(config, int(tokens[0]))
 
-    def span_tokens(
-        self, document: Int[np.ndarray, " tokens"], ends: Int[np.ndarray, " spans"]
-    ) -> Int[np.ndarray, "spans span_length"]:
+    def span_tokens(self, document: Tokens, ends: Ends) -> Int[np.ndarray, "m span_length"]:
         """The tokens of spans, int32, each with the separator in its last place."""
         places = np.asarray(ends, np.int64)[:, None] + np.arange(-self.config.span_length, 0)
         tokens = np.asarray(document)[places].astype(np.int32)
@@ -175,7 +175,7 @@ class Layout:
             tokens[:, -1] = self.separator
         return tokens
 
-    def window(self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " spans"]) -> Window:
+    def window(self, document: Tokens, stride: Stride, ends: Ends) -> Window:
         """The window of a stride, with the spans of `select` in place of its first tokens (section 2, figure 1).
 
         Fewer spans than there is room for leave more of the recent text where it is, and no spans all of it.

@@ -55,6 +55,13 @@ class StoreInfo:
     leaks_the_future: bool = False
     """Whether selections were made by reading the targets."""
 
+    @classmethod
+    def of(cls, documents: Documents, store: TokenStore, split: str, **fields: Any) -> "StoreInfo":
+        """The `StoreInfo` of documents of a split of a token store; `fields` are the others."""
+        lengths, indices = (tuple(map(int, column)) for column in (documents.lengths, documents.indices))
+        place = {"documents": tuple(documents.names), "lengths": lengths, "indices": indices}
+        return cls(store=store.fingerprint, split=split, **place, **fields)
+
     def strides(self) -> list[Stride]:
         """The strides that have numbers, whose `document` is an index in `documents`."""
         every = itertools.chain(*(strides(length, self.config, i) for i, length in enumerate(self.lengths)))
@@ -75,28 +82,11 @@ class StoreInfo:
         return saved | {"HistoryConfig": config, "documents": self.documents_fingerprint}
 
 
-def info_of(
-    documents: Documents,
-    store: TokenStore,
-    split: str,
-    config: HistoryConfig,
-    what: Any,
-    maker: str,
-    leaks: bool = False,
-) -> StoreInfo:
-    """The `StoreInfo` of documents of a split of a store, or of some of them."""
-    indices = tuple(documents.indices.tolist())
-    names, lengths = tuple(documents.names), tuple(int(length) for length in documents.lengths)
-    return StoreInfo(what, config, maker, store.fingerprint, split, names, lengths, indices, leaks)
-
-
 class StrideStore:
     """A store that is read, or made."""
 
     def __init__(self, folder: str | Path, info: StoreInfo | None = None):
-        """
-        Args:
-            info: contents of the store, to make it or to resume that. None: to read it.
+        """Opens the store to read it or, with its `info`, to make it or to resume that.
 
         Raises a UserError if there is none, it holds something else, or it is damaged.
         """

@@ -9,8 +9,8 @@ print(lm.generate(book, tokens=200, temperature=0.7))
 book.save("book.npz")
 book = lm.resume("book.npz")
 
-Every method takes one text or state, or a list of them, which are computed as one batch, and returns one result or a
-list. A text in a batch has the results of this text alone, up to rounding.
+`read_batch`, `score_batch` and so on take lists of texts or states, compute them as one batch, and return lists. A text
+in a batch has the results of this text alone, up to rounding.
 """
 
 from meliad_like.library.language_model import LanguageModel, SearchSettings, Text, WritingSettings, load

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -24,7 +24,6 @@ from meliad_like.run.text import carry_identity, encode_prompt
 
 Text = str | Sequence[int] | np.ndarray
 """A text, or its tokens."""
-Result = TypeVar("Result")
 
 
 class WritingSettings(TypedDict, total=False):
@@ -75,7 +74,7 @@ def load(path: str | Path, *, step: int | None = None, gin_params: str | Sequenc
     changes = read_changes((), [gin_params] if isinstance(gin_params, str) else gin_params)
     if (kind := kind_of(path)) is not None:
         if step is not None:
-            raise UserError(f"step={step}: {path} is no training, and has only one state")
+            raise UserError(f"step={step}: {path} is not a training, and has only one state")
         with local_files(path) as place:
             return LanguageModel(open_pretrained(kind, place, changes))
     return LanguageModel(open_checkpoint(path, step=step, changes=changes))
@@ -104,165 +103,151 @@ class LanguageModel:
         )
         return self._state(reading._replace(carry=carry, key=key), unfinished=unfinished)
 
-    @overload
-    def read(self, text: Text, state: State | None = None) -> State: ...
-    @overload
-    def read(self, text: Sequence[Text], state: State | Sequence[State] | None = None) -> list[State]: ...
-    def read(self, text, state=None):
-        """The state after a text of any length, which begins a document or follows what `state` has read.
+    def read(self, text: Text, state: State | None = None) -> State:
+        """The state after a text of any length, which begins a document or follows what `state` has read."""
+        return self.read_batch([text], state)[0]
 
-        Args:
-          text: a text or its tokens, or a list of them.
-          state: the state before all of the texts, or a list with one for each text.
-        """
-        texts, states = self._texts_and_states(text, state)
-        after = self._generator().read(self._joined(states), texts)
-        unfinished = [b"" if len(tokens) else state.unfinished for tokens, state in zip(texts, states)]
-        return _like(_is_batch(text), [self._state(after, *one) for one in enumerate(unfinished)])
+    def read_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[State]:
+        """`read` of several texts; `states`: the state before all of them, or one for each."""
+        tokens, before = self._tokens(texts), self._states_before(texts, states)
+        after = self._generator().read(self._joined(before), tokens)
+        unfinished = [b"" if len(one) else state.unfinished for one, state in zip(tokens, before)]
+        return [self._state(after, lane, rest) for lane, rest in enumerate(unfinished)]
 
-    @overload
-    def score(self, text: Text, state: State | None = None) -> Score: ...
-    @overload
-    def score(self, text: Sequence[Text], state: State | Sequence[State] | None = None) -> list[Score]: ...
-    def score(self, text, state=None):
-        """The probability of each token of a text, which begins a document or follows what `state` has read.
+    def score(self, text: Text, state: State | None = None) -> Score:
+        """The probability of each token of a text, which begins a document or follows what `state` has read."""
+        return self.score_batch([text], state)[0]
 
-        Args:
-          text: a text or its tokens, or a list of them.
-          state: the state before all of the texts, or a list with one for each text.
-        """
-        texts, states = self._texts_and_states(text, state)
-        generator = self._generator()
-        nats, unread = generator.score(self._joined(states), texts)
+    def score_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[Score]:
+        """`score` of several texts; `states`: the state before all of them, or one for each."""
+        tokens, generator = self._tokens(texts), self._generator()
+        nats, unread = generator.score(self._joined(self._states_before(texts, states)), tokens)
         finish = functools.cache(lambda: generator.read(*unread))
+        sizes = [len(self.vocabulary.decode_bytes(one.tolist())) for one in tokens]
+        return [
+            Score(one, -nats[lane], size, lambda lane=lane: self._state(finish(), lane))
+            for lane, (one, size) in enumerate(zip(tokens, sizes))
+        ]
 
-        def one(lane: int, tokens: Int[np.ndarray, " n"]) -> Score:
-            num_bytes = len(self.vocabulary.decode_bytes(tokens.tolist()))
-            return Score(tokens, -nats[lane], num_bytes, lambda: self._state(finish(), lane))
+    def forward(self, text: Text, state: State | None = None, *, layers: Sequence[int] = ()) -> Outputs:
+        """The logits after each token of a text that begins a document or follows `state`, and hidden states.
 
-        return _like(_is_batch(text), [one(lane, tokens) for lane, tokens in enumerate(texts)])
-
-    @overload
-    def forward(self, text: Text, state: State | None = None, *, layers: Sequence[int] = ()) -> Outputs: ...
-    @overload
-    def forward(
-        self, text: Sequence[Text], state: State | Sequence[State] | None = None, *, layers: Sequence[int] = ()
-    ) -> list[Outputs]: ...
-    def forward(self, text, state=None, *, layers=()):
-        """The logits after each token of a text, and hidden states.
-
-        Args:
-          text: a text or its tokens, or a list of them.
-          state: the state before all of the texts, or a list with one for each text.
-          layers: the layers whose outputs are returned, counted from 1; 0: the embedding; -1: the last layer.
+        `layers`: the layers whose outputs are returned, counted from 1; 0: the embedding; -1: the last layer.
         """
-        texts, states = self._texts_and_states(text, state)
+        return self.forward_batch([text], state, layers=layers)[0]
+
+    def forward_batch(
+        self, texts: Sequence[Text], states: State | Sequence[State] | None = None, *, layers: Sequence[int] = ()
+    ) -> list[Outputs]:
+        """`forward` of several texts; `states`: the state before all of them, or one for each."""
         number = len(self.model.bind(self.params).layers)
         for layer in layers:
             if not -number - 1 <= layer <= number:
                 raise UserError(f"layers: there is no layer {layer}; the layers are 1 to {number}, and 0 the embedding")
         wanted = Wanted(logits=True, layers=tuple(sorted({layer % (number + 1) for layer in layers})))
+        tokens, before = self._tokens(texts), self._joined(self._states_before(texts, states))
         # Another token after each text, which is not read: results are those of tokens that another one follows.
-        longer = [np.append(tokens, 0).astype(np.int32) for tokens in texts]
-        found, _ = self._generator().reader.look(self._joined(states), longer, wanted)
+        longer = [np.append(one, 0).astype(np.int32) for one in tokens]
+        results, _ = self._generator().reader.look(before, longer, wanted)
         outputs = []
-        for tokens, results in zip(texts, found, strict=True):
-            own = {name: result[len(result) - len(tokens) :] for name, result in results.items()}
-            hidden = {layer: own[f"layer {layer % (number + 1)}"] for layer in layers} if own else {}
-            outputs.append(Outputs(tokens, own.get("logits", np.zeros((0, self.model.vocabulary_size))), hidden))
-        return _like(_is_batch(text), outputs)
+        for one, arrays in zip(tokens, results, strict=True):
+            # Without the results of the token before the text.
+            arrays = {name: array[len(array) - len(one) :] for name, array in arrays.items()}
+            hidden = {layer: arrays[f"layer {layer % (number + 1)}"] for layer in layers} if arrays else {}
+            outputs.append(Outputs(one, arrays.get("logits", np.zeros((0, self.model.vocabulary_size))), hidden))
+        return outputs
 
-    @overload
     def generate(
         self, start: State | Text, tokens: int = 200, *, seed: int | None = None, **settings: Unpack[WritingSettings]
-    ) -> Continuation: ...
-    @overload
-    def generate(
+    ) -> Continuation:
+        """Continues a state or a text by at most this number of tokens.
+
+        `seed`: random seed; None: the random state of `start`.
+        """
+        return self.generate_batch([start], tokens, seeds=None if seed is None else [seed], **settings)[0]
+
+    def generate_batch(
         self,
-        start: State | Text | Sequence[State | Text],
+        starts: Sequence[State | Text],
         tokens: int = 200,
         *,
-        seed: int | Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
         **settings: Unpack[WritingSettings],
-    ) -> list[Continuation]: ...
-    def generate(self, start, tokens=200, *, seed=None, **settings):
-        """Continues states or texts by up to this number of tokens. The other arguments are those of `stream`."""
-        states, seeds, is_batch = self._starts(start, seed)
-        texts, written, ended = [""] * len(states), [[] for _ in states], [False] * len(states)
-        for pieces in self._write(states, seeds, tokens, **settings):
+    ) -> list[Continuation]:
+        """`generate` from several states or texts, with a seed for each."""
+        states = self._starts(starts)
+        texts, written = [""] * len(states), [[] for _ in states]
+        pieces = [Continuation("", [], state, False) for state in states]
+        for pieces in self.stream_batch(states, tokens, seeds=seeds, **settings):
             texts = [text + piece.text for text, piece in zip(texts, pieces)]
             written = [before + piece.tokens for before, piece in zip(written, pieces)]
-            states, ended = zip(*((piece.state, piece.ended) for piece in pieces))
-        texts = [text + state.unfinished.decode(errors="replace") for text, state in zip(texts, states)]
-        return _like(is_batch, [Continuation(*one) for one in zip(texts, written, states, ended)])
+        return [
+            Continuation(text + piece.state.unfinished.decode(errors="replace"), before, piece.state, piece.ended)
+            for text, before, piece in zip(texts, written, pieces)
+        ]
 
-    @overload
     def stream(
+        self, start: State | Text, tokens: int = 200, *, seed: int | None = None, **settings: Unpack[WritingSettings]
+    ) -> Iterator[Continuation]:
+        """Yields the continuation of `generate` in pieces of `chunk` tokens, as they are written."""
+        return (
+            piece for [piece] in self.stream_batch([start], tokens, seeds=None if seed is None else [seed], **settings)
+        )
+
+    def stream_batch(
         self,
-        start: State | Text,
+        starts: Sequence[State | Text],
         tokens: int = 200,
         *,
-        seed: int | None = None,
+        seeds: Sequence[int] | None = None,
         **settings: Unpack[WritingSettings],
-    ) -> Iterator[Continuation]: ...
-    @overload
-    def stream(
-        self,
-        start: State | Text | Sequence[State | Text],
-        tokens: int = 200,
-        *,
-        seed: int | Sequence[int] | None = None,
-        **settings: Unpack[WritingSettings],
-    ) -> Iterator[list[Continuation]]: ...
-    def stream(self, start, tokens=200, *, seed=None, **settings) -> Iterator[Any]:
-        """Yields a continuation in pieces of `chunk` tokens, as they are written.
+    ) -> Iterator[list[Continuation]]:
+        """`stream` from several states or texts, with a seed for each: yields lists of a piece for each.
 
-        In a batch of texts, the pieces are lists. Where a text ends, the piece ends for all, and later pieces of this
-        text are empty.
-
-        Args:
-          start: the state or the text that is continued, or a list of them.
-          tokens: the largest number of tokens.
-          seed: random seed; None: the random state of `start`. A list has a seed for each `start`, or continues one
-            `start` once for each seed.
-          settings: those of `WritingSettings`: `temperature`, `top_k`, `top_p`, `stop_at_end`, `chunk`.
+        Where a text ends, the piece ends for all, and later pieces of this text are empty.
         """
-        states, seeds, is_batch = self._starts(start, seed)
-        for pieces in self._write(states, seeds, tokens, **settings):
-            yield _like(is_batch, pieces)
+        states, is_alone = self._starts(starts), len(starts) == 1
+        sampling: dict[str, Any] = dict(settings)
+        stop_at_end, chunk = sampling.pop("stop_at_end", True), sampling.pop("chunk", 8)
+        generator = self._generator(SamplingConfig(**sampling), stop_at_end, chunk)
+        decoders = [StreamingDecoder(self.vocabulary, state.unfinished) for state in states]
+        for written, after in generator.write(self._joined(states, seeds), tokens):
+            texts = ["".join(map(decoder.push, new)) for decoder, new in zip(decoders, written)]
+            for lane, new in enumerate(written):
+                if new:
+                    states[lane] = self._state(after, lane, decoders[lane].unfinished)
+                    if after.ended[lane] and not is_alone:
+                        # The other texts are continued, in the same memory.
+                        states[lane] = states[lane].copy()
+            yield [Continuation(*piece) for piece in zip(texts, written, states, after.ended.tolist())]
 
-    @overload
-    def search(
-        self, start: State | Text, tokens: int = 200, **settings: Unpack[SearchSettings]
-    ) -> list[Hypothesis]: ...
-    @overload
-    def search(
-        self, start: Sequence[State | Text], tokens: int = 200, **settings: Unpack[SearchSettings]
-    ) -> list[list[Hypothesis]]: ...
-    def search(self, start, tokens=200, *, num_best=None, end_tokens=None, forbidden_tokens=(), **settings):
-        """The most likely continuations, the best first, by beam search (`generation/beam_search.py`).
+    def search(self, start: State | Text, tokens: int = 200, **settings: Unpack[SearchSettings]) -> list[Hypothesis]:
+        """The most likely continuations of a state or a text by at most this number of tokens, the best first.
 
-        Args:
-          start: the state or the text that is continued, or a list of them.
-          tokens: the largest number of tokens.
-          settings: those of `SearchSettings`: `width`, `num_best`, `length_penalty`, `end_tokens`, `forbidden_tokens`.
+        They are found by beam search (`generation/beam_search.py`).
         """
-        ends = (self.vocabulary.end_of_document,) if end_tokens is None else tuple(end_tokens)
-        config = BeamConfig(end_tokens=ends, forbidden_tokens=tuple(forbidden_tokens), **settings)
+        return self.search_batch([start], tokens, **settings)[0]
+
+    def search_batch(
+        self, starts: Sequence[State | Text], tokens: int = 200, **settings: Unpack[SearchSettings]
+    ) -> list[list[Hypothesis]]:
+        """`search` from several states or texts."""
+        changed: dict[str, Any] = {"num_best": None, "end_tokens": None, "forbidden_tokens": (), **settings}
+        num_best, ends = changed.pop("num_best"), changed.pop("end_tokens")
+        ends = (self.vocabulary.end_of_document,) if ends is None else tuple(ends)
+        config = BeamConfig(end_tokens=ends, forbidden_tokens=tuple(changed.pop("forbidden_tokens")), **changed)
         num_best = config.width if num_best is None else num_best
         if not 1 <= num_best <= config.width:
             raise UserError(f"num_best={num_best} must be at least 1 and at most width={config.width}")
-        states, _, is_batch = self._starts(start, None)
+        states = self._starts(starts)
         reading = self._joined(states)
         check_prompts(reading)
         beams, after = beam_search(self.model, self.params, reading, tokens, config)
-        return _like(
-            is_batch, [self._hypotheses(text, state, beams, after, num_best) for text, state in enumerate(states)]
-        )
+        return [self._hypotheses(text, state, beams, after, num_best) for text, state in enumerate(states)]
 
     def _hypotheses(self, text: int, start: State, beams: Beams, after: Reading, num_best: int) -> list[Hypothesis]:
         """The best hypotheses of one text of a search."""
-        found, width = [], beams.length.shape[1]
+        hypotheses, width = [], beams.length.shape[1]
         for place in range(num_best):
             log_probability = float(beams.log_probability[text, place])
             if log_probability == -np.inf:
@@ -272,61 +257,24 @@ class LanguageModel:
             written = "".join(map(decoder.push, tokens))
             state = self._state(after, text * width + place, decoder.unfinished)
             ended, score = bool(beams.ended[text, place]), float(beams.score[text, place])
-            found.append(Hypothesis(written + decoder.finish(), tokens, state, ended, log_probability, score))
-        return found
+            hypotheses.append(Hypothesis(written + decoder.finish(), tokens, state, ended, log_probability, score))
+        return hypotheses
 
-    def _write(
-        self,
-        states: list[State],
-        seeds: Sequence[int] | None,
-        num_tokens: int,
-        *,
-        stop_at_end: bool = True,
-        chunk: int = 8,
-        **sampling: Any,
-    ) -> Iterator[list[Continuation]]:
-        """Yields a piece of each text."""
-        generator = self._generator(SamplingConfig(**sampling), stop_at_end, chunk)
-        decoders = [StreamingDecoder(self.vocabulary, state.unfinished) for state in states]
-        for written, after in generator.write(self._joined(states, seeds), num_tokens):
-            texts = ["".join(map(decoder.push, tokens)) for decoder, tokens in zip(decoders, written)]
-            for lane, tokens in enumerate(written):
-                if tokens:
-                    states[lane] = self._state(after, lane, decoders[lane].unfinished)
-                    if after.ended[lane] and len(states) > 1:
-                        # The other texts are continued, in the same memory.
-                        states[lane] = states[lane].copy()
-            yield [Continuation(*one) for one in zip(texts, written, states, after.ended.tolist())]
+    def _starts(self, starts: Sequence[State | Text]) -> list[State]:
+        """The states that are continued."""
+        read = iter(self.read_batch(texts) if (texts := [x for x in starts if not isinstance(x, State)]) else ())
+        return [start if isinstance(start, State) else next(read) for start in starts]
 
-    def _starts(
-        self, start: "State | Text | Sequence[State | Text]", seed: int | Sequence[int] | None
-    ) -> tuple[list[State], list[int] | None, bool]:
-        """The states that are continued, a seed for each, if any are given, and whether the result is a list."""
-        items = list(start) if _is_batch(start) else [start]
-        texts: Any = [item for item in items if not isinstance(item, State)]
-        read = self.read(texts) if texts else []
-        states = [item if isinstance(item, State) else read.pop(0) for item in items]
-        if seed is None or isinstance(seed, int | np.integer):
-            return states, None if seed is None else [seed] * len(states), _is_batch(start)
-        seeds = list(seed)
-        states = states * len(seeds) if len(states) == 1 else states
-        if len(seeds) != len(states):
-            raise UserError(f"{len(seeds)} seeds for {len(states)} texts: give one for each text")
-        return states, seeds, True
+    def _states_before(self, texts: Sequence[Text], states: State | Sequence[State] | None) -> list[State]:
+        """The state before each text."""
+        if states is None or isinstance(states, State):
+            return [states or self.begin()] * len(texts)
+        if len(states) != len(texts):
+            raise UserError(f"{len(states)} states for {len(texts)} texts: give one for each text, or one for all")
+        return list(states)
 
-    def _texts_and_states(
-        self, text: "Text | Sequence[Text]", state: State | Sequence[State] | None
-    ) -> tuple[list[Int[np.ndarray, " n"]], list[State]]:
-        """The tokens of each text, and the state before it."""
-        texts = [self._tokens(one) for one in (text if _is_batch(text) else [text])]
-        if state is None or isinstance(state, State):
-            return texts, [state or self.begin()] * len(texts)
-        if len(state) != len(texts):
-            raise UserError(f"{len(state)} states for {len(texts)} texts: give one for each text, or one for all")
-        return texts, list(state)
-
-    def _tokens(self, text: Text) -> Int[np.ndarray, " n"]:
-        return encode_prompt(self.vocabulary, text) if isinstance(text, str) else np.asarray(text, np.int32)
+    def _tokens(self, texts: Sequence[Text]) -> list[Int[np.ndarray, " n"]]:
+        return [encode_prompt(self.vocabulary, x) if isinstance(x, str) else np.asarray(x, np.int32) for x in texts]
 
     def _state(self, batch: Reading, lane: int = 0, unfinished: bytes = b"") -> State:
         return State(self.opened, batch, lane, unfinished)
@@ -342,6 +290,8 @@ class LanguageModel:
             reading = join_readings([state.reading for state in states])
         if seeds is None:
             return reading
+        if len(seeds) != len(states):
+            raise UserError(f"{len(seeds)} seeds for {len(states)} texts: give one for each text")
         key = jax.random.key_data(jax.vmap(jax.random.key)(np.asarray(seeds, np.uint32)))
         return reading._replace(key=jax.device_put(key, reading.key.sharding))
 
@@ -357,17 +307,3 @@ class LanguageModel:
             stop_at_end=stop_at_end,
             chunk=chunk,
         )
-
-
-def _is_batch(text: Any) -> bool:
-    """Whether this is a list of texts or states, and not a single one."""
-    if isinstance(text, str | State):
-        return False
-    if hasattr(text, "ndim"):
-        return text.ndim > 1
-    return len(text) > 0 and not isinstance(text[0], int | np.integer)
-
-
-def _like(is_batch: bool, results: list[Result]) -> Any:
-    """The list of results for a batch, and otherwise the only result."""
-    return results if is_batch else results[0]

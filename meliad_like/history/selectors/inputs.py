@@ -5,9 +5,8 @@ Places are lines of a frame (`StrideStore.rows`): `document`, number of the `str
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +22,14 @@ from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.config import HistoryConfig, Part, SelectorConfig
 from meliad_like.history.selectors.model import Params, Selector
-from meliad_like.history.spans import Layout, Stride, stride_of, whole_documents
+from meliad_like.history.spans import Ends, Layout, Stride, Tokens, stride_of, whole_documents
 from meliad_like.remote import write_whole
+
+STRIDE = ["document", "stride"]
+PLACE_OF: dict[Part, list[str]] = {"pair": [*STRIDE, "end"], "span": ["document", "end"], "context": STRIDE}
+"""The columns of a place on which the text of each part depends."""
+Inputs = dict[Part, Any]
+"""What a selector reads, by part: vectors, or `Texts` where the encoder is trained."""
 
 
 class Texts(NamedTuple):
@@ -42,22 +47,20 @@ class SelectorInputs:
 
     layout: Layout
     context_length: int
-    """Largest number of tokens that are read beside a span."""
+    """Largest number of tokens that are read in addition to a span."""
 
     @property
     def leaks_the_future(self) -> bool:
         """Whether the selector sees the targets."""
         return self.layout.config.selector_context == "released_code"
 
-    @cached_property
+    @property
     def widths(self) -> dict[Part, int]:
         """Largest number of tokens of each part."""
         span = self.layout.config.span_length
         return {"pair": span + self.context_length, "span": span, "context": self.context_length}
 
-    def texts(
-        self, part: Part, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
-    ) -> Texts:
+    def texts(self, part: Part, document: Tokens, stride: Stride, ends: Ends) -> Texts:
         """The texts of a part for some candidates of a stride; only one of `context`, which all candidates share.
 
         The context is the last `context_length` tokens before the targets (`prefix_only`) or, as the authors' code
@@ -79,16 +82,16 @@ class SelectorInputs:
 def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vocabulary) -> SelectorInputs:
     """What a selector of this config reads.
 
-    Raises a UserError if the separator is not one token of the vocabulary, or there is nothing to read beside a span.
+    Raises a UserError if the separator is not one token of the vocabulary, or a span is all that it could read.
     """
     length = history.prefix_length if selector.context_tokens is None else selector.context_tokens
     if history.selector_context == "released_code":
+        length = history.recent_length
         if selector.context_tokens is not None:
             raise UserError(
                 f"SelectorConfig.context_tokens={selector.context_tokens} has no effect on "
                 "HistoryConfig.selector_context='released_code', which reads the window's own tokens: leave it out"
             )
-        length = history.recent_length
     if not length:
         raise UserError(
             f"history_length={history.history_length} and stride={history.stride} leave no prefix in "
@@ -102,20 +105,15 @@ def document_texts(inputs: SelectorInputs, documents: Documents) -> Callable[[Pa
     # Each row of a batch may be of another document.
     whole, config = whole_documents(documents, most=64), inputs.layout.config
 
+    def text(part: Part, document: int, number: int, end: int) -> Texts:
+        tokens = whole(document)
+        return inputs.texts(part, tokens, stride_of(number, len(tokens), config, document), np.array([end]))
+
     def read(part: Part, places: pd.DataFrame) -> Texts:
-        found = []
-        for document, number, end in places[["document", "stride", "end"]].to_numpy().tolist():
-            tokens = whole(document)
-            stride = stride_of(number, len(tokens), config, document)
-            found.append(inputs.texts(part, tokens, stride, np.array([end])))
-        return Texts(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        texts = [text(part, *place) for place in places[[*STRIDE, "end"]].to_numpy().tolist()]
+        return Texts(*map(np.concatenate, zip(*texts, strict=True)))
 
     return read
-
-
-Inputs = dict[Part, Any]
-"""What a selector reads, by part: vectors, or `Texts` where the encoder is trained."""
-STRIDE = ["document", "stride"]
 
 
 class PairsBatch(NamedTuple):
@@ -159,12 +157,12 @@ def held_out(pairs: pd.DataFrame, every: int) -> tuple[pd.DataFrame, pd.DataFram
     Raises a UserError if one part is empty.
     """
     held = pairs["document"] % every == 0
-    for name, part in {"train on": ~held, "hold out": held}.items():
-        if not part.any():
-            raise UserError(
-                f"of {pairs['document'].nunique():,} scored documents there is none to {name} with "
-                f"SelectorTrainingConfig.validation_every={every}: score more documents, or bind another number"
-            )
+    if held.nunique() < 2:
+        raise UserError(
+            f"of {pairs['document'].nunique():,} scored documents there is none to "
+            f"{'train on' if held.all() else 'hold out'} with SelectorTrainingConfig.validation_every={every}: score "
+            "more documents, or bind another number"
+        )
     return pairs[~held], pairs[held]
 
 
@@ -181,34 +179,23 @@ def agreement(predicted: Float[np.ndarray, " n"], pairs: pd.DataFrame, num_spans
         best = pairs.sort_values(by, ascending=False, kind="stable").groupby(STRIDE).head(count)
         return float(best.groupby(STRIDE)["score"].mean().mean())
 
-    correlation = pairs["score"].corr(pairs["predicted"])
     return {
         "loss": float(np.square(pairs["predicted"] - pairs["score"]).mean()),
         # There is none with a constant.
-        "correlation": 0.0 if np.isnan(correlation) else float(correlation),
+        "correlation": float(np.nan_to_num(pairs["score"].corr(pairs["predicted"]))),
         "chosen_gain": mean_of_best("predicted", num_spans),
         "oracle_gain": mean_of_best("score", num_spans),
         "random_gain": mean_of_best("score", len(pairs)),
     }
 
 
-PLACE_OF: dict[Part, list[str]] = {
-    "pair": ["document", "stride", "end"],
-    "span": ["document", "end"],
-    "context": ["document", "stride"],
-}
-"""The columns of a place on which a text depends."""
+Vectors = dict[Part, tuple[Float[np.ndarray, "texts e"], Int[np.ndarray, " n"]]]
+"""The vectors for some places: of each different text once, and the index of each place's text."""
 
 
-class Vectors(NamedTuple):
-    """The vectors for some places: of each different text once, and the index of each place's text."""
-
-    values: dict[Part, Float[np.ndarray, "texts e"]]
-    index: dict[Part, Int[np.ndarray, " n"]]
-
-    def take(self, rows: Int[np.ndarray, " n"]) -> dict[Part, Float[np.ndarray, "n e"]]:
-        """The vectors of some places."""
-        return {part: np.asarray(self.values[part][index[rows]]) for part, index in self.index.items()}
+def take(vectors: Vectors, rows: Int[np.ndarray, " n"]) -> Inputs:
+    """The vectors of some of the places."""
+    return {part: np.asarray(values[index[rows]]) for part, (values, index) in vectors.items()}
 
 
 def moments(values: Float[np.ndarray, "n *e"]) -> dict[str, Array]:
@@ -241,15 +228,13 @@ def encode_places(
     """
     folder.mkdir(parents=True, exist_ok=True)
     different = {part: places.drop_duplicates(PLACE_OF[part]) for part in selector.config.parts}
-    index = {part: places.groupby(PLACE_OF[part], sort=False).ngroup().to_numpy() for part in selector.config.parts}
     total, done = sum(map(len, different.values())), 0
-    encode = jax.jit(selector.encode)
-    values = {}
+    encode, vectors = jax.jit(selector.encode), {}
     for part, rows in different.items():
         path, progress = folder / f"{part}.npy", folder / f"{part}.done"
-        shape = (len(rows), selector.vector_width)
         begun = int(progress.read_text()) if progress.exists() else 0
-        file = np.lib.format.open_memmap(path, "r+" if begun else "w+", np.float32, None if begun else shape)
+        shape = (len(rows), selector.vector_width)
+        file = np.lib.format.open_memmap(path, "r+" if begun else "w+", np.float32, shape)
         for start in range(begun, len(rows), batch_size):
             on_progress(done + start, total)
             batch = rows[start : start + batch_size]
@@ -257,15 +242,16 @@ def encode_places(
             file.flush()
             write_whole(progress, str(start + len(batch)))
         done += len(rows)
-        values[part] = np.load(path, mmap_mode="r")
+        index = places.groupby(PLACE_OF[part], sort=False).ngroup().to_numpy()
+        vectors[part] = np.load(path, mmap_mode="r"), index
     on_progress(done, total)
-    return Vectors(values, index)
+    return vectors
 
 
 def encode_batch(encode: Callable[..., jax.Array], params: Params, texts: Texts, most: int) -> Float[np.ndarray, "m e"]:
     """At most `most` texts as vectors; sizes are powers of two, so that few programs are compiled."""
     count = len(texts.length)
-    size = min(most, 2 ** math.ceil(math.log2(count)))
+    size = min(most, 1 << (count - 1).bit_length())
     tokens = np.pad(texts.tokens, ((0, size - count), (0, 0)))
     length = np.pad(texts.length, (0, size - count), constant_values=1)
     return np.asarray(encode(params, tokens, length))[:count]

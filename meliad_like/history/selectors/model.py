@@ -34,21 +34,15 @@ def encoder_config(
 
     Raises a UserError if the decoder has fewer layers or positions.
     """
-    num_tokens = max(widths[part] for part in config.parts)
     if config.encoder_layers > pretrained.num_layers:
         raise UserError(
             f"SelectorConfig.encoder_layers={config.encoder_layers} is more than the {pretrained.num_layers} layers of "
             "the pretrained model"
         )
-    if num_tokens > pretrained.max_positions:
-        raise UserError(
-            f"the selector reads {num_tokens} tokens at once, a span and its context, and the pretrained model has "
-            f"{pretrained.max_positions} positions: lower SelectorConfig.context_tokens"
-        )
     return dataclasses.replace(
         pretrained,
         num_layers=config.encoder_layers or pretrained.num_layers,
-        window_length=num_tokens,
+        window_length=max(widths[part] for part in config.parts),
         overlap=0,
         dropout_rate=config.dropout_rate,
         activation_dtype=config.activation_dtype,
@@ -61,8 +55,8 @@ def encoder_config(
 
 def encoder_params(config: PretrainedConfig, params: Params) -> Params:
     """The parameters of a pretrained decoder that an encoder of this config has."""
-    kept = {name: value for name, value in params.items() if name not in ("recurrence", "output_embedding")}
-    return kept | {"blocks": {i: params["blocks"][i] for i in range(config.num_layers)}}
+    used = {name: value for name, value in params.items() if name not in ("recurrence", "output_embedding")}
+    return used | {"blocks": {i: params["blocks"][i] for i in range(config.num_layers)}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,18 +96,20 @@ class Selector:
 
         Those of the encoder are zeros, and only there if it is trained.
         """
-        width, hidden = self.vector_width, self.config.head_width
+        width, hidden, parts = self.vector_width, self.config.head_width, self.config.parts
         keys = iter(jax.random.split(key, 4))
 
         def linear(size_in: int, size_out: int) -> Params:
             return {"kernel": fan_in(next(keys), (size_in, size_out), jnp.float32), "bias": jnp.zeros(size_out)}
 
-        head = {part: linear(width, hidden) for part in self.config.parts}
-        head |= {f"{part}_output": linear(hidden, 1) for part in self.config.parts}
-        widths = {**dict.fromkeys(self.config.parts, (width,)), "scores": ()}
-        standard = {name: {"mean": jnp.zeros(shape), "deviation": jnp.ones(shape)} for name, shape in widths.items()}
-        abstract = {"encoder": self.encoder.abstract_params} if self.config.train_encoder else {}
-        return {"standard": standard, "head": head} | jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+        head = {part: linear(width, hidden) for part in parts}
+        head |= {f"{part}_output": linear(hidden, 1) for part in parts}
+        shapes = {**dict.fromkeys(parts, (width,)), "scores": ()}
+        standard = {name: {"mean": jnp.zeros(shape), "deviation": jnp.ones(shape)} for name, shape in shapes.items()}
+        params = {"standard": standard, "head": head}
+        if self.config.train_encoder:
+            params["encoder"] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.encoder.abstract_params)
+        return params
 
     def encode(
         self,
@@ -130,8 +126,7 @@ class Selector:
             dropout_key: for training; None: no dropout.
         """
         module = self.encoder.bind(params)
-        outputs = module.read_window(tokens, dropout_key=dropout_key)
-        hidden, lanes = outputs[-1], jnp.arange(len(length))
+        hidden, lanes = module.read_window(tokens, dropout_key=dropout_key)[-1], jnp.arange(len(length))
         if not self.config.pools_mean:
             return module.final_norm(hidden[lanes, length - 1]).astype(jnp.float32)
         hidden = module.final_norm(hidden).astype(jnp.float32)
@@ -150,10 +145,9 @@ class Selector:
         `joint`: Linear(ReLU(projected)). `light`: this for span and for context, because some spans help anywhere and
         at some places any span helps, plus the scalar product of the two divided by the root of its width.
         """
-        head = params["head"]
         scores = jnp.zeros(())
         for part, values in projected.items():
-            output = head[f"{part}_output"]
+            output = params["head"][f"{part}_output"]
             scores += (jax.nn.relu(values) @ output["kernel"] + output["bias"])[:, 0]
         if "context" in projected:
             scores += jnp.sum(projected["span"] * projected["context"], axis=-1) * self.config.head_width**-0.5

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from meliad_like.config import bound_values, rebuild
 from meliad_like.data.token_store import TokenStore
@@ -26,16 +26,19 @@ from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.config import SELECTORS, HistoryConfig, HistorySettings, Part
 from meliad_like.history.gains import TimedFunction
+from meliad_like.history.selection import SpanScorer
 from meliad_like.history.selectors.inputs import SelectorInputs, Texts, encode_batch, make_inputs
 from meliad_like.history.selectors.model import Params, Selector
-from meliad_like.history.spans import Stride
+from meliad_like.history.spans import Ends, Scores, Stride, Tokens
 from meliad_like.history.stride_store import fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.resumable import read_json
+from meliad_like.resumable import check_same, read_json
 from meliad_like.run.opening import VOCABULARY_FOLDER
 from meliad_like.training.checkpoints import Checkpoints
 
 FILE_NAME = "selector.json"
+SPANS = ("span_length", "separator")
+"""Fields of HistoryConfig that must be as in the training of a selector."""
 
 
 class OpenedSelector(NamedTuple):
@@ -73,17 +76,15 @@ def open_selector(folder: str | Path) -> OpenedSelector:
     Raises a UserError if there is no selector, or it is of another version.
     """
     folder = Path(folder).expanduser()
-    try:
-        saved = read_json(folder / FILE_NAME)
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            f"there is no selector in {folder}: python -m meliad_like.history train_selector --output=DIR makes one"
-        ) from None
+    path = folder / FILE_NAME
+    if not path.exists():
+        raise UserError(f"there is no selector in {folder}: python -m meliad_like.history train_selector makes one")
+    saved = read_json(path)
     try:
         settings = rebuild(HistorySettings, saved.get("settings"))
         encoder_config = rebuild(PretrainedConfig, saved.get("encoder"))
     except UserError as error:
-        raise UserError(f"{folder / FILE_NAME} is of another version: {error}; train the selector again") from None
+        raise UserError(f"{path} is of another version: {error}; train the selector again") from None
     vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
     selector = Selector(settings.selector, encoder_config, saved["vocabulary_size"])
     inputs = make_inputs(settings.history, settings.selector, vocabulary)
@@ -103,7 +104,7 @@ def _restore(folder: Path, abstract: Params) -> tuple[Params, int]:
     return params, metadata.get("step", 0)
 
 
-class LearnedSelector:
+class LearnedSelector(SpanScorer):
     """Scores candidates by the gains that a selector predicts.
 
     A `light` selector reads every different span of a document once and every context once, whatever the number of
@@ -114,37 +115,34 @@ class LearnedSelector:
 
     def __init__(self, opened: OpenedSelector, batch_size: int = 64):
         """`batch_size`: texts that are encoded at once."""
-        self.leaks_the_future = opened.inputs.leaks_the_future
-        self.name = opened.selector.config.name + ("_released_code" if self.leaks_the_future else "")
-        self.fingerprint = fingerprint((opened.selector, opened.inputs), opened.params)
-        self.num_encoded_tokens = 0
-        """Tokens read by the encoder so far."""
-        self.flops = 0.0
-        """Operations of the encoder so far (`layers/flops.py`); those of the head are negligible."""
-        self._selector, self._params, self._inputs = opened.selector, opened.params, opened.inputs
+        self._selector, self._params, self._inputs, *_ = opened
         self._batch_size = batch_size
+        self.leaks_the_future = self._inputs.leaks_the_future
+        self.name = self._selector.config.name + ("_released_code" if self.leaks_the_future else "")
+        self.fingerprint = fingerprint((self._selector, self._inputs), self._params)
+        self.encoded_tokens: Counter[Part] = Counter()
+        """Tokens of each part that the encoder has read so far."""
         self._document = -1
         self._spans: dict[bytes, np.ndarray] = {}
-        selector = opened.selector
+        parts = self._selector.config.parts
+        self._project = {part: TimedFunction(functools.partial(_project, self._selector, part)) for part in parts}
+        self._score = TimedFunction(self._selector.score)
 
-        def project(part, params, tokens, length):
-            return selector.project(params, part, selector.encode(params["encoder"], tokens, length))
-
-        self._project = {part: TimedFunction(functools.partial(project, part)) for part in selector.config.parts}
-        self._score = TimedFunction(selector.score)
+    @property
+    def flops(self) -> float:
+        # Those of the head are negligible.
+        per_token, widths = self._selector.encoder_flops_per_token, self._inputs.widths
+        return sum(count * per_token(widths[part]) for part, count in self.encoded_tokens.items())
 
     @property
     def compile_seconds(self) -> float:
-        """Time of compilation in all calls so far."""
         return sum(program.compile_seconds for program in (self._score, *self._project.values()))
 
-    def scores(
-        self, document: Int[np.ndarray, " tokens"], stride: Stride, ends: Int[np.ndarray, " m"]
-    ) -> Float[np.ndarray, " m"]:
+    def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
         if stride.document != self._document:
             self._spans, self._document = {}, stride.document
         # Rows are padded to the next power of two, so that few programs are compiled.
-        padding, projected = 2 ** (len(ends) - 1).bit_length() - len(ends), {}
+        padding, projected = (1 << (len(ends) - 1).bit_length()) - len(ends), {}
         for part in self._selector.config.parts:
             texts = self._inputs.texts(part, document, stride, ends)
             rows = self._known(texts) if part == "span" else self._encoded(part, texts)
@@ -154,42 +152,37 @@ class LearnedSelector:
     def _known(self, spans: Texts) -> Float[np.ndarray, "m w"]:
         """The projected vectors of spans; only spans whose tokens are new are read."""
         keys = [row.tobytes() for row in spans.tokens]
-        if new := list({key: row for row, key in enumerate(keys) if key not in self._spans}.values()):
-            rows = self._encoded("span", Texts(spans.tokens[new], spans.length[new]))
-            self._spans |= dict(zip((keys[row] for row in new), rows, strict=True))
+        if new := {key: row for row, key in enumerate(keys) if key not in self._spans}:
+            rows = list(new.values())
+            self._spans |= zip(new, self._encoded("span", Texts(spans.tokens[rows], spans.length[rows])), strict=True)
         return np.stack([self._spans[key] for key in keys])
 
     def _encoded(self, part: Part, texts: Texts) -> Float[np.ndarray, "m w"]:
+        """The projected vectors of texts."""
+        self.encoded_tokens[part] += int(texts.length.sum())
         starts, most = range(0, len(texts.length), self._batch_size), self._batch_size
         batches = [Texts(*(column[start : start + most] for column in texts)) for start in starts]
-        vectors = [encode_batch(self._project[part], self._params, batch, most) for batch in batches]
-        num_tokens = int(texts.length.sum())
-        self.num_encoded_tokens += num_tokens
-        self.flops += num_tokens * self._selector.encoder_flops_per_token(self._inputs.widths[part])
-        return np.concatenate(vectors)
+        return np.concatenate([encode_batch(self._project[part], self._params, batch, most) for batch in batches])
+
+
+def _project(selector: Selector, part: Part, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    return selector.project(params, part, selector.encode(params["encoder"], tokens, length))
 
 
 def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store: TokenStore) -> list[LearnedSelector]:
     """Selectors from the folders of their trainings, for the documents of any store with the same vocabulary.
 
-    Selectors with the same name get their folder added to it. Raises a UserError if a folder is given twice, or if its
-    selector was trained with another vocabulary or other spans.
+    Selectors with the same name get their folder added to it. Raises a UserError if a selector was trained with another
+    vocabulary or other spans.
     """
     selectors: dict[Path, LearnedSelector] = {}
     for folder in folders:
-        place, opened = Path(folder).expanduser().resolve(), open_selector(folder)
-        if place in selectors:
-            raise UserError(f"the selector {place} is given twice")
+        opened = open_selector(folder)
         store.check_vocabulary(opened.vocabulary.fingerprint, f"the selector {folder}")
-        for name in ("span_length", "separator"):
-            theirs, ours = getattr(opened.inputs.layout.config, name), getattr(history, name)
-            if theirs != ours:
-                raise UserError(
-                    f"the selector {folder} was trained on spans with HistoryConfig.{name}={theirs!r}, and here it is "
-                    f"{ours!r}"
-                )
-        selectors[place] = LearnedSelector(opened)
+        spans = ({name: getattr(config, name) for name in SPANS} for config in (opened.inputs.layout.config, history))
+        check_same(folder, *spans)
+        selectors[Path(folder).expanduser().resolve()] = LearnedSelector(opened)
     names = Counter(selector.name for selector in selectors.values())
-    for place, selector in selectors.items():
-        selector.name += f":{place}" if names[selector.name] > 1 else ""
+    for folder, selector in selectors.items():
+        selector.name += f":{folder}" if names[selector.name] > 1 else ""
     return list(selectors.values())

@@ -32,6 +32,7 @@ from meliad_like.history.selectors.inputs import (
     encode_places,
     held_out,
     moments,
+    take,
 )
 from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.selectors.scorer import FILE_NAME, save_encoder, selector_metadata
@@ -106,9 +107,9 @@ class SelectorTraining:
         """
         self._begin()
         config, workdir, last_step = self.config, self.workdir, self.config.num_steps
-        parts = held_out(self.pairs, config.validation_every)
-        feeds, standard = self._feeds(parts)
-        reader = PairsReader(parts[0]["score"].to_numpy(), feeds[0], config.batch_size, config.seed)
+        train, validation = held_out(self.pairs, config.validation_every)
+        (feed, validation_feed), standard = self._feeds(train, validation)
+        reader = PairsReader(train["score"].to_numpy(), feed, config.batch_size, config.seed)
         program = self._program(reader.batch(0, range(config.batch_size)))
         with Checkpoints(workdir / "checkpoints", keep_last=config.checkpoints_kept) as checkpoints:
             state = self._starting_state(program, standard, checkpoints)
@@ -120,16 +121,16 @@ class SelectorTraining:
                 open_session(workdir, checkpoints, start, last_step) as session,
                 load_batches(reader, lane_sharding(self.mesh, config.batch_size), start) as batches,
             ):
-                writer = session.writer
-                writer.say(
-                    f"{label(self.selector.config.name, self.leaks)}: {len(parts[0]):,} pairs to train on, "
-                    f"{len(parts[1]):,} held out, from step {start:,} to {last_step:,}"
+                session.writer.say(
+                    f"{label(self.selector.config.name, self.leaks)}: {len(train):,} pairs to train on, "
+                    f"{len(validation):,} held out, from step {start:,} to {last_step:,}"
                 )
 
                 def save(step: int, state: TrainState) -> None:
                     if step not in checkpoints.steps():
                         checkpoints.save(step, state, self.metadata | {"step": step})
 
+                evaluate = partial(self.evaluate, validation, validation_feed, session.writer)
                 _, stopped = run_steps(
                     session,
                     program.compile_step(),
@@ -139,10 +140,10 @@ class SelectorTraining:
                     last_step,
                     num_steps=last_step,
                     log_every=config.log_every,
-                    report=partial(self.report, writer),
+                    report=partial(self.report, session.writer),
                     # Both are called after the last step in any case.
                     hooks=[
-                        Hook(config.evaluate_every or last_step, partial(self.evaluate, parts[1], feeds[1], writer)),
+                        Hook(config.evaluate_every or last_step, evaluate),
                         Hook(config.checkpoint_every or last_step, save),
                     ],
                     save=save,
@@ -156,27 +157,23 @@ class SelectorTraining:
             fields = bound_fields(self.config)
             may_change = [f"training.{name}" for name, field, _ in fields if "resumable" in field.metadata]
             check_same(self.workdir, read_json(path), metadata, may_change)
-        self.workdir.mkdir(parents=True, exist_ok=True)
         save_vocabulary(self.vocabulary, self.workdir)
         write_json(path, metadata)
 
-    def _feeds(self, parts: tuple[pd.DataFrame, pd.DataFrame]) -> tuple[list[Feed], Params]:
+    def _feeds(self, *parts: pd.DataFrame) -> tuple[list[Feed], Params]:
         """What the selector reads of the pairs for training and for validation, and the moments of fixed vectors."""
         texts = document_texts(self.inputs, self.documents)
-
-        def read(pairs: pd.DataFrame) -> Feed:
-            return lambda rows: {part: texts(part, pairs.iloc[rows]) for part in self.selector.config.parts}
-
         if self.selector.config.train_encoder:
-            return list(map(read, parts)), {}
+            names = self.selector.config.parts
+            return [lambda rows, pairs=p: {name: texts(name, pairs.iloc[rows]) for name in names} for p in parts], {}
         save_encoder(self.workdir, self.encoder)
         vectors = []
         for name, pairs in zip(("train", "validation"), parts, strict=True):
             folder, most = self.workdir / "vectors" / name, self.config.encode_batch
             encode = partial(encode_places, self.selector, self.encoder, pairs, texts, folder, most)
             vectors.append(with_progress(f"texts for {name}", encode))
-        standard = {part: moments(values) for part, values in vectors[0].values.items()}
-        return [each.take for each in vectors], standard | {"scores": moments(parts[0]["score"].to_numpy())}
+        standard = {part: moments(values) for part, (values, _) in vectors[0].items()}
+        return [partial(take, each) for each in vectors], standard | {"scores": moments(parts[0]["score"].to_numpy())}
 
     def _program(self, batch: PairsBatch) -> Program:
         """The selector and its step on the mesh."""
@@ -194,8 +191,7 @@ class SelectorTraining:
             return TrainState(count, params, optimizer.init(params), {}, count, jnp.zeros((), bool))
 
         step = make_step(squared_error(selector), optimizer, TrainingConfig(seed=config.seed))
-        axes, seed, lanes = selector.axes, config.seed, config.batch_size
-        return lay_out(selector, self.mesh, axes, init, seed, step, batch, lanes)
+        return lay_out(selector, self.mesh, selector.axes, init, config.seed, step, batch, config.batch_size)
 
     def _starting_state(self, program: Program, standard: Params, checkpoints: Checkpoints) -> TrainState:
         """The newest checkpoint, or a fresh state with the pretrained encoder or the moments of its vectors."""
@@ -247,5 +243,5 @@ class SelectorTraining:
             f"is worth {figures['chosen_gain']:+.3f} nats, a random one {figures['random_gain']:+.3f}, the best ones "
             f"{figures['oracle_gain']:+.3f}"
         )
-        kept = self.metadata | {"step": step, "validation": figures}
-        keep_best(self.workdir / "best", step, state, kept, lambda kept: kept["validation"]["loss"])
+        details = self.metadata | {"step": step, "validation": figures}
+        keep_best(self.workdir / "best", step, state, details, lambda saved: saved["validation"]["loss"])
