@@ -163,7 +163,7 @@ def test_command_line(tmp_path):
     assert done.stderr.count("\n") == 1 and "'books' is not one of jsonl, " in done.stderr
     done = forked.run(*words)
     assert done.returncode == 0, done.stderr
-    assert TokenStore(tmp_path / "a store").split("test").names == ["logging", "urllib"]
+    assert list(TokenStore(tmp_path / "a store").split("test").names) == ["logging", "urllib"]
 
 
 def test_files_that_are_not_read_are_counted(tmp_path, capsys):

@@ -32,7 +32,7 @@ def store(source, tmp_path):
 
 def test_documents_of_a_split(store):
     train = store.split("train")
-    assert train.names == ["a", "b"]
+    assert list(train.names) == ["a", "b"]
     assert train.lengths.tolist() == [9, 9]
     assert train.num_bytes.tolist() == [8, 8]
     assert train.num_words.tolist() == [2, 2]
@@ -91,7 +91,7 @@ def test_missing_store(tmp_path):
 def test_other_format_version(store):
     path = store.folder / "store.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 0}))
-    with pytest.raises(UserError, match="has format version 0, this program reads 3"):
+    with pytest.raises(UserError, match="has format version 0, this program reads 4"):
         TokenStore(store.folder)
 
 

@@ -148,7 +148,7 @@ def _write(
 ) -> tuple[dict[str, Totals], list[str]]:
     """Writes all documents in order. Returns each split's totals, and the reasons of what was left out."""
     writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
-    skipped, names = [], set()
+    skipped, unknown = [], set(config.listed)
     encoded = encode_all(config, source, folder, num_workers)
     for result in _with_progress(encoded, source, console, "tokenising", lambda result: result.num_bytes):
         if isinstance(result, str):
@@ -156,9 +156,9 @@ def _write(
         else:
             writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
             skipped += result.skipped
-            names.add(result.name)
+            unknown.discard(result.name)
     left_out = f" ({len(skipped)} were left out)" if skipped else ""
-    if unknown := config.listed - names:
+    if unknown:
         raise UserError(
             f"validation_documents or test_documents names {min(unknown)!r}, which is no document of the "
             f"source{left_out}"

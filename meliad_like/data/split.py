@@ -1,7 +1,7 @@
 """Documents as tokens: a split of a token store, a subset of it, the beginnings of its documents, or all as one."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -11,11 +11,26 @@ from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 
 
+class Names(Sequence[str]):
+    """Names of documents, which are read on demand: a store may have millions of them."""
+
+    def __init__(self, number: int, name_of: Callable[[int], str]):
+        self._indices, self._name_of = range(number), name_of
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index):
+        """The name at an index, or the list of those in a slice."""
+        members = self._indices[index]
+        return self._name_of(members) if isinstance(members, int) else [self._name_of(member) for member in members]
+
+
 @dataclasses.dataclass(eq=False)
 class Documents:
     """Documents of a split, which are read on demand."""
 
-    names: list[str]
+    names: Sequence[str]
     lengths: Int[np.ndarray, " documents"]
     """The number of tokens of each document, its end included."""
     num_bytes: Int[np.ndarray, " documents"]
@@ -55,7 +70,7 @@ class Documents:
         """The documents with these indices."""
         columns = (column[members] for column in (self.lengths, self.num_bytes, self.num_words))
         return Documents(
-            [self.names[int(document)] for document in members],
+            Names(len(members), lambda document: self.names[members[document]]),
             *columns,
             read=lambda document, start, stop: self.tokens(int(members[document]), start, stop),
             indices=self.indices[members],
@@ -84,15 +99,23 @@ class Documents:
         members = list(parts.values())
         begins = np.cumsum([0, *map(len, members)])
 
-        def read(document: int, start: int, stop: int) -> np.ndarray:
+        def place(document: int) -> tuple[int, int]:
             part = int(np.searchsorted(begins, document, "right")) - 1
-            return members[part].tokens(document - int(begins[part]), start, stop)
+            return part, document - int(begins[part])
+
+        def name_of(document: int) -> str:
+            part, index = place(document)
+            return f"{list(parts)[part]}/{members[part].names[index]}"
+
+        def read(document: int, start: int, stop: int) -> np.ndarray:
+            part, index = place(document)
+            return members[part].tokens(index, start, stop)
 
         columns = (
             np.concatenate([getattr(member, column) for member in members])
             for column in ("lengths", "num_bytes", "num_words")
         )
-        names = [f"{name}/{each}" for name, member in parts.items() for each in member.names]
+        names = Names(int(begins[-1]), name_of)
         sizes = tuple(map(len, members))
         # They have one vocabulary.
         return Documents(names, *columns, read=read, indices=np.arange(len(names)), sizes=sizes, free=members[0].free)
