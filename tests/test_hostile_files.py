@@ -80,7 +80,9 @@ def files_below(folder):
 
 
 STORE_FILES = ["store.json", "vocabulary.json"]
-STORE_FILES += [f"{split}/{name}" for split in ("train", "test") for name in ("tokens.bin", "documents.npy", "names.txt")]
+STORE_FILES += [
+    f"{split}/{name}" for split in ("train", "test") for name in ("tokens.bin", "documents.npy", "names.txt")
+]
 
 
 @few

@@ -69,9 +69,7 @@ def prepare(
       UserError: `folder` holds something else, a document is bad, or the disk is full.
     """
     if is_remote(folder):
-        raise UserError(
-            f"a token store is made on a local disk: choose a folder here and copy it to {folder} afterwards"
-        )
+        raise UserError(f"a token store is made on a local disk: choose a local folder, and copy it to {folder}")
     folder = Path(folder).expanduser().absolute()
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)
@@ -157,11 +155,10 @@ def _write(
             writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
             skipped += result.skipped
             unknown.discard(result.name)
-    left_out = f" ({len(skipped)} were left out)" if skipped else ""
     if unknown:
         raise UserError(
-            f"validation_documents or test_documents names {min(unknown)!r}, which is no document of the "
-            f"source{left_out}"
+            f"validation_documents or test_documents names {min(unknown)!r}, which is not a document of the source "
+            f"({len(skipped)} were left out)"
         )
     return {split: writer.close() for split, writer in writers.items()}, skipped
 
@@ -169,13 +166,12 @@ def _write(
 def _check_splits(
     config: SourceConfig, source: Source, totals: dict[str, Totals], num_skipped: int, for_training: bool
 ) -> None:
-    counts = {split: total.documents for split, total in totals.items()}
-    if not sum(counts.values()) or (for_training and not counts["train"]):
-        found = ", ".join(f"{count} for {split}" for split, count in counts.items() if count)
+    if not any(total.documents for total in totals.values()) or (for_training and not totals["train"].documents):
+        counts = ", ".join(f"{total.documents} for {split}" for split, total in totals.items())
         raise UserError(
-            f"the {SOURCES.name_of(config)} source has no documents {'for training' if found else 'that can be used'}: "
-            f"{found or 'none'} ({num_skipped} were left out){'; ' * bool(source.passed_over)}{source.passed_over}; "
-            "SourceConfig.validation_documents and test_documents name the documents of these splits"
+            f"the {SOURCES.name_of(config)} source has no documents for training: {counts} ({num_skipped} were left "
+            f"out); {source.passed_over or 'no files were passed over'}; SourceConfig.validation_documents and "
+            "test_documents name the documents of these splits"
         )
 
 

@@ -79,8 +79,7 @@ class StoreInfo:
 
 def files_fingerprint(source: Source) -> str:
     """Fingerprint of the names, sizes and times of the files of a source."""
-    status = [(name, path.stat()) for name, path in source.files]
-    return fingerprint([(name, found.st_size, found.st_mtime_ns) for name, found in status])
+    return fingerprint([(name, *_size_and_time(path)) for name, path in source.files])
 
 
 def absolute_folder(source: SourceConfig) -> str:
@@ -119,8 +118,7 @@ class TokenStore:
         vocabulary = load_vocabulary(self.folder)
         if vocabulary.fingerprint != self.info.vocabulary:
             raise UserError(
-                f"the vocabulary in {self.folder} is not the one that the store was made with "
-                f"({short(self.info.vocabulary)}): delete it and prepare it again"
+                f"the vocabulary in {self.folder} is not the one of its tokens: delete the store and prepare it again"
             )
         return vocabulary
 
@@ -138,14 +136,13 @@ class TokenStore:
         Raises a UserError if the split does not exist, is empty or is damaged.
         Reading a token that is not in the vocabulary raises one, too.
         """
-        if name not in self.info.splits or not self.info.splits[name].documents:
-            present = ", ".join(split for split, totals in self.info.splits.items() if totals.documents)
-            choice = f"in the token store {self.folder}: choose one of {present}"
-            if name not in self.info.splits:
-                raise UserError(f"split {name!r} is unknown {choice}")
+        present = [split for split, totals in self.info.splits.items() if totals.documents]
+        if name not in present:
+            problem = "has no documents" if name in self.info.splits else "is unknown"
             raise UserError(
-                f"split {name!r} has no documents {choice}, or prepare another store, named by ReaderConfig.store, "
-                f"with a larger SourceConfig.{name}_share"
+                f"split {name!r} {problem} in the token store {self.folder}: choose one of {', '.join(present)}, or "
+                "prepare another store, named by ReaderConfig.store, with larger SourceConfig.validation_share or "
+                "test_share"
             )
         folder = self._local_copy(name) if is_remote(self.folder) else self.folder / name
         self._opened.setdefault(folder / TOKENS_NAME, _size_and_time(folder / TOKENS_NAME))
@@ -185,17 +182,14 @@ class TokenStore:
                     with whole_folder(copy) as incomplete:
                         copy_folder(self.folder / split, epath.Path(incomplete))
                 except refusals() as error:
-                    raise UserError(
-                        f"{self.folder / split} can't be copied to {copy.parent}: {one_line(error)}; the same command "
-                        "tries it again"
-                    ) from error
+                    raise UserError(f"{self.folder / split} can't be copied to {copy}: {one_line(error)}") from error
             self._check_size(epath.Path(copy), split, f"delete {copy}, a copy")
         return epath.Path(copy)
 
     def _check_size(self, folder: epath.Path, split: str, way_out: str) -> None:
         expected = self.info.splits[split].tokens * np.dtype(self.info.dtype).itemsize
-        if (found := size_of(folder / TOKENS_NAME)) != expected:
-            raise UserError(f"{folder / TOKENS_NAME} has {found} bytes and should have {expected}: {way_out}")
+        if (size := size_of(folder / TOKENS_NAME)) != expected:
+            raise UserError(f"{folder / TOKENS_NAME} has {size} bytes and should have {expected}: {way_out}")
 
     def check_unchanged(self) -> None:
         """Raises a UserError if a file of tokens was changed after it was opened."""
@@ -205,40 +199,34 @@ class TokenStore:
 
     def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:
         """Raises a UserError if the store was made with other settings, or from other documents."""
-        pairs = (
-            ("source", self.info.source_settings, source.settings_fingerprint),
-            ("vocabulary", self.info.vocabulary_settings, vocabulary.settings_fingerprint),
-        )
-        for name, stored, wanted in pairs:
-            if stored != wanted:
+        for name, config in ("source", source), ("vocabulary", vocabulary):
+            if getattr(self.info, f"{name}_settings") != config.settings_fingerprint:
                 raise UserError(
-                    f"the token store {self.folder} was made by other {name} settings ({short(stored)}) than this "
-                    f"run's ({short(wanted)}): correct the settings, or prepare another store, named by "
-                    "ReaderConfig.store"
+                    f"the token store {self.folder} was made by other {name} settings than this run's: correct the "
+                    "settings, or prepare another store, named by ReaderConfig.store"
                 )
         self.check_documents(source)
 
     def check_documents(self, source: SourceConfig) -> None:
-        """Raises a UserError if the store was made from other documents than the source's."""
-        if (change := self._change_of_documents(source)) is not None:
-            raise UserError(
-                f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}: "
-                "name the documents of the store, or prepare another one, named by --store or ReaderConfig.store; "
-                "FolderSourceConfig.folder = '' reads the store without its documents"
-            )
+        """Raises a UserError if the store was made from other documents than the source's.
 
-    def _change_of_documents(self, source: SourceConfig) -> str | None:
-        """How the source's documents differ from those of the store, if they do. A folder that was moved is the same
-        one, and it may be missing on machines that only have the store."""
-        folder = absolute_folder(source)
-        if not folder:
-            return None
+        A folder that was moved is the same one, and it may be missing on machines that only have the store.
+        """
+        folder, same_folder = absolute_folder(source), absolute_folder(source) == self.info.folder
+        if not folder or (same_folder and not Path(folder).exists()):
+            return
         if not Path(folder).exists():
-            return None if folder == self.info.folder else f"and FolderSourceConfig.folder = {folder!r} does not exist"
-        opened = open_source(source)
-        if files_fingerprint(opened) == self.info.files or source_fingerprint(source, opened) == self.info.source:
-            return None
-        return "which have changed since" if folder == self.info.folder else f"and those in {folder} are others"
+            change = f"and FolderSourceConfig.folder = {folder!r} does not exist"
+        else:
+            opened = open_source(source)
+            if files_fingerprint(opened) == self.info.files or source_fingerprint(source, opened) == self.info.source:
+                return
+            change = "which have changed since" if same_folder else f"and those in {folder} are others"
+        raise UserError(
+            f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}: name the "
+            "documents of the store, or prepare another one, named by --store or ReaderConfig.store; "
+            "FolderSourceConfig.folder = '' reads the store without its documents"
+        )
 
     def check_vocabulary(self, fingerprint: str, owner: str) -> None:
         """Raises a UserError unless `owner` (such as `the checkpoint DIR`) has this store's vocabulary."""
@@ -268,7 +256,7 @@ def read_info(folder: Path | epath.Path) -> StoreInfo:
     return StoreInfo(**saved | {"splits": splits})
 
 
-def _size_and_time(path: epath.Path) -> tuple[int, int]:
+def _size_and_time(path: os.PathLike) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
