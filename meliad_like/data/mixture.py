@@ -124,8 +124,8 @@ class MixtureReaderConfig(ReaderConfig):
         return dataclasses.replace(self, store=folders[0], other_stores=tuple(folders[1:]))
 
     def open_stores(self) -> list[TokenStore]:
-        first, *others = stores = list(map(TokenStore, (self.store, *self.other_stores)))
-        for other in others:
+        first, *further = stores = list(map(TokenStore, (self.store, *self.other_stores)))
+        for other in further:
             if other.info.vocabulary != first.info.vocabulary:
                 raise UserError(
                     f"the token stores {first.folder} and {other.folder} have different vocabularies: prepare the "

@@ -129,15 +129,15 @@ class Documents:
           shortest: a further document is taken only if the share of each is at least this number of tokens.
         """
         num_documents = min(max(max_tokens // shortest, 1), len(self))
-        found = self.subset(np.arange(num_documents))
-        whole = found.lengths
-        found.lengths = np.minimum(whole, max(max_tokens // num_documents, 2))
+        part = self.subset(np.arange(num_documents))
+        whole = part.lengths
+        part.lengths = np.minimum(whole, max(max_tokens // num_documents, 2))
         # Bytes and words are not counted where some tokens cost no loss.
-        for document in np.flatnonzero((found.lengths < whole) & (not self.free)).tolist():
-            text = vocabulary.decode_bytes(found.tokens(document, 0, int(found.lengths[document])))
-            found.num_bytes[document] = len(text)
-            found.num_words[document] = count_words(text.decode(errors="replace"))
-        return found
+        for document in np.flatnonzero((part.lengths < whole) & (not self.free)).tolist():
+            text = vocabulary.decode_bytes(part.tokens(document, 0, int(part.lengths[document])))
+            part.num_bytes[document] = len(text)
+            part.num_words[document] = count_words(text.decode(errors="replace"))
+        return part
 
 
 def count_words(text: str) -> int:
@@ -159,11 +159,11 @@ def random_order(num_documents: int) -> Int[np.ndarray, " documents"]:
 def random_subset(lengths: np.ndarray, max_tokens: int) -> Int[np.ndarray, " documents"]:
     """Indices of random whole documents, the same ones each time, with at most `max_tokens` tokens together; documents
     that no longer fit are skipped."""
-    chosen, total = [], 0
+    members, total = [], 0
     for document in random_order(len(lengths)).tolist():
         if total + lengths[document] <= max_tokens:
-            chosen.append(document)
+            members.append(document)
             total += lengths[document]
-    if not chosen:
+    if not members:
         raise UserError(f"max_tokens={max_tokens} is less than the shortest document, which has {lengths.min()} tokens")
-    return np.sort(np.asarray(chosen))
+    return np.sort(np.asarray(members))
