@@ -69,7 +69,7 @@ def prepare(
       UserError: `folder` holds something else, a document is bad, or the disk is full.
     """
     if is_remote(folder):
-        raise UserError(f"a token store is made on a local disk: choose a local folder, and copy it to {folder}")
+        raise UserError(f"a token store is made on a local disk: choose a folder here and copy it to {folder}")
     folder = Path(folder).expanduser().absolute()
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)

@@ -182,7 +182,10 @@ class TokenStore:
                     with whole_folder(copy) as incomplete:
                         copy_folder(self.folder / split, epath.Path(incomplete))
                 except refusals() as error:
-                    raise UserError(f"{self.folder / split} can't be copied to {copy}: {one_line(error)}") from error
+                    raise UserError(
+                        f"{self.folder / split} can't be copied to {copy.parent}: {one_line(error)}; the same command "
+                        "tries it again"
+                    ) from error
             self._check_size(epath.Path(copy), split, f"delete {copy}, a copy")
         return epath.Path(copy)
 
