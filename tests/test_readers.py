@@ -109,14 +109,14 @@ def test_batches_are_those_that_earlier_runs_had():
     for _ in range(150):
         num_lanes, windows, w = 1 + int(random.random() * 9), random.choice([1, 3, 4]), random.choice([4, 10])
         lengths = np.array([int(random.random() * 90) for _ in range(1 + int(random.random() * 40))] + [2])
-        fields = dict(
-            shuffle=random.random() < 0.7,
-            epochs=random.choice([1, 2, None]),
-            overlap=random.choice([0, 1, w - 1]),
-            whole_segments=random.random() < 0.3,
-            separate=random.random() < 0.3,
-            seed=int(random.random() * 100),
-        )
+        fields = {
+            "shuffle": random.random() < 0.7,
+            "epochs": random.choice([1, 2, None]),
+            "overlap": random.choice([0, 1, w - 1]),
+            "whole_segments": random.random() < 0.3,
+            "separate": random.random() < 0.3,
+            "seed": int(random.random() * 100),
+        }
         reader = reader_of(lengths, num_lanes, windows * w, w, **fields)
         for step in (0, 1, 7, 40):
             for column in reader.batch(step, range(num_lanes)):
