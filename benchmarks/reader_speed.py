@@ -1,10 +1,13 @@
-"""Tokens per second of the lanes reader, in the calling thread, and in background threads that fill the devices.
+"""Tokens per second of the lanes reader, in the calling thread, and in background threads that fill the devices; or
+the time and memory of a schedule of many documents.
 
 python benchmarks/reader_speed.py                  # synthetic documents in a memory-mapped file
 python benchmarks/reader_speed.py --store=FOLDER   # a token store written by `python -m meliad_like.prepare`
+python benchmarks/reader_speed.py --schedule=10000000 # the schedule of an epoch of as many documents
 """
 
 import pathlib
+import resource
 import tempfile
 import time
 
@@ -15,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import LanesReader, ReaderConfig
+from meliad_like.data.schedule import Schedule
 from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore
 
@@ -23,6 +27,7 @@ SEGMENT_LENGTH = flags.DEFINE_integer("segment_length", 4096, "Tokens that each 
 WINDOW_LENGTH = flags.DEFINE_integer("window_length", 512, "Tokens in a block.")
 TOKENS_PER_STEP = flags.DEFINE_integer("tokens_per_step", 131072, "Tokens of a step over all lanes.")
 SECONDS = flags.DEFINE_float("seconds", 5.0, "How long each of the two measurements takes.")
+SCHEDULE = flags.DEFINE_integer("schedule", 0, "Number of documents of 8 blocks in the mean to deal to 256 lanes.")
 
 SYNTHETIC_VOCABULARY_SIZE = 32000
 
@@ -71,8 +76,26 @@ def report(split: Documents) -> None:
         print(f"{name:38}{tokens_per_second:>14,.0f}{milliseconds:>10.2f}")
 
 
+def report_schedule(num_documents: int) -> None:
+    blocks = np.random.default_rng(0).geometric(1 / 8, num_documents)
+    for what, query in {
+        "first segment": lambda each: each.runs(0, 0, 8),
+        "epoch": lambda each: each.num_steps(8),
+    }.items():
+        before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        query(Schedule(blocks, 256, 0, epochs=1))
+        after, seconds = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() - began
+        processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        print(
+            f"{num_documents:,} documents, {what}: {seconds:.2f} s, {processor:.2f} s of a processor, "
+            f"{(after.ru_maxrss - before.ru_maxrss) / 1024:.0f} MB more at the peak"
+        )
+
+
 def main(_) -> None:
-    if STORE.value:
+    if SCHEDULE.value:
+        report_schedule(SCHEDULE.value)
+    elif STORE.value:
         report(TokenStore(STORE.value).split("train"))
     else:
         with tempfile.TemporaryDirectory() as folder:

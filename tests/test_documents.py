@@ -149,7 +149,7 @@ def test_parquet(tmp_path):
 
 def test_parquet_with_mistakes(tmp_path):
     parquet(tmp_path / "a.parquet", body=["x", "y"], text=["fine", None])
-    with pytest.raises(UserError, match="a.parquet:2: the field 'text' is no text but NoneType"):
+    with pytest.raises(UserError, match="a.parquet:2: the field 'text' is not text but NoneType"):
         documents(kind="parquet", folder=str(tmp_path))
     with pytest.raises(UserError, match="a.parquet:1 has no field 'words'; it has 'body', 'text'"):
         documents(kind="parquet", folder=str(tmp_path), text_field="words")
@@ -172,7 +172,7 @@ def test_json_lines_cut_short(tmp_path, compress, ending):
         (b"{", "a.jsonl:2 is not JSON"),
         (b"[1]", "a.jsonl:2 is not a JSON object but list"),
         (b'{"body": "x"}', "a.jsonl:2 has no field 'text'; it has 'body'"),
-        (b'{"text": 3}', "a.jsonl:2: the field 'text' is no text but int"),
+        (b'{"text": 3}', "a.jsonl:2: the field 'text' is not text but int"),
         (b'{"text": " "}', "a.jsonl:2 is empty"),
         (b'{"text": "\xff"}', "a.jsonl:2 is not UTF-8"),
         (rb'{"text": "\ud800"}', "a.jsonl:2 has an unpaired surrogate"),

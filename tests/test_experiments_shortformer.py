@@ -189,7 +189,7 @@ def test_a_part_of_the_documents_is_their_beginnings():
     # Too little for more than one document, which is whole, and has its own bytes.
     assert (part.lengths.tolist(), part.num_bytes.tolist(), part.num_words.tolist()) == ([10], [70], [7])
     part = Split([10, 500, 900]).beginnings(Numbers(), 2400)
-    assert (part.lengths.tolist(), part.names) == ([10, 500], ["document_0", "document_1"])
+    assert (part.lengths.tolist(), list(part.names)) == ([10, 500], ["document_0", "document_1"])
     part = Split([10, 30, 9]).beginnings(Numbers(), 3000)
     assert part.num_bytes.tolist() == [70, 80, 90]
     part = Split([10, 3000, 9]).beginnings(Numbers(), 3012)

@@ -50,7 +50,7 @@ def test_every_candidate_has_its_score(place, scores, capsys):
     opened = request(place, split="train").open()
     assert store.info.maker == opened.fingerprint
     documents = store.documents(opened.store)
-    assert documents.names == ["0", "1", "2"]
+    assert list(documents.names) == ["0", "1", "2"]
     assert documents.tokens(1, 3, 9).tolist() == opened.documents.tokens(1, 3, 9).tolist()
 
 

@@ -80,12 +80,14 @@ def files_below(folder):
 
 
 STORE_FILES = ["store.json", "vocabulary.json"]
-STORE_FILES += [f"{split}/{name}" for split in ("train", "test") for name in ("tokens.bin", "documents.json")]
+STORE_FILES += [
+    f"{split}/{name}" for split in ("train", "test") for name in ("tokens.bin", "documents.npy", "names.txt")
+]
 
 
 @few
 @given(st.sampled_from(STORE_FILES), harms())
-@example("train/documents.json", ("json", 0.0, b""))
+@example("train/documents.npy", ("delete", 0.0, b""))
 @example("store.json", ("json", 0.0, b""))
 def test_a_token_store(store, tmp_path_factory, name, damage):
     """Either a UserError, or documents of the same number and lengths: a flipped token may be another valid one."""
@@ -257,8 +259,8 @@ def test_nothing_is_unpickled(store, tmp_path):
     folder = tmp_path / "store"
     shutil.copytree(store.folder, folder)
     for content in (planted.read_bytes(), pickle.dumps(Malicious(written))):
-        (folder / "train" / "documents.json").write_bytes(content)
-        with pytest.raises(UserError, match=r"documents\.json is damaged"):
+        (folder / "train" / "documents.npy").write_bytes(content)
+        with pytest.raises(UserError, match=r"documents\.npy or names\.txt is damaged"):
             TokenStore(folder).split("train")
     np.savez(tmp_path / "carry.npz", facts=array, key=array)
     with pytest.raises(UserError, match="is not a saved carry, or it is damaged"):

@@ -1,6 +1,8 @@
 """Batches of the lanes reader: literal ones, and invariants for any lengths."""
 
 import dataclasses
+import hashlib
+from random import Random
 
 import numpy as np
 import pytest
@@ -99,6 +101,27 @@ def test_a_batch_depends_on_its_step_alone():
 def test_another_seed_is_another_order():
     first, second = (reader_of(RANDOM_LENGTHS, seed=seed).batch(0, range(4)) for seed in (0, 1))
     assert first.inputs.tolist() != second.inputs.tolist()
+
+
+def test_batches_are_those_that_earlier_runs_had():
+    """As in test_schedule.py, for all that readers put into a batch."""
+    digest, random = hashlib.sha256(), Random(0)
+    for _ in range(150):
+        num_lanes, windows, w = 1 + int(random.random() * 9), random.choice([1, 3, 4]), random.choice([4, 10])
+        lengths = np.array([int(random.random() * 90) for _ in range(1 + int(random.random() * 40))] + [2])
+        fields = {
+            "shuffle": random.random() < 0.7,
+            "epochs": random.choice([1, 2, None]),
+            "overlap": random.choice([0, 1, w - 1]),
+            "whole_segments": random.random() < 0.3,
+            "separate": random.random() < 0.3,
+            "seed": int(random.random() * 100),
+        }
+        reader = reader_of(lengths, num_lanes, windows * w, w, **fields)
+        for step in (0, 1, 7, 40):
+            for column in reader.batch(step, range(num_lanes)):
+                digest.update(column.tobytes())
+    assert digest.hexdigest() == "99ab15158f18129c2335e24edd380c29ed9d466c78fe75ad554ae6b8df7453f5"
 
 
 def test_two_hosts_make_two_halves_of_the_batch():

@@ -10,7 +10,7 @@ import pytest
 from meliad_like.data.files_source import StandardLibrarySource, TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.split import count_words
-from meliad_like.data.token_store import TokenStore, token_dtype
+from meliad_like.data.token_store import SplitWriter, TokenStore, token_dtype
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
 
@@ -32,7 +32,7 @@ def store(source, tmp_path):
 
 def test_documents_of_a_split(store):
     train = store.split("train")
-    assert train.names == ["a", "b"]
+    assert list(train.names) == ["a", "b"]
     assert train.lengths.tolist() == [9, 9]
     assert train.num_bytes.tolist() == [8, 8]
     assert train.num_words.tolist() == [2, 2]
@@ -52,16 +52,23 @@ def test_tokens_outside_a_document(store, document, start, stop):
         store.split("train").tokens(document, start, stop)
 
 
-@pytest.mark.parametrize(
-    "name, why, way_out",
-    [
-        ("valid", "is unknown", ""),
-        ("validation", "has no documents", ", or prepare another .*ReaderConfig.store, .*validation_share"),
-    ],
-)
-def test_missing_split(store, name, why, way_out):
-    with pytest.raises(UserError, match=f"split '{name}' {why} in the token .*: choose one of train, test{way_out}$"):
+@pytest.mark.parametrize("name, problem", [("valid", "is unknown"), ("validation", "has no documents")])
+def test_missing_split(store, name, problem):
+    with pytest.raises(UserError, match=f"split '{name}' {problem} in .*: choose one of train, test, or prepare"):
         store.split(name)
+
+
+def test_names_that_utf_8_cannot_hold(store, tmp_path):
+    writer = SplitWriter(tmp_path / "split", ByteVocabulary())
+    names = ["", "two\nlines", "\ud800", "é"]
+    for name in names:
+        writer.write(name, np.zeros(1, np.int32), 1, 1)
+    totals = writer.close()
+    shutil.rmtree(store.folder / "test")
+    (tmp_path / "split").rename(store.folder / "test")
+    store.info.splits["test"] = totals
+    assert list(store.split("test").names) == names
+    assert store.split("test").names[1:3] == names[1:3]
 
 
 def test_truncated_tokens(store):
@@ -69,6 +76,17 @@ def test_truncated_tokens(store):
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(UserError, match=r"train/tokens.bin has 34 bytes and should have 36"):
         TokenStore(store.folder)
+
+
+@pytest.mark.parametrize("name", ["documents.npy", "names.txt"])
+def test_damaged_table_of_documents(store, name):
+    path = store.folder / "train" / name
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match=r"train/documents.npy or names.txt is damaged or missing: prepare the store"):
+        store.split("train")
+    path.unlink()
+    with pytest.raises(UserError, match=r"train/documents.npy or names.txt is damaged or missing: prepare the store"):
+        store.split("train")
 
 
 @pytest.mark.parametrize("token", [257, 65535])
@@ -91,7 +109,7 @@ def test_missing_store(tmp_path):
 def test_other_format_version(store):
     path = store.folder / "store.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 0}))
-    with pytest.raises(UserError, match="has format version 0, this program reads 3"):
+    with pytest.raises(UserError, match="has format version 0, this program reads 4"):
         TokenStore(store.folder)
 
 

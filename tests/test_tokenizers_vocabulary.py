@@ -86,7 +86,7 @@ def test_a_tokenizer_json_that_does_not_say_what_it_is(folder, tmp_path):
     np.testing.assert_array_equal(ours.encode(TEXTS[0]), config(folder).make().encode(TEXTS[0]))
     del saved["decoder"]
     (tmp_path / TOKENIZER_NAME).write_text(json.dumps(saved))
-    with pytest.raises(UserError, match="is BPE with decoder None, and no byte-level BPE"):
+    with pytest.raises(UserError, match="is BPE with decoder None, not a byte-level BPE"):
         config(tmp_path / TOKENIZER_NAME).make()
 
 
@@ -142,6 +142,6 @@ def test_what_is_refused(folder, tmp_path):
         "the tokenizer doesn't say which token ends a text: set TokenizersVocabularyConfig.end_",
     )
     (tmp_path / TOKENIZER_NAME).write_text("{}")
-    refused(tmp_path / TOKENIZER_NAME, "tokenizer.json is no tokenizer.json")
+    refused(tmp_path / TOKENIZER_NAME, "tokenizer.json is not a tokenizer.json")
     with pytest.raises(UserError, match="needs a TokenizersVocabularyConfig.model_file"):
         config("")

@@ -157,18 +157,18 @@ def list_files(root: Path, suffixes: Sequence[str], exclude: Sequence[str]) -> t
     def wanted(name: str) -> bool:
         return not name.startswith(".") and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
 
-    found, others = [], collections.Counter()
+    paths, passed_over = [], collections.Counter()
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if wanted(name)]
         below = Path(folder).relative_to(root)
         for name in filter(wanted, files):
             if name.endswith(tuple(suffixes)):
-                found.append((below / name).as_posix())
+                paths.append((below / name).as_posix())
             else:
-                others[os.path.splitext(name)[1] or "no suffix"] += 1
-    passed_over = ", ".join(f"{number} with {suffix}" for suffix, number in others.most_common(3))
-    return sorted(found), passed_over and (
-        f"{others.total()} files were passed over ({passed_over}{', ...' if len(others) > 3 else ''}): "
+                passed_over[os.path.splitext(name)[1] or "no suffix"] += 1
+    most = ", ".join(f"{number} with {suffix}" for suffix, number in passed_over.most_common(3))
+    return sorted(paths), most and (
+        f"{passed_over.total()} files were passed over ({most}{', ...' if len(passed_over) > 3 else ''}): "
         f"suffixes = ({', '.join(map(repr, suffixes))},) are read"
     )
 
@@ -188,12 +188,12 @@ def named_splits(
     """
     if config.listed:
         return dict.fromkeys(files)
-    found = {file: split_of(file) for file in files}
-    others = [file for file, split in found.items() if split is None]
-    if others and len(others) < len(files):
+    splits = {file: split_of(file) for file in files}
+    unnamed = [file for file, split in splits.items() if split is None]
+    if unnamed and len(unnamed) < len(files):
         raise UserError(
-            f"{root} has files or folders named after splits ({', '.join(SPLITS)}), but {others[0]} is not: move or "
+            f"{root} has files or folders named after splits ({', '.join(SPLITS)}), but {unnamed[0]} is not: move or "
             f"rename it, leave it out with {type(config).__name__}.exclude, or name documents in "
             "SourceConfig.test_documents instead"
         )
-    return found
+    return splits

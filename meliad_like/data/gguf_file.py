@@ -37,17 +37,17 @@ class GGUFFile:
     def tensor(self, name: str) -> np.ndarray:
         """A tensor in float32, dequantised if needed. Raises a UserError if `gguf` can't dequantise it."""
         tensor = self.tensors[name]
-        stored, found = tensor.data, np.empty(tuple(int(size) for size in reversed(tensor.shape)), np.float32)
+        stored, values = tensor.data, np.empty(tuple(int(size) for size in reversed(tensor.shape)), np.float32)
         try:
-            for first in range(0, len(found), ROWS):
+            for first in range(0, len(values), ROWS):
                 # Not memory mapped: pages of the file would stay in memory as long as it is open.
                 rows = stored[first : first + ROWS]
                 offset = int(tensor.data_offset) + first * (stored.nbytes // len(stored))
                 rows = np.fromfile(self.path, rows.dtype, rows.size, offset=offset).reshape(rows.shape)
-                found[first : first + ROWS] = gguf.quants.dequantize(rows, tensor.tensor_type)
+                values[first : first + ROWS] = gguf.quants.dequantize(rows, tensor.tensor_type)
         except NotImplementedError:
             raise UserError(f"{self.path}: tensor {name} is {tensor.tensor_type.name}, which gguf can't read") from None
-        return found
+        return values
 
 
 def open_gguf(path: str | Path) -> GGUFFile:

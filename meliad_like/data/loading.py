@@ -64,8 +64,8 @@ def load_batches(
 
     num_steps = sys.maxsize if reader.num_steps is None else reader.num_steps
     batches = grain.MapDataset.range(start_step, num_steps).map(lambda step: reader.batch(step, lanes))
-    made = batches.to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=batches_ahead))
+    loaded = batches.to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=batches_ahead))
     placed = grain.experimental.ThreadPrefetchIterDataset(
-        made.map(to_devices), prefetch_buffer_size=device_batches_ahead
+        loaded.map(to_devices), prefetch_buffer_size=device_batches_ahead
     )
     return BatchIterator(iter(placed))

@@ -92,8 +92,8 @@ def _overwritten(rng: random.Random, num_items: int) -> Problem:
 def _induction(rng: random.Random, num_items: int) -> Problem:
     """Keys with values; the filler is made of the other keys with values."""
     keys = rng.sample(KEYS, len(KEYS))
-    others = [pair(key, value) for key in keys[num_items:] for value in VALUES]
-    return _pairs(_valued(rng, keys[:num_items]), others)
+    filler = [pair(key, value) for key in keys[num_items:] for value in VALUES]
+    return _pairs(_valued(rng, keys[:num_items]), filler)
 
 
 def _parity(rng: random.Random, num_items: int) -> Problem:
@@ -199,8 +199,8 @@ class MemoryTasksSource(SourceConfig):
         trained = self.cells(self.trained_distance)
         ranks = {distance: rank for rank, distance in enumerate(sorted({cell.distance for cell in trained}))}
         weights = [self.short_first ** -ranks[cell.distance] for cell in trained]
-        chosen = random.Random(f"{self.seed}").choices(trained, weights, k=self.train_documents)
-        yield from (partial(self.document, "train", cell, number) for number, cell in enumerate(chosen))
+        cells = random.Random(f"{self.seed}").choices(trained, weights, k=self.train_documents)
+        yield from (partial(self.document, "train", cell, number) for number, cell in enumerate(cells))
         for split in ("validation", "test"):
             for cell in self.cells(max(self.distances)):
                 yield from (partial(self.document, split, cell, number) for number in range(self.cell_documents))
@@ -246,7 +246,7 @@ class MemorySymbols(Vocabulary):
         return True  # Other symbols are an error.
 
     def encode(self, text: str) -> np.ndarray:
-        """Raises a UserError for a character that is no symbol."""
+        """Raises a UserError for a character that is not a symbol."""
         if other := set(text) - set(SYMBOLS):
-            raise UserError(f"{min(other)!r} is no symbol of the vocabulary memory_symbols")
+            raise UserError(f"{min(other)!r} is not a symbol of the vocabulary memory_symbols")
         return np.array([SYMBOLS.index(symbol) for symbol in text], np.int32)

@@ -43,9 +43,9 @@ class MixedSchedule(Schedule):
 
     def _endless(self, source: int, documents: np.ndarray) -> Iterator[int]:
         for epoch in itertools.count():
-            yield from documents[permutation(documents.size, self.seed, epoch, source)].tolist()
+            yield from map(int, documents[permutation(documents.size, self.seed, epoch, source)])
 
-    def _deal(self) -> None:
+    def _deal(self) -> bool:
         """Assigns a document to each lane of those that are free first."""
         time, lanes = self._free[0] // self.num_lanes, []
         while self._free and self._free[0] // self.num_lanes == time:
@@ -58,12 +58,14 @@ class MixedSchedule(Schedule):
             source = min(range(len(self.sizes)), key=lambda source: self._read(source, time + 1) / self.shares[source])
             document = next(self._orders[source])
             blocks = int(self.document_blocks[document])
-            self._assign(lane, time, document, blocks)
+            self._starts[lane].append(time)
+            self._documents[lane].append(document)
             self._source_of_lane[lane] = source
             self._assigned[source] += blocks
             self._lanes[source] += 1
             self._sum_of_ends[source] += time + blocks
             heapq.heappush(self._free, (time + blocks) * self.num_lanes + lane)
+        return True
 
     def _read(self, source: int, block: int) -> int:
         """The number of blocks of a source before this block, which no lane that reads it has passed."""
@@ -122,8 +124,8 @@ class MixtureReaderConfig(ReaderConfig):
         return dataclasses.replace(self, store=folders[0], other_stores=tuple(folders[1:]))
 
     def open_stores(self) -> list[TokenStore]:
-        first, *others = stores = list(map(TokenStore, (self.store, *self.other_stores)))
-        for other in others:
+        first, *further = stores = list(map(TokenStore, (self.store, *self.other_stores)))
+        for other in further:
             if other.info.vocabulary != first.info.vocabulary:
                 raise UserError(
                     f"the token stores {first.folder} and {other.folder} have different vocabularies: prepare the "

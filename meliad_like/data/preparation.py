@@ -4,7 +4,7 @@ import collections
 import functools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -69,9 +69,7 @@ def prepare(
       UserError: `folder` holds something else, a document is bad, or the disk is full.
     """
     if is_remote(folder):
-        raise UserError(
-            f"a token store is made on a local disk: choose a folder here and copy it to {folder} afterwards"
-        )
+        raise UserError(f"a token store is made on a local disk: choose a folder here and copy it to {folder}")
     folder = Path(folder).expanduser().absolute()
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)
@@ -89,20 +87,20 @@ def prepare(
             console.print(f"reusing the token store {folder}")
         else:
             with whole_folder(folder) as incomplete:
-                made = _make_vocabulary(source, opened, vocabulary, console)
-                made.save(incomplete)
-                splits, skipped = _write(incomplete, source, opened, made, num_workers, console)
+                encoder = _make_vocabulary(source, opened, vocabulary, console)
+                encoder.save(incomplete)
+                splits, skipped = _write(incomplete, source, opened, encoder, num_workers, console)
                 _check_splits(source, opened, splits, len(skipped), for_training)
                 write_info(
                     incomplete,
-                    fingerprint=fingerprint([FORMAT_VERSION, contents, made.fingerprint]),
+                    fingerprint=fingerprint([FORMAT_VERSION, contents, encoder.fingerprint]),
                     source=contents,
                     source_settings=source.settings_fingerprint,
                     folder=absolute_folder(source),
                     files=files_fingerprint(opened),
-                    vocabulary=made.fingerprint,
+                    vocabulary=encoder.fingerprint,
                     vocabulary_settings=vocabulary.settings_fingerprint,
-                    dtype=token_dtype(made.size),
+                    dtype=token_dtype(encoder.size),
                     splits=splits,
                     skipped=skipped,
                 )
@@ -121,8 +119,7 @@ def _make_vocabulary(
 
     def texts() -> Iterator[str]:
         read = (_read(reference, config) for reference in source.references())
-        what = "reading documents for the vocabulary"
-        for document in _with_progress(read, source, console, what, lambda document: len(document.text.encode())):
+        for document in _with_progress(read, source, console, "reading documents for the vocabulary"):
             if not isinstance(document, str) and document.split == "train":
                 yield document.text
         console.print("learning the vocabulary")
@@ -130,17 +127,11 @@ def _make_vocabulary(
     return vocabulary.make(texts())
 
 
-def _with_progress(
-    results: Iterator[Result | str], source: Source, console: Console, what: str, num_bytes: Callable[[Result], int]
-) -> Iterator[Result | str]:
-    """The results, or reasons why there are none, of all documents of a source, while a progress bar shows them."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[size]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        total, task = 0, progress.add_task("", total=source.num_documents, size="")
-        for result in results:
-            yield result
-            total += 0 if isinstance(result, str) else num_bytes(result)
-            progress.update(task, advance=1, size=f"{total / 1e6:,.1f} MB")
+def _with_progress(results: Iterator[Result], source: Source, console: Console, what: str) -> Iterator[Result]:
+    """The results for all documents of a source, while a progress bar shows their number."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        yield from progress.track(results, total=source.num_documents)
 
 
 def _write(
@@ -148,20 +139,19 @@ def _write(
 ) -> tuple[dict[str, Totals], list[str]]:
     """Writes all documents in order. Returns each split's totals, and the reasons of what was left out."""
     writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
-    skipped, names = [], set()
+    skipped, unknown = [], set(config.listed)
     encoded = encode_all(config, source, folder, num_workers)
-    for result in _with_progress(encoded, source, console, "tokenising", lambda result: result.num_bytes):
+    for result in _with_progress(encoded, source, console, "tokenising"):
         if isinstance(result, str):
             skipped.append(result)
         else:
             writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
             skipped += result.skipped
-            names.add(result.name)
-    left_out = f" ({len(skipped)} were left out)" if skipped else ""
-    if unknown := config.listed - names:
+            unknown.discard(result.name)
+    if unknown:
         raise UserError(
-            f"validation_documents or test_documents names {min(unknown)!r}, which is no document of the "
-            f"source{left_out}"
+            f"validation_documents or test_documents names {min(unknown)!r}, which is not a document of the source "
+            f"({len(skipped)} were left out)"
         )
     return {split: writer.close() for split, writer in writers.items()}, skipped
 
@@ -169,13 +159,12 @@ def _write(
 def _check_splits(
     config: SourceConfig, source: Source, totals: dict[str, Totals], num_skipped: int, for_training: bool
 ) -> None:
-    counts = {split: total.documents for split, total in totals.items()}
-    if not sum(counts.values()) or (for_training and not counts["train"]):
-        found = ", ".join(f"{count} for {split}" for split, count in counts.items() if count)
+    if not any(total.documents for total in totals.values()) or (for_training and not totals["train"].documents):
+        counts = ", ".join(f"{total.documents} for {split}" for split, total in totals.items())
         raise UserError(
-            f"the {SOURCES.name_of(config)} source has no documents {'for training' if found else 'that can be used'}: "
-            f"{found or 'none'} ({num_skipped} were left out){'; ' * bool(source.passed_over)}{source.passed_over}; "
-            "SourceConfig.validation_documents and test_documents name the documents of these splits"
+            f"the {SOURCES.name_of(config)} source has no documents for training: {counts} ({num_skipped} were left "
+            f"out); {source.passed_over or 'no files were passed over'}; SourceConfig.validation_documents and "
+            "test_documents name the documents of these splits"
         )
 
 

@@ -42,12 +42,12 @@ class RecordsSourceConfig(FolderSourceConfig):
         def value(field: str) -> Any:
             if field not in record:
                 raise UserError(f"{place} has no field {field!r}; it has {', '.join(map(repr, record))}")
-            found = record[field]
-            return decode(found, f"{place}: the field {field!r}") if isinstance(found, bytes) else found
+            saved = record[field]
+            return decode(saved, f"{place}: the field {field!r}") if isinstance(saved, bytes) else saved
 
         text, name = value(self.text_field), str(value(self.name_field)) if self.name_field else place
         if not isinstance(text, str):
-            raise UserError(f"{place}: the field {self.text_field!r} is no text but {type(text).__name__}")
+            raise UserError(f"{place}: the field {self.text_field!r} is not text but {type(text).__name__}")
         return Document(name, self.split_of(name, found_in), text)
 
 
@@ -189,18 +189,18 @@ class TfdsSource(RecordsSourceConfig):
         root = self.existing_folder()
         if (root / INFO_NAME).exists():
             return root
-        found = sorted(path.parent for path in (root / self.dataset).rglob(INFO_NAME))
-        if not found:
+        versions = sorted(path.parent for path in (root / self.dataset).rglob(INFO_NAME))
+        if not versions:
             raise UserError(
                 f"{root} has no dataset {self.dataset!r} (no {INFO_NAME} in it or in {self.dataset}/); write it with: "
                 f"tfds build {self.dataset} --file_format=array_record --data_dir={root}"
             )
-        if len(found) > 1:
-            names = ", ".join(path.relative_to(root).as_posix() for path in found)
+        if len(versions) > 1:
+            names = ", ".join(map(str, versions))
             raise UserError(
-                f"{root} has several versions of {self.dataset!r} ({names}): set FolderSourceConfig.folder to one"
+                f"{root} has several versions of a dataset: set FolderSourceConfig.folder to one of {names}"
             )
-        return found[0]
+        return versions[0]
 
     def _references(self, root: str, sizes: dict[str, int]) -> Iterator[Reference]:
         held_out = any(split in sizes for split in ("validation", "test"))

@@ -6,14 +6,20 @@ depend on the order of queries, so every host computes the same one, and a resum
 
 import dataclasses
 import heapq
+import itertools
+import math
 import threading
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from meliad_like.errors import UserError
+
+PIECE = 2**16
+"""The largest number of documents that are assigned at once."""
 
 
 def permutation(size: int, *seed: int) -> np.ndarray:
@@ -37,7 +43,7 @@ class Run(NamedTuple):
 class Schedule:
     """Assigns documents to lanes, lazily, as far as queries need.
 
-    It stores 16 bytes for each assigned document, is thread-safe, and can be queried in any order.
+    It stores 12 bytes for each assigned document, is thread-safe, and can be queried in any order.
     """
 
     document_blocks: np.ndarray
@@ -53,15 +59,14 @@ class Schedule:
     """How often each document is read; None: endlessly."""
 
     def __post_init__(self) -> None:
-        self._documents = np.flatnonzero(self.document_blocks)
-        if not self._documents.size:
+        if not self.document_blocks.any():
             raise UserError("no document has a token to predict: prepare a token store from longer documents")
-        self._epochs_dealt = 0
-        # One integer per lane, (block at which it is free) * num_lanes + lane, so that ties go to the lowest lane.
+        self._pieces = self._stream()
+        # A heap with an integer for each lane, (block at which it is free) * num_lanes + lane, so that ties go to the
+        # lowest lane.
         self._free = list(range(self.num_lanes))
         self._starts = [array("q") for _ in range(self.num_lanes)]
-        self._dealt = [array("q") for _ in range(self.num_lanes)]
-        self._ends = [0] * self.num_lanes
+        self._documents = [array("i") for _ in range(self.num_lanes)]
         self._lock = threading.Lock()
 
     def num_steps(self, blocks_in_step: int) -> int | None:
@@ -69,42 +74,61 @@ class Schedule:
         if self.epochs is None:
             return None
         with self._lock:
-            while self._epochs_dealt < self.epochs:
-                self._deal()
-            return -(-max(self._ends) // blocks_in_step)
+            self._deal_until(math.inf)
+            return -(-(max(self._free) // self.num_lanes) // blocks_in_step)
 
     def runs(self, lane: int, first: int, count: int) -> list[Run]:
         """The runs in the lane's blocks [first, first + count), in order; idle blocks have none."""
         with self._lock:
-            # Later assignments never change a lane's past, so the progress of other lanes does not matter.
-            while self._ends[lane] < first + count and self._epochs_dealt != self.epochs:
-                self._deal()
-            starts, dealt = self._starts[lane], self._dealt[lane]
-            found = []
+            # Later assignments never change the past.
+            self._deal_until(first + count)
+            starts, documents = self._starts[lane], self._documents[lane]
+            runs = []
             for index in range(max(bisect_right(starts, first) - 1, 0), len(starts)):
                 if starts[index] >= first + count:
                     break
-                document = dealt[index]
+                document = documents[index]
                 block = max(first, starts[index])
                 end = min(first + count, starts[index] + int(self.document_blocks[document]))
                 if block < end:
-                    found.append(Run(block, end - block, document, block - starts[index]))
-            return found
+                    runs.append(Run(block, end - block, document, block - starts[index]))
+            return runs
 
-    def _deal(self) -> None:
-        """Assigns the documents of another epoch."""
-        if self.shuffle:
-            order = self._documents[permutation(self._documents.size, self.seed, self._epochs_dealt)]
-        else:
-            order = self._documents[np.argsort(-self.document_blocks[self._documents], kind="stable")]
-        free, num_lanes = self._free, self.num_lanes
-        for document, blocks in zip(order.tolist(), self.document_blocks[order].tolist(), strict=True):
-            start, lane = divmod(free[0], num_lanes)
-            heapq.heapreplace(free, free[0] + blocks * num_lanes)
-            self._assign(lane, start, document, blocks)
-        self._epochs_dealt += 1
+    def _deal_until(self, block: float) -> None:
+        """Assigns documents until no lane is free before `block`, or all documents are assigned."""
+        while self._free[0] < block * self.num_lanes and self._deal():
+            pass
 
-    def _assign(self, lane: int, start: int, document: int, blocks: int) -> None:
-        self._starts[lane].append(start)
-        self._dealt[lane].append(document)
-        self._ends[lane] = start + blocks
+    def _deal(self) -> bool:
+        """Assigns the next documents. Returns whether there were any."""
+        if (documents := next(self._pieces, None)) is None:
+            return False
+        free, lengths = self._free, (self.document_blocks[documents] * self.num_lanes).tolist()
+
+        def next_place(place: int, length: int) -> int:
+            return heapq.heappushpop(free, place + length)
+
+        # Each document's place depends on the lengths of all before it, so that only a heap (in C) gives it.
+        places = itertools.accumulate(lengths, next_place, initial=heapq.heappop(free))
+        places = np.fromiter(places, np.int64, len(lengths) + 1)
+        heapq.heappush(free, int(places[-1]))
+        starts, lanes = np.divmod(places[:-1], self.num_lanes)
+        # numpy sorts integers of 16 bits in linear time.
+        by_lane = np.argsort(lanes.astype(np.min_scalar_type(self.num_lanes)), kind="stable")
+        starts, documents = starts[by_lane], documents[by_lane].astype(np.int32)
+        used, begins = np.unique(lanes[by_lane], return_index=True)
+        parts = (np.split(column, begins[1:]) for column in (starts, documents))
+        for lane, starts_of_lane, documents_of_lane in zip(used, *parts, strict=True):
+            self._starts[lane].frombytes(starts_of_lane.tobytes())
+            self._documents[lane].frombytes(documents_of_lane.tobytes())
+        return True
+
+    def _stream(self) -> Iterator[np.ndarray]:
+        """The documents of all epochs in the order in which they are assigned, some at a time."""
+        documents = np.flatnonzero(self.document_blocks)
+        for epoch in itertools.count() if self.epochs is None else range(self.epochs):
+            if self.shuffle:
+                order = permutation(documents.size, self.seed, epoch)
+            else:
+                order = np.argsort(-self.document_blocks[documents], kind="stable")
+            yield from np.split(documents[order], range(PIECE, documents.size, PIECE))

@@ -94,8 +94,8 @@ class SentencePieceVocabulary(Vocabulary):
             return np.asarray(self._processor.encode(text), np.int32)
         # SentencePiece writes a space as U+2581, so a U+2581 of the text itself would come back as a space.
         escaped = [self._byte_ids[byte] for byte in "\u2581".encode()]
-        first, *others = self._processor.encode(text.split("\u2581"))
-        return np.asarray(first + [token for part in others for token in (*escaped, *part)], np.int32)
+        first, *further = self._processor.encode(text.split("\u2581"))
+        return np.asarray(first + [token for part in further for token in (*escaped, *part)], np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         text = super().decode(ids)

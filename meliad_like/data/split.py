@@ -1,7 +1,7 @@
 """Documents as tokens: a split of a token store, a subset of it, the beginnings of its documents, or all as one."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -11,11 +11,26 @@ from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 
 
+class Names(Sequence[str]):
+    """Names of documents, which are read on demand: a store may have millions of them."""
+
+    def __init__(self, number: int, name_of: Callable[[int], str]):
+        self._indices, self._name_of = range(number), name_of
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index):
+        """The name at an index, or the list of those in a slice."""
+        members = self._indices[index]
+        return self._name_of(members) if isinstance(members, int) else [self._name_of(member) for member in members]
+
+
 @dataclasses.dataclass(eq=False)
 class Documents:
     """Documents of a split, which are read on demand."""
 
-    names: list[str]
+    names: Sequence[str]
     lengths: Int[np.ndarray, " documents"]
     """The number of tokens of each document, its end included."""
     num_bytes: Int[np.ndarray, " documents"]
@@ -55,7 +70,7 @@ class Documents:
         """The documents with these indices."""
         columns = (column[members] for column in (self.lengths, self.num_bytes, self.num_words))
         return Documents(
-            [self.names[int(document)] for document in members],
+            Names(len(members), lambda document: self.names[members[document]]),
             *columns,
             read=lambda document, start, stop: self.tokens(int(members[document]), start, stop),
             indices=self.indices[members],
@@ -84,15 +99,23 @@ class Documents:
         members = list(parts.values())
         begins = np.cumsum([0, *map(len, members)])
 
-        def read(document: int, start: int, stop: int) -> np.ndarray:
+        def place(document: int) -> tuple[int, int]:
             part = int(np.searchsorted(begins, document, "right")) - 1
-            return members[part].tokens(document - int(begins[part]), start, stop)
+            return part, document - int(begins[part])
+
+        def name_of(document: int) -> str:
+            part, index = place(document)
+            return f"{list(parts)[part]}/{members[part].names[index]}"
+
+        def read(document: int, start: int, stop: int) -> np.ndarray:
+            part, index = place(document)
+            return members[part].tokens(index, start, stop)
 
         columns = (
             np.concatenate([getattr(member, column) for member in members])
             for column in ("lengths", "num_bytes", "num_words")
         )
-        names = [f"{name}/{each}" for name, member in parts.items() for each in member.names]
+        names = Names(int(begins[-1]), name_of)
         sizes = tuple(map(len, members))
         # They have one vocabulary.
         return Documents(names, *columns, read=read, indices=np.arange(len(names)), sizes=sizes, free=members[0].free)
@@ -106,15 +129,15 @@ class Documents:
           shortest: a further document is taken only if the share of each is at least this number of tokens.
         """
         num_documents = min(max(max_tokens // shortest, 1), len(self))
-        found = self.subset(np.arange(num_documents))
-        whole = found.lengths
-        found.lengths = np.minimum(whole, max(max_tokens // num_documents, 2))
+        part = self.subset(np.arange(num_documents))
+        whole = part.lengths
+        part.lengths = np.minimum(whole, max(max_tokens // num_documents, 2))
         # Bytes and words are not counted where some tokens cost no loss.
-        for document in np.flatnonzero((found.lengths < whole) & (not self.free)).tolist():
-            text = vocabulary.decode_bytes(found.tokens(document, 0, int(found.lengths[document])))
-            found.num_bytes[document] = len(text)
-            found.num_words[document] = count_words(text.decode(errors="replace"))
-        return found
+        for document in np.flatnonzero((part.lengths < whole) & (not self.free)).tolist():
+            text = vocabulary.decode_bytes(part.tokens(document, 0, int(part.lengths[document])))
+            part.num_bytes[document] = len(text)
+            part.num_words[document] = count_words(text.decode(errors="replace"))
+        return part
 
 
 def count_words(text: str) -> int:
@@ -136,11 +159,11 @@ def random_order(num_documents: int) -> Int[np.ndarray, " documents"]:
 def random_subset(lengths: np.ndarray, max_tokens: int) -> Int[np.ndarray, " documents"]:
     """Indices of random whole documents, the same ones each time, with at most `max_tokens` tokens together; documents
     that no longer fit are skipped."""
-    chosen, total = [], 0
+    members, total = [], 0
     for document in random_order(len(lengths)).tolist():
         if total + lengths[document] <= max_tokens:
-            chosen.append(document)
+            members.append(document)
             total += lengths[document]
-    if not chosen:
+    if not members:
         raise UserError(f"max_tokens={max_tokens} is less than the shortest document, which has {lengths.min()} tokens")
-    return np.sort(np.asarray(chosen))
+    return np.sort(np.asarray(members))

@@ -3,7 +3,8 @@
     store.json            format version, fingerprints, totals and checksum of each split
     vocabulary.json ...   the vocabulary
     train/tokens.bin      all documents' tokens, uint16 or uint32, little endian, each document ended by its end token
-    train/documents.json  names of the documents, and their numbers of tokens, bytes and words
+    train/documents.npy   int64[4, documents]: numbers of tokens, bytes and words, and the end of each name in names.txt
+    train/names.txt       names of the documents, each with a newline, in UTF-8
     validation/, test/    the same
 
 The folder may lie in an object store (gs://...), which can't be memory mapped: a split is then copied to the local disk
@@ -11,9 +12,9 @@ when it is opened for the first time, into `meliad_like/stores` in `$XDG_CACHE_H
 """
 
 import hashlib
-import json
 import os
 import sys
+from array import array
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,16 +24,16 @@ import numpy as np
 from etils import epath
 
 from meliad_like.data.documents import Source, SourceConfig, open_source, source_fingerprint
-from meliad_like.data.split import Documents
+from meliad_like.data.split import Documents, Names
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import MissingStoreError, UserError, refusals
 from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path, copy_folder, is_remote, one_line, size_of
 from meliad_like.resumable import locked, read_json, whole_folder, write_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 STORE_NAME = "store.json"
-DOCUMENTS_NAME = "documents.json"
+TOKENS_NAME, DOCUMENTS_NAME, NAMES_NAME = "tokens.bin", "documents.npy", "names.txt"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Totals:
     words: int = 0
     """The number of words, as `count_words` counts them."""
     checksum: str = ""
-    """SHA-256 of the split's `DOCUMENTS_NAME`."""
+    """SHA-256 of the split's `DOCUMENTS_NAME` and `NAMES_NAME`."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,7 @@ class StoreInfo:
 
 def files_fingerprint(source: Source) -> str:
     """Fingerprint of the names, sizes and times of the files of a source."""
-    status = [(name, path.stat()) for name, path in source.files]
-    return fingerprint([(name, found.st_size, found.st_mtime_ns) for name, found in status])
+    return fingerprint([(name, *_size_and_time(path)) for name, path in source.files])
 
 
 def absolute_folder(source: SourceConfig) -> str:
@@ -118,8 +118,7 @@ class TokenStore:
         vocabulary = load_vocabulary(self.folder)
         if vocabulary.fingerprint != self.info.vocabulary:
             raise UserError(
-                f"the vocabulary in {self.folder} is not the one that the store was made with "
-                f"({short(self.info.vocabulary)}): delete it and prepare it again"
+                f"the vocabulary in {self.folder} is not the one of its tokens: delete the store and prepare it again"
             )
         return vocabulary
 
@@ -137,37 +136,39 @@ class TokenStore:
         Raises a UserError if the split does not exist, is empty or is damaged.
         Reading a token that is not in the vocabulary raises one, too.
         """
-        if name not in self.info.splits or not self.info.splits[name].documents:
-            present = ", ".join(split for split, totals in self.info.splits.items() if totals.documents)
-            choice = f"in the token store {self.folder}: choose one of {present}"
-            if name not in self.info.splits:
-                raise UserError(f"split {name!r} is unknown {choice}")
+        present = [split for split, totals in self.info.splits.items() if totals.documents]
+        if name not in present:
+            problem = "has no documents" if name in self.info.splits else "is unknown"
             raise UserError(
-                f"split {name!r} has no documents {choice}, or prepare another store, named by ReaderConfig.store, "
-                f"with a larger SourceConfig.{name}_share"
+                f"split {name!r} {problem} in the token store {self.folder}: choose one of {', '.join(present)}, or "
+                "prepare another store, named by ReaderConfig.store, with larger SourceConfig.validation_share or "
+                "test_share"
             )
         folder = self._local_copy(name) if is_remote(self.folder) else self.folder / name
-        self._opened.setdefault(folder / "tokens.bin", _size_and_time(folder / "tokens.bin"))
-        path = folder / DOCUMENTS_NAME
-        saved = path.read_bytes() if path.exists() else b""
-        if hashlib.sha256(saved).hexdigest() != self.info.splits[name].checksum:
-            raise UserError(f"{path} is damaged or missing: prepare the token store again")
-        names, *columns = json.loads(saved).values()
-        lengths, num_bytes, num_words = (np.asarray(column, np.int64) for column in columns)
+        self._opened.setdefault(folder / TOKENS_NAME, _size_and_time(folder / TOKENS_NAME))
+        if _checksum(Path(folder)) != self.info.splits[name].checksum:
+            raise UserError(f"{folder / DOCUMENTS_NAME} or {NAMES_NAME} is damaged or missing: prepare the store again")
+        lengths, num_bytes, num_words, ends_of_names = np.asarray(np.load(folder / DOCUMENTS_NAME, mmap_mode="r"))
         if self.vocabulary.free:
             num_bytes = num_words = np.zeros_like(lengths)
-        stored, begins = np.memmap(folder / "tokens.bin", self.info.dtype, "r"), np.cumsum(lengths) - lengths
+        stored, begins = np.memmap(folder / TOKENS_NAME, self.info.dtype, "r"), np.cumsum(lengths) - lengths
+        text = np.memmap(folder / NAMES_NAME, np.uint8, "r")
+
+        def name_of(document: int) -> str:
+            begin = ends_of_names[document - 1] if document else 0
+            return text[begin : ends_of_names[document] - 1].tobytes().decode(errors="surrogatepass")
 
         def read(document: int, start: int, stop: int) -> np.ndarray:
             tokens = stored[begins[document] + start : begins[document] + stop].astype(np.int32)
             if (wrong := np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary.size))).size:
                 raise UserError(
-                    f"token {tokens[wrong[0]]} at position {start + wrong[0]} of document {names[document]} is not in "
-                    f"the vocabulary of {self.vocabulary.size}: prepare the token store again"
+                    f"token {tokens[wrong[0]]} at position {start + wrong[0]} of document {name_of(document)} is not "
+                    f"in the vocabulary of {self.vocabulary.size}: prepare the token store again"
                 )
             return tokens
 
-        return Documents(names, lengths, num_bytes, num_words, read, np.arange(len(names)), free=self.vocabulary.free)
+        names, indices = Names(len(lengths), name_of), np.arange(len(lengths))
+        return Documents(names, lengths, num_bytes, num_words, read, indices, free=self.vocabulary.free)
 
     def _local_copy(self, split: str) -> epath.Path:
         """The folder of a copy of a split in an object store, made once for all processes of this machine."""
@@ -190,8 +191,8 @@ class TokenStore:
 
     def _check_size(self, folder: epath.Path, split: str, way_out: str) -> None:
         expected = self.info.splits[split].tokens * np.dtype(self.info.dtype).itemsize
-        if (found := size_of(folder / "tokens.bin")) != expected:
-            raise UserError(f"{folder / 'tokens.bin'} has {found} bytes and should have {expected}: {way_out}")
+        if (size := size_of(folder / TOKENS_NAME)) != expected:
+            raise UserError(f"{folder / TOKENS_NAME} has {size} bytes and should have {expected}: {way_out}")
 
     def check_unchanged(self) -> None:
         """Raises a UserError if a file of tokens was changed after it was opened."""
@@ -201,40 +202,34 @@ class TokenStore:
 
     def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:
         """Raises a UserError if the store was made with other settings, or from other documents."""
-        pairs = (
-            ("source", self.info.source_settings, source.settings_fingerprint),
-            ("vocabulary", self.info.vocabulary_settings, vocabulary.settings_fingerprint),
-        )
-        for name, stored, wanted in pairs:
-            if stored != wanted:
+        for name, config in ("source", source), ("vocabulary", vocabulary):
+            if getattr(self.info, f"{name}_settings") != config.settings_fingerprint:
                 raise UserError(
-                    f"the token store {self.folder} was made by other {name} settings ({short(stored)}) than this "
-                    f"run's ({short(wanted)}): correct the settings, or prepare another store, named by "
-                    "ReaderConfig.store"
+                    f"the token store {self.folder} was made by other {name} settings than this run's: correct the "
+                    "settings, or prepare another store, named by ReaderConfig.store"
                 )
         self.check_documents(source)
 
     def check_documents(self, source: SourceConfig) -> None:
-        """Raises a UserError if the store was made from other documents than the source's."""
-        if (change := self._change_of_documents(source)) is not None:
-            raise UserError(
-                f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}: "
-                "name the documents of the store, or prepare another one, named by --store or ReaderConfig.store; "
-                "FolderSourceConfig.folder = '' reads the store without its documents"
-            )
+        """Raises a UserError if the store was made from other documents than the source's.
 
-    def _change_of_documents(self, source: SourceConfig) -> str | None:
-        """How the source's documents differ from those of the store, if they do. A folder that was moved is the same
-        one, and it may be missing on machines that only have the store."""
-        folder = absolute_folder(source)
-        if not folder:
-            return None
+        A folder that was moved is the same one, and it may be missing on machines that only have the store.
+        """
+        folder, same_folder = absolute_folder(source), absolute_folder(source) == self.info.folder
+        if not folder or (same_folder and not Path(folder).exists()):
+            return
         if not Path(folder).exists():
-            return None if folder == self.info.folder else f"and FolderSourceConfig.folder = {folder!r} does not exist"
-        opened = open_source(source)
-        if files_fingerprint(opened) == self.info.files or source_fingerprint(source, opened) == self.info.source:
-            return None
-        return "which have changed since" if folder == self.info.folder else f"and those in {folder} are others"
+            change = f"and FolderSourceConfig.folder = {folder!r} does not exist"
+        else:
+            opened = open_source(source)
+            if files_fingerprint(opened) == self.info.files or source_fingerprint(source, opened) == self.info.source:
+                return
+            change = "which have changed since" if same_folder else f"and those in {folder} are others"
+        raise UserError(
+            f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}: name the "
+            "documents of the store, or prepare another one, named by --store or ReaderConfig.store; "
+            "FolderSourceConfig.folder = '' reads the store without its documents"
+        )
 
     def check_vocabulary(self, fingerprint: str, owner: str) -> None:
         """Raises a UserError unless `owner` (such as `the checkpoint DIR`) has this store's vocabulary."""
@@ -264,34 +259,51 @@ def read_info(folder: Path | epath.Path) -> StoreInfo:
     return StoreInfo(**saved | {"splits": splits})
 
 
-def _size_and_time(path: epath.Path) -> tuple[int, int]:
+def _size_and_time(path: os.PathLike) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
 
+def _checksum(folder: Path) -> str:
+    """SHA-256 of what a split says about its documents; "" where a file is missing."""
+    digest = hashlib.sha256()
+    try:
+        for name in (DOCUMENTS_NAME, NAMES_NAME):
+            with (folder / name).open("rb") as file:
+                hashlib.file_digest(file, lambda: digest)
+    except FileNotFoundError:
+        return ""
+    return digest.hexdigest()
+
+
 class SplitWriter:
-    """Appends documents to a split. It keeps three numbers and a name per document in memory, but no tokens."""
+    """Appends documents to a split. It keeps four numbers per document in memory, but no names and no tokens."""
 
     def __init__(self, folder: Path, vocabulary: Vocabulary):
         folder.mkdir(parents=True)
         self._folder = folder
         self._end_of_document, self._dtype = vocabulary.end_of_document, token_dtype(vocabulary.size)
-        self._columns: dict[str, list] = {"names": [], "tokens": [], "bytes": [], "words": []}
-        self._file = (folder / "tokens.bin").open("wb")
+        self._columns = [array("q") for _ in range(4)]
+        self._tokens, self._names = (folder / TOKENS_NAME).open("wb"), (folder / NAMES_NAME).open("wb")
 
     def write(self, name: str, tokens: np.ndarray, num_bytes: int, num_words: int) -> None:
         """Appends a document; `tokens` is int32[n] without the end of the document."""
-        self._file.write(np.append(tokens, self._end_of_document).astype(self._dtype).tobytes())
-        for column, value in zip(self._columns.values(), (name, tokens.size + 1, num_bytes, num_words), strict=True):
+        self._tokens.write(np.append(tokens, self._end_of_document).astype(self._dtype).tobytes())
+        # Half of a surrogate pair can come from JSON.
+        self._names.write(name.encode(errors="surrogatepass") + b"\n")
+        for column, value in zip(
+            self._columns, (tokens.size + 1, num_bytes, num_words, self._names.tell()), strict=True
+        ):
             column.append(value)
 
     def close(self) -> Totals:
-        """Writes the names and numbers of all documents, and returns their sums."""
-        self._file.close()
-        content = json.dumps(self._columns).encode()
-        (self._folder / DOCUMENTS_NAME).write_bytes(content)
-        names, *numbers = self._columns.values()
-        return Totals(len(names), *map(sum, numbers), checksum=hashlib.sha256(content).hexdigest())
+        """Writes the numbers of all documents, and returns their sums."""
+        self._tokens.close()
+        self._names.close()
+        columns = np.array(self._columns)
+        np.save(self._folder / DOCUMENTS_NAME, columns)
+        sums = columns[:3].sum(axis=1).tolist()
+        return Totals(columns.shape[1], *sums, checksum=_checksum(self._folder))
 
 
 def token_dtype(vocabulary_size: int) -> str:

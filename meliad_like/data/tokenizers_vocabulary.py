@@ -50,7 +50,7 @@ class TokenizersVocabulary(Vocabulary):
           end_token: the token that ends documents.
 
         Raises:
-          UserError: the tokenizer is no byte-level BPE, or has no such token.
+          UserError: the tokenizer is not a byte-level BPE, or has no such token.
         """
         self.end_token = end_token
         self._tokenizer = tokenizer = _parse(tokenizer_json)
@@ -162,12 +162,12 @@ def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # The library raises no more specific exception.
-        raise UserError(f"{owner} is no {TOKENIZER_NAME}: {error}") from None
+        raise UserError(f"{owner} is not a {TOKENIZER_NAME}: {error}") from None
     # The type of the loaded model, not of the file: older files, such as GPT-2's, don't have one.
     kinds = (type(tokenizer.model).__name__, tokenizer.decoder and type(tokenizer.decoder).__name__)
     if kinds != ("BPE", "ByteLevel"):
         raise UserError(
-            f"{owner} is {kinds[0]} with decoder {kinds[1]}, and no byte-level BPE; a SentencePiece model is read by "
+            f"{owner} is {kinds[0]} with decoder {kinds[1]}, not a byte-level BPE; a SentencePiece model is read by "
             "RunConfig.vocabulary = 'sentencepiece'"
         )
     return tokenizer
@@ -176,5 +176,5 @@ def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
 def _byte_characters() -> dict[int, str]:
     """The characters in which byte-level vocabularies write the bytes; printable bytes stand for themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    further = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(further)}
