@@ -13,10 +13,10 @@ from unittest import mock
 import jax
 from absl import app, flags
 from rich.console import Console
+from tpu_clock import clock_step
 
 from meliad_like import config
 from meliad_like.mechanisms import melodi
-from meliad_like.planning.programs import needs
 from meliad_like.planning.topology import open_topology
 from meliad_like.tables import Table
 
@@ -38,8 +38,8 @@ def main(_) -> None:
         run = config.parse(FILES, [*params, *GIN_PARAM.value])
         for name, unroll in (("scan", 1), ("unrolled", True)):
             with mock.patch.object(melodi.jax.lax, "scan", functools.partial(jax.lax.scan, unroll=unroll)):
-                (need,) = needs(run, VOCABULARY_SIZE, topology, ("training",))
-            cycles = f"{need.clock.cycles / 1e6:.1f}" if need.clock else "-"
+                need, clock = clock_step(run, VOCABULARY_SIZE, topology)
+            cycles = f"{clock.cycles / 1e6:.1f}" if clock else "-"
             rows.append((str(windows), name, f"{need.compile_seconds:.0f}", f"{need.total / 2**30:.1f}", cycles))
             print(*rows[-1], flush=True)
     header = ("windows", "windows' loop", "compilation, s", "GiB a device", "million cycles")

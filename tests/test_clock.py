@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from meliad_like.planning.clock import COLLECTIVES, COPIES, OTHER, read_clock
 from meliad_like.planning.hlo import Module
 

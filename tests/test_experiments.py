@@ -22,10 +22,10 @@ from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import environment, run_processes
 from meliad_like.experiments.report import Results, gather
-from meliad_like.experiments.scales import Scale
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
 from meliad_like.experiments.tables import TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
+from meliad_like.experiments.tables.table import Scale
 from meliad_like.planning.topology import Topology
 
 SMALL = [

@@ -18,8 +18,8 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment, Job, fields_of
 from meliad_like.experiments.pictures import draw, on_front
 from meliad_like.experiments.report import gather
-from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.tables import SUBJECTS
+from meliad_like.experiments.tables.table import Scale, configure
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 

@@ -15,9 +15,9 @@ from meliad_like.config.run import stages_of
 from meliad_like.experiments.experiment import Experiment, Job
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.report import gather
-from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import in_shares
 from meliad_like.experiments.tables import SUBJECTS
+from meliad_like.experiments.tables.table import Scale, configure
 
 TABLE = SUBJECTS["shortformer"]
 EPOCH = 1401

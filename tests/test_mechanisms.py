@@ -29,9 +29,9 @@ from ways import (
 from meliad_like import config
 from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
-from meliad_like.experiments.scales import configure
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
+from meliad_like.experiments.tables.table import configure
 from meliad_like.mechanisms.base import MECHANISMS, MechanismConfig
 from meliad_like.mechanisms.dense_memory import DenseMemory
 from meliad_like.mechanisms.external_memory import ExternalMemory

@@ -4,9 +4,9 @@ import pytest
 
 from meliad_like import config
 from meliad_like.config.bindings import shipped_files
-from meliad_like.experiments.scales import configure
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.block_recurrent import SCALES
+from meliad_like.experiments.tables.table import configure
 from meliad_like.mechanisms.melodi import Melodi
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import CosineSchedule

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from meliad_like.planning.clock import Clock, Timed
+from meliad_like.planning.hlo import Module
 
 from meliad_like import config, plan
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.planning.clock import Clock, Timed
 from meliad_like.planning.collectives import Traffic, traffic
-from meliad_like.planning.hlo import Module
 from meliad_like.planning.programs import Need, needs, refused_bytes
 from meliad_like.planning.report import alternatives, costliest, nearest_that_fits, table, to_json
 from meliad_like.planning.topology import GIB, Chip, Topology, open_topology

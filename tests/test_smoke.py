@@ -10,9 +10,9 @@ from tiny_run import environment
 
 from meliad_like import config
 from meliad_like.config.run import stages_of
+from meliad_like.config.shrinking import shrink
 from meliad_like.data.files_source import TextSource
 from meliad_like.errors import UserError
-from meliad_like.experiments.shrinking import shrink
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
 from meliad_like.smoke import copy_documents, train_until_killed
 

@@ -13,10 +13,10 @@ from meliad_like.config.bindings import shipped_files
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import random_batch
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
+from meliad_like.experiments.tables.table import Scale, configure
 from meliad_like.mechanisms.base import MECHANISMS
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.recurrent_states import RecurrentStates

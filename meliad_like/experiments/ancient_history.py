@@ -61,7 +61,7 @@ class HistoryExperiment:
     folder: Path
     load_dir: str
     """The pretrained model, which predicts, scores, and initialises the selectors."""
-    chosen: tuple[str, ...] = ()
+    row_names: tuple[str, ...] = ()
     """Names of rows; none: all of the scale."""
     split: str = "test"
     max_tokens: int | None = None
@@ -79,7 +79,7 @@ class HistoryExperiment:
 
     def make(self) -> int:
         """Scores, trains and evaluates what is not finished yet; returns the exit status of the trainings."""
-        rows, scale, scores = rows_of(self.scale_name, self.chosen), self.scale, self.folder / "scores"
+        rows, scale, scores = rows_of(self.scale_name, self.row_names), self.scale, self.folder / "scores"
         request = self._request()
         opened, _ = open_as(self.load_dir, request.config()[0])
         open_store(opened, self.load_dir, request.store, prepare=True)

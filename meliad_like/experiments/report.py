@@ -143,18 +143,15 @@ class Results(NamedTuple):
         return lines
 
 
-def gather(
-    table: Table, folder: Path, seeds: Iterable[int], split: str, wanted: Sequence[Row] = (), topology: str = ""
-) -> Results:
+def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, requested: Sequence[Row] = ()) -> Results:
     """Reads every result that is there, for every row of the table, of runs with these seeds evaluated on the split.
 
-    Extra rows that have no result are reported as missing only if they are `wanted`. With a `topology`, step times are
-    the estimates for it.
+    Extra rows that have no result are reported as missing only if they are `requested`.
     """
     places = [(row, seed) for seed in seeds for row in table.rows]
-    found = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
-    found = {place: figures for place, figures in found.items() if figures}
-    runs = pd.DataFrame(list(found.values()), index=pd.MultiIndex.from_tuples(found, names=["row", "seed"]))
+    figures = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
+    figures = {place: figures for place, figures in figures.items() if figures}
+    runs = pd.DataFrame(list(figures.values()), index=pd.MultiIndex.from_tuples(figures, names=["row", "seed"]))
     by_row = runs.select_dtypes("number").groupby(level="row")
     # A figure that was not finite in one of the runs is NaN there, and so is its mean.
     # Of pandas a type checker sees a union of all that a method may return.
@@ -164,15 +161,15 @@ def gather(
     if not runs.empty:
         difference = _differences(runs[table.compared].astype(float), table).groupby(level="row")
         means["difference"], errors["difference"] = difference.mean(skipna=False), difference.sem(skipna=False)
-    timing = read_timing(folder, topology)
+    timing = read_timing(folder)
     means = means.combine_first(pd.DataFrame({row.name: _timed(timing, row, table) for row in table.rows}).T)
     names = [row.name for row in table.rows]
     means, errors = (
         each.reindex(names, columns=each.columns.union([*COLUMNS])).astype(float) for each in (means, errors)
     )
     means[[*IN_MILLIONS]] /= 1e6
-    trained = {row for row, _ in found}
-    rows = [row for row in table.rows if row.name in trained or row in wanted or not row.extra]
+    trained = {row for row, _ in figures}
+    rows = [row for row in table.rows if row.name in trained or row in requested or not row.extra]
     devices = sorted({timing[row.run_name]["device"] for row in table.rows if row.run_name in timing})
     return Results(table, rows, runs, means, errors, devices)
 
@@ -183,23 +180,18 @@ def _differences(values: pd.Series, table: Table) -> pd.Series:
     names, seeds = (values.index.get_level_values(level) for level in ("row", "seed"))
     compared = pd.MultiIndex.from_arrays([names.map(baselines), seeds])
     known = compared.isin(values.index) & (compared != values.index)
-    own: Any = values[known]
-    return own - values.reindex(compared[known]).to_numpy()
+    rows: Any = values[known]
+    return rows - values.reindex(compared[known]).to_numpy()
 
 
-def named_for(name: str, topology: str) -> str:
-    """The name of a file about measured step times or, with a `topology`, about those estimated for it."""
-    return f"{name}_{topology.replace(':', '_')}" if topology else name
+def timing_file(folder: Path) -> Path:
+    """The file of the measured step times."""
+    return folder / "step_time.json"
 
 
-def timing_file(folder: Path, topology: str = "") -> Path:
-    """The file of the step times, which are measured or, with a `topology`, estimated for it."""
-    return folder / f"{named_for('step_time', topology)}.json"
-
-
-def read_timing(folder: Path, topology: str = "") -> dict[str, Any]:
+def read_timing(folder: Path) -> dict[str, Any]:
     """What `timing_file` holds by row; empty if nothing was timed."""
-    return _read(timing_file(folder, topology)).get("rows", {})
+    return _read(timing_file(folder)).get("rows", {})
 
 
 def result_file(folder: Path, row: Row, seed: int) -> Path:

@@ -1,7 +1,6 @@
 """The time of a training step, measured for several models in turn, so that all see the same changes of speed.
 
-Only ratios within a round are compared: a shared machine may be twice as fast a minute later. For TPUs that this
-machine doesn't have, the time is what their compiler estimates.
+Only ratios within a round are compared: a shared machine may be twice as fast a minute later.
 """
 
 import time
@@ -15,11 +14,8 @@ from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch
-from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding
 from meliad_like.models.model import Model
-from meliad_like.planning.programs import needs
-from meliad_like.planning.topology import Topology
 from meliad_like.training.hardware import DATASHEET_FLOPS
 from meliad_like.training.program import make_program
 from meliad_like.training.step import TrainState
@@ -110,20 +106,6 @@ def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]
             "share_of_peak": flops / float(np.median(seconds)) / (peak * num_devices),
         }
     return {"device": device, "peak": peak, "rows": rows}
-
-
-def estimate(run: RunConfig, vocabulary_size: int, topology: Topology) -> dict[str, Any]:
-    """A row like those of `time_in_turn`, with the one time that the compiler estimates for these devices."""
-    (need,) = needs(run, vocabulary_size, topology, ("training",))
-    if need.clock is None:
-        reason = "the step does not fit into memory" if need.gave_up else "its compiler estimates no times"
-        raise UserError(f"--topology={topology.name}: {reason}")
-    return {
-        "seconds": [need.estimated_seconds],
-        "memory_bytes": need.total,
-        "compile_seconds": need.compile_seconds,
-        "share_of_peak": need.share_of_peak,
-    }
 
 
 def relative_time(rows: Mapping[str, Any], name: str, baseline: str) -> float:

@@ -13,8 +13,7 @@ memory 128 windows. The 12-layer model of table 1 has at tiny 6 layers of width 
 """
 
 from meliad_like.config import shipped_files
-from meliad_like.experiments.scales import Scale
-from meliad_like.experiments.tables.table import MEASURES, Panel, Row, Table, line, read_rows
+from meliad_like.experiments.tables.table import MEASURES, Panel, Row, Scale, Table, line, read_rows
 
 SCALES = {
     "tiny": Scale(

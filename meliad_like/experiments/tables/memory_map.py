@@ -1,7 +1,6 @@
 """Maps of what memories hold, of documents that are made for it (`docs/studies.md`); no paper has this table."""
 
-from meliad_like.experiments.scales import Scale
-from meliad_like.experiments.tables.table import Table, read_rows
+from meliad_like.experiments.tables.table import Scale, Table, read_rows
 
 MEASURES = (
     *("segment_length", "num_states", "parameters", "memory_numbers", "accuracy", "difference", "step_time"),

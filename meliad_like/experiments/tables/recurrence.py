@@ -8,8 +8,7 @@ perplexities by word, and operations for a token in millions.
 
 import functools
 
-from meliad_like.experiments.scales import Scale
-from meliad_like.experiments.tables.table import Panel, Table, line, read_rows
+from meliad_like.experiments.tables.table import Panel, Scale, Table, line, read_rows
 
 MEASURES = (
     *("window_length", "overlap", "parameters", "word_perplexity", "perplexity", "bits_per_byte", "difference"),

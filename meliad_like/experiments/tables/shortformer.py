@@ -6,8 +6,7 @@ otherwise, on a V100. The sliding window (S.W.) has a stride of 512.
 
 import functools
 
-from meliad_like.experiments.scales import Scale
-from meliad_like.experiments.tables.table import Grid, Panel, Row, Table, line, read_rows
+from meliad_like.experiments.tables.table import Grid, Panel, Row, Scale, Table, line, read_rows
 
 FIRST_LENGTHS = (32, 64, 128, 256, 512, 1024, 1536)
 

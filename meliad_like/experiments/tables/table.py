@@ -1,4 +1,4 @@
-"""The parts of a table: rows, which are runs, their figures, and pictures of these."""
+"""The parts of a table: rows, which are runs, their figures, pictures of these, and the sizes in which it is made."""
 
 import math
 import re
@@ -9,8 +9,10 @@ from typing import Any
 
 import pandas as pd
 
+from meliad_like import config
+from meliad_like.config import RunConfig, with_changes
+from meliad_like.config.shrinking import Divisors
 from meliad_like.errors import UserError
-from meliad_like.experiments.scales import Scale
 
 MEASURES = (
     *("segment_length", "window_length", "num_states", "parameters", "bits_per_token", "bits_per_byte", "difference"),
@@ -61,8 +63,8 @@ def read_rows(table: str) -> tuple[Row, ...]:
 def line(rows: Sequence[Row], pattern: str, x: str = "") -> dict[str, float]:
     """The names of the rows that match, with the paper's x: its figure in this column, or the number in the name that
     is the pattern's group."""
-    found = ((row, match) for row in rows if (match := re.fullmatch(pattern, row.name)))
-    return {row.name: row.paper.get(x, math.nan) if x else float(match[1]) for row, match in found}
+    matches = ((row, match) for row in rows if (match := re.fullmatch(pattern, row.name)))
+    return {row.name: row.paper.get(x, math.nan) if x else float(match[1]) for row, match in matches}
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,29 @@ class Grid:
     paper: str
     rows: Mapping[str, Mapping[str, str]]
     """Names of rows, by the headers of line and column."""
+
+
+@dataclass(frozen=True)
+class Scale(Divisors):
+    """How much smaller than in the paper the rows of a table are, all by the same rule."""
+
+    bindings: Mapping[str, Any] = field(default_factory=dict)
+    """Values by `Class.field` that replace those of the files."""
+    largest_vocabulary: int | None = None
+    """Rows with larger vocabularies of their own are only made if they are named."""
+    side_by_side: bool = False
+    """Whether one core for each model is the fastest way to train several."""
+    keep_share_of_warmup: bool = False
+    """Whether the warmup keeps its share of the steps, as stages do where the number of steps is not from `targets`."""
+    lanes: int = 1
+    """Divisor of the number of lanes; at least one lane is left."""
+    targets: int = 0
+    """About the number of targets of each training, if it is not 0: rows whose windows repeat more tokens have more
+    steps."""
+    max_tokens: int | None = None
+    """The most tokens to evaluate, of the beginnings of documents; None: all."""
+    timed_tokens: int = 1000
+    """The number of tokens that are evaluated one by one, for the time alone."""
 
 
 @dataclass(frozen=True)
@@ -137,3 +162,40 @@ class Table:
     @property
     def paper_columns(self) -> list[str]:
         return list(dict.fromkeys(column for row in self.rows for column in row.paper))
+
+
+def configure(
+    row: Row,
+    scale: Scale,
+    gin_files: Sequence[str] = (),
+    gin_params: Sequence[str] = (),
+    fixed: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """The run of a row at a scale.
+
+    `gin_files` are the task and options for all rows, with the lengths of the paper's size, as the row's own files.
+    Values in `fixed`, by `Class.field`, win over files, `gin_params` over everything; neither is scaled.
+    """
+    files, fixed, bound = [*row.files, *gin_files], dict(fixed or {}), config.bound_by(gin_params)
+    if row.vocabulary_size:
+        # A vocabulary that belongs to the row wins over the task's.
+        values = config.bound_values(config.parse(row.files))
+        fixed |= {key: value for key, value in values.items() if "Vocabulary" in key or key == "RunConfig.vocabulary"}
+    # Macros are parts of files, and scaled with them.
+    macros = [param for param in gin_params if "." not in param.partition("=")[0]]
+    whole = config.parse(files, macros, fixed)
+    values = scale.sizes(whole) | dict(scale.bindings)
+    share = (values | bound).get("TrainingConfig.num_steps", whole.training.num_steps) / whole.training.num_steps
+    values["StagesConfig.num_steps"] = tuple(max(round(steps * share), 1) for steps in whole.stages.num_steps)
+    if scale.keep_share_of_warmup:
+        values["ScheduleConfig.warmup_steps"] = int(whole.schedule.warmup_steps * share)
+    if scale.segments > 1 or scale.lanes > 1:
+        # A segment that the user bound is the one whose lanes count.
+        segment = (values | bound)["ReaderConfig.segment_length"]
+        values["ReaderConfig.tokens_per_step"] = segment * max(whole.data.num_lanes // scale.lanes, 1)
+    run = config.parse(files, gin_params, values | fixed)
+    if scale.targets and "TrainingConfig.num_steps" not in bound:
+        window, overlap = run.model.window_length, run.data.training_overlap(run.model.overlap)
+        new = run.data.tokens_per_step * (window - overlap) / window
+        run = with_changes(run, {"training.num_steps": math.ceil(scale.targets / new)})
+    return with_changes(run, {"data.store": f"{run.data.store}_{row.name}"}) if row.vocabulary_size else run
