@@ -12,7 +12,7 @@ from tiny_run import mesh_of_the_first_devices
 from meliad_like import config
 from meliad_like.config.bindings import shipped_files
 from meliad_like.config.run import stages_of
-from meliad_like.experiments.experiment import Experiment, Job
+from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.report import gather
 from meliad_like.experiments.step_time import in_shares
@@ -125,21 +125,20 @@ def trained(tmp_path_factory):
         ),
         folder=folder,
         seeds=(0,),
-        chosen=("staged_128_50", "infused_cache_512"),
+        row_names=("staged_128_50", "infused_cache_512"),
         split="validation",
         repeats=2,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
-        assert [made.work(f"{name},0") for name in made.chosen] == [0, 0]
-        assert made.work("step_time") == 0
+        assert made.make_here() == 0
+        assert made.time_steps() == 0
     return made
 
 
 def test_rows_are_evaluated_as_one_stream(trained):
-    staged, cached = (Job(trained, trained.table.row(name), 0) for name in trained.chosen)
-    assert staged.finished and cached.finished
-    staged, cached = (job.result["splits"]["validation"] for job in (staged, cached))
+    assert all(trained.finished(row, 0) for row in trained.rows)
+    staged, cached = (trained.result(row, 0)["splits"]["validation"] for row in trained.rows)
     # Of both, the same tokens; a byte each.
     assert staged["num_tokens"] == cached["num_tokens"] == staged["num_bytes"] == 300
     assert 6 < cached["bits_per_byte"] < 12

@@ -51,7 +51,7 @@ class Module:
                 self.computations[name] = []
                 self.entry = name if match[1] else self.entry
             elif name and (match := _INSTRUCTION.match(line)):
-                self.computations[name].append(Instruction(*match.groups(), line))
+                self.computations[name].append(Instruction(match[1], match[2], match[3], line))
 
     def trips(self, instruction: Instruction) -> int:
         """How often an instruction runs the computations that it calls.
