@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from meliad_like.planning.hlo import Module
 
 from meliad_like import config, plan
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.planning.collectives import Traffic, traffic
+from meliad_like.planning.collectives import Module, Traffic, traffic
 from meliad_like.planning.programs import Need, needs, refused_bytes, state_parts
 from meliad_like.planning.report import alternatives, nearest_that_fits, to_json
 from meliad_like.planning.topology import GIB, Chip, Topology, open_topology

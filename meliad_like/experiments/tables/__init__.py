@@ -9,9 +9,9 @@ recurrence       tables 1 and 2 and figures 4 and 5 of Adding Recurrence to Pret
 """
 
 from meliad_like.experiments.tables import block_recurrent, melodi, memory_map, recurrence, shortformer
-from meliad_like.experiments.tables.table import Grid, Panel, Row, Scale, Table, configure
+from meliad_like.experiments.tables.table import Grid, Panel, Row, Scale, Table, configure, read_csv
 
-__all__ = ["SUBJECTS", "TABLES", "Grid", "Panel", "Row", "Scale", "Table", "configure"]
+__all__ = ["SUBJECTS", "TABLES", "Grid", "Panel", "Row", "Scale", "Table", "configure", "read_csv"]
 
 TABLES = block_recurrent.TABLES
 """The tables of the Block-Recurrent paper."""

@@ -18,7 +18,7 @@ MEASURES = (
     *("segment_length", "window_length", "num_states", "parameters", "bits_per_token", "bits_per_byte", "difference"),
     *("step_time", "milliseconds", "share_of_peak", "training_flops_per_token", "memory_bytes"),
 )
-"""The default figures of a table, by their names in `report.COLUMNS`."""
+"""The default figures of a table, by their names in `columns.csv`."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Row:
     """Its name for `--row`."""
     label: str
     """Its name in the paper."""
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
     """Its gin files, at the paper's size."""
-    baseline: str
+    baseline: str = ""
     """The row that it is compared with: by step time, and by the table's `compared` figure within a seed."""
     paper: Mapping[str, float] = field(default_factory=dict)
     """The paper's figures by the names of its columns."""
@@ -48,16 +48,34 @@ class Row:
         return self.trained_as or self.name
 
 
+def read_csv(name: str) -> pd.DataFrame:
+    """A CSV file of this package."""
+    return pd.read_csv(str(resources.files(__package__) / f"{name}.csv"))
+
+
+def read_bindings(name: str) -> dict[str, Any]:
+    """The values by `Class.field` in a gin file of this package."""
+    lines = (resources.files(__package__) / f"{name}.gin").read_text().splitlines()
+    return config.bound_by([line for line in lines if line and not line.startswith("#")])
+
+
 def read_rows(table: str) -> tuple[Row, ...]:
     """The rows of a table from its CSV file, whose columns are the fields of `Row` and those of the paper's figures."""
-    frame = pd.read_csv(str(resources.files(__package__) / f"{table}.csv"))
+    frame = read_csv(table)
     papers = frame.columns.difference([field.name for field in fields(Row)], sort=False)
     rows = []
     for line in frame.to_dict("records"):
         known: dict[str, Any] = {str(name): value for name, value in line.items() if not pd.isna(value)}
         paper = {name: known.pop(name) for name in papers if name in known}
-        rows.append(Row(**known | {"files": tuple(known["files"].split())}, paper=paper))
+        rows.append(Row(**known | {"files": tuple(known.get("files", "").split())}, paper=paper))
     return tuple(rows)
+
+
+def row_of(table: str, rows: Sequence[Row], name: str) -> Row:
+    """The row of this name, or UserError."""
+    if (row := next((row for row in rows if row.name == name), None)) is None:
+        raise UserError(f"{table} has no row {name}; it has {', '.join(row.name for row in rows)}")
+    return row
 
 
 def line(rows: Sequence[Row], pattern: str, x: str = "") -> dict[str, float]:
@@ -154,10 +172,7 @@ class Table:
 
     def row(self, name: str) -> Row:
         """The row of this name, or UserError."""
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise UserError(f"{self.name} has no row {name}; it has {', '.join(row.name for row in self.rows)}")
+        return row_of(self.name, self.rows, name)
 
     @property
     def paper_columns(self) -> list[str]:
