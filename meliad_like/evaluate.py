@@ -31,11 +31,9 @@ MAX_TOKENS = COMMAND.integer(
 )
 COMPARE = COMMAND.bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
 PROTOCOL = COMMAND.multi_enum(
-    "protocol",
-    [],
-    ["segments", "sliding", "token_by_token"],
-    "Compare ways of reading the tokens, with their context and cost, instead of evaluating by document. Repeatable.",
-)
+    "protocol", [], ["segments", "sliding", "token_by_token"],
+    "Compare modes of reading the tokens, with their context and cost, instead of evaluating by document. Repeatable.",
+)  # fmt: skip
 STRIDE = COMMAND.integer("stride", None, "New tokens of a window of --protocol=sliding.", lower_bound=1)
 WINDOWS = COMMAND.integer("windows", 1, "Windows of --protocol=sliding that are read side by side.", lower_bound=1)
 CONCATENATED = COMMAND.bool(
@@ -127,19 +125,13 @@ def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Document
     if CONCATENATED.value:
         split = split.concatenated(opened.vocabulary.end_of_document)
 
+    sizes = {"segment_length": run.data.segment_length, "loss_slice": run.training.loss_slice}
+    sizes["num_windows"] = WINDOWS.value
+
     def evaluate(protocol: protocols.ProtocolName, progress: Callable[[int, int], None]) -> protocols.ProtocolScore:
-        return protocols.evaluate(
-            model,
-            opened.params,
-            split,
-            protocol,
-            segment_length=run.data.segment_length,
-            mesh=mesh,
-            stride=STRIDE.value if protocol == "sliding" else None,
-            num_windows=WINDOWS.value,
-            loss_slice=run.training.loss_slice,
-            on_progress=progress,
-        )
+        stride = STRIDE.value if protocol == "sliding" else None
+        settings = {"mesh": mesh, "stride": stride, "on_progress": progress, **sizes}
+        return protocols.evaluate(model, opened.params, split, protocol, **settings)
 
     scores = [report.with_progress(name, functools.partial(evaluate, name)) for name in PROTOCOL.value]
     Console().print(report.protocols(scores).to_rich())

@@ -16,10 +16,7 @@ from meliad_like.command_line import Command
 COMMAND = Command(__doc__)
 TOPOLOGY = COMMAND.string("topology", None, "TPU slice by chips (v4:2x2x4, v5e:4x4, v6e:4x4) or cpu:8.", required=True)
 VOCABULARY_SIZE = COMMAND.integer(
-    "vocabulary_size",
-    None,
-    "Number of tokens. Default: that of the token store if there is one, otherwise that of the vocabulary's config.",
-    lower_bound=1,
+    "vocabulary_size", None, "Number of tokens. Default: as the token store or the config says.", lower_bound=1
 )
 SEARCH = COMMAND.bool("search", True, "Whether to search for settings that fit, if these don't.")
 PROGRAMS = COMMAND.multi_enum(

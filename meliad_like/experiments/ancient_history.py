@@ -25,13 +25,13 @@ from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.experiments.pictures import COLOURS
 from meliad_like.experiments.tables import Row
-from meliad_like.experiments.tables.ancient_history import NAME, PAPER, ROWS, SCALES, SELECTORS, HistoryScale, rows_of
+from meliad_like.experiments.tables.ancient_history import SCALES, SELECTORS, TABLE, HistoryScale, rows_of
 from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
 from meliad_like.history.evaluation import BASELINE, among, with_intervals
 from meliad_like.history.opening import HistoryRequest
 from meliad_like.run.opening import open_as, open_store, saved_config
-from meliad_like.tables import Table
+from meliad_like.tables import Table as TextTable
 
 FIGURES = {
     "perplexity": "perplexity",
@@ -105,22 +105,22 @@ class HistoryExperiment:
             raise UserError(f"nothing was evaluated yet in {folder}: the same command without --report does that")
         evaluation = json.loads(path.read_text())
         selections = pd.DataFrame(evaluation["selections"]).set_index("name")
-        rows = [row for row in ROWS if row.name in selections.index]
+        rows = [row for row in TABLE.rows if row.name in selections.index]
         ends = [figure + end for figure in FIGURES if figure in selections for end in ("", "_low", "_high")]
         frame = selections.loc[[row.name for row in rows], ["leaks_the_future", *ends, *COSTS]]
-        papers = pd.DataFrame([row.paper for row in rows], columns=PAPER).add_prefix("paper: ")
+        papers = pd.DataFrame([row.paper for row in rows], columns=TABLE.paper_columns).add_prefix("paper: ")
         frame = pd.concat([frame.rename_axis("row").reset_index(), papers], axis=1)
-        frame.to_csv(folder / f"{NAME}.csv", index=False)
+        frame.to_csv(folder / f"{TABLE.name}.csv", index=False)
         labels = [label(row.label, leaks) for row, leaks in zip(rows, frame["leaks_the_future"], strict=True)]
-        _draw(frame.assign(label=labels).astype(dict.fromkeys(ends, float)), folder / f"{NAME}.png")
+        _draw(frame.assign(label=labels).astype(dict.fromkeys(ends, float)), folder / f"{TABLE.name}.png")
         parts = [
-            "# Table 1: ancient history in the context window",
+            f"# {TABLE.title}",
             _notes(evaluation, self.scale_name),
             f"{_table(frame, labels).to_markdown().rstrip()}\n\n{EXPLANATION.format(level=evaluation['level'])}",
             *_selectors(folder, rows),
         ]
         markdown = "\n\n".join(parts) + "\n"
-        (folder / f"{NAME}.md").write_text(markdown)
+        (folder / f"{TABLE.name}.md").write_text(markdown)
         return markdown
 
     def _request(self, selector: str = "") -> HistoryRequest:
@@ -150,7 +150,7 @@ def _notes(evaluation: Mapping[str, Any], scale: str) -> str:
     )
 
 
-def _table(frame: pd.DataFrame, labels: Sequence[str]) -> Table:
+def _table(frame: pd.DataFrame, labels: Sequence[str]) -> TextTable:
     columns: dict[str, Sequence[str]] = {"model": labels}
     for figure, head in FIGURES.items():
         if figure in frame:
@@ -162,7 +162,7 @@ def _table(frame: pd.DataFrame, labels: Sequence[str]) -> Table:
     columns["selection / model"] = [f"{share:.3g}" for share in frame["selection_flops"] / frame["model_flops"]]
     for name in frame.columns[frame.columns.str.startswith("paper: ")]:
         columns[name] = ["" if math.isnan(x) else f"{x:.2f}" for x in frame[name]]
-    return Table("", tuple(columns), list(zip(*columns.values(), strict=True)))
+    return TextTable("", tuple(columns), list(zip(*columns.values(), strict=True)))
 
 
 def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:

@@ -31,7 +31,7 @@ from meliad_like.experiments.maps import draw_maps, gather_maps, maps_to_markdow
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import run_processes
 from meliad_like.experiments.report import Results, gather, read_timing, result_file, scores_file, timing_file
-from meliad_like.experiments.step_time import in_shares, make_step, time_in_turn
+from meliad_like.experiments.step_time import TimedStep, in_shares, time_in_turn
 from meliad_like.experiments.tables import Row, Scale, Table, configure
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
@@ -243,7 +243,7 @@ class Experiment:
                 shares[name][part] = shares[name].get(part, 0.0) + share
         steps = {}
         for part, run in parts.values():
-            steps[part] = make_step(run, vocabulary_size(run), make_mesh(run.mesh))
+            steps[part] = TimedStep(run, vocabulary_size(run), make_mesh(run.mesh))
             print(f"compiled {part} in {steps[part].compile_seconds:.1f} s", flush=True)
         timing = time_in_turn(steps, self.repeats)
         timing["rows"] = {

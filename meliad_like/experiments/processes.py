@@ -66,7 +66,8 @@ def run_processes(
         running.discard(process)
         if not stopping:
             ended.append(name)
-            failed.extend([f"{name} (see {path})"] if status else [])
+            if status:
+                failed.append(f"{name} (see {path})")
             how, seconds = "failed" if status else "finished", time.perf_counter() - began
             print(f"{how} {name}, {len(ended)} of {len(commands)} after {seconds:,.0f} s", flush=True)
 

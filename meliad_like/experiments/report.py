@@ -16,7 +16,8 @@ from meliad_like.tables import number, with_error
 
 RESULT_NAME = "result.json"
 COLUMNS = read_csv("columns").set_index("measure")
-"""Of each measure the header, the format of its numbers, and whether it is in millions and has a standard error."""
+"""Of each measure the header, the format of its numbers, whether it is in millions, whether it has a standard error,
+and the names of the tables that have it as a column."""
 
 
 class Results(NamedTuple):
@@ -44,7 +45,8 @@ class Results(NamedTuple):
     @property
     def measures(self) -> list[str]:
         """The columns of figures, in the order of COLUMNS."""
-        return [name for name in COLUMNS.index if name in self.table.measures]
+        tables = COLUMNS["tables"].fillna("").str.split()
+        return [str(name) for name, names in tables.items() if self.table.name in names]
 
     @property
     def frame(self) -> pd.DataFrame:

@@ -5,14 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meliad_like.experiments.tables.table import Row, read_rows, row_of
+from meliad_like.experiments.tables.table import Row, Table, read_rows
 from meliad_like.history.config import HistoryConfig, JointSelectorConfig, LightSelectorConfig
 
-NAME = "ancient_history"
-ROWS = read_rows(NAME)
-"""The ways in which spans are selected, by their names in the evaluation."""
-PAPER = tuple(ROWS[0].paper)
-"""The columns of the paper's figures; it has all of them for the baseline."""
+TABLE = Table("ancient_history", "Table 1: ancient history in the context window", read_rows("ancient_history"))
+"""Its rows are the ways in which spans are selected, by their names in the evaluation."""
 SELECTORS: Mapping[str, Mapping[str, Any]] = {
     "learned_selector": {"selector": JointSelectorConfig()},
     "light_selector": {"selector": LightSelectorConfig()},
@@ -73,6 +70,6 @@ def rows_of(scale: str, names: tuple[str, ...]) -> list[Row]:
     Raises a UserError if there is no row of a name.
     """
     if names:
-        requested = [row_of(NAME, ROWS, name).name for name in (*names, *ALWAYS)]
-        return [row for row in ROWS if row.name in requested]
-    return [row for row in ROWS if scale != "tiny" or not row.extra]
+        requested = [TABLE.row(name) for name in (*names, *ALWAYS)]
+        return [row for row in TABLE.rows if row in requested]
+    return [row for row in TABLE.rows if scale != "tiny" or not row.extra]

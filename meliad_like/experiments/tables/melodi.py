@@ -8,11 +8,6 @@ operations of a sliding window with as many layers.
 from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import Panel, Table, line, read_rows
 
-MEASURES = (
-    *("segment_length", "window_length", "parameters", "memory_numbers", "perplexity", "bits_per_token"),
-    *("bits_per_byte", "difference", "step_time", "milliseconds", "training_flops_per_token", "memory_bytes"),
-)
-
 
 def _table() -> Table:
     rows = read_rows("melodi")
@@ -27,7 +22,7 @@ def _table() -> Table:
         Panel("perplexity", "PG19 T5 perplexity", "memory_numbers", lines),
         Panel("perplexity", "PG19 T5 perplexity", "training_flops_per_token", lines, front=True),
     )
-    return Table("melodi", "MELODI and memories of the same size", rows, panels, MEASURES, scales=SCALES)
+    return Table("melodi", "MELODI and memories of the same size", rows, panels, scales=SCALES)
 
 
 TABLE = _table()

@@ -2,17 +2,11 @@
 
 from meliad_like.experiments.tables.table import Scale, Table, read_rows
 
-MEASURES = (
-    *("segment_length", "num_states", "parameters", "memory_numbers", "accuracy", "difference", "step_time"),
-    *("milliseconds", "training_flops_per_token"),
-)
-
 TABLE = Table(
     "memory_map",
     "What is remembered, by number and distance",
     read_rows("memory_map"),
     (),
-    MEASURES,
     compared="accuracy",
     # The sizes of the gin files are those that are meant.
     scales={"tiny": Scale(side_by_side=True)},

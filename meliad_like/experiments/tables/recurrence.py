@@ -10,11 +10,6 @@ import functools
 
 from meliad_like.experiments.tables.table import Panel, Scale, Table, line, read_bindings, read_rows
 
-MEASURES = (
-    *("window_length", "overlap", "parameters", "word_perplexity", "perplexity", "bits_per_byte", "difference"),
-    *("flops_by_the_paper", "flops_as_counted", "logged_tokens_per_second", "tokens_per_second", "seconds"),
-)
-
 SCALES = {
     # Nothing of the model and its windows is made smaller. One sequence of 5 windows a step instead of 4 or 8 of 20,
     # because 40,000 targets would otherwise be a handful of steps, in which no recurrence learns anything.
@@ -41,7 +36,7 @@ def _table() -> Table:
     )
     title = "Tables 1 and 2, figures 4 and 5: a recurrence for a pretrained model"
     against = "the model without a recurrence at the same window and overlap"
-    return Table("recurrence", title, rows, panels, MEASURES, scales=SCALES, against=against, pretrained=True)
+    return Table("recurrence", title, rows, panels, scales=SCALES, against=against, pretrained=True)
 
 
 TABLE = _table()

@@ -14,12 +14,6 @@ from meliad_like.config import RunConfig, with_changes
 from meliad_like.config.shrinking import Divisors
 from meliad_like.errors import UserError
 
-MEASURES = (
-    *("segment_length", "window_length", "num_states", "parameters", "bits_per_token", "bits_per_byte", "difference"),
-    *("step_time", "milliseconds", "share_of_peak", "training_flops_per_token", "memory_bytes"),
-)
-"""The default figures of a table, by their names in `columns.csv`."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -69,13 +63,6 @@ def read_rows(table: str) -> tuple[Row, ...]:
         paper = {name: known.pop(name) for name in papers if name in known}
         rows.append(Row(**known | {"files": tuple(known.get("files", "").split())}, paper=paper))
     return tuple(rows)
-
-
-def row_of(table: str, rows: Sequence[Row], name: str) -> Row:
-    """The row of this name, or UserError."""
-    if (row := next((row for row in rows if row.name == name), None)) is None:
-        raise UserError(f"{table} has no row {name}; it has {', '.join(row.name for row in rows)}")
-    return row
 
 
 def line(rows: Sequence[Row], pattern: str, x: str = "") -> dict[str, float]:
@@ -150,13 +137,11 @@ class Table:
     name: str
     title: str
     rows: tuple[Row, ...]
-    panels: tuple[Panel, ...]
-    measures: tuple[str, ...] = MEASURES
-    """The columns of figures."""
+    panels: tuple[Panel, ...] = ()
     compared: str = "bits_per_byte"
     """The figure whose `difference` is a row's value minus its baseline's."""
     grids: tuple[Grid, ...] = ()
-    scales: Mapping[str, Scale] = field(kw_only=True)
+    scales: Mapping[str, Scale] = field(default_factory=dict)
     """The sizes in which it can be made."""
     by_protocol: bool = False
     """Whether rows are evaluated as in the Shortformer paper, with all documents as one stream, rather than by document
@@ -172,7 +157,9 @@ class Table:
 
     def row(self, name: str) -> Row:
         """The row of this name, or UserError."""
-        return row_of(self.name, self.rows, name)
+        if (row := next((row for row in self.rows if row.name == name), None)) is None:
+            raise UserError(f"{self.name} has no row {name}; it has {', '.join(row.name for row in self.rows)}")
+        return row
 
     @property
     def paper_columns(self) -> list[str]:
