@@ -39,9 +39,9 @@ def main() -> int:
 
     topology = open_topology(TOPOLOGY.value)
     size = VOCABULARY_SIZE.value or vocabulary_size(run)
-    console = Console()
+    console, options = Console(), {"programs": PROGRAMS.value, "quick": QUICK.value}
     with console.status("compiling"):
-        planned = list(needs(run, size, topology, PROGRAMS.value, QUICK.value))
+        planned = list(needs(run, size, topology, **options))
     console.print(report.table(planned).to_rich())
     if OUTPUT.value:
         Path(OUTPUT.value).write_text(json.dumps(report.to_json(planned), indent=2) + "\n")
@@ -50,10 +50,8 @@ def main() -> int:
         return 0
     print(f"does not fit: {', '.join(too_large)}")
     if SEARCH.value:
-        with console.status("searching") as status:
-            fitting = report.nearest_that_fits(
-                run, size, topology, PROGRAMS.value, QUICK.value, lambda bindings: status.update(f"trying {bindings}")
-            )
+        with console.status("searching for settings that fit") as status:
+            fitting = report.nearest_that_fits(run, size, topology, status.update, **options)
         advice = "nothing that was tried would fit: choose a larger topology, a smaller model or fewer tokens per step"
         print(f"it would fit with {fitting}" if fitting else advice)
     return 1

@@ -67,7 +67,9 @@ def experiment(place, **changes):
         "RunConfig.source = 'text'",
         f"ReaderConfig.store = '{place / 'store'}'",
     ]
-    made = HistoryExperiment("tiny", (), (*params, *BINDINGS), place / "table", str(place / "model"), **changes)
+    made = HistoryExperiment(
+        "tiny", (), (*params, *BINDINGS), place / "table", load_dir=str(place / "model"), **changes
+    )
     return made, scale
 
 

@@ -227,7 +227,7 @@ def write_result(folder, row, perplexity: float) -> None:
 def test_the_report(tmp_path):
     for name, perplexity in (("baseline_300_0", 60.0), ("baseline_300_30", 58.0), ("recurrent_300_30", 55.0)):
         write_result(tmp_path, TABLE.row(name), perplexity)
-    text = Experiment(TABLE, "tiny", (), (), tmp_path, (0,)).report()
+    text = Experiment("tiny", (), (), tmp_path, seeds=(0,), table=TABLE).report()
     assert "Scale tiny: 17 steps of 6,000 tokens; seeds 0. Evaluated on all of test: 2 documents, 5,000 bytes." in text
     header, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if " | " in line]
     rows = {line[0]: dict(zip(header, line)) for line in lines}

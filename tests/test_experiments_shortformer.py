@@ -214,7 +214,7 @@ def test_the_report(tmp_path):
     timing = {"baseline": {"seconds": [0.2, 0.4], "tokens_per_step": 768, "memory_bytes": 1, "device": "CPU"}}
     timing["staged_128_50"] = timing["baseline"] | {"seconds": [0.15, 0.3]}
     (tmp_path / "step_time.json").write_text(json.dumps({"rows": timing}))
-    made = Experiment(TABLE, "tiny", (), (), tmp_path, (0, 1))
+    made = Experiment("tiny", (), (), tmp_path, seeds=(0, 1), table=TABLE)
     text = made.report()
     assert "Evaluated on a part of test: 290 tokens, 300 bytes." in text
     header, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if " | " in line]

@@ -175,10 +175,10 @@ def test_what_fits_and_what_limits():
 
 def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
     monkeypatch.setattr("meliad_like.planning.topology.open_topology", lambda name: TOPOLOGY)
-    monkeypatch.setattr("meliad_like.planning.report.nearest_that_fits", lambda *_: "MeshConfig.fsdp = 2")
+    monkeypatch.setattr("meliad_like.planning.report.nearest_that_fits", lambda *_, **options: "MeshConfig.fsdp = 2")
 
     def exit_status(total_gib, *flag_words):
-        monkeypatch.setattr("meliad_like.planning.programs.needs", lambda *_: [need_of(total_gib)])
+        monkeypatch.setattr("meliad_like.planning.programs.needs", lambda *_, **options: [need_of(total_gib)])
         plan.COMMAND.flags.unparse_flags()
         plan.COMMAND.flags(["plan", "--topology=v4:2", "--vocabulary_size=256", *flag_words])
         return plan.main()
@@ -218,27 +218,27 @@ def test_the_nearest_settings_that_fit(run, monkeypatch):
     def least_bytes(run, vocabulary_size, topology):
         return (3 if run.mesh.fsdp == 2 else 1) * GIB
 
-    def needs(run, vocabulary_size, topology, programs, quick):
+    def needs(run, vocabulary_size, topology):
         yield need_of(3 if run.mesh.fsdp == 4 else 1, topology=topology)
 
     monkeypatch.setattr("meliad_like.planning.report.least_bytes", least_bytes)
     monkeypatch.setattr("meliad_like.planning.report.needs", needs)
     small = TOPOLOGY._replace(chip=TOPOLOGY.chip._replace(memory=2 * GIB), devices=[None] * 16)
-    found = nearest_that_fits(run, 256, small, on_try=tried.append)
+    found = nearest_that_fits(run, 256, small, tried.append)
     assert found == "MeshConfig.fsdp = 8 with DecoderConfig.remat = 'layers'"
     assert tried == [f"MeshConfig.fsdp = {fsdp} with DecoderConfig.remat = 'layers'" for fsdp in (4, 8)]
     monkeypatch.setattr("meliad_like.planning.report.least_bytes", lambda *_: 3 * GIB)
-    assert nearest_that_fits(run, 256, small) is None
+    assert nearest_that_fits(run, 256, small, tried.append) is None
 
 
 def test_chips_whose_memory_only_the_compiler_knows(run, monkeypatch):
-    def needs(run, vocabulary_size, topology, programs, quick):
+    def needs(run, vocabulary_size, topology):
         yield need_of(1, topology=topology, gave_up=run.model.remat != "layers")
 
     monkeypatch.setattr("meliad_like.planning.report.least_bytes", lambda *_: 3 * GIB)
     monkeypatch.setattr("meliad_like.planning.report.needs", needs)
     unknown = UNKNOWN._replace(devices=[None] * 8)
-    assert nearest_that_fits(run, 256, unknown) == "DecoderConfig.remat = 'layers'"
+    assert nearest_that_fits(run, 256, unknown, print) == "DecoderConfig.remat = 'layers'"
 
 
 def test_a_compiler_that_gives_up_says_what_it_would_need():

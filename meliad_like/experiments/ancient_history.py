@@ -24,7 +24,7 @@ from meliad_like.config import bound_by, read_changes, with_changes
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.experiments.pictures import COLOURS
-from meliad_like.experiments.tables import Row
+from meliad_like.experiments.tables import Row, Settings
 from meliad_like.experiments.tables.ancient_history import SCALES, SELECTORS, TABLE, HistoryScale, rows_of
 from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
@@ -52,21 +52,9 @@ EXPLANATION = (
 
 
 @dataclass(frozen=True)
-class HistoryExperiment:
-    """The table at a scale, on some documents, in a folder."""
+class HistoryExperiment(Settings):
+    """The table at a scale, on some documents; the pretrained model predicts, scores, and initialises the selectors."""
 
-    scale_name: str
-    gin_files: tuple[str, ...]
-    gin_params: tuple[str, ...]
-    """The task, and options for all rows, which win over the scale."""
-    folder: Path
-    load_dir: str
-    """The pretrained model, which predicts, scores, and initialises the selectors."""
-    row_names: tuple[str, ...] = ()
-    """Names of rows; none: all of the scale."""
-    split: str = "test"
-    max_tokens: int | None = None
-    """Largest number of tokens of the split that are evaluated; None: all."""
     scored_tokens: int | None = None
     document_tokens: int | None = None
     """As in `HistoryScale`; None: that of the scale."""

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import run_processes
 from meliad_like.experiments.report import Results, gather, read_timing, result_file, scores_file, timing_file
 from meliad_like.experiments.step_time import TimedStep, in_shares, time_in_turn
-from meliad_like.experiments.tables import Row, Scale, Table, configure
+from meliad_like.experiments.tables import Row, Scale, Settings, Table, configure
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
@@ -50,27 +50,13 @@ HOW_TO_GET_ONE = (
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(Settings):
     """A table at one of its scales, and the folder of its runs and results."""
 
-    table: Table
-    scale_name: str
-    gin_files: tuple[str, ...]
-    """The task, and options for all rows."""
-    gin_params: tuple[str, ...]
-    """Bindings for all rows; they are not scaled."""
-    folder: Path
-    """Contains a folder for each run, and the results."""
-    seeds: tuple[int, ...]
-    row_names: tuple[str, ...] = ()
-    """Names of rows; none: all rows of the scale."""
-    split: str = "test"
+    table: Table = field(kw_only=True)
+    seeds: tuple[int, ...] = (0, 1, 2)
     repeats: int = 15
     """Rounds of timed steps."""
-    max_tokens: int | None = None
-    """The most tokens to evaluate, of the beginnings of documents; None: as the scale says."""
-    load_dir: str = ""
-    """Checkpoint folder of the pretrained model, for a table whose rows begin with one."""
 
     @property
     def scale(self) -> Scale:

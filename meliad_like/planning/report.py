@@ -8,7 +8,7 @@ from typing import Any
 
 from meliad_like.config import RunConfig
 from meliad_like.errors import UserError
-from meliad_like.planning.programs import PARTS, PROGRAMS, Need, least_bytes, needs
+from meliad_like.planning.programs import PARTS, Need, least_bytes, needs
 from meliad_like.planning.topology import GIB, Topology
 from meliad_like.tables import Table
 
@@ -57,17 +57,12 @@ def _gib(num_bytes: float | None) -> str:
 
 
 def nearest_that_fits(
-    run: RunConfig,
-    vocabulary_size: int,
-    topology: Topology,
-    programs: Sequence[str] = PROGRAMS,
-    quick: bool = False,
-    on_try: Callable[[str], None] = lambda bindings: None,
+    run: RunConfig, vocabulary_size: int, topology: Topology, on_try: Callable[[str], None], **options: Any
 ) -> str | None:
     """The first of `alternatives` that fits, as bindings; None if none of them fits.
 
-    The arguments are those of `needs`; if the memory of the chips is not known, only the compiler decides what fits.
-    `on_try` is called with the bindings that are about to be compiled.
+    `on_try` is called with the bindings that are about to be compiled, with the options of `needs`. If the memory of
+    the chips is not known, only the compiler decides what fits.
     """
     memory = math.inf if topology.chip is None else topology.chip.memory
     for bindings, other in alternatives(run, len(topology.devices)):
@@ -75,7 +70,7 @@ def nearest_that_fits(
         with contextlib.suppress(UserError):
             if least_bytes(other, vocabulary_size, topology) <= memory:
                 on_try(bindings)
-                if all(need.fits for need in needs(other, vocabulary_size, topology, programs, quick)):
+                if all(need.fits for need in needs(other, vocabulary_size, topology, **options)):
                     return bindings
     return None
 

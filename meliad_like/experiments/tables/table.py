@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -164,6 +165,26 @@ class Table:
     @property
     def paper_columns(self) -> list[str]:
         return list(dict.fromkeys(column for row in self.rows for column in row.paper))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is made of a table, and where; common to all tables."""
+
+    scale_name: str
+    gin_files: tuple[str, ...]
+    """The task, and options for all rows."""
+    gin_params: tuple[str, ...]
+    """Bindings for all rows; they are not scaled."""
+    folder: Path
+    """Contains the runs and the results."""
+    row_names: tuple[str, ...] = ()
+    """Names of rows; none: all rows of the scale."""
+    split: str = "test"
+    max_tokens: int | None = None
+    """The most tokens of the split to evaluate; None: as the scale says."""
+    load_dir: str = ""
+    """Checkpoint folder of the pretrained model, for a table whose rows begin with one."""
 
 
 def configure(
