@@ -5,7 +5,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -101,14 +100,9 @@ class Experiment(Settings):
         return [sys.executable, "-m", "meliad_like.experiments", self.table.name, "--here", *known, *several, *flags]
 
     def make(self, jobs: int = 0, only_step_time: bool = False) -> tuple[int, list[str]]:
-        """Trains, evaluates and times what is not finished, each run in a process.
+        """Trains, evaluates and times what is not finished, each run in a process; returns as `run_processes`.
 
-        Args:
-          jobs: the number of runs at the same time; 0: one for each core if the scale's models are small, otherwise
-            one.
-
-        Returns:
-          As `run_processes`.
+        `jobs` run at the same time; 0: one for each core if the scale's models are small, otherwise one.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         jobs = jobs or ((os.cpu_count() or 1) if self.scale.side_by_side else 1)
@@ -125,34 +119,25 @@ class Experiment(Settings):
 
     def make_here(self) -> int:
         """Trains and evaluates what is not finished, in this process; returns the exit status of `run.training`."""
-        pending = [(row, seed) for seed in self.seeds for row in self.rows if not self.finished(row, seed)]
-        self._prepare_stores(pending)
-        return next(filter(None, (self.train_and_evaluate(row, seed) for row, seed in pending)), 0)
+        return next(filter(None, (self.train_and_evaluate(*place) for place in self._unfinished())), 0)
 
-    def _trainings(self, jobs: int) -> dict[str, tuple[list[str], Path]]:
-        """The commands for unfinished runs, and the files of their logs; makes token stores that don't exist."""
-        # Seed by seed, so that there is a table of all rows early.
-        by_run: dict[Path, list[tuple[Row, int]]] = {}
-        for seed in self.seeds:
-            for row in self.rows:
-                by_run.setdefault(result_file(self.folder, row, seed).parent, []).append((row, seed))
-        pending = {folder: rows for folder, rows in by_run.items() if not all(self.finished(*row) for row in rows)}
-        self._prepare_stores(rows[0] for rows in pending.values())
-        print(f"{len(by_run) - len(pending)} of {len(by_run)} runs are finished; {jobs} side by side", flush=True)
-        # The rows that share a run are one command.
-        return {
-            folder.name: (
-                self.command(f"--seeds={rows[0][1]}", *(f"--row={row.name}" for row, _ in rows)),
-                folder / LOG_NAME,
-            )
-            for folder, rows in pending.items()
-        }
-
-    def _prepare_stores(self, rows: Iterable[tuple[Row, int]]) -> None:
-        runs = {run.data.store: run for run in (self.trained_run(row, seed) for row, seed in rows)}
+    def _unfinished(self) -> list[tuple[Row, int]]:
+        """The rows and seeds that are not finished, seed by seed; makes their token stores if they don't exist."""
+        places = [(row, seed) for seed in self.seeds for row in self.rows if not self.finished(row, seed)]
+        runs = {run.data.store: run for run in (self.trained_run(*place) for place in places)}
         for store, run in runs.items():
             if not (Path(store).expanduser() / STORE_NAME).exists():
                 prepare(run.source, run.vocabulary, store)
+        return places
+
+    def _trainings(self, jobs: int) -> dict[str, tuple[list[str], Path]]:
+        """The commands for unfinished runs, and the files of their logs; the rows that share a run are one command."""
+        flags: dict[str, list[str]] = {}
+        for row, seed in self._unfinished():
+            flags.setdefault(f"{row.run_name}-{seed}", [f"--seeds={seed}"]).append(f"--row={row.name}")
+        number = len({row.run_name for row in self.rows}) * len(self.seeds)
+        print(f"{number - len(flags)} of {number} runs are finished; {jobs} side by side", flush=True)
+        return {name: (self.command(*of_run), self.folder / name / LOG_NAME) for name, of_run in flags.items()}
 
     def result(self, row: Row, seed: int) -> dict[str, Any]:
         """The figures that `train_and_evaluate` has written so far."""
