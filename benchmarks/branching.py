@@ -82,8 +82,8 @@ def measure(batched: bool) -> dict[str, float]:
 def write(lm: LanguageModel, state, seed) -> float:
     """Seconds to write one continuation, or one for each seed."""
     began = time.perf_counter()
-    found = lm.generate(state, TOKENS.value, seed=seed, stop_at_end=False, chunk=64)
-    for one in found if isinstance(found, list) else [found]:
+    continuations = lm.generate(state, TOKENS.value, seed=seed, stop_at_end=False, chunk=64)
+    for one in continuations if isinstance(continuations, list) else [continuations]:
         assert len(one.tokens) == TOKENS.value
     return time.perf_counter() - began
 

@@ -1,7 +1,7 @@
 """How long the compiler takes for MELODI's training step, with its scan over windows and with the windows unrolled.
 
     python benchmarks/melodi_compilation.py                                # for this machine's CPU
-    python benchmarks/melodi_compilation.py --topology=v4:2x2x4            # for TPUs that need not be here
+    python benchmarks/melodi_compilation.py --topology=v4:2x2x4            # for TPUs of another machine
 
 The reference unrolls the windows of a segment in Python. Unrolling the scan of every layer makes a program of as many
 operations.

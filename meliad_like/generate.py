@@ -92,9 +92,9 @@ def main() -> None:
 
 def _given_text() -> str | None:
     """The prompt from the flags; None for a document of the token store, which needs the checkpoint."""
-    given = [flag for flag in (PROMPT, PROMPT_FILE, DOCUMENT) if flag.value is not None]
-    if len(given) > 1:
-        raise UserError(f"--{given[0].name} and --{given[1].name} are both given: choose one")
+    prompts = [flag for flag in (PROMPT, PROMPT_FILE, DOCUMENT) if flag.value is not None]
+    if len(prompts) > 1:
+        raise UserError(f"--{prompts[0].name} and --{prompts[1].name} are both given: choose one")
     if DOCUMENT.value is not None:
         return None
     for flag in (DOCUMENT_TOKENS, STORE):

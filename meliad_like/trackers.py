@@ -1,4 +1,4 @@
-"""Where a run's metrics are shown besides its own `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio."""
+"""Where a run's metrics are shown in addition to its `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio."""
 
 import importlib
 import socket

@@ -30,8 +30,8 @@ def gather_maps(rows: Iterable[Row], folder: Path, seeds: Iterable[int], split: 
 def maps_to_markdown(maps: Mapping[str, pd.DataFrame], block_length: int) -> str:
     """All rows side by side, each row's map, then how much it holds and how far."""
     totals = by_model({label: summary(cells, block_length) for label, cells in maps.items()})
-    found = (heat for label, cells in maps.items() for heat in heats(label, cells))
-    return "\n".join([by_distance(maps).to_markdown(), to_markdown(found, totals)])
+    all_heats = (heat for label, cells in maps.items() for heat in heats(label, cells))
+    return "\n".join([by_distance(maps).to_markdown(), to_markdown(all_heats, totals)])
 
 
 def draw_maps(maps: Mapping[str, pd.DataFrame], path: Path) -> None:

@@ -34,7 +34,7 @@ class Need(NamedTuple):
     """Arguments, which stay in memory: parameters, optimizer state, carry, batch."""
     activations: int
     """The most temporary memory at a time, gradients included. If the compiler gave up: the memory that it reports
-    besides the parts."""
+    in addition to the parts."""
     results: int
     """Results that don't take the place of arguments."""
     code: int
@@ -147,10 +147,10 @@ def measure(
 
 
 def refused_bytes(message: str, held: int) -> int | None:
-    """The memory that a program would use besides `held`, from the TPU compiler's error; None for other errors."""
-    for pattern, besides in ((_TEMPORARY, 0), (_USED, held)):
+    """The memory that a program would use in addition to `held`, by the TPU compiler's error; None for others."""
+    for pattern, counted in ((_TEMPORARY, 0), (_USED, held)):
         if "RESOURCE_EXHAUSTED" in message and (size := pattern.search(message)):
-            return int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " ")) - besides
+            return int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " ")) - counted
     return None
 
 

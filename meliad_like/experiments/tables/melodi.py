@@ -1,7 +1,7 @@
 """The table of MELODI (arXiv:2410.03156): memories of about the same size on PG19, and what they cost.
 
 The paper's figures are perplexities of tokens (the T5 vocabulary, or one trained on the data set). It compares models
-of about the same memory; operations and step times are beside it here, because its rows need 1.3 to 1.5 times the
+of about the same memory; operations and step times are columns here too, because its rows need 1.3 to 1.5 times the
 operations of a sliding window with as many layers.
 """
 
