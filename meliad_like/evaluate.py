@@ -63,8 +63,7 @@ def main() -> None:
     evaluator = make_evaluator(run, model, store, SPLIT.value, mesh, max_tokens=MAX_TOKENS.value)
     trained = f"step {opened.step:,}"
     evaluation = report.with_progress(trained, lambda progress: evaluator(opened.params, progress))
-    details = {}
-    console = Console()
+    details, console = {}, Console(highlight=False)
     if DETAILS.value:
         console.print(report.table(evaluation).to_rich())
         console.print(report.positions(evaluation).to_rich())
@@ -81,11 +80,9 @@ def main() -> None:
             details["other_bits_per_byte"] = {"untrained": untrained.bits_per_byte, **compressors}
         console.print(report.comparison({"untrained": untrained, trained: evaluation}, compressors).to_rich())
     first_bytes = sum(len(vocabulary.decode_bytes(split.tokens(int(i), 0, 1))) for i in evaluator.documents)
-    console.print(
-        f"Each document's first token is read but not predicted: {first_bytes:,} bytes in all.", highlight=False
-    )
+    console.print(f"Each document's first token is read but not predicted: {first_bytes:,} bytes in all.")
     costs = ", ".join(f"{flops:.3g} {how.replace('_', ' ')}" for how, flops in model.flops_per_prediction.items())
-    console.print(f"Floating-point operations for each predicted token: {costs}.", highlight=False)
+    console.print(f"Floating-point operations for each predicted token: {costs}.")
     if not vocabulary.lossless:
         console.print("The vocabulary does not keep text exactly: compare bits per byte with nothing but itself.")
     if OUTPUT.value:
