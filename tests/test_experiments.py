@@ -226,7 +226,9 @@ def test_step_times_are_compared_within_a_round():
 
 
 def test_times_and_memory_of_rows_are_written_for_the_table(tmp_path, monkeypatch):
-    monkeypatch.setitem(SCALES, "tiny", Scale(64, 12, {"ReaderConfig.tokens_per_step": 64, "MeshConfig.data": 1}))
+    monkeypatch.setitem(
+        SCALES, "tiny", Scale(64, 12, bindings={"ReaderConfig.tokens_per_step": 64, "MeshConfig.data": 1})
+    )
     monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
     made = experiment(tmp_path, gin_params=("DecoderConfig.head_size = 8",), row_names=("slide_12l",), repeats=1)
     assert not made.timed
