@@ -16,10 +16,10 @@ from rich.console import Console
 
 from meliad_like.generation.streaming import Generator, Reading, SamplingConfig
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.models.melodi import Melodi
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
 from meliad_like.tables import Table
 

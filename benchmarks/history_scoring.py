@@ -64,16 +64,16 @@ def main() -> None:
         size: SpanGains(functools.partial(TargetLosses, model, params, mesh, batch_size=size), Layout(config, None))
         for size in sizes
     }
-    seconds, found = dict.fromkeys(sizes, np.inf), {}
+    seconds, by_size = dict.fromkeys(sizes, np.inf), {}
     for _ in range(arguments.rounds):
         for size, gains in scorers.items():
             began = time.perf_counter()
-            found[size] = np.concatenate(list(gains(requests)))
+            by_size[size] = np.concatenate(list(gains(requests)))
             seconds[size] = min(seconds[size], time.perf_counter() - began)
     first = sizes[0]
     print(f"{arguments.spans} spans of {config.span_length} tokens with {config.recent_length} recent ones")
     for size in sizes:
-        difference = np.abs(found[size] - found[first]).max()
+        difference = np.abs(by_size[size] - by_size[first]).max()
         print(
             f"{size:4} at once: {arguments.spans / seconds[size]:9,.0f} spans a second, "
             f"{seconds[first] / seconds[size]:5.1f} times as fast; largest difference {difference:.1e} nats",

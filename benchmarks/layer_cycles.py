@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tpu_clock import read_clock
 
 from meliad_like import config
 from meliad_like.models.model import Model
-from meliad_like.planning.clock import read_clock
-from meliad_like.planning.hlo import Module
 from meliad_like.planning.topology import open_topology
 
 TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x1", "A slice; one of its chips is used.")
@@ -50,7 +49,7 @@ def main(_):
     cotangent = array((LANES, TOKENS, run.model.model_width), jnp.bfloat16)
     with jax.set_mesh(mesh):
         compiled = jax.jit(read).lower(*of_model, tokens, start, cotangent).compile()
-    clock = read_clock(Module(compiled.as_text()), COSTLIEST.value)
+    clock = read_clock(compiled.as_text(), COSTLIEST.value)
     assert clock is not None
     print(f"{clock.cycles / 1e6:.2f} million cycles; without an estimate: {clock.without_estimate}")
     print(", ".join(f"{part} {cycles / 1e6:.2f}" for part, cycles in clock.parts.items()))

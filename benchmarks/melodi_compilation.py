@@ -1,7 +1,7 @@
 """How long the compiler takes for MELODI's training step, with its scan over windows and with the windows unrolled.
 
     python benchmarks/melodi_compilation.py                                # for this machine's CPU
-    python benchmarks/melodi_compilation.py --topology=v4:2x2x4            # for TPUs that need not be here
+    python benchmarks/melodi_compilation.py --topology=v4:2x2x4            # for TPUs of another machine
 
 The reference unrolls the windows of a segment in Python. Unrolling the scan of every layer makes a program of as many
 operations.
@@ -13,10 +13,10 @@ from unittest import mock
 import jax
 from absl import app, flags
 from rich.console import Console
+from tpu_clock import clock_step
 
 from meliad_like import config
 from meliad_like.mixers import melodi
-from meliad_like.planning.programs import needs
 from meliad_like.planning.topology import open_topology
 from meliad_like.tables import Table
 
@@ -38,8 +38,8 @@ def main(_) -> None:
         run = config.parse(FILES, [*params, *GIN_PARAM.value])
         for name, unroll in (("scan", 1), ("unrolled", True)):
             with mock.patch.object(melodi.jax.lax, "scan", functools.partial(jax.lax.scan, unroll=unroll)):
-                (need,) = needs(run, VOCABULARY_SIZE, topology, ("training",))
-            cycles = f"{need.clock.cycles / 1e6:.1f}" if need.clock else "-"
+                need, clock = clock_step(run, VOCABULARY_SIZE, topology)
+            cycles = f"{clock.cycles / 1e6:.1f}" if clock else "-"
             rows.append((str(windows), name, f"{need.compile_seconds:.0f}", f"{need.total / 2**30:.1f}", cycles))
             print(*rows[-1], flush=True)
     header = ("windows", "windows' loop", "compilation, s", "GiB a device", "million cycles")

@@ -49,18 +49,21 @@ def _answers(models: Sequence[meliad_like.LanguageModel], source: MemoryTasksSou
     texts = _texts(source, items, DISTANCES)
     right = np.array([ANSWERS.index(text[-1]) for text in texts])
     # By document and value: whether it is the value of a pair, and another one than the right one.
-    others = np.zeros((len(texts), len(VALUES)), bool)
+    other_values = np.zeros((len(texts), len(VALUES)), bool)
     for document, text in enumerate(texts):
-        others[document, [PAIRS.index(pair) % len(VALUES) for pair in text[:items]]] = True
-        others[document, right[document]] = False
-    given = np.concatenate([_given(model, texts) for model in models])
-    right, others = np.tile(right, len(models)), np.tile(others, (len(models), 1))
-    wrong = given != right
+        other_values[document, [PAIRS.index(pair) % len(VALUES) for pair in text[:items]]] = True
+        other_values[document, right[document]] = False
+    answers = np.concatenate([_given(model, texts) for model in models])
+    right, other_values = np.tile(right, len(models)), np.tile(other_values, (len(models), 1))
+    wrong = answers != right
     if not wrong.any():
-        return f"{items}", f"{len(given)}", "1.00", "-", "-"
-    misplaced, guessed = others[np.arange(len(given)), given][wrong].mean(), others[wrong].sum(axis=1).mean()
+        return f"{items}", f"{len(answers)}", "1.00", "-", "-"
+    misplaced, guessed = (
+        other_values[np.arange(len(answers)), answers][wrong].mean(),
+        other_values[wrong].sum(axis=1).mean(),
+    )
     shares = 1 - wrong.mean(), misplaced, guessed / (len(VALUES) - 1)
-    return f"{items}", f"{len(given)}", *(f"{share:.2f}" for share in shares)
+    return f"{items}", f"{len(answers)}", *(f"{share:.2f}" for share in shares)
 
 
 def _given(model: meliad_like.LanguageModel, texts: list[str]) -> np.ndarray:
@@ -82,17 +85,19 @@ def _beginnings(model: meliad_like.LanguageModel) -> Sequence[str | np.ndarray]:
 
 def _states(name: str, model: meliad_like.LanguageModel) -> list[tuple[str, ...]]:
     texts = _beginnings(model)
-    found = [model.read(text).arrays for text in texts]
+    states_of_texts = [model.read(text).arrays for text in texts]
     rows = []
-    for place in (place for place in found[0] if place.endswith("/recurrent_states/states")):
-        states = np.stack([arrays[place] for arrays in found]).astype(float)
-        own = states - states.mean(axis=0)
-        common = own.mean(axis=1, keepdims=True)
-        in_common = (common**2).sum() * own.shape[1] / (own**2).sum()
-        energy = np.linalg.svd(own, compute_uv=False) ** 2
+    for place in (place for place in states_of_texts[0] if place.endswith("/recurrent_states/states")):
+        states = np.stack([arrays[place] for arrays in states_of_texts]).astype(float)
+        centred = states - states.mean(axis=0)
+        common = centred.mean(axis=1, keepdims=True)
+        in_common = (common**2).sum() * centred.shape[1] / (centred**2).sum()
+        energy = np.linalg.svd(centred, compute_uv=False) ** 2
         energy /= energy.sum(axis=1, keepdims=True)
         number = np.exp(-(energy * np.log(energy + 1e-30)).sum(axis=1)).mean()
-        rows.append((f"{name}, layer {place.split('/')[1]}", f"{own.shape[1]}", f"{in_common:.3f}", f"{number:.1f}"))
+        rows.append(
+            (f"{name}, layer {place.split('/')[1]}", f"{centred.shape[1]}", f"{in_common:.3f}", f"{number:.1f}")
+        )
     return rows
 
 

@@ -15,9 +15,9 @@ from typing import cast
 import jax
 import numpy as np
 
-from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.run.opening import open_checkpoint
 
 WINDOWS = 5
@@ -42,8 +42,8 @@ def main() -> None:
     tokens = np.concatenate(sequences)
     start = np.arange(WINDOWS) == np.zeros((len(tokens), 1))
 
-    def loss(*mechanisms: WindowSummary) -> float:
-        config = dataclasses.replace(decoder, window_length=arguments.window, mixers=mechanisms)
+    def loss(*recurrence: WindowSummary) -> float:
+        config = dataclasses.replace(decoder, window_length=arguments.window, recurrence=recurrence)
         model = Model(config, opened.model.vocabulary_size)
 
         @jax.jit

@@ -19,7 +19,7 @@ from absl import app, flags
 from rich.console import Console
 
 from meliad_like import config
-from meliad_like.experiments.step_time import make_step, relative_time, time_in_turn
+from meliad_like.experiments.step_time import TimedStep, relative_time, time_in_turn
 from meliad_like.mesh import make_mesh
 from meliad_like.tables import Table
 
@@ -48,7 +48,7 @@ def main(_) -> None:
     tokens = LANES.value * config.parse(files, GIN_PARAM.value).data.segment_length
     params = [f"ReaderConfig.tokens_per_step = {tokens}", *GIN_PARAM.value]
     runs = {name: config.parse([*files, f"block_recurrent/{name}.gin"], params) for name in ROWS.value}
-    steps = {name: make_step(run, vocabulary_size, make_mesh(run.mesh)) for name, run in runs.items()}
+    steps = {name: TimedStep(run, vocabulary_size, make_mesh(run.mesh)) for name, run in runs.items()}
     timing = time_in_turn(steps, REPEATS.value)
     reference = "slide_13l" if "slide_13l" in steps else ROWS.value[0]
 

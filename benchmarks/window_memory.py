@@ -32,8 +32,8 @@ def planned_bytes(run: RunConfig, model: Model, num_windows: int) -> int:
     batch = Batch(tokens, tokens, mask, start, windows, windows)  # type: ignore[arg-type]
     plan = step.lower(state, batch).compile().memory_analysis()
     assert plan is not None
-    own = plan.output_size_in_bytes - plan.alias_size_in_bytes
-    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + own
+    results = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def main() -> None:
     before = planned_bytes(run, plain, 1)
     print(f"unmodified  1 window   {before / 1e6:9,.1f} MB", flush=True)
     for windows in arguments.windows:
-        here = planned_bytes(run, Model(run.model, arguments.vocabulary_size), windows)
-        print(f"recurrent  {windows:2} windows  {here / 1e6:9,.1f} MB, x {here / before:.3f}", flush=True)
+        num_bytes = planned_bytes(run, Model(run.model, arguments.vocabulary_size), windows)
+        print(f"recurrent  {windows:2} windows  {num_bytes / 1e6:9,.1f} MB, x {num_bytes / before:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,27 +8,20 @@ Files of several folders combine: gin/README.md has the rules. `meliad_like desc
 
 from meliad_like.command_line import Command
 
-COMMAND = Command(
-    __doc__,
-    words=True,
-    no_effect={"gin_file": "all files are listed", "gin_param": "all files are listed"},
-)
+COMMAND = Command(__doc__, words=True, no_effect=dict.fromkeys(("gin_file", "gin_param"), "all files are listed"))
 
 
 def main(*words: str) -> int:
     from meliad_like.config import about, shipped_files
 
     descriptions = {name: about(name) for name in shipped_files()}
-    found = [
-        name
-        for name, description in descriptions.items()
-        if all(word.lower() in f"{name} {description}".lower() for word in words)
-    ]
-    for name in found:
-        print(f"{name:<{max(map(len, found))}}  {descriptions[name]}")
-    if not found:
+    texts = {name: f"{name} {description}".lower() for name, description in descriptions.items()}
+    names = [name for name, text in texts.items() if all(word.lower() in text for word in words)]
+    for name in names:
+        print(f"{name:<{max(map(len, names))}}  {descriptions[name]}")
+    if not names:
         print(f"no gin file has {' and '.join(map(repr, words))} in its name or description")
-    return int(not found)
+    return int(not names)
 
 
 if __name__ == "__main__":

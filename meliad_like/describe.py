@@ -11,10 +11,7 @@ from meliad_like.command_line import Command
 
 COMMAND = Command(__doc__)
 VOCABULARY_SIZE = COMMAND.integer(
-    "vocabulary_size",
-    None,
-    "Number of tokens. Default: that of the token store if there is one, otherwise that of the vocabulary's config.",
-    lower_bound=1,
+    "vocabulary_size", None, "Number of tokens. Default: as the token store or the config says.", lower_bound=1
 )
 CONFIG = COMMAND.bool("config", True, "Whether to show the config.")
 

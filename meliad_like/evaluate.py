@@ -31,11 +31,9 @@ MAX_TOKENS = COMMAND.integer(
 )
 COMPARE = COMMAND.bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
 PROTOCOL = COMMAND.multi_enum(
-    "protocol",
-    [],
-    ["segments", "sliding", "token_by_token"],
-    "Compare ways of reading the tokens, with their context and cost, instead of evaluating by document. Repeatable.",
-)
+    "protocol", [], ["segments", "sliding", "token_by_token"],
+    "Compare modes of reading the tokens, with their context and cost, instead of evaluating by document. Repeatable.",
+)  # fmt: skip
 STRIDE = COMMAND.integer("stride", None, "New tokens of a window of --protocol=sliding.", lower_bound=1)
 WINDOWS = COMMAND.integer("windows", 1, "Windows of --protocol=sliding that are read side by side.", lower_bound=1)
 CONCATENATED = COMMAND.bool(
@@ -65,8 +63,7 @@ def main() -> None:
     evaluator = make_evaluator(run, model, store, SPLIT.value, mesh, max_tokens=MAX_TOKENS.value)
     trained = f"step {opened.step:,}"
     evaluation = report.with_progress(trained, lambda progress: evaluator(opened.params, progress))
-    details = {}
-    console = Console()
+    details, console = {}, Console(highlight=False)
     if DETAILS.value:
         console.print(report.table(evaluation).to_rich())
         console.print(report.positions(evaluation).to_rich())
@@ -83,11 +80,9 @@ def main() -> None:
             details["other_bits_per_byte"] = {"untrained": untrained.bits_per_byte, **compressors}
         console.print(report.comparison({"untrained": untrained, trained: evaluation}, compressors).to_rich())
     first_bytes = sum(len(vocabulary.decode_bytes(split.tokens(int(i), 0, 1))) for i in evaluator.documents)
-    console.print(
-        f"Each document's first token is read but not predicted: {first_bytes:,} bytes in all.", highlight=False
-    )
+    console.print(f"Each document's first token is read but not predicted: {first_bytes:,} bytes in all.")
     costs = ", ".join(f"{flops:.3g} {how.replace('_', ' ')}" for how, flops in model.flops_per_prediction.items())
-    console.print(f"Floating-point operations for each predicted token: {costs}.", highlight=False)
+    console.print(f"Floating-point operations for each predicted token: {costs}.")
     if not vocabulary.lossless:
         console.print("The vocabulary does not keep text exactly: compare bits per byte with nothing but itself.")
     if OUTPUT.value:
@@ -127,19 +122,13 @@ def compare_protocols(opened: "OpenedCheckpoint", mesh: "Mesh", split: "Document
     if CONCATENATED.value:
         split = split.concatenated(opened.vocabulary.end_of_document)
 
+    sizes = {"segment_length": run.data.segment_length, "loss_slice": run.training.loss_slice}
+    sizes["num_windows"] = WINDOWS.value
+
     def evaluate(protocol: protocols.ProtocolName, progress: Callable[[int, int], None]) -> protocols.ProtocolScore:
-        return protocols.evaluate(
-            model,
-            opened.params,
-            split,
-            protocol,
-            segment_length=run.data.segment_length,
-            mesh=mesh,
-            stride=STRIDE.value if protocol == "sliding" else None,
-            num_windows=WINDOWS.value,
-            loss_slice=run.training.loss_slice,
-            on_progress=progress,
-        )
+        stride = STRIDE.value if protocol == "sliding" else None
+        settings = {"mesh": mesh, "stride": stride, "on_progress": progress, **sizes}
+        return protocols.evaluate(model, opened.params, split, protocol, **settings)
 
     scores = [report.with_progress(name, functools.partial(evaluate, name)) for name in PROTOCOL.value]
     Console().print(report.protocols(scores).to_rich())

@@ -17,10 +17,7 @@ from meliad_like.remote import check_output
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
 CHECKPOINT = COMMAND.string(
-    "checkpoint",
-    None,
-    "Checkpoint folder, --workdir of a training, folder of transformers, or GGUF file.",
-    required=True,
+    "checkpoint", None, "Checkpoint folder, --workdir of a training, transformers folder or GGUF file.", required=True
 )
 STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
 PROMPT = COMMAND.string("prompt", None, "Text to continue.")
@@ -34,16 +31,10 @@ TEMPERATURE = COMMAND.float("temperature", 1.0, "Below 1: more predictable; 0: a
 TOP_K = COMMAND.integer("top_k", 0, "Sample from this number of most likely tokens; 0: from all.")
 TOP_P = COMMAND.float("top_p", 1.0, "Sample from the most likely tokens that reach this probability together.")
 SEED = COMMAND.integer(
-    "seed",
-    None,
-    "Random seed. Default: 0, or the random state in --load_carry.",
-    lower_bound=0,
-    upper_bound=2**32 - 1,
+    "seed", None, "Random seed. Default: 0, or that in --load_carry.", lower_bound=0, upper_bound=2**32 - 1
 )
 STOP_AT_END = COMMAND.bool(
-    "stop_at_end",
-    True,
-    "Whether the end of the document ends the text. If not, it is never sampled, or ends a line.",
+    "stop_at_end", True, "Whether the end of the document ends the text. If not, it is never sampled, or ends a line."
 )
 SAVE_CARRY = COMMAND.string("save_carry", None, "File for the carry, to resume from later.")
 LOAD_CARRY = COMMAND.string("load_carry", None, "File of --save_carry to resume from; a prompt is read next.")
@@ -75,14 +66,8 @@ def main() -> None:
     read_seconds = time.perf_counter() - began
     moments, counts = [], []
     try:
-        for piece in lm.stream(
-            state,
-            TOKENS.value,
-            seed=SEED.value,
-            stop_at_end=STOP_AT_END.value,
-            chunk=CHUNK.value,
-            **vars(sampling),
-        ):
+        options = {"seed": SEED.value, "stop_at_end": STOP_AT_END.value, "chunk": CHUNK.value} | vars(sampling)
+        for piece in lm.stream(state, TOKENS.value, **options):
             print(piece.text, end="", flush=True)
             state = piece.state
             moments.append(time.perf_counter())
@@ -92,11 +77,10 @@ def main() -> None:
     except BrokenPipeError:
         # The reader of the output, such as `head`, has closed the pipe, to which the exit would write buffered text.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if SAVE_CARRY.value is not None:
-            raise UserError(
-                f"the output was closed before its end: nothing is in --save_carry={SAVE_CARRY.value}"
-            ) from None
-        return
+        if SAVE_CARRY.value is None:
+            return
+        message = f"the output was closed before its end: nothing is in --save_carry={SAVE_CARRY.value}"
+        raise UserError(message) from None
     # The first chunk waits for the compiler.
     rate = f", {sum(counts[1:]) / (moments[-1] - moments[0]):.0f} tokens/s" if len(moments) > 1 else ""
     # On stderr, so that the outputs of two runs with a saved carry between them join to the output of one run.
@@ -108,9 +92,9 @@ def main() -> None:
 
 def _given_text() -> str | None:
     """The prompt from the flags; None for a document of the token store, which needs the checkpoint."""
-    given = [flag for flag in (PROMPT, PROMPT_FILE, DOCUMENT) if flag.value is not None]
-    if len(given) > 1:
-        raise UserError(f"--{given[0].name} and --{given[1].name} are both given: choose one")
+    prompts = [flag for flag in (PROMPT, PROMPT_FILE, DOCUMENT) if flag.value is not None]
+    if len(prompts) > 1:
+        raise UserError(f"--{prompts[0].name} and --{prompts[1].name} are both given: choose one")
     if DOCUMENT.value is not None:
         return None
     for flag in (DOCUMENT_TOKENS, STORE):

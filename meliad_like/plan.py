@@ -3,8 +3,8 @@
     meliad_like plan --gin_file=size/large_1200m.gin --gin_file=option/bfloat16.gin --topology=v4:2x2x4
 
 Compiles the real training, evaluation and decoding steps, and shows the memory, traffic and operations of each device,
-the least time that these take, and the time that the TPU's compiler itself estimates, by part of the model.
-If a step does not fit, the exit status is 1, and the nearest settings that fit are named.
+and the least time that these take. If a step does not fit, the exit status is 1, and the nearest settings that fit are
+named.
 """
 
 import json
@@ -16,19 +16,13 @@ from meliad_like.command_line import Command
 COMMAND = Command(__doc__)
 TOPOLOGY = COMMAND.string("topology", None, "TPU slice by chips (v4:2x2x4, v5e:4x4, v6e:4x4) or cpu:8.", required=True)
 VOCABULARY_SIZE = COMMAND.integer(
-    "vocabulary_size",
-    None,
-    "Number of tokens. Default: that of the token store if there is one, otherwise that of the vocabulary's config.",
-    lower_bound=1,
+    "vocabulary_size", None, "Number of tokens. Default: as the token store or the config says.", lower_bound=1
 )
 SEARCH = COMMAND.bool("search", True, "Whether to search for settings that fit, if these don't.")
 PROGRAMS = COMMAND.multi_enum(
     "program", ["training", "evaluation", "decoding"], ["training", "evaluation", "decoding"], "What to compile."
 )
 QUICK = COMMAND.bool("quick", False, "Compile with the least effort: much sooner, activations up to 20 % larger.")
-COSTLIEST = COMMAND.integer(
-    "costliest", 10, "Number of instructions of the first program to list, by their estimated time.", lower_bound=0
-)
 OUTPUT = COMMAND.string("output", None, "JSON file for the figures.")
 
 
@@ -45,28 +39,21 @@ def main() -> int:
 
     topology = open_topology(TOPOLOGY.value)
     size = VOCABULARY_SIZE.value or vocabulary_size(run)
-    console = Console()
+    console, options = Console(), {"programs": PROGRAMS.value, "quick": QUICK.value}
     with console.status("compiling"):
-        found = list(needs(run, size, topology, PROGRAMS.value, QUICK.value))
-    console.print(report.table(found).to_rich())
-    if COSTLIEST.value and (listed := report.costliest(found[0], COSTLIEST.value)):
-        console.print(listed.to_rich())
+        planned = list(needs(run, size, topology, **options))
+    console.print(report.table(planned).to_rich())
     if OUTPUT.value:
-        Path(OUTPUT.value).write_text(json.dumps(report.to_json(found), indent=2) + "\n")
-    too_large = [f"{need.name} ({need.total / GIB:,.1f} GiB)" for need in found if not need.fits]
+        Path(OUTPUT.value).write_text(json.dumps(report.to_json(planned), indent=2) + "\n")
+    too_large = [f"{need.name} ({need.total / GIB:,.1f} GiB)" for need in planned if not need.fits]
     if not too_large:
         return 0
     print(f"does not fit: {', '.join(too_large)}")
-    if not SEARCH.value:
-        return 1
-    with console.status("searching") as status:
-        bindings = report.nearest_that_fits(
-            run, size, topology, PROGRAMS.value, QUICK.value, lambda bindings: status.update(f"trying {bindings}")
-        )
-    if bindings:
-        print(f"it would fit with {bindings}")
-        return 1
-    print("nothing that was tried would fit: choose a larger topology, a smaller model or fewer tokens per step")
+    if SEARCH.value:
+        with console.status("searching for settings that fit") as status:
+            fitting = report.nearest_that_fits(run, size, topology, status.update, **options)
+        advice = "nothing that was tried would fit: choose a larger topology, a smaller model or fewer tokens per step"
+        print(f"it would fit with {fitting}" if fitting else advice)
     return 1
 
 

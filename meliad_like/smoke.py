@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,8 @@ TOKENS_TO_EVALUATE, TOKENS_TO_READ, TOKENS_TO_WRITE = 4000, 64, 32
 
 
 def main() -> None:
-    with _folder() as folder:
+    with _folder() as name:
+        folder = Path(name)
         # Before jax is imported: what one process compiles, the other loads; and XLA optimises less, because compiling
         # takes longer than computing.
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
@@ -56,17 +56,14 @@ def main() -> None:
         tell_needs(run)
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
+def _folder() -> contextlib.AbstractContextManager[str]:
     if FOLDER.value is None:
-        with tempfile.TemporaryDirectory(prefix="meliad_like_smoke_") as folder:
-            yield Path(folder)
-        return
+        return tempfile.TemporaryDirectory(prefix="meliad_like_smoke_")
     folder = Path(FOLDER.value).expanduser().absolute()
     if folder.exists():
         raise UserError(f"--folder={folder} exists: name a new folder")
     folder.mkdir(parents=True)
-    yield folder
+    return contextlib.nullcontext(str(folder))
 
 
 def say(text: str) -> None:
@@ -79,9 +76,9 @@ def make_small(run: "RunConfig", folder: Path) -> "RunConfig":
     from rich.console import Console
 
     from meliad_like.config import differences, with_changes
+    from meliad_like.config.shrinking import shrink
     from meliad_like.data.files_source import StandardLibrarySource, TextSource
     from meliad_like.data.preparation import prepare
-    from meliad_like.experiments.shrinking import shrink
     from meliad_like.tables import Table
 
     try:
@@ -98,9 +95,8 @@ def make_small(run: "RunConfig", folder: Path) -> "RunConfig":
             say(f"the task's documents are not there ({error})")
             copy_documents(StandardLibrarySource(), documents)
         stores = [str(folder / f"store_{i}") for i in range(len(small.data.shares))]
-        small = with_changes(
-            small, {"source": TextSource(folder=str(documents)), "data": small.data.with_stores(stores)}
-        )
+        source = TextSource(folder=str(documents))
+        small = with_changes(small, {"source": source, "data": small.data.with_stores(stores)})
         for store in stores:
             prepare(small.source, small.vocabulary, store, 1, for_training=True)
     changed = [(name, str(full), str(value)) for name, (full, value) in differences(run, small).items()]
@@ -123,7 +119,7 @@ def copy_documents(config: "SourceConfig", folder: Path) -> None:
         with contextlib.suppress(EmptyDocumentError, NotUTF8Error):
             document = reference()
             texts[document.split].append(document.text[:MOST_CHARACTERS])
-    read = [text for found in texts.values() for text in found]
+    read = [text for of_split in texts.values() for text in of_split]
     for split, number in NUM_DOCUMENTS.items():
         (folder / split).mkdir(parents=True)
         for i, text in enumerate((texts[split] or read)[:number]):

@@ -1,4 +1,4 @@
-"""Where a run's metrics are shown besides its own `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio."""
+"""Where a run's metrics are shown in addition to its `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio."""
 
 import importlib
 import socket
@@ -85,9 +85,8 @@ class _EventFile(Tracker):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         make = self._summary.Summary  # type: ignore
-        self._write(
-            step, summary=make(value=[make.Value(tag=tag, simple_value=value) for tag, value in metrics.items()])
-        )
+        values = [make.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
+        self._write(step, summary=make(value=values))
 
     def flush(self) -> None:
         self._file.flush()
@@ -112,18 +111,11 @@ class WandbTracker(ProjectTrackerConfig):
     def open(self, run: TrackedRun) -> Tracker:
         wandb = _import("wandb")
         try:
-            opened = wandb.init(
-                project=self.project,
-                name=run.name,
-                id=run.identity(),
-                resume="allow",
-                dir=run.folder,
-                config=dict(run.settings),
-            )
+            names = {"project": self.project, "name": run.name, "id": run.identity()}
+            opened = wandb.init(**names, resume="allow", dir=run.folder, config=dict(run.settings))
         except wandb.Error as error:
-            raise UserError(
-                f"Weights & Biases: {error}; run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later"
-            ) from None
+            advice = "run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later"
+            raise UserError(f"Weights & Biases: {error}; {advice}") from None
         return _Service(opened.log, lambda failed: opened.finish(exit_code=int(failed)))
 
 
@@ -156,6 +148,5 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(
-            f'the tracker {name!r} needs a package that is not installed ({error}): pip install -e ".[{name}]"'
-        ) from None
+        advice = f'pip install -e ".[{name}]"'
+        raise UserError(f"the tracker {name!r} needs a package that is not installed ({error}): {advice}") from None

@@ -1,7 +1,6 @@
 """The command that makes the paper's tables: runs, their times, and the reports."""
 
 import csv
-import dataclasses
 import fcntl
 import json
 import os
@@ -18,15 +17,14 @@ import tiny_run
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like.errors import UserError
-from meliad_like.experiments.experiment import Experiment, Job
+from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import environment, run_processes
 from meliad_like.experiments.report import Results, gather
-from meliad_like.experiments.scales import Scale
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
 from meliad_like.experiments.tables import TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
-from meliad_like.planning.topology import Topology
+from meliad_like.experiments.tables.table import Scale
 
 SMALL = [
     "DecoderConfig.num_layers = 1",
@@ -66,7 +64,12 @@ def bindings(tmp_path_factory):
 
 
 def experiment(folder, table="table1", **changes) -> Experiment:
-    settings = {"scale_name": "tiny", "gin_files": (), "gin_params": (), "seeds": (0, 1)} | changes
+    settings = {
+        "scale_name": "tiny",
+        "gin_files": ("task/standard_library.gin",),
+        "gin_params": (),
+        "seeds": (0, 1),
+    } | changes
     return Experiment(table=TABLES[table], folder=folder, **settings)
 
 
@@ -85,31 +88,31 @@ def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys)
         # A cosine would depend on the number of steps, and could not be resumed with another one.
         schedule = "RunConfig.schedule = 'inverse_square_root'"
         params = (*bindings, schedule, f"TrainingConfig.num_steps = {num_steps}", *more)
-        made = experiment(tmp_path, gin_params=params, split=split)
-        return Job(made, made.table.row("slide_12l"), seed=1)
+        return experiment(tmp_path, gin_params=params, split=split)
 
-    assert not job(3).finished
-    assert job(3).train_and_evaluate() == 0
+    row = TABLES["table1"].row("slide_12l"), 1
+    assert not job(3).finished(*row)
+    assert job(3).train_and_evaluate(*row) == 0
     assert "from step 0 to 3" in capsys.readouterr().out
-    assert job(3).finished
-    assert not job(3, split="test").finished
-    result = job(3).result
+    assert job(3).finished(*row)
+    assert not job(3, split="test").finished(*row)
+    result = job(3).result(*row)
     assert (result["num_steps"], result["seed"], result["window_length"]) == (3, 1, 16)
     assert 6 < result["splits"]["validation"]["bits_per_byte"] < 12
 
-    assert not job(5).finished
-    assert job(5).train_and_evaluate() == 0
+    assert not job(5).finished(*row)
+    assert job(5).train_and_evaluate(*row) == 0
     assert "from step 3 to 5" in capsys.readouterr().out
-    assert job(5).result["num_steps"] == 5
+    assert job(5).result(*row)["num_steps"] == 5
 
     with pytest.raises(UserError, match="DecoderConfig.window_length is 16 there.*; choose another --folder"):
-        _ = job(5, "DecoderConfig.window_length = 32").finished
+        job(5, "DecoderConfig.window_length = 32").finished(*row)
     with pytest.raises(UserError, match="split 'test' has no documents"):
-        job(5, split="test").train_and_evaluate()
-    with (job(5).workdir / "lock").open("w") as lock:
+        job(5, split="test").train_and_evaluate(*row)
+    with (tmp_path / "slide_12l-1" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process is working in .*slide_12l-1"):
-            job(5).train_and_evaluate()
+            job(5).train_and_evaluate(*row)
 
 
 def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path, capsys):
@@ -122,39 +125,41 @@ def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path, 
     assert "0 of 1 runs are finished; 2 side by side\nfinished slide_12l-3, 1 of 1 after " in first.stdout
     assert f"wrote {tmp_path}/table1.md, .csv and .png" in first.stdout
     assert (tmp_path / "table1.png").exists()
-    task = ("task/standard_library.gin",)
-    again = experiment(
-        tmp_path, gin_files=task, gin_params=bindings, seeds=(3,), chosen=("slide_12l",), split="validation"
-    )
-    assert again.make() == 0
+    again = experiment(tmp_path, gin_params=bindings, seeds=(3,), row_names=("slide_12l",), split="validation")
+    assert again.make() == (0, [])
     assert capsys.readouterr().out.startswith("1 of 1 runs are finished")
 
 
-def test_a_run_that_failed_is_named_with_its_log(tmp_path, capsys):
-    made = experiment(tmp_path, seeds=(0,), chosen=("slide_12l", "slide_13l"), command=("false",), jobs=1)
-    made = dataclasses.replace(made, gin_params=(f"ReaderConfig.store = '{tmp_path / 'store'}'",))
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "store.json").touch()
-    assert made.train() == 0
-    assert made.failed == [f"{row}-0 (see {tmp_path / f'{row}-0'}/log.txt)" for row in ("slide_12l", "slide_13l")]
+@pytest.fixture
+def with_store(tmp_path):
+    """Where a token store seems to be."""
+    (tmp_path / "store.json").touch()
+    return {"gin_params": (f"ReaderConfig.store = '{tmp_path}'",)}
+
+
+def test_a_run_that_failed_is_named_with_its_log(tmp_path, with_store, monkeypatch, capsys):
+    monkeypatch.setattr(Experiment, "command", lambda *_: ["false"])
+    made = experiment(tmp_path, seeds=(0,), row_names=("slide_12l", "slide_13l"), **with_store)
+    assert made.make(jobs=1) == (0, [f"{row}-0 (see {tmp_path / f'{row}-0'}/log.txt)" for row in made.row_names])
     assert "failed slide_13l-0, 2 of 2 after " in capsys.readouterr().out
 
 
-def test_rows_that_are_the_same_model_share_a_run(tmp_path, monkeypatch):
+def test_rows_that_are_the_same_model_share_a_run(tmp_path, with_store, monkeypatch):
     started = {}
-    monkeypatch.setattr(Experiment, "_start", lambda self, workers, *_: started.update(workers) or 0)
-    made = experiment(tmp_path, "table3", seeds=(7,))
-    (tmp_path / "store.json").touch()
-    made = dataclasses.replace(made, gin_params=(f"ReaderConfig.store = '{tmp_path}'",))
-    made.train()
-    assert len(started) == 10
-    assert started["recurrent_window_512-7"][0] == "recurrent_window_512,7"
-    assert "states_512-7" not in started
+    run = "meliad_like.experiments.experiment.run_processes"
+    monkeypatch.setattr(run, lambda commands, *_: started.update(commands) or (0, []))
+    experiment(tmp_path, "table3", seeds=(7,), **with_store).make()
+    command, log = started.pop("recurrent_window_512-7")
+    assert command[-3:] == ["--seeds=7", "--row=recurrent_window_512", "--row=states_512"]
+    assert log == tmp_path / "recurrent_window_512-7" / "log.txt"
+    timing, _ = started.pop("step_time")
+    assert timing[-1] == "--step_time" and "--here" in timing
+    assert len(started) == 9 and "states_512-7" not in started
 
 
 def test_vocabularies_that_are_too_large_for_a_scale_are_made_when_they_are_named(tmp_path):
     assert [row.name for row in experiment(tmp_path, "table5").rows][-1] == "sentencepiece_8k"
-    assert [row.name for row in experiment(tmp_path, "table5", chosen=("sentencepiece_64k",)).rows] == [
+    assert [row.name for row in experiment(tmp_path, "table5", row_names=("sentencepiece_64k",)).rows] == [
         "sentencepiece_64k"
     ]
 
@@ -221,11 +226,13 @@ def test_step_times_are_compared_within_a_round():
 
 
 def test_times_and_memory_of_rows_are_written_for_the_table(tmp_path, monkeypatch):
-    monkeypatch.setitem(SCALES, "tiny", Scale(64, 12, {"ReaderConfig.tokens_per_step": 64, "MeshConfig.data": 1}))
+    monkeypatch.setitem(
+        SCALES, "tiny", Scale(64, 12, bindings={"ReaderConfig.tokens_per_step": 64, "MeshConfig.data": 1})
+    )
     monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
-    made = experiment(tmp_path, gin_params=("DecoderConfig.head_size = 8",), chosen=("slide_12l",), repeats=1)
+    made = experiment(tmp_path, gin_params=("DecoderConfig.head_size = 8",), row_names=("slide_12l",), repeats=1)
     assert not made.timed
-    assert made.work("step_time") == 0
+    assert made.time_steps() == 0
     assert made.timed
     row = json.loads((tmp_path / "step_time.json").read_text())["rows"]["slide_12l"]
     # Parameters, momentum and second moments, in float32.
@@ -233,34 +240,6 @@ def test_times_and_memory_of_rows_are_written_for_the_table(tmp_path, monkeypatc
     results = gather(TABLES["table1"], tmp_path, [0], "test")
     assert results.mean("slide_12l", "milliseconds") == pytest.approx(1e3 * row["seconds"][0])
     assert np.isnan(results.mean("slide_12l", "step_time"))  # its baseline was not timed
-
-
-def test_estimated_step_times_resume_and_have_files_of_their_own(tmp_path, monkeypatch):
-    compiled = []
-
-    def estimate(run, vocabulary_size, topology):
-        compiled.append(run.model.total_layers)
-        return {
-            "seconds": [0.1 * run.model.total_layers],
-            "memory_bytes": 1,
-            "compile_seconds": 60.0,
-            "share_of_peak": 0.4,
-        }
-
-    topology = Topology("v4:2x2x4", [None] * 16, "TPU v4", None, None)
-    monkeypatch.setattr("meliad_like.experiments.experiment.open_topology", lambda name: topology)
-    monkeypatch.setattr("meliad_like.experiments.experiment.estimate", estimate)
-    for chosen in (("slide_13l",), ("slide_13l", "slide_12l")):
-        made = experiment(tmp_path, chosen=chosen, topology="v4:2x2x4", only_step_time=True)
-        assert made.work("step_time") == 0
-    assert compiled == [7, 6]
-    assert made.timed and not experiment(tmp_path, chosen=("slide_13l",)).timed
-    text = made.report()
-    assert text == (tmp_path / "table1_v4_2x2x4.md").read_text()
-    assert "Step times: 16 TPU v4 (v4:2x2x4), as its compiler estimates." in text
-    (line,) = (line for line in text.splitlines() if line.startswith("| Slide:12L |"))
-    assert " | 0.857 | 600.0 | 40.0% | " in line
-    assert [column.header for column in made.for_terminal().columns] == ["model", "step time", "runs"]
 
 
 def test_a_table_of_partial_results(tmp_path):
@@ -282,7 +261,7 @@ def test_a_table_of_partial_results(tmp_path):
         line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:] for line in text.splitlines() if "| " in line
     }
     # A terminal is too narrow for rows and columns without figures, and for facts of the configs.
-    shown = experiment(tmp_path).for_terminal()
+    shown = experiment(tmp_path).results().for_terminal().to_rich()
     header = ["model", "bits per token", "bits per byte", "difference", "step time", "runs"]
     assert ([column.header for column in shown.columns], shown.row_count) == (header, 3)
     header = lines["model"]

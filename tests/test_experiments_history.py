@@ -13,11 +13,13 @@ from meliad_like.config import with_changes
 from meliad_like.errors import UserError
 from meliad_like.experiments import ancient_history
 from meliad_like.experiments.ancient_history import HistoryExperiment
-from meliad_like.experiments.tables.ancient_history import ALWAYS, PAPER, ROWS, SCALES, rows_of
+from meliad_like.experiments.tables.ancient_history import ALWAYS, SCALES, TABLE, rows_of
 from meliad_like.history.config import HistorySettings
 from meliad_like.history.gains import TargetLosses
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
+
+ROWS, PAPER = TABLE.rows, TABLE.paper_columns
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +67,9 @@ def experiment(place, **changes):
         "RunConfig.source = 'text'",
         f"ReaderConfig.store = '{place / 'store'}'",
     ]
-    made = HistoryExperiment("tiny", (), (*params, *BINDINGS), place / "table", str(place / "model"), **changes)
+    made = HistoryExperiment(
+        "tiny", (), (*params, *BINDINGS), place / "table", load_dir=str(place / "model"), **changes
+    )
     return made, scale
 
 

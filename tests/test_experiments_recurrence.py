@@ -15,11 +15,11 @@ from meliad_like.conversion.pretrained import Pretrained, convert_from_pretraine
 from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig, _byte_characters
 from meliad_like.errors import UserError
-from meliad_like.experiments.experiment import Experiment, Job, fields_of
+from meliad_like.experiments.experiment import Experiment, fields_of
 from meliad_like.experiments.pictures import draw, on_front
-from meliad_like.experiments.report import gather
-from meliad_like.experiments.scales import Scale, configure
+from meliad_like.experiments.report import gather, result_file
 from meliad_like.experiments.tables import SUBJECTS
+from meliad_like.experiments.tables.table import Scale, configure
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 
@@ -140,21 +140,22 @@ def experiment(place, **changes) -> Experiment:
         folder=place / "runs",
         seeds=(0,),
         load_dir=str(place / "gpt2"),
-        chosen=("baseline_128_0", "baseline_128_30", "recurrent_128_30"),
+        row_names=("baseline_128_0", "baseline_128_30", "recurrent_128_30"),
         **changes,
     )
 
 
 def test_rows_begin_with_the_pretrained_model_and_its_vocabulary(place):
-    job = Job(experiment(place), TABLE.row("baseline_128_30"), 0)
-    assert (job.trained.model.num_layers, job.trained.model.max_positions) == (2, 130)
-    assert isinstance(job.trained.vocabulary, TokenizersVocabularyConfig)
-    assert job.trained.data.store == f"{place / 'store'}_gpt2"
+    made, row = experiment(place), TABLE.row("baseline_128_30")
+    trained, evaluated = made.trained_run(row, 0), made.run(row, 0)
+    assert (trained.model.num_layers, trained.model.max_positions) == (2, 130)
+    assert isinstance(trained.vocabulary, TokenizersVocabularyConfig)
+    assert trained.data.store == f"{place / 'store'}_gpt2"
     # Trained as another row, and evaluated as itself.
-    assert (job.trained.model.overlap, job.evaluated.model.overlap) == (0, 30)
-    assert job.workdir.name == "baseline_128_0-0"
-    own = experiment(place, gin_params=("ReaderConfig.store = 'mine'",))
-    assert own.run(TABLE.row("baseline_128_0"), 0).data.store == "mine"
+    assert (trained.model.overlap, evaluated.model.overlap) == (0, 30)
+    assert result_file(made.folder, row, 0) == made.folder / "baseline_128_0-0" / "baseline_128_30.json"
+    bound = experiment(place, gin_params=("ReaderConfig.store = 'mine'",))
+    assert bound.run(TABLE.row("baseline_128_0"), 0).data.store == "mine"
 
 
 def test_rows_are_trained_and_evaluated(place, monkeypatch):
@@ -162,10 +163,10 @@ def test_rows_are_trained_and_evaluated(place, monkeypatch):
     monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
     run = made.run(TABLE.row("baseline_128_0"), 0)
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
-    assert [made.work(f"{name},0") for name in ("baseline_128_0", "recurrent_128_30")] == [0, 0]
-    assert all(Job(made, row, 0).finished for row in made.rows)
+    assert made.make_here() == 0
+    assert all(made.finished(row, 0) for row in made.rows)
     results = gather(TABLE, made.folder, [0], "test")
-    disjoint, overlapping, recurrent = (results.means.loc[name] for name in made.chosen)
+    disjoint, overlapping, recurrent = (results.means.loc[name] for name in made.row_names)
     # 300 tokens, of which the first is not predicted.
     assert disjoint["num_tokens"] == overlapping["num_tokens"] == 299
     assert disjoint["word_perplexity"] != overlapping["word_perplexity"]
@@ -226,7 +227,7 @@ def write_result(folder, row, perplexity: float) -> None:
 def test_the_report(tmp_path):
     for name, perplexity in (("baseline_300_0", 60.0), ("baseline_300_30", 58.0), ("recurrent_300_30", 55.0)):
         write_result(tmp_path, TABLE.row(name), perplexity)
-    text = Experiment(TABLE, "tiny", (), (), tmp_path, (0,)).report()
+    text = Experiment("tiny", (), (), tmp_path, seeds=(0,), table=TABLE).report()
     assert "Scale tiny: 17 steps of 6,000 tokens; seeds 0. Evaluated on all of test: 2 documents, 5,000 bytes." in text
     header, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if " | " in line]
     rows = {line[0]: dict(zip(header, line)) for line in lines}

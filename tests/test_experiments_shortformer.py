@@ -12,12 +12,12 @@ from tiny_run import mesh_of_the_first_devices
 from meliad_like import config
 from meliad_like.config.bindings import shipped_files
 from meliad_like.config.run import stages_of
-from meliad_like.experiments.experiment import Experiment, Job
+from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.report import gather
-from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import in_shares
 from meliad_like.experiments.tables import SUBJECTS
+from meliad_like.experiments.tables.table import Scale, configure
 
 TABLE = SUBJECTS["shortformer"]
 EPOCH = 1401
@@ -125,21 +125,20 @@ def trained(tmp_path_factory):
         ),
         folder=folder,
         seeds=(0,),
-        chosen=("staged_128_50", "infused_cache_512"),
+        row_names=("staged_128_50", "infused_cache_512"),
         split="validation",
         repeats=2,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
-        assert [made.work(f"{name},0") for name in made.chosen] == [0, 0]
-        assert made.work("step_time") == 0
+        assert made.make_here() == 0
+        assert made.time_steps() == 0
     return made
 
 
 def test_rows_are_evaluated_as_one_stream(trained):
-    staged, cached = (Job(trained, trained.table.row(name), 0) for name in trained.chosen)
-    assert staged.finished and cached.finished
-    staged, cached = (job.result["splits"]["validation"] for job in (staged, cached))
+    assert all(trained.finished(row, 0) for row in trained.rows)
+    staged, cached = (trained.result(row, 0)["splits"]["validation"] for row in trained.rows)
     # Of both, the same tokens; a byte each.
     assert staged["num_tokens"] == cached["num_tokens"] == staged["num_bytes"] == 300
     assert 6 < cached["bits_per_byte"] < 12
@@ -215,7 +214,7 @@ def test_the_report(tmp_path):
     timing = {"baseline": {"seconds": [0.2, 0.4], "tokens_per_step": 768, "memory_bytes": 1, "device": "CPU"}}
     timing["staged_128_50"] = timing["baseline"] | {"seconds": [0.15, 0.3]}
     (tmp_path / "step_time.json").write_text(json.dumps({"rows": timing}))
-    made = Experiment(TABLE, "tiny", (), (), tmp_path, (0, 1))
+    made = Experiment("tiny", (), (), tmp_path, seeds=(0, 1), table=TABLE)
     text = made.report()
     assert "Evaluated on a part of test: 290 tokens, 300 bytes." in text
     header, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if " | " in line]

@@ -156,7 +156,6 @@ def test_a_row_lies_on_any_mesh(row):
 
 def test_feedback_and_memory_of_table_1():
     models = {row: config.parse([f"block_recurrent/{row}.gin"]).model for row in TABLE_1}
-    states = {row: model.mixer(RecurrentStates) for row, model in models.items()}
     feedback = {row for row, model in models.items() if model.mixer(StateReader) == StateReader()}
     assert feedback == {row for row in models if "feedback" in row}
     memories = {row: memory for row, model in models.items() if (memory := model.mixer(ExternalMemory))}

@@ -21,7 +21,7 @@ FLOORS = [
     {"config"},
     {"mesh", "optimization", "trackers"},
     {"models"},
-    {"mechanisms"},
+    {"mixers"},
     {"layers"},
     {"data"},
     {"resumable"},

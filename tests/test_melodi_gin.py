@@ -4,12 +4,12 @@ import pytest
 
 from meliad_like import config
 from meliad_like.config.bindings import shipped_files
-from meliad_like.experiments.scales import configure
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.block_recurrent import SCALES
-from meliad_like.models.melodi import Melodi
+from meliad_like.experiments.tables.table import configure
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import CosineSchedule
+from meliad_like.registry import configs_in
 
 ROWS = {row.files[0].removeprefix("melodi/").removesuffix(".gin"): row for row in SUBJECTS["melodi"].rows}
 
@@ -73,15 +73,14 @@ def test_parameters_of_a_size(size):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_row_keeps_its_proportions_at_tiny(name):
     whole, tiny = config.parse(ROWS[name].files).model, configure(ROWS[name], SCALES["tiny"]).model
-    assert [type(mechanism) for mechanism in tiny.mixers] == [type(mechanism) for mechanism in whole.mixers]
-    if (melodi := whole.mixer(Melodi)) is not None:
-        small = tiny.mixer(Melodi)
+    assert [type(part) for part in configs_in(tiny)] == [type(part) for part in configs_in(whole)]
+    for melodi, small in zip(whole.layer_kinds, tiny.layer_kinds, strict=True):
         assert small.long_slots * melodi.long_length == melodi.long_slots * small.long_length or name == "window_128"
         assert len(small.long_layers) == len(melodi.long_layers)
 
 
 def test_operations_of_the_base_by_hand():
-    """The figures of the mechanism's paper and code: 32.08M a layer, and 1.16 times 12 layers with a window."""
+    """The figures of MELODI's paper and code: 32.08M a layer, and 1.16 times 12 layers with a window."""
     base, slide = (config.parse([name]).model for name in ("melodi/base.gin", "block_recurrent/slide_12l.gin"))
     d, w, u = 1024, 512, 64
     layer = ((w + u) * 24 * d**2 + 4 * d**2 * 64 + 4 * d * (w + u) * (w + 2 * u) + 2 * d * (w + u) * 2 * u) / w

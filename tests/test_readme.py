@@ -69,7 +69,6 @@ def test_every_entry_point_is_shown():
         "convert",
         "plot",
         "plan",
-        "experiments.plan_table",
         "studies",
         "experiments",
         "history",

@@ -23,8 +23,7 @@ from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.shortformer import ShortformerConfig
-from meliad_like.planning.collectives import traffic
-from meliad_like.planning.hlo import Module
+from meliad_like.planning.collectives import Module, traffic
 from meliad_like.training.program import make_program
 
 # Lanes, blocks and heads for eight devices along any axis.

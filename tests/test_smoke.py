@@ -10,10 +10,11 @@ from tiny_run import environment
 
 from meliad_like import config
 from meliad_like.config.run import stages_of
+from meliad_like.config.shrinking import shrink
 from meliad_like.data.files_source import TextSource
 from meliad_like.errors import UserError
-from meliad_like.experiments.shrinking import shrink
 from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.registry import configs_in
 from meliad_like.smoke import copy_documents, train_until_killed
 
 FILES = config.shipped_files()
@@ -25,7 +26,7 @@ ROWS = {
     "table3": ["block_recurrent/table3/states_1024.gin"],
     "table4": ["block_recurrent/table4/recurrent_1300m.gin"],
     "table5": ["block_recurrent/table5/sentencepiece_32k.gin"],
-    "mechanisms": ["mixer/gated_delta_rule.gin"],
+    "mixers": ["mixer/gated_delta_rule.gin"],
     "shortformer": ["shortformer/shortformer.gin", "task/wikitext103.gin"],
     "melodi": ["melodi/s128_l64.gin"],
     "memory_map": ["memory_map/fixed_skip_first.gin"],
@@ -48,7 +49,7 @@ def check_small(*names):
     assert 16 <= model.window_length <= large.window_length
     assert small.data.num_lanes % run.training.gradient_accumulation == 0
     assert len(stages_of(small)) == len(stages_of(run))
-    kinds = [[type(mechanism) for mechanism in getattr(each, "mechanisms", ())] for each in (model, large)]
+    kinds = [[type(part) for part in configs_in(each)] for each in (model, large)]
     assert kinds[0] == kinds[1]
     assert config.from_json(config.to_json(small)) == small
 

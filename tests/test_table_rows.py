@@ -13,10 +13,10 @@ from meliad_like.config.bindings import shipped_files
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.experiments.scales import Scale, configure
 from meliad_like.experiments.step_time import random_batch
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
+from meliad_like.experiments.tables.table import Scale, configure
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers.base import MIXERS
 from meliad_like.mixers.external_memory import ExternalMemory

@@ -14,7 +14,6 @@ The same command resumes: finished runs are skipped, the others continue from th
 together; --report then makes the table of the results that exist.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -26,7 +25,7 @@ TRAININGS = ("table1", "table3", "table4", "table5", "shortformer", "melodi", "m
 PRETRAINED = ("recurrence", HISTORY)
 
 USED_BY = {
-    **dict.fromkeys(("seeds", "jobs", "repeats", "step_time", "topology", "worker"), TRAININGS),
+    **dict.fromkeys(("seeds", "jobs", "here", "repeats", "step_time"), TRAININGS),
     **dict.fromkeys(("scored_tokens", "document_tokens"), (HISTORY,)),
     "load_dir": PRETRAINED,
 }
@@ -41,48 +40,32 @@ FOLDER = COMMAND.string("folder", None, "Folder of runs and results. Default: ru
 SEEDS = COMMAND.list("seeds", ["0", "1", "2"], "Seeds of parameters and of the order of documents; one run for each.")
 ROW = COMMAND.multi_string("row", [], "Name of a row to make. Repeatable. Default: all rows of the scale.")
 JOBS = COMMAND.integer(
-    "jobs",
-    0,
-    "Number of runs at the same time; 0: one for each core where the models of the scale are small, otherwise one.",
-    lower_bound=0,
+    "jobs", 0, "Runs at the same time; 0: one for each core where the models are small, otherwise one.", lower_bound=0
 )
 SPLIT = COMMAND.enum("split", "test", ["validation", "test"], "The split that is evaluated.")
 MAX_TOKENS = COMMAND.integer(
-    "max_tokens", None, "Evaluate this number of tokens, of the beginnings of documents. Default: as the scale says, "
-    "for most tables all.", lower_bound=1,
-)  # fmt: skip
+    "max_tokens", None, "Tokens to evaluate, of the beginnings of documents. Default: as the scale says.", lower_bound=1
+)
 LOAD_DIR = COMMAND.string("load_dir", None, "Checkpoint folder of the pretrained model (from convert).")
 SCORED_TOKENS = COMMAND.integer(
-    "scored_tokens", None, "The number of tokens of documents to score. Default: as the scale says.", lower_bound=1
+    "scored_tokens", None, "Tokens of documents to score. Default: as the scale says.", lower_bound=1
 )
 DOCUMENT_TOKENS = COMMAND.integer(
-    "document_tokens", None, "Read this number of tokens of each document. Default: as the scale says.", lower_bound=2
+    "document_tokens", None, "Tokens to read of each document. Default: as the scale says.", lower_bound=2
 )
 REPEATS = COMMAND.integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
 REPORT = COMMAND.bool("report", False, "Only make the table of the results that exist.")
 STEP_TIME = COMMAND.bool("step_time", False, "Only time the rows' steps; needs no documents.")
-TOPOLOGY = COMMAND.string(
-    "topology", None, "With --step_time: estimate the time on this TPU slice (v4:2x2x4) by its compiler. Takes minutes "
-    "a row, and resumes.",
-)  # fmt: skip
-WORKER = COMMAND.string("worker", None, "Internal: step_time, or the run ROW,SEED.")
-
-
-def _check_flags() -> None:
-    if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
-        raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
-    if TOPOLOGY.value and not (STEP_TIME.value or REPORT.value):
-        raise UserError(f"--topology={TOPOLOGY.value} estimates step times: add --step_time")
+HERE = COMMAND.bool(
+    "here", False, "Train in this process, one run after the other, instead of in a process for each; makes no table."
+)
 
 
 def main(subject: str) -> int:
-    _check_flags()
-    if TOPOLOGY.value:
-        # The program runs on the CPU, whatever it compiles for.
-        os.environ["JAX_PLATFORMS"] = "cpu"
+    if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
+        raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.experiments.experiment import HOW_TO_GET_ONE, Experiment
-    from meliad_like.experiments.report import named_for
     from meliad_like.experiments.tables import SUBJECTS, Table
 
     if subject in PRETRAINED and not (LOAD_DIR.value or REPORT.value):
@@ -95,7 +78,7 @@ def main(subject: str) -> int:
         "gin_params": (*store, *COMMAND.gin_param.value),
         "folder": Path(FOLDER.value or f"runs/experiments/{subject}_{SCALE.value}"),
         "load_dir": LOAD_DIR.value or "",
-        "chosen": tuple(ROW.value),
+        "row_names": tuple(ROW.value),
         "split": SPLIT.value,
         "max_tokens": MAX_TOKENS.value,
     }
@@ -103,32 +86,26 @@ def main(subject: str) -> int:
         from meliad_like.experiments.ancient_history import HistoryExperiment
 
         tokens = {"scored_tokens": SCORED_TOKENS.value, "document_tokens": DOCUMENT_TOKENS.value}
-        experiment, failed = HistoryExperiment(**settings, **tokens), []
+        experiment = HistoryExperiment(**settings, **tokens)
+        status, failed = (0 if REPORT.value else experiment.make()), []
     else:
-        experiment = Experiment(
-            **settings,
-            table=SUBJECTS[subject],
-            seeds=tuple(map(int, SEEDS.value)),
-            jobs=JOBS.value,
-            repeats=REPEATS.value,
-            only_step_time=STEP_TIME.value,
-            topology=TOPOLOGY.value or "",
-            command=(sys.executable, "-m", "meliad_like.experiments", *sys.argv[1:]),
-        )
-        failed = experiment.failed
-        if WORKER.value:
-            return experiment.work(WORKER.value)
-    if not REPORT.value and (status := experiment.make()):
+        seeds = tuple(map(int, SEEDS.value))
+        experiment = Experiment(**settings, table=SUBJECTS[subject], seeds=seeds, repeats=REPEATS.value)
+        if HERE.value:
+            return experiment.time_steps() if STEP_TIME.value else experiment.make_here()
+        status, failed = (0, []) if REPORT.value else experiment.make(JOBS.value, STEP_TIME.value)
+    if status:
         return status
     text = experiment.report()
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.markdown import Markdown
 
-        Console().print(experiment.for_terminal() if isinstance(experiment, Experiment) else Markdown(text))
+        narrow = isinstance(experiment, Experiment)
+        Console().print(experiment.results().for_terminal().to_rich() if narrow else Markdown(text))
     else:
         print(text)
-    print(f"wrote {experiment.folder / named_for(subject, TOPOLOGY.value or '')}.md, .csv and .png")
+    print(f"wrote {experiment.folder / subject}.md, .csv and .png")
     if failed:
         raise UserError(f"{len(failed)} failed, the others are finished: {', '.join(failed)}")
     return 0

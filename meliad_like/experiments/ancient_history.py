@@ -24,13 +24,14 @@ from meliad_like.config import bound_by, read_changes, with_changes
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.experiments.pictures import COLOURS
-from meliad_like.experiments.tables.ancient_history import NAME, PAPER, ROWS, SCALES, HistoryRow, HistoryScale, rows_of
+from meliad_like.experiments.tables import Row, Settings
+from meliad_like.experiments.tables.ancient_history import SCALES, SELECTORS, TABLE, HistoryScale, rows_of
 from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
 from meliad_like.history.evaluation import BASELINE, among, with_intervals
 from meliad_like.history.opening import HistoryRequest
 from meliad_like.run.opening import open_as, open_store, saved_config
-from meliad_like.tables import Table
+from meliad_like.tables import Table as TextTable
 
 FIGURES = {
     "perplexity": "perplexity",
@@ -51,48 +52,35 @@ EXPLANATION = (
 
 
 @dataclass(frozen=True)
-class HistoryExperiment:
-    """The table at a scale, on some documents, in a folder."""
+class HistoryExperiment(Settings):
+    """The table at a scale, on some documents; the pretrained model predicts, scores, and initialises the selectors."""
 
-    scale_name: str
-    gin_files: tuple[str, ...]
-    gin_params: tuple[str, ...]
-    """The task, and options for all rows, which win over the scale."""
-    folder: Path
-    load_dir: str
-    """The pretrained model, which predicts, scores, and initialises the selectors."""
-    chosen: tuple[str, ...] = ()
-    """Names of rows; none: all of the scale."""
-    split: str = "test"
-    max_tokens: int | None = None
-    """Largest number of tokens of the split that are evaluated; None: all."""
     scored_tokens: int | None = None
     document_tokens: int | None = None
     """As in `HistoryScale`; None: that of the scale."""
 
     @property
     def scale(self) -> HistoryScale:
-        scale, tokens = SCALES[self.scale_name], self.document_tokens
-        if tokens is not None:
-            scale = replace(scale, scored_document_tokens=tokens, evaluated_document_tokens=tokens)
-        return scale if self.scored_tokens is None else replace(scale, scored_tokens=self.scored_tokens)
+        read = dict.fromkeys(("scored_document_tokens", "evaluated_document_tokens"), self.document_tokens)
+        changes = read | {"scored_tokens": self.scored_tokens}
+        return replace(SCALES[self.scale_name], **{name: n for name, n in changes.items() if n is not None})
 
     def make(self) -> int:
         """Scores, trains and evaluates what is not finished yet; returns the exit status of the trainings."""
-        rows, scale, scores = rows_of(self.scale_name, self.chosen), self.scale, self.folder / "scores"
+        rows, scale, scores = rows_of(self.scale_name, self.row_names), self.scale, self.folder / "scores"
         request = self._request()
         opened, _ = open_as(self.load_dir, request.config()[0])
         open_store(opened, self.load_dir, request.store, prepare=True)
-        trained = [row for row in rows if row.selector is not None]
+        trained = [row.name for row in rows if row.name in SELECTORS]
         if trained:
             amount = {"document_tokens": scale.scored_document_tokens, "max_tokens": scale.scored_tokens}
             commands.score(request._replace(split="train", **amount), scores)
-        for row in trained:
-            if status := commands.train_selector(self._request(row), self.folder / row.name, str(scores)):
+        for name in trained:
+            if status := commands.train_selector(self._request(name), self.folder / name, str(scores)):
                 return status
         # The plain window is always there.
-        names = [row.name for row in rows if row.selector is None and row.name != BASELINE]
-        folders = [str(self.folder / row.name) for row in trained]
+        names = [row.name for row in rows if row.name not in (*SELECTORS, BASELINE)]
+        folders = [str(self.folder / name) for name in trained]
         amount = {"document_tokens": scale.evaluated_document_tokens, "max_tokens": self.max_tokens}
         evaluated = request._replace(split=self.split, **amount)
         commands.evaluate(evaluated, self.folder / "evaluation", names, folders, replace=True)
@@ -104,32 +92,32 @@ class HistoryExperiment:
         if not path.exists():
             raise UserError(f"nothing was evaluated yet in {folder}: the same command without --report does that")
         evaluation = json.loads(path.read_text())
-        found = pd.DataFrame(evaluation["selections"]).set_index("name")
-        rows = [row for row in ROWS if row.name in found.index]
-        ends = [figure + end for figure in FIGURES if figure in found for end in ("", "_low", "_high")]
-        frame = found.loc[[row.name for row in rows], ["leaks_the_future", *ends, *COSTS]]
-        papers = pd.DataFrame([row.paper for row in rows], columns=PAPER).add_prefix("paper: ")
+        selections = pd.DataFrame(evaluation["selections"]).set_index("name")
+        rows = [row for row in TABLE.rows if row.name in selections.index]
+        ends = [figure + end for figure in FIGURES if figure in selections for end in ("", "_low", "_high")]
+        frame = selections.loc[[row.name for row in rows], ["leaks_the_future", *ends, *COSTS]]
+        papers = pd.DataFrame([row.paper for row in rows], columns=TABLE.paper_columns).add_prefix("paper: ")
         frame = pd.concat([frame.rename_axis("row").reset_index(), papers], axis=1)
-        frame.to_csv(folder / f"{NAME}.csv", index=False)
+        frame.to_csv(folder / f"{TABLE.name}.csv", index=False)
         labels = [label(row.label, leaks) for row, leaks in zip(rows, frame["leaks_the_future"], strict=True)]
-        _draw(frame.assign(label=labels).astype(dict.fromkeys(ends, float)), folder / f"{NAME}.png")
+        _draw(frame.assign(label=labels).astype(dict.fromkeys(ends, float)), folder / f"{TABLE.name}.png")
         parts = [
-            "# Table 1: ancient history in the context window",
+            f"# {TABLE.title}",
             _notes(evaluation, self.scale_name),
             f"{_table(frame, labels).to_markdown().rstrip()}\n\n{EXPLANATION.format(level=evaluation['level'])}",
             *_selectors(folder, rows),
         ]
         markdown = "\n\n".join(parts) + "\n"
-        (folder / f"{NAME}.md").write_text(markdown)
+        (folder / f"{TABLE.name}.md").write_text(markdown)
         return markdown
 
-    def _request(self, row: HistoryRow | None = None) -> HistoryRequest:
-        """The pretrained model with the task's documents, and the settings of the commands for a row or for all rows.
+    def _request(self, selector: str = "") -> HistoryRequest:
+        """The pretrained model with the task's documents, and the settings of the commands for a selector or all rows.
 
         Files and parameters win over the scale and the row.
         """
         saved = saved_config(self.load_dir)
-        settings = with_changes(HistorySettings(), {**((row and row.selector) or {}), **self.scale.settings})
+        settings = with_changes(HistorySettings(), {**SELECTORS.get(selector, {}), **self.scale.settings})
         run, settings = read_changes(self.gin_files, self.gin_params)(saved, settings)
         run, store = with_changes(run, {"vocabulary": saved.vocabulary}), run.data.store
         if "ReaderConfig.store" not in bound_by(self.gin_params):
@@ -150,7 +138,7 @@ def _notes(evaluation: Mapping[str, Any], scale: str) -> str:
     )
 
 
-def _table(frame: pd.DataFrame, labels: Sequence[str]) -> Table:
+def _table(frame: pd.DataFrame, labels: Sequence[str]) -> TextTable:
     columns: dict[str, Sequence[str]] = {"model": labels}
     for figure, head in FIGURES.items():
         if figure in frame:
@@ -162,15 +150,15 @@ def _table(frame: pd.DataFrame, labels: Sequence[str]) -> Table:
     columns["selection / model"] = [f"{share:.3g}" for share in frame["selection_flops"] / frame["model_flops"]]
     for name in frame.columns[frame.columns.str.startswith("paper: ")]:
         columns[name] = ["" if math.isnan(x) else f"{x:.2f}" for x in frame[name]]
-    return Table("", tuple(columns), list(zip(*columns.values(), strict=True)))
+    return TextTable("", tuple(columns), list(zip(*columns.values(), strict=True)))
 
 
-def _selectors(folder: Path, rows: Sequence[HistoryRow]) -> list[str]:
+def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:
     """How the training of each selector went."""
     lines = []
     for row in rows:
         path = folder / row.name / "metrics.jsonl"
-        if row.selector is None or not path.exists():
+        if not path.exists():
             continue
         metrics: Any = pd.read_json(path, lines=True)
         saved = json.loads((folder / row.name / "selector.json").read_text())
@@ -193,22 +181,22 @@ def _draw(frame: pd.DataFrame, path: Path) -> None:
     """The change of the perplexity with its interval, by row, and by the cost of model and selection together."""
     picture = Figure(figsize=(11, 0.42 * len(frame) + 1.6), dpi=120, layout="constrained")
     by_row, by_cost = picture.subplots(1, 2, width_ratios=(3, 2))
-    others: Any = frame[frame["row"] != BASELINE]
-    for place, row in enumerate(others.itertuples()):
+    rows: Any = frame[frame["row"] != BASELINE]
+    for place, row in enumerate(rows.itertuples()):
         # Without an interval the error is NaN, and nothing is drawn.
         error = [[100 * (row.change - row.change_low)], [100 * (row.change_high - row.change)]]
         style = {"fmt": "s" if row.leaks_the_future else "o", "color": COLOURS[place % len(COLOURS)], "capsize": 3}
         by_row.errorbar([100 * row.change], [place], xerr=error, **style)
         cost = (row.model_flops + row.selection_flops) / 1e6
         by_cost.errorbar([cost], [100 * row.change], yerr=error, **style)
-    by_row.set_yticks(range(len(others)), others["label"])
+    by_row.set_yticks(range(len(rows)), rows["label"])
     by_row.invert_yaxis()
-    for axes in (by_row, by_cost):
-        axes.grid(alpha=0.25)
     by_row.axvline(0, color="grey", linestyle="--")
     by_cost.axhline(0, color="grey", linestyle="--")
     by_row.set_xlabel("change of the perplexity, percent (squares leak the future)")
     by_cost.set(xlabel="model and selection, MFLOP a token", ylabel="change, percent", xscale="log")
+    for axes in (by_row, by_cost):
+        axes.grid(alpha=0.25)
     by_cost.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     by_cost.xaxis.set_major_formatter("{x:,.0f}")
     by_cost.minorticks_off()

@@ -26,24 +26,28 @@ STRIDES_IN_WINDOW = 6
 def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
     """Facts about a run that follow from its config."""
     model, num_steps = Model(run.model, vocabulary_size), run.training.num_steps
-    own: dict[str, Any] = {"num_states": 0, "overlap": run.model.overlap}
-    for part in configs_in(run.model):
-        own |= {field.name: getattr(part, field.name) for field in sizes_of(part, "length")}
+    parts = configs_in(run.model)
+    lengths = {field.name: getattr(part, field.name) for part in parts for field in sizes_of(part, "length")}
     embedding = model.abstract_params.get("embedding", model.abstract_params.get("vocabulary"))
     stages = [((stage.last_step - stage.first_step) / num_steps, stage.run.model) for stage in stages_of(run)]
     flops = [share * Model(config, vocabulary_size).training_flops_per_token for share, config in stages]
-    return own | {
-        "segment_length": run.data.segment_length,
-        "window_length": run.model.window_length,
-        "share_of_first_stage": stages[0][0] if len(stages) > 1 else 0.0,
-        "tokens_per_step": run.data.tokens_per_step,
-        "num_steps": num_steps,
-        "vocabulary_size": vocabulary_size,
-        "parameters": model.num_parameters,
-        "parameters_without_embedding": model.num_parameters - sum(leaf.size for leaf in jax.tree.leaves(embedding)),
-        "memory_numbers": sum(leaf.size for leaf in model.memory),
-        "training_flops_per_token": sum(flops),
-    }
+    return (
+        {"num_states": 0, "overlap": run.model.overlap}
+        | lengths
+        | {
+            "segment_length": run.data.segment_length,
+            "window_length": run.model.window_length,
+            "share_of_first_stage": stages[0][0] if len(stages) > 1 else 0.0,
+            "tokens_per_step": run.data.tokens_per_step,
+            "num_steps": num_steps,
+            "vocabulary_size": vocabulary_size,
+            "parameters": model.num_parameters,
+            "parameters_without_embedding": model.num_parameters
+            - sum(leaf.size for leaf in jax.tree.leaves(embedding)),
+            "memory_numbers": sum(leaf.size for leaf in model.memory),
+            "training_flops_per_token": sum(flops),
+        }
+    )
 
 
 def by_document(
@@ -71,23 +75,14 @@ def by_protocol(trained: OpenedCheckpoint, mesh: Mesh, documents: Documents, few
       window for each token if the model remembers nothing.
     """
     model, window = trained.model, trained.run.data.segment_length
-    evaluate = functools.partial(
-        protocols.evaluate,
-        model,
-        trained.params,
-        segment_length=window,
-        mesh=mesh,
-        loss_slice=trained.run.training.loss_slice,
-    )
+    settings = {"segment_length": window, "mesh": mesh, "loss_slice": trained.run.training.loss_slice}
+    evaluate = functools.partial(protocols.evaluate, model, trained.params, **settings)
     all_tokens, few_tokens = (part.concatenated(trained.vocabulary.end_of_document) for part in (documents, few))
     score, num_bytes = evaluate(all_tokens, "segments"), int(np.sum(documents.num_bytes))
-    figures = {
-        "bits_per_token": score.bits_per_token,
-        "perplexity": score.perplexity,
+    names = ("bits_per_token", "perplexity", "tokens_per_second", "num_tokens")
+    figures = {name: getattr(score, name) for name in names} | {
         "bits_per_byte": score.nats / math.log(2) / num_bytes,
-        "tokens_per_second": score.tokens_per_second,
         "num_documents": len(documents.lengths),
-        "num_tokens": score.num_tokens,
         "num_bytes": num_bytes,
     }
     # A block's first token attends to itself at least.

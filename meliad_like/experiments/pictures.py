@@ -13,8 +13,6 @@ from meliad_like.evaluation.pictures import COLOURS
 from meliad_like.experiments.report import Results
 from meliad_like.experiments.tables import Panel
 
-FRONT = "#222222"
-
 
 def draw(results: Results, path: Path) -> None:
     """Draws our figures and the paper's, on axes of their own where they are of different documents."""
@@ -65,16 +63,15 @@ def _draw_by_figure(axes: Axes, results: Results, panel: Panel, where: str) -> N
         label = by_name[panel.reference].label
         axes.axhline(point(panel.reference)[1], color="grey", linestyle="--", label=label)
     if panel.front:
-        front = points[on_front(points)]
-        front = front[np.argsort(front[:, 0])]
-        axes.plot(*front.T, "o", color=FRONT, fillstyle="none", markersize=11, linestyle=":", label="Pareto front")
+        x, y = np.array(sorted(points[on_front(points)].tolist())).reshape(-1, 2).T
+        axes.plot(x, y, "o:", color="#222222", fillstyle="none", markersize=11, label="Pareto front")
     if panel.logarithmic:
         axes.set_xscale("log")
         ticks: list[float] = []
-        for x in sorted(points[:, 0].tolist()):
-            if not ticks or x > 1.2 * ticks[-1]:
-                ticks.append(x)
-        axes.set_xticks(ticks, [_short(x) for x in ticks], rotation=30)
+        for tick in sorted(points[:, 0].tolist()):
+            if not ticks or tick > 1.2 * ticks[-1]:
+                ticks.append(tick)
+        axes.set_xticks(ticks, [_short(tick) for tick in ticks], rotation=30)
         axes.minorticks_off()
     label = panel.x_label or panel.x.replace("_", " ").removeprefix("num ")
     axes.set(xlabel=label, ylabel=panel.measure.replace("_", " "), title=where)
@@ -85,14 +82,12 @@ def _draw_by_figure(axes: Axes, results: Results, panel: Panel, where: str) -> N
 
 def _draw_by_row(axes: Axes, results: Results, panel: Panel) -> None:
     """One place for each row; the paper's points on an axis of their own at the top, if they can't be compared."""
-    places = range(len(results.rows))
-    errors = [results.error(row.name, panel.measure) for row in results.rows]
-    values = [results.mean(row.name, panel.measure) for row in results.rows]
+    places, names = range(len(results.rows)), [row.name for row in results.rows]
+    values, errors = results.means.loc[names, panel.measure], results.errors.loc[names, panel.measure]
     axes.errorbar(values, places, xerr=errors, fmt="o", color=COLOURS[0], capsize=3)
     axes.set_yticks(places, [row.label for row in results.rows])
     axes.grid(alpha=0.25)
-    papers = [row.paper.get(panel.paper, math.nan) for row in results.rows]
-    label = panel.measure.replace("_", " ")
+    papers, label = [row.paper.get(panel.paper, math.nan) for row in results.rows], panel.measure.replace("_", " ")
     if panel.comparable:
         axes.plot(papers, places, "x", color=COLOURS[1])
         axes.set_xlabel(f"{label}, here (dots) and in the paper (crosses)")

@@ -33,20 +33,16 @@ def environment(folder: Path, side_by_side: bool) -> dict[str, str]:
 def run_processes(
     commands: Mapping[str, tuple[Sequence[str], Path]], folder: Path, max_processes: int
 ) -> tuple[int, list[str]]:
-    """Runs commands in parallel in their `environment`, waits for all of them, and prints which ended.
+    """Runs commands by name, each with the file that its output is appended to, and waits for all of them.
 
-    SIGTERM and Ctrl-C are passed on, so that every process saves and ends, and no further one is started.
-
-    Args:
-      commands: by name, each with the file that its output is appended to.
-      max_processes: the most that run at the same time.
+    At most `max_processes` run at the same time, in their `environment`. SIGTERM and Ctrl-C are passed on, so that
+    every process saves and ends, and no further one is started.
 
     Returns:
       0, or `EXIT_STATUS` after a signal; and the commands that failed, with their files.
     """
     running: set[subprocess.Popen] = set()
-    ended: list[str] = []
-    failed: list[str] = []
+    ended, failed = [], []
     stopping, began, variables = False, time.perf_counter(), environment(folder, max_processes > 1)
 
     def stop(*_) -> None:
@@ -58,13 +54,11 @@ def run_processes(
     def run(name: str) -> None:
         if stopping:
             return
-        command, log_path = commands[name]
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("a") as log:
+        command, path = commands[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as log:
             # In a session of its own, so that Ctrl-C reaches it as SIGTERM.
-            process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
-            )
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True)
         running.add(process)
         if stopping:
             process.terminate()
@@ -72,7 +66,8 @@ def run_processes(
         running.discard(process)
         if not stopping:
             ended.append(name)
-            failed.extend([f"{name} (see {log_path})"] if status else [])
+            if status:
+                failed.append(f"{name} (see {path})")
             how, seconds = "failed" if status else "finished", time.perf_counter() - began
             print(f"{how} {name}, {len(ended)} of {len(commands)} after {seconds:,.0f} s", flush=True)
 

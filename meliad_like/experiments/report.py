@@ -10,52 +10,14 @@ import numpy as np
 import pandas as pd
 
 from meliad_like.experiments.step_time import relative_time
-from meliad_like.experiments.tables import Grid, Row, Table
+from meliad_like.experiments.tables import Grid, Row, Table, read_csv
 from meliad_like.tables import Table as TextTable
 from meliad_like.tables import number, with_error
 
 RESULT_NAME = "result.json"
-# The header of each measure, and the format of its numbers.
-COLUMNS: dict[str, tuple[str, str]] = {
-    "segment_length": ("segment", ",.0f"),
-    "window_length": ("window", ",.0f"),
-    "cache_length": ("cache", ",.0f"),
-    "overlap": ("overlap", ",.0f"),
-    "share_of_first_stage": ("first stage", ".0%"),
-    "num_states": ("states", ",.0f"),
-    "vocabulary_size": ("vocabulary", ",.0f"),
-    "parameters": ("parameters", ",.0f"),
-    "parameters_without_embedding": ("parameters without embedding", ",.0f"),
-    "memory_numbers": ("memory, numbers", ",.0f"),
-    "num_tokens": ("token count", ",.0f"),
-    "tokens_per_word": ("scale factor", ".4f"),
-    "bits_per_token": ("bits per token", ".4f"),
-    "word_perplexity": ("word perplexity", ",.2f"),
-    "perplexity": ("perplexity", ",.4g"),
-    "sliding_perplexity": ("perplexity, sliding", ",.4g"),
-    "bits_per_byte": ("bits per byte", ".4f"),
-    "sliding_bits_per_byte": ("bits per byte, sliding", ".4f"),
-    "accuracy": ("right answers", ".4f"),
-    "difference": ("difference", "+.4f"),
-    "step_time": ("step time", ".3f"),
-    "milliseconds": ("ms a step", ",.1f"),
-    "share_of_peak": ("share of peak", ".1%"),
-    "training_flops_per_token": ("MFLOP a token", ",.2f"),
-    "memory_bytes": ("memory of a step, MB", ",.1f"),
-    "training_tokens_per_second": ("training, tokens/s", ",.0f"),
-    "logged_tokens_per_second": ("training, tokens/s", ",.0f"),
-    "tokens_per_second": ("tokens/s", ",.0f"),
-    "sliding_tokens_per_second": ("sliding, tokens/s", ",.0f"),
-    "single_tokens_per_second": ("token by token, tokens/s", ",.0f"),
-    "flops_by_the_paper": ("MFLOP a token by the paper's count", ",.4g"),
-    "flops_as_counted": ("MFLOP a token as counted", ",.4g"),
-    "seconds": ("run, s", ",.0f"),
-}
-IN_MILLIONS = ("training_flops_per_token", "memory_bytes", "flops_by_the_paper", "flops_as_counted")
-WITH_ERROR = (
-    *("bits_per_token", "bits_per_byte", "sliding_bits_per_byte", "word_perplexity", "perplexity"),
-    *("sliding_perplexity", "accuracy", "difference"),
-)
+COLUMNS = read_csv("columns").set_index("measure")
+"""Of each measure the header, the format of its numbers, whether it is in millions, whether it has a standard error,
+and the names of the tables that have it as a column."""
 
 
 class Results(NamedTuple):
@@ -83,7 +45,8 @@ class Results(NamedTuple):
     @property
     def measures(self) -> list[str]:
         """The columns of figures, in the order of COLUMNS."""
-        return [name for name in COLUMNS if name in self.table.measures]
+        tables = COLUMNS["tables"].fillna("").str.split()
+        return [str(name) for name, names in tables.items() if self.table.name in names]
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -92,7 +55,7 @@ class Results(NamedTuple):
         frame = pd.DataFrame({"row": names, "model": [row.label for row in self.rows]}, index=names)
         for measure in self.measures:
             frame[measure] = self.means[measure]
-            if measure in WITH_ERROR:
+            if COLUMNS["with_error"][measure]:
                 frame[f"{measure}_error"] = self.errors[measure]
         frame["runs"] = self.runs.groupby(level="row").size().reindex(names, fill_value=0)
         papers = pd.DataFrame([row.paper for row in self.rows], names, self.table.paper_columns)
@@ -102,14 +65,16 @@ class Results(NamedTuple):
         """The rows that have figures, and of these the losses and times: few enough columns for a terminal."""
         frame = self.frame
         frame = frame[(frame["runs"] > 0) | frame.get("step_time", pd.Series(math.nan, frame.index)).notna()]
-        measures = [name for name in (*WITH_ERROR, "step_time") if name in frame and frame[name].notna().any()]
+        few = [name for name in self.measures if COLUMNS["with_error"][name] or name == "step_time"]
+        measures = [name for name in few if frame[name].notna().any()]
         return _text(frame, measures, [])._replace(title=self.table.title)
 
     def to_markdown(self, scale: str) -> str:
         """All figures, with what the runs have in common above them."""
         times = " and step times" if "step_time" in self.measures else ""
+        compared = COLUMNS["header"][self.table.compared]
         explained = (
-            f"Differences in {COLUMNS[self.table.compared][0]} (of runs with the same seed){times} are relative to: "
+            f"Differences in {compared} (of runs with the same seed){times} are relative to: "
             f"{_baselines(self)}. ± is the standard error of the mean over the runs. `-` is a figure that is missing, "
             "or that was not finite in one of the runs."
         )
@@ -143,18 +108,15 @@ class Results(NamedTuple):
         return lines
 
 
-def gather(
-    table: Table, folder: Path, seeds: Iterable[int], split: str, wanted: Sequence[Row] = (), topology: str = ""
-) -> Results:
+def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, requested: Sequence[Row] = ()) -> Results:
     """Reads every result that is there, for every row of the table, of runs with these seeds evaluated on the split.
 
-    Extra rows that have no result are reported as missing only if they are `wanted`. With a `topology`, step times are
-    the estimates for it.
+    Extra rows that have no result are reported as missing only if they are `requested`.
     """
     places = [(row, seed) for seed in seeds for row in table.rows]
-    found = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
-    found = {place: figures for place, figures in found.items() if figures}
-    runs = pd.DataFrame(list(found.values()), index=pd.MultiIndex.from_tuples(found, names=["row", "seed"]))
+    figures = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
+    figures = {place: figures for place, figures in figures.items() if figures}
+    runs = pd.DataFrame(list(figures.values()), index=pd.MultiIndex.from_tuples(figures, names=["row", "seed"]))
     by_row = runs.select_dtypes("number").groupby(level="row")
     # A figure that was not finite in one of the runs is NaN there, and so is its mean.
     # Of pandas a type checker sees a union of all that a method may return.
@@ -164,15 +126,15 @@ def gather(
     if not runs.empty:
         difference = _differences(runs[table.compared].astype(float), table).groupby(level="row")
         means["difference"], errors["difference"] = difference.mean(skipna=False), difference.sem(skipna=False)
-    timing = read_timing(folder, topology)
+    timing = read_timing(folder)
     means = means.combine_first(pd.DataFrame({row.name: _timed(timing, row, table) for row in table.rows}).T)
     names = [row.name for row in table.rows]
     means, errors = (
-        each.reindex(names, columns=each.columns.union([*COLUMNS])).astype(float) for each in (means, errors)
+        each.reindex(names, columns=each.columns.union(COLUMNS.index)).astype(float) for each in (means, errors)
     )
-    means[[*IN_MILLIONS]] /= 1e6
-    trained = {row for row, _ in found}
-    rows = [row for row in table.rows if row.name in trained or row in wanted or not row.extra]
+    means[COLUMNS.index[COLUMNS["in_millions"]]] /= 1e6
+    trained = {row for row, _ in figures}
+    rows = [row for row in table.rows if row.name in trained or row in requested or not row.extra]
     devices = sorted({timing[row.run_name]["device"] for row in table.rows if row.run_name in timing})
     return Results(table, rows, runs, means, errors, devices)
 
@@ -183,23 +145,18 @@ def _differences(values: pd.Series, table: Table) -> pd.Series:
     names, seeds = (values.index.get_level_values(level) for level in ("row", "seed"))
     compared = pd.MultiIndex.from_arrays([names.map(baselines), seeds])
     known = compared.isin(values.index) & (compared != values.index)
-    own: Any = values[known]
-    return own - values.reindex(compared[known]).to_numpy()
+    rows: Any = values[known]
+    return rows - values.reindex(compared[known]).to_numpy()
 
 
-def named_for(name: str, topology: str) -> str:
-    """The name of a file about measured step times or, with a `topology`, about those estimated for it."""
-    return f"{name}_{topology.replace(':', '_')}" if topology else name
+def timing_file(folder: Path) -> Path:
+    """The file of the measured step times."""
+    return folder / "step_time.json"
 
 
-def timing_file(folder: Path, topology: str = "") -> Path:
-    """The file of the step times, which are measured or, with a `topology`, estimated for it."""
-    return folder / f"{named_for('step_time', topology)}.json"
-
-
-def read_timing(folder: Path, topology: str = "") -> dict[str, Any]:
+def read_timing(folder: Path) -> dict[str, Any]:
     """What `timing_file` holds by row; empty if nothing was timed."""
-    return _read(timing_file(folder, topology)).get("rows", {})
+    return _read(timing_file(folder)).get("rows", {})
 
 
 def result_file(folder: Path, row: Row, seed: int) -> Path:
@@ -238,9 +195,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _text(frame: pd.DataFrame, measures: Sequence[str], papers: Sequence[str]) -> TextTable:
     columns = {"model": frame["model"]}
     for measure in measures:
-        header, form = COLUMNS[measure]
         errors = frame.get(f"{measure}_error", pd.Series(math.nan, frame.index))
-        columns[header] = [with_error(*pair, form) for pair in zip(frame[measure], errors, strict=True)]
+        pairs, form = zip(frame[measure], errors, strict=True), COLUMNS["form"][measure]
+        columns[COLUMNS["header"][measure]] = [with_error(*pair, form) for pair in pairs]
     columns["runs"] = frame["runs"]
     for name in papers:
         columns[f"paper: {name}"] = ["" if math.isnan(x) else f"{x:,.10g}" for x in frame[f"paper: {name}"]]
@@ -269,7 +226,7 @@ def _grid(grid: Grid, results: Results) -> str:
         return ""
 
     def cell(name: str) -> str:
-        mean = number(results.mean(name, grid.measure), COLUMNS[grid.measure][1])
+        mean = number(results.mean(name, grid.measure), COLUMNS["form"][grid.measure])
         return f"{mean} ({papers[name]:,.10g})" if name in papers else ""
 
     cells = names.map(cell).rename_axis("").reset_index()

@@ -1,12 +1,10 @@
 """The time of a training step, measured for several models in turn, so that all see the same changes of speed.
 
-Only ratios within a round are compared: a shared machine may be twice as fast a minute later. For TPUs that this
-machine doesn't have, the time is what their compiler estimates.
+Only ratios within a round are compared: a shared machine may be twice as fast a minute later.
 """
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,30 +13,25 @@ from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch
-from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding
-from meliad_like.models.model import Model
-from meliad_like.planning.programs import needs
-from meliad_like.planning.topology import Topology
 from meliad_like.training.hardware import DATASHEET_FLOPS
 from meliad_like.training.program import make_program
-from meliad_like.training.step import TrainState
 
 WARM_UP = 2  # rounds that don't count
 PRODUCT = 2048  # rows of the square matrices whose product is timed with the steps
 
 
-@dataclass
 class TimedStep:
-    """The training step of a run, compiled, with its state and a batch of random tokens."""
+    """The training step of a run, compiled, with its state and a batch of random tokens; nothing is read from disk."""
 
-    run: RunConfig
-    model: Model
-    step: jax.stages.Compiled
-    state: TrainState
-    batch: Batch
-    compile_seconds: float
-    seconds: list[float] = field(default_factory=list)
+    def __init__(self, run: RunConfig, vocabulary_size: int, mesh: Mesh):
+        program, began = make_program(run, vocabulary_size, mesh), time.perf_counter()
+        self.step = program.compile_step()
+        self.compile_seconds = time.perf_counter() - began
+        self.run, self.model, self.state = run, program.model, program.initialise()
+        lanes = lane_sharding(mesh, run.data.num_lanes)
+        self.batch = jax.device_put(random_batch(program.abstract_batch, vocabulary_size), lanes)
+        self.seconds: list[float] = []
 
     def __call__(self) -> None:
         """Does one step and adds its time to `seconds`."""
@@ -53,18 +46,6 @@ class TimedStep:
         analysis = self.step.memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes + analysis.argument_size_in_bytes
-
-
-def make_step(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> TimedStep:
-    """The step of a training, ready to be timed; nothing is read from disk."""
-    program = make_program(run, vocabulary_size, mesh)
-    began = time.perf_counter()
-    step = program.compile_step()
-    compile_seconds = time.perf_counter() - began
-    batch = jax.device_put(
-        random_batch(program.abstract_batch, vocabulary_size), lane_sharding(mesh, run.data.num_lanes)
-    )
-    return TimedStep(run, program.model, step, program.initialise(), batch, compile_seconds)
 
 
 def random_batch(shapes: Batch, vocabulary_size: int) -> Batch:
@@ -99,31 +80,15 @@ def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]
     peak = DATASHEET_FLOPS.get(device, measured) if dtype == "bfloat16" else measured
     # Fake devices share the rate of their CPU.
     num_devices = 1 if jax.default_backend() == "cpu" else jax.device_count()
-    rows = {}
-    for name, step in steps.items():
+
+    def row(step: TimedStep) -> dict[str, Any]:
         seconds = step.seconds[WARM_UP:]
         flops = step.model.training_flops_per_token * step.run.data.tokens_per_step
-        rows[name] = {
-            "seconds": seconds,
-            "memory_bytes": step.memory_bytes,
-            "compile_seconds": step.compile_seconds,
-            "share_of_peak": flops / float(np.median(seconds)) / (peak * num_devices),
-        }
-    return {"device": device, "peak": peak, "rows": rows}
+        share = flops / float(np.median(seconds)) / (peak * num_devices)
+        sizes = {"memory_bytes": step.memory_bytes, "compile_seconds": step.compile_seconds}
+        return {"seconds": seconds, **sizes, "share_of_peak": share}
 
-
-def estimate(run: RunConfig, vocabulary_size: int, topology: Topology) -> dict[str, Any]:
-    """A row like those of `time_in_turn`, with the one time that the compiler estimates for these devices."""
-    (need,) = needs(run, vocabulary_size, topology, ("training",))
-    if need.clock is None:
-        reason = "the step does not fit into memory" if need.gave_up else "its compiler estimates no times"
-        raise UserError(f"--topology={topology.name}: {reason}")
-    return {
-        "seconds": [need.estimated_seconds],
-        "memory_bytes": need.total,
-        "compile_seconds": need.compile_seconds,
-        "share_of_peak": need.share_of_peak,
-    }
+    return {"device": device, "peak": peak, "rows": {name: row(step) for name, step in steps.items()}}
 
 
 def relative_time(rows: Mapping[str, Any], name: str, baseline: str) -> float:
@@ -138,11 +103,12 @@ def in_shares(parts: Mapping[str, Any], shares: Mapping[str, float]) -> dict[str
     """
     if len(shares) == 1:
         return dict(parts[next(iter(shares))])
-    seconds = {name: np.array(parts[name]["seconds"]) for name in shares}
-    used = {name: share * float(np.median(seconds[name])) for name, share in shares.items()}
+    weights, kinds = list(shares.values()), [parts[name] for name in shares]
+    seconds = np.array([kind["seconds"] for kind in kinds])
+    used = weights * np.median(seconds, axis=1)
     return {
-        "seconds": np.sum([share * seconds[name] for name, share in shares.items()], axis=0).tolist(),
-        "memory_bytes": max(parts[name]["memory_bytes"] for name in shares),
-        "compile_seconds": sum(parts[name]["compile_seconds"] for name in shares),
-        "share_of_peak": sum(used[name] * parts[name]["share_of_peak"] for name in shares) / sum(used.values()),
+        "seconds": np.dot(weights, seconds).tolist(),
+        "memory_bytes": max(kind["memory_bytes"] for kind in kinds),
+        "compile_seconds": sum(kind["compile_seconds"] for kind in kinds),
+        "share_of_peak": float(np.average([kind["share_of_peak"] for kind in kinds], weights=used)),
     }

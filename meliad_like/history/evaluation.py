@@ -18,7 +18,6 @@ from jaxtyping import Float, Int
 
 from meliad_like.data.readers import label
 from meliad_like.data.split import Documents
-from meliad_like.errors import UserError
 from meliad_like.evaluation.bootstrap import intervals
 from meliad_like.history.config import HistoryConfig
 from meliad_like.history.gains import TargetLosses

@@ -261,7 +261,7 @@ class MelodiLayer(Layer):
         return summaries + made.get("summary", 0), short, made.get("long")
 
     def begin_decoding(self, carry, position):
-        memory, (b, h, k) = carry[NAME], (len(position), self.shape.num_heads, self.shape.head_size)
+        memory, b = carry[NAME], len(position)
         empty = self.heads.init_cache(b, memory.short.dtype)._replace(position=memory.position)
         long = self._memory_heads(memory.long, None) if self.long else ()
         mixed = {name: jnp.zeros((b, mix.out, self.shape.model_width)) for name, mix in self._mixes.items()}

@@ -26,9 +26,8 @@ class Description(NamedTuple):
     num_lanes: int
     """The number of lanes in that stage."""
     forward_flops: float
-    """Operations of a token in the last stage (`layers/flops.py`)."""
     training_flops: float
-    """Operations of a token in the last stage, forward and backward."""
+    """Operations of a token in the last stage (`layers/flops.py`): forward, and forward and backward."""
     num_steps: int
     num_tokens: int
     """Tokens of all steps, padding included."""
@@ -60,22 +59,15 @@ def describe(run: RunConfig, vocabulary_size: int) -> Description:
     # Everything on one device: what is needed in total does not depend on the mesh.
     mesh, stages = make_mesh(MeshConfig(), jax.devices()[:1]), stages_of(run)
     programs = [make_program(stage.run, vocabulary_size, mesh) for stage in stages]
-    parts = [state_parts(program) for program in programs]
-    largest = max(range(len(stages)), key=lambda i: sum(parts[i].values()))
-    tokens = [(stage.last_step - stage.first_step) * stage.run.data.tokens_per_step for stage in stages]
-    model: Any = programs[-1].model
-    return Description(
-        num_parameters=model.num_parameters,
-        parts=parts[largest],
-        num_lanes=stages[largest].run.data.num_lanes,
-        forward_flops=model.forward_flops_per_token,
-        training_flops=model.training_flops_per_token,
-        num_steps=run.training.num_steps,
-        num_tokens=sum(tokens),
-        total_flops=sum(
-            n * program.model.training_flops_per_token for n, program in zip(tokens, programs, strict=True)
-        ),
+    parts, lanes = max(
+        ((state_parts(program), stage.run.data.num_lanes) for program, stage in zip(programs, stages, strict=True)),
+        key=lambda need: sum(need[0].values()),
     )
+    tokens = [(stage.last_step - stage.first_step) * stage.run.data.tokens_per_step for stage in stages]
+    total = sum(n * program.model.training_flops_per_token for n, program in zip(tokens, programs, strict=True))
+    model: Any = programs[-1].model
+    flops = model.forward_flops_per_token, model.training_flops_per_token
+    return Description(model.num_parameters, parts, lanes, *flops, run.training.num_steps, sum(tokens), total)
 
 
 def _size(num_bytes: float) -> str:

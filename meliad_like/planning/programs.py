@@ -9,15 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig
 from meliad_like.evaluation.perplexity import evaluation_step
 from meliad_like.mesh import carry_shardings, lane_sharding, make_mesh, replicated
-from meliad_like.models.model import Model
-from meliad_like.planning.clock import Clock, read_clock
-from meliad_like.planning.collectives import Traffic, traffic
-from meliad_like.planning.hlo import Module
+from meliad_like.planning.collectives import Module, Traffic, traffic
 from meliad_like.planning.topology import Topology
 from meliad_like.training.program import Program, make_program
 
@@ -38,7 +34,7 @@ class Need(NamedTuple):
     """Arguments, which stay in memory: parameters, optimizer state, carry, batch."""
     activations: int
     """The most temporary memory at a time, gradients included. If the compiler gave up: the memory that it reports
-    besides the parts."""
+    in addition to the parts."""
     results: int
     """Results that don't take the place of arguments."""
     code: int
@@ -48,8 +44,6 @@ class Need(NamedTuple):
     compile_seconds: float
     gave_up: bool = False
     """Whether the compiler found no program that fits into the device's memory."""
-    clock: Clock | None = None
-    """The compiler's estimate of the time; None where the compiler makes none, as for CPUs."""
 
     @property
     def total(self) -> int:
@@ -63,28 +57,14 @@ class Need(NamedTuple):
     @property
     def seconds(self) -> dict[str, float]:
         """The least time of a run of the program, by resource; empty for unknown devices."""
-        chip, peak_flops = self.topology.chip, self.topology.peak_flops
-        if chip is None or peak_flops is None:
+        if (chip := self.topology.chip) is None:
             return {}
-        linked = sum(traffic.num_bytes for traffic in self.collectives.values())
         return {
-            "arithmetic": self.flops / peak_flops,
+            "arithmetic": self.flops / chip.peak_flops,
             # At least: all arguments are read once, and temporary memory is written and read.
             "memory": (sum(self.parts.values()) + 2 * self.activations) / chip.memory_bandwidth,
-            "links": linked / chip.link_bandwidth,
+            "links": sum(kind.num_bytes for kind in self.collectives.values()) / chip.link_bandwidth,
         }
-
-    @property
-    def estimated_seconds(self) -> float | None:
-        """The time of a run of the program by the compiler's estimate."""
-        chip = self.topology.chip
-        return None if chip is None or self.clock is None else self.clock.cycles / chip.clock
-
-    @property
-    def share_of_peak(self) -> float | None:
-        """The share of the peak rate of the program's operations, by the compiler's estimate of its time."""
-        seconds, peak_flops = self.estimated_seconds, self.topology.peak_flops
-        return None if seconds is None or peak_flops is None else self.flops / seconds / peak_flops
 
     @property
     def limited_by(self) -> str:
@@ -104,17 +84,20 @@ def needs(
     mesh, num_lanes = make_mesh(run.mesh, topology.devices), run.data.num_lanes
     program = make_program(run, vocabulary_size, mesh)
     model, state, batch = program.model, program.abstract_state, program.abstract_batch
-    lanes, carry = lane_sharding(mesh, num_lanes), _decoding_carry(model, num_lanes, mesh)
+    shapes = model.abstract_carry(num_lanes, decoding=True)
+    shardings = carry_shardings(mesh, num_lanes, model.carry_axes(shapes))
+    carry = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
+    lanes = lane_sharding(mesh, num_lanes)
     token = jax.ShapeDtypeStruct((num_lanes,), jnp.int32, sharding=lanes)
     evaluate = jax.jit(
         functools.partial(evaluation_step, model, run.training.loss_slice),
         donate_argnums=1,
-        out_shardings=(_shardings(state.carry), replicated(mesh)),
+        out_shardings=(jax.tree.map(lambda x: x.sharding, state.carry), replicated(mesh)),
     )
     decode = jax.jit(
         lambda params, token, carry: model.bind(params).decode_step(token, carry),
         donate_argnums=2,
-        out_shardings=(lanes, _shardings(carry)),
+        out_shardings=(lanes, shardings),
     )
     # O0, by a number that both jax 0.10 and 0.12 accept.
     options = {"optimization_level": 9} if quick else {}
@@ -133,17 +116,18 @@ def needs(
     for name in programs:
         compile_program, resident, flops = known[name]
         with jax.set_mesh(mesh):
-            need = _need(name, compile_program, resident, flops / mesh.size, topology)
+            need = measure(compile_program, name, resident, flops / mesh.size, topology)
         yield need
 
 
-def _need(
-    name: str,
+def measure(
     compile_program: Callable[[], jax.stages.Compiled],
+    name: str,
     parts: dict[str, int],
     flops: float,
     topology: Topology,
 ) -> Need:
+    """Compiles a program; `parts` and `flops` are those of `Need`."""
     began = time.perf_counter()
     try:
         compiled = compile_program()
@@ -151,32 +135,22 @@ def _need(
         if (activations := refused_bytes(str(error), sum(parts.values()))) is None:
             raise
         return Need(name, topology, parts, activations, 0, 0, {}, flops, time.perf_counter() - began, gave_up=True)
-    seconds = time.perf_counter() - began
-    memory, module = compiled.memory_analysis(), Module(compiled.as_text())
+    seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
     assert memory is not None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     # The TPU compiler's `temp_size` counts gaps in its heap twice; its peak leaves some of them out, at most a tenth of
     # a GiB. On a CPU the former is right, and the peak is that of the arguments.
     peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
-    return Need(
-        name=name,
-        topology=topology,
-        parts=parts,
-        activations=memory.temp_size_in_bytes if topology.kind == "cpu" else peak,
-        results=results,
-        code=memory.generated_code_size_in_bytes,
-        collectives=traffic(module),
-        flops=flops,
-        compile_seconds=seconds,
-        clock=read_clock(module),
-    )
+    activations = memory.temp_size_in_bytes if topology.kind == "cpu" else peak
+    code, collectives = memory.generated_code_size_in_bytes, traffic(Module(compiled.as_text()))
+    return Need(name, topology, parts, activations, results, code, collectives, flops, seconds)
 
 
 def refused_bytes(message: str, held: int) -> int | None:
-    """The memory that a program would use besides `held`, from the TPU compiler's error; None for other errors."""
-    for pattern, besides in ((_TEMPORARY, 0), (_USED, held)):
-        if "RESOURCE_EXHAUSTED" in message and (found := pattern.search(message)):
-            return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) - besides
+    """The memory that a program would use in addition to `held`, by the TPU compiler's error; None for others."""
+    for pattern, counted in ((_TEMPORARY, 0), (_USED, held)):
+        if "RESOURCE_EXHAUSTED" in message and (size := pattern.search(message)):
+            return int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " ")) - counted
     return None
 
 
@@ -197,13 +171,3 @@ def _size_on_device(tree: Any) -> int:
     """Bytes of abstract arrays on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
-
-
-def _decoding_carry(model: Model, num_lanes: int, mesh: Mesh) -> Any:
-    shapes = model.abstract_carry(num_lanes, decoding=True)
-    shardings = carry_shardings(mesh, num_lanes, model.carry_axes(shapes))
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-
-
-def _shardings(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.sharding, tree)

@@ -26,16 +26,15 @@ class Chip(NamedTuple):
     memory_bandwidth: float
     link_bandwidth: float
     """The bandwidth of the links to all neighbours together."""
-    clock: float
-    """Cycles per second: the peak rate over the operations of all matrix units in a cycle. v4 and v5p have 8 units of
-    128 x 128, v5e has 4, v6e has 4 of 256 x 256."""
+    peak_flops: float
+    """FLOP/s of bfloat16 matrix products."""
 
 
 CHIPS = {
-    "TPU v4": Chip(30.75 * GIB, 1228e9, 300e9, 1.05e9),
-    "TPU v5 lite": Chip(15.75 * GIB, 819e9, 200e9, 1.5e9),
-    "TPU v5": Chip(95.74 * GIB, 2765e9, 600e9, 1.75e9),
-    "TPU v6 lite": Chip(31.25 * GIB, 1640e9, 448e9, 1.75e9),
+    "TPU v4": Chip(30.75 * GIB, 1228e9, 300e9, DATASHEET_FLOPS["TPU v4"]),
+    "TPU v5 lite": Chip(15.75 * GIB, 819e9, 200e9, DATASHEET_FLOPS["TPU v5 lite"]),
+    "TPU v5": Chip(95.74 * GIB, 2765e9, 600e9, DATASHEET_FLOPS["TPU v5"]),
+    "TPU v6 lite": Chip(31.25 * GIB, 1640e9, 448e9, DATASHEET_FLOPS["TPU v6 lite"]),
 }
 
 
@@ -45,10 +44,8 @@ class Topology(NamedTuple):
     name: str
     devices: Sequence[Any]
     kind: str
-    chip: Chip | None
+    chip: Chip | None = None
     """None for unknown devices."""
-    peak_flops: float | None
-    """FLOP/s of bfloat16 matrix products on one device."""
 
 
 def open_topology(name: str) -> Topology:
@@ -61,7 +58,7 @@ def open_topology(name: str) -> Topology:
         raise UserError(f"--topology={name} must be a generation and a shape, such as v4:2x2x4, v5e:4x4 or cpu:8")
     if generation == "cpu":
         jax.config.update("jax_num_cpu_devices", int(shape))
-        return Topology(name, jax.devices("cpu"), "cpu", None, None)
+        return Topology(name, jax.devices("cpu"), "cpu")
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"--topology={name} needs the TPU compiler: install it with pip install -e '.[tpu]'")
     # The compiler would otherwise ask this machine for its slice, and only one process at a time could load it.
@@ -79,4 +76,4 @@ def open_topology(name: str) -> Topology:
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"the TPU compiler knows no topology {name}: {str(error).splitlines()[0]}") from None
     kind = devices[0].device_kind
-    return Topology(name, devices, kind, CHIPS.get(kind), DATASHEET_FLOPS.get(kind))
+    return Topology(name, devices, kind, CHIPS.get(kind))

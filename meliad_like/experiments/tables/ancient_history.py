@@ -1,51 +1,25 @@
 """The rows of table 1 of Ancient History Language Models (Koncel-Kedziorski and Smith 2021), further controls, the
-paper's figures, and smaller scales (docs/experiments.md)."""
+paper's figures (validation perplexities by token), and smaller scales (docs/experiments.md)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from meliad_like.errors import UserError
+from meliad_like.experiments.tables.table import Row, Table, read_rows
 from meliad_like.history.config import HistoryConfig, JointSelectorConfig, LightSelectorConfig
 
-NAME = "ancient_history"
-PAPER = ("WikiText-2, GPT2 large", "WikiText-2, GPT2 small", "S2ORC, GPT2 large", "S2ORC, GPT2 small")
-"""Validation perplexities by token."""
-
-
-@dataclass(frozen=True)
-class HistoryRow:
-    """One way to select spans."""
-
-    name: str
-    """Value of `--row`, and name in the evaluation."""
-    label: str
-    paper: Mapping[str, float] = field(default_factory=dict)
-    """The paper's figures, by the names of PAPER."""
-    selector: Mapping[str, Any] | None = None
-    """Changes of `HistorySettings`, by their paths, for a row that trains a selector."""
-    extra: bool = False
-    """Whether the scale tiny has this row only when it is named."""
-
-
-ROWS = (
-    HistoryRow("baseline", "original: the most recent text", dict(zip(PAPER, (16.56, 26.45, 14.12, 21.01)))),
-    HistoryRow("random", "random spans"),
-    HistoryRow("recent", "the most recent spans"),
-    HistoryRow("prefix_overlap", "overlap with the prefix"),
-    HistoryRow("overlap_oracle", "overlap oracle", dict(zip(PAPER[:2], (16.43, 25.93)))),
-    HistoryRow("learned_selector", "learned selector", selector={"selector": JointSelectorConfig()}),
-    HistoryRow("light_selector", "light selector", selector={"selector": LightSelectorConfig()}),
-    HistoryRow(
-        "learned_selector_released_code",
-        "learned selector as in the released code",
-        # Whether the published figures come from a selector that saw the future is not known: the released one does.
-        dict(zip(PAPER, (15.64, 24.82, 12.62, 18.42))),
-        selector={"selector": JointSelectorConfig(), "history.selector_context": "released_code"},
-        extra=True,
-    ),
-    HistoryRow("score_oracle", "score oracle", {PAPER[1]: 24.74}),
-)
+TABLE = Table("ancient_history", "Table 1: ancient history in the context window", read_rows("ancient_history"))
+"""Its rows are the ways in which spans are selected, by their names in the evaluation."""
+SELECTORS: Mapping[str, Mapping[str, Any]] = {
+    "learned_selector": {"selector": JointSelectorConfig()},
+    "light_selector": {"selector": LightSelectorConfig()},
+    # Whether the published figures come from a selector that saw the future is not known: the released one does.
+    "learned_selector_released_code": {
+        "selector": JointSelectorConfig(),
+        "history.selector_context": "released_code",
+    },
+}
+"""Changes of `HistorySettings`, by their paths, for the rows that train a selector."""
 ALWAYS = ("baseline", "random", "overlap_oracle")
 """Rows that every evaluation has."""
 
@@ -90,14 +64,12 @@ SCALES = {
 }
 
 
-def rows_of(scale: str, chosen: tuple[str, ...]) -> list[HistoryRow]:
-    """The chosen rows and those that every evaluation has, or all rows of the scale.
+def rows_of(scale: str, names: tuple[str, ...]) -> list[Row]:
+    """The rows of these names and those that every evaluation has, or all rows of the scale.
 
     Raises a UserError if there is no row of a name.
     """
-    by_name = {row.name: row for row in ROWS}
-    if unknown := [name for name in chosen if name not in by_name]:
-        raise UserError(f"{NAME} has no row {unknown[0]}; it has {', '.join(by_name)}")
-    if chosen:
-        return [row for row in ROWS if row.name in (*chosen, *ALWAYS)]
-    return [row for row in ROWS if scale != "tiny" or not row.extra]
+    if names:
+        requested = [TABLE.row(name) for name in (*names, *ALWAYS)]
+        return [row for row in TABLE.rows if row in requested]
+    return [row for row in TABLE.rows if scale != "tiny" or not row.extra]

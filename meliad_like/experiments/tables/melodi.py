@@ -1,17 +1,12 @@
 """The table of MELODI (arXiv:2410.03156): memories of about the same size on PG19, and what they cost.
 
 The paper's figures are perplexities of tokens (the T5 vocabulary, or one trained on the data set). It compares models
-of about the same memory; operations and step times are beside it here, because its rows need 1.3 to 1.5 times the
+of about the same memory; operations and step times are columns here too, because its rows need 1.3 to 1.5 times the
 operations of a sliding window with as many layers.
 """
 
 from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import Panel, Table, line, read_rows
-
-MEASURES = (
-    *("segment_length", "window_length", "parameters", "memory_numbers", "perplexity", "bits_per_token"),
-    *("bits_per_byte", "difference", "step_time", "milliseconds", "training_flops_per_token", "memory_bytes"),
-)
 
 
 def _table() -> Table:
@@ -27,7 +22,7 @@ def _table() -> Table:
         Panel("perplexity", "PG19 T5 perplexity", "memory_numbers", lines),
         Panel("perplexity", "PG19 T5 perplexity", "training_flops_per_token", lines, front=True),
     )
-    return Table("melodi", "MELODI and memories of the same size", rows, panels, MEASURES, scales=SCALES)
+    return Table("melodi", "MELODI and memories of the same size", rows, panels, scales=SCALES)
 
 
 TABLE = _table()

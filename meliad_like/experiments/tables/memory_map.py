@@ -1,19 +1,12 @@
 """Maps of what memories hold, of documents that are made for it (`docs/studies.md`); no paper has this table."""
 
-from meliad_like.experiments.scales import Scale
-from meliad_like.experiments.tables.table import Table, read_rows
-
-MEASURES = (
-    *("segment_length", "num_states", "parameters", "memory_numbers", "accuracy", "difference", "step_time"),
-    *("milliseconds", "training_flops_per_token"),
-)
+from meliad_like.experiments.tables.table import Scale, Table, read_rows
 
 TABLE = Table(
     "memory_map",
     "What is remembered, by number and distance",
     read_rows("memory_map"),
     (),
-    MEASURES,
     compared="accuracy",
     # The sizes of the gin files are those that are meant.
     scales={"tiny": Scale(side_by_side=True)},

@@ -8,45 +8,13 @@ perplexities by word, and operations for a token in millions.
 
 import functools
 
-from meliad_like.experiments.scales import Scale
-from meliad_like.experiments.tables.table import Panel, Table, line, read_rows
-
-MEASURES = (
-    *("window_length", "overlap", "parameters", "word_perplexity", "perplexity", "bits_per_byte", "difference"),
-    *("flops_by_the_paper", "flops_as_counted", "logged_tokens_per_second", "tokens_per_second", "seconds"),
-)
+from meliad_like.experiments.tables.table import Panel, Scale, Table, line, read_bindings, read_rows
 
 SCALES = {
     # Nothing of the model and its windows is made smaller. One sequence of 5 windows a step instead of 4 or 8 of 20,
     # because 40,000 targets would otherwise be a handful of steps, in which no recurrence learns anything.
-    "tiny": Scale(
-        segments=4,
-        lanes=8,
-        targets=40_000,
-        bindings={
-            "PretrainedConfig.dropout_rate": 0.0,
-            # One gradient of 20 times the usual norm would make Adam's steps small for the rest of so short a run.
-            "OptimizerConfig.clip_norm": 1.0,
-            "ConstantSchedule.rate": 1e-4,
-            "ScheduleConfig.warmup_steps": 10,
-            "TrainingConfig.log_every": 5,
-            # In so few steps the last parameters are the best ones.
-            "TrainingConfig.evaluate_every": 0,
-            "TrainingConfig.keep_best": False,
-            "TrainingConfig.checkpoint_every": 20,
-            "TrainingConfig.checkpoints_kept": 1,
-        },
-        max_tokens=24_000,
-    ),
-    "small": Scale(
-        targets=4_000_000,
-        bindings={
-            "ScheduleConfig.warmup_steps": 50,
-            "TrainingConfig.evaluate_every": 40,
-            "TrainingConfig.checkpoint_every": 40,
-            "TrainingConfig.checkpoints_kept": 1,
-        },
-    ),
+    "tiny": Scale(segments=4, lanes=8, targets=40_000, bindings=read_bindings("recurrence_tiny"), max_tokens=24_000),
+    "small": Scale(targets=4_000_000, bindings=read_bindings("recurrence_small")),
     "paper": Scale(),
 }
 
@@ -68,7 +36,7 @@ def _table() -> Table:
     )
     title = "Tables 1 and 2, figures 4 and 5: a recurrence for a pretrained model"
     against = "the model without a recurrence at the same window and overlap"
-    return Table("recurrence", title, rows, panels, MEASURES, scales=SCALES, against=against, pretrained=True)
+    return Table("recurrence", title, rows, panels, scales=SCALES, against=against, pretrained=True)
 
 
 TABLE = _table()

@@ -1,22 +1,19 @@
-"""The parts of a table: rows, which are runs, their figures, and pictures of these."""
+"""The parts of a table: rows, which are runs, their figures, pictures of these, and the sizes in which it is made."""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from meliad_like import config
+from meliad_like.config import RunConfig, with_changes
+from meliad_like.config.shrinking import Divisors
 from meliad_like.errors import UserError
-from meliad_like.experiments.scales import Scale
-
-MEASURES = (
-    *("segment_length", "window_length", "num_states", "parameters", "bits_per_token", "bits_per_byte", "difference"),
-    *("step_time", "milliseconds", "share_of_peak", "training_flops_per_token", "memory_bytes"),
-)
-"""The default figures of a table, by their names in `report.COLUMNS`."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +24,9 @@ class Row:
     """Its name for `--row`."""
     label: str
     """Its name in the paper."""
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
     """Its gin files, at the paper's size."""
-    baseline: str
+    baseline: str = ""
     """The row that it is compared with: by step time, and by the table's `compared` figure within a seed."""
     paper: Mapping[str, float] = field(default_factory=dict)
     """The paper's figures by the names of its columns."""
@@ -46,23 +43,34 @@ class Row:
         return self.trained_as or self.name
 
 
+def read_csv(name: str) -> pd.DataFrame:
+    """A CSV file of this package."""
+    return pd.read_csv(str(resources.files(__package__) / f"{name}.csv"))
+
+
+def read_bindings(name: str) -> dict[str, Any]:
+    """The values by `Class.field` in a gin file of this package."""
+    lines = (resources.files(__package__) / f"{name}.gin").read_text().splitlines()
+    return config.bound_by([line for line in lines if line and not line.startswith("#")])
+
+
 def read_rows(table: str) -> tuple[Row, ...]:
     """The rows of a table from its CSV file, whose columns are the fields of `Row` and those of the paper's figures."""
-    frame = pd.read_csv(str(resources.files(__package__) / f"{table}.csv"))
+    frame = read_csv(table)
     papers = frame.columns.difference([field.name for field in fields(Row)], sort=False)
     rows = []
     for line in frame.to_dict("records"):
         known: dict[str, Any] = {str(name): value for name, value in line.items() if not pd.isna(value)}
         paper = {name: known.pop(name) for name in papers if name in known}
-        rows.append(Row(**known | {"files": tuple(known["files"].split())}, paper=paper))
+        rows.append(Row(**known | {"files": tuple(known.get("files", "").split())}, paper=paper))
     return tuple(rows)
 
 
 def line(rows: Sequence[Row], pattern: str, x: str = "") -> dict[str, float]:
     """The names of the rows that match, with the paper's x: its figure in this column, or the number in the name that
     is the pattern's group."""
-    found = ((row, match) for row in rows if (match := re.fullmatch(pattern, row.name)))
-    return {row.name: row.paper.get(x, math.nan) if x else float(match[1]) for row, match in found}
+    matches = ((row, match) for row in rows if (match := re.fullmatch(pattern, row.name)))
+    return {row.name: row.paper.get(x, math.nan) if x else float(match[1]) for row, match in matches}
 
 
 @dataclass(frozen=True)
@@ -101,19 +109,40 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Scale(Divisors):
+    """How much smaller than in the paper the rows of a table are, all by the same rule."""
+
+    bindings: Mapping[str, Any] = field(default_factory=dict)
+    """Values by `Class.field` that replace those of the files."""
+    largest_vocabulary: int | None = None
+    """Rows with larger vocabularies of their own are only made if they are named."""
+    side_by_side: bool = False
+    """Whether one core for each model is the fastest way to train several."""
+    keep_share_of_warmup: bool = False
+    """Whether the warmup keeps its share of the steps, as stages do where the number of steps is not from `targets`."""
+    lanes: int = 1
+    """Divisor of the number of lanes; at least one lane is left."""
+    targets: int = 0
+    """About the number of targets of each training, if it is not 0: rows whose windows repeat more tokens have more
+    steps."""
+    max_tokens: int | None = None
+    """The most tokens to evaluate, of the beginnings of documents; None: all."""
+    timed_tokens: int = 1000
+    """The number of tokens that are evaluated one by one, for the time alone."""
+
+
+@dataclass(frozen=True)
 class Table:
     """A table of a paper: its rows, figures and pictures."""
 
     name: str
     title: str
     rows: tuple[Row, ...]
-    panels: tuple[Panel, ...]
-    measures: tuple[str, ...] = MEASURES
-    """The columns of figures."""
+    panels: tuple[Panel, ...] = ()
     compared: str = "bits_per_byte"
     """The figure whose `difference` is a row's value minus its baseline's."""
     grids: tuple[Grid, ...] = ()
-    scales: Mapping[str, Scale] = field(kw_only=True)
+    scales: Mapping[str, Scale] = field(default_factory=dict)
     """The sizes in which it can be made."""
     by_protocol: bool = False
     """Whether rows are evaluated as in the Shortformer paper, with all documents as one stream, rather than by document
@@ -129,11 +158,67 @@ class Table:
 
     def row(self, name: str) -> Row:
         """The row of this name, or UserError."""
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise UserError(f"{self.name} has no row {name}; it has {', '.join(row.name for row in self.rows)}")
+        if (row := next((row for row in self.rows if row.name == name), None)) is None:
+            raise UserError(f"{self.name} has no row {name}; it has {', '.join(row.name for row in self.rows)}")
+        return row
 
     @property
     def paper_columns(self) -> list[str]:
         return list(dict.fromkeys(column for row in self.rows for column in row.paper))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is made of a table, and where; common to all tables."""
+
+    scale_name: str
+    gin_files: tuple[str, ...]
+    """The task, and options for all rows."""
+    gin_params: tuple[str, ...]
+    """Bindings for all rows; they are not scaled."""
+    folder: Path
+    """Contains the runs and the results."""
+    row_names: tuple[str, ...] = ()
+    """Names of rows; none: all rows of the scale."""
+    split: str = "test"
+    max_tokens: int | None = None
+    """The most tokens of the split to evaluate; None: as the scale says."""
+    load_dir: str = ""
+    """Checkpoint folder of the pretrained model, for a table whose rows begin with one."""
+
+
+def configure(
+    row: Row,
+    scale: Scale,
+    gin_files: Sequence[str] = (),
+    gin_params: Sequence[str] = (),
+    fixed: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """The run of a row at a scale.
+
+    `gin_files` are the task and options for all rows, with the lengths of the paper's size, as the row's own files.
+    Values in `fixed`, by `Class.field`, win over files, `gin_params` over everything; neither is scaled.
+    """
+    files, fixed, bound = [*row.files, *gin_files], dict(fixed or {}), config.bound_by(gin_params)
+    if row.vocabulary_size:
+        # A vocabulary that belongs to the row wins over the task's.
+        values = config.bound_values(config.parse(row.files))
+        fixed |= {key: value for key, value in values.items() if "Vocabulary" in key or key == "RunConfig.vocabulary"}
+    # Macros are parts of files, and scaled with them.
+    macros = [param for param in gin_params if "." not in param.partition("=")[0]]
+    whole = config.parse(files, macros, fixed)
+    values = scale.sizes(whole) | dict(scale.bindings)
+    share = (values | bound).get("TrainingConfig.num_steps", whole.training.num_steps) / whole.training.num_steps
+    values["StagesConfig.num_steps"] = tuple(max(round(steps * share), 1) for steps in whole.stages.num_steps)
+    if scale.keep_share_of_warmup:
+        values["ScheduleConfig.warmup_steps"] = int(whole.schedule.warmup_steps * share)
+    if scale.segments > 1 or scale.lanes > 1:
+        # A segment that the user bound is the one whose lanes count.
+        segment = (values | bound)["ReaderConfig.segment_length"]
+        values["ReaderConfig.tokens_per_step"] = segment * max(whole.data.num_lanes // scale.lanes, 1)
+    run = config.parse(files, gin_params, values | fixed)
+    if scale.targets and "TrainingConfig.num_steps" not in bound:
+        window, overlap = run.model.window_length, run.data.training_overlap(run.model.overlap)
+        new = run.data.tokens_per_step * (window - overlap) / window
+        run = with_changes(run, {"training.num_steps": math.ceil(scale.targets / new)})
+    return with_changes(run, {"data.store": f"{run.data.store}_{row.name}"}) if row.vocabulary_size else run

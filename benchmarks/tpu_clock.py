@@ -1,4 +1,4 @@
-"""The compiler's clock: how long a program takes on a TPU, by the TPU compiler's estimate for each instruction.
+"""The TPU compiler's clock: how long a program takes on a TPU, by the TPU compiler's estimate for each instruction.
 
 The compiler writes `estimated_cycles` into the text of a compiled program. A step's cycles are the sum over all
 instructions, each as often as it runs. docs/planning.md compares this sum with measured times, and lists what it does
@@ -10,15 +10,26 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
+
+import meliad_like
+from meliad_like.config import RunConfig
+from meliad_like.mesh import make_mesh
 from meliad_like.mixers.base import MIXERS
-from meliad_like.planning.collectives import KINDS
-from meliad_like.planning.hlo import Instruction, Module
+from meliad_like.planning.collectives import KINDS, Instruction, Module
+from meliad_like.planning.programs import Need, measure, state_parts
+from meliad_like.planning.topology import Topology
+from meliad_like.training.program import make_program
 
+CLOCKS = {"TPU v4": 1.05e9, "TPU v5 lite": 1.5e9, "TPU v5": 1.75e9, "TPU v6 lite": 1.75e9}
+"""Cycles per second: the peak rate over the operations of all matrix units in a cycle. v4 and v5p have 8 units of
+128 x 128, v5e has 4, v6e has 4 of 256 x 256."""
 SCOPES = ("embedding", "attention", "feedforward", "loss", "optimizer")
 """The names with `jax.named_scope` of parts that all models have; each mixer's part has its registered name."""
 COLLECTIVES, COPIES, OTHER = "collectives", "copies and casts", "other"
+PACKAGE = Path(meliad_like.__file__).parent
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OPERATION = re.compile(r'op_name="([^"]*)"')
@@ -32,7 +43,6 @@ _MOVES = {
 }
 _BLIND = {"sort", "gather", "scatter"}
 """Instructions that take time, and to which the compiler gives no estimate."""
-PACKAGE = Path(__file__).parents[1]
 
 
 class Timed(NamedTuple):
@@ -43,7 +53,7 @@ class Timed(NamedTuple):
     """The type of its result, without layouts."""
     part: str
     source: str
-    """The innermost line of this package that it was traced from; empty if that is not known."""
+    """The innermost line of the package that it was traced from; empty if that is not known."""
     runs: int
     """How often a step runs it."""
     cycles: int
@@ -64,19 +74,29 @@ class Clock(NamedTuple):
     def cycles(self) -> int:
         return sum(self.parts.values())
 
-    def to_json(self) -> dict[str, Any]:
-        return self._asdict() | {"cycles": self.cycles, "costliest": [one._asdict() for one in self.costliest]}
+
+def clock_step(run: RunConfig, vocabulary_size: int, topology: Topology) -> tuple[Need, Clock | None]:
+    """Compiles the training step of a run of one stage; no clock if it does not fit, or the compiler has none."""
+    program, texts = make_program(run, vocabulary_size, make_mesh(run.mesh, topology.devices)), []
+
+    def compile_step() -> jax.stages.Compiled:
+        compiled = program.compile_step()
+        texts.append(compiled.as_text())
+        return compiled
+
+    flops = program.model.training_flops_per_token * run.data.tokens_per_step / program.mesh.size
+    need = measure(compile_step, "training", state_parts(program), flops, topology)
+    return need, read_clock(texts[0]) if texts else None
 
 
-def read_clock(module: Module, num_costliest: int = 20) -> Clock | None:
-    """The clock of a compiled program; None if the compiler gives no estimates, which only that of TPUs does."""
-    locations = _Locations(module)
-    timed, without_estimate = [], Counter[str]()
+def read_clock(text: str, num_costliest: int = 20) -> Clock | None:
+    """The clock of a compiled program by its text; None if there are no estimates, which only TPUs' compilers make."""
+    module, locations, timed, without_estimate = Module(text), _Locations(text), [], Counter[str]()
     for instruction, runs in _executed(module, module.entry, 1):
-        if found := _CYCLES.search(instruction.text):
+        if estimate := _CYCLES.search(instruction.text):
             result = re.sub(r"\{[^{}]*\}", "", instruction.result)
             part, source = _part(module, instruction), locations.of(instruction)
-            timed.append(Timed(instruction.name, result, part, source, runs, runs * int(found[1])))
+            timed.append(Timed(instruction.name, result, part, source, runs, runs * int(estimate[1])))
         elif instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.text:
             without_estimate["kernels"] += runs
         else:
@@ -106,8 +126,8 @@ def _executed(module: Module, name: str, runs: int) -> Iterator[tuple[Instructio
 
 
 def _sum(executed: list[tuple[Instruction, int]]) -> int:
-    found = ((_CYCLES.search(instruction.text), runs) for instruction, runs in executed)
-    return sum(runs * int(cycles[1]) for cycles, runs in found if cycles)
+    estimates = ((_CYCLES.search(instruction.text), runs) for instruction, runs in executed)
+    return sum(runs * int(cycles[1]) for cycles, runs in estimates if cycles)
 
 
 def _part(module: Module, instruction: Instruction) -> str:
@@ -118,8 +138,8 @@ def _part(module: Module, instruction: Instruction) -> str:
     if opcodes <= _MOVES:
         return COPIES
     operation = _OPERATION.search(instruction.text)
-    found = _scopes().findall(operation[1]) if operation else []
-    return found[-1] if found else OTHER
+    scopes = _scopes().findall(operation[1]) if operation else []
+    return scopes[-1] if scopes else OTHER
 
 
 def _opcodes(module: Module, instruction: Instruction) -> set[str]:
@@ -137,10 +157,10 @@ def _scopes() -> re.Pattern[str]:
 class _Locations:
     """The lines of source from which instructions were traced, by the tables at the beginning of a program's text."""
 
-    def __init__(self, module: Module):
+    def __init__(self, text: str):
         self.tables: dict[str, dict[int, str]] = {}
         table: dict[int, str] = {}
-        for line in module.lines:
+        for line in map(str.strip, text.splitlines()):
             if re.fullmatch(r"\w+", line):
                 table = self.tables.setdefault(line, {})
             elif match := re.match(r"(\d+) (.*)", line):
@@ -162,6 +182,6 @@ class _Locations:
 
     @staticmethod
     def _name(file: str, line: int) -> str:
-        """A line of this package, relative to it; empty for other files."""
+        """A line of the package, relative to it; empty for other files."""
         path = Path(file)
         return f"{path.relative_to(PACKAGE)}:{line}" if path.is_relative_to(PACKAGE) else ""

@@ -1,16 +1,17 @@
-"""Any run made small enough for a smoke test, by the rule of the tables' scales."""
+"""A run made smaller, by the rule that each field of a model's config states (`registry.size`)."""
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from meliad_like.config import RunConfig, read_changes, with_changes
+from meliad_like.config.run import RunConfig, read_changes, with_changes
 from meliad_like.data.vocabulary import BytesVocabularyConfig, FileVocabularyConfig, VocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.experiments.scales import Scale
 from meliad_like.mesh import MeshConfig
+from meliad_like.registry import configs_in, rule_of
 from meliad_like.trackers import TensorBoard
 
 NUM_STEPS = 40
@@ -23,13 +24,67 @@ CUTOFF_DIVISOR = 256
 """Divisor of the first ids of a vocabulary's bands, which must remain below the size of the smallest vocabulary."""
 
 
+@dataclass(frozen=True)
+class Divisors:
+    """The numbers by which the sizes of a run are divided."""
+
+    divisor: int = 1
+    """Divisor of lengths and widths; its square root divides the number of heads and their size."""
+    layers: int = 1
+    """Divisor of the number of layers, and of the numbers of special layers."""
+    lengths: int = 0
+    """Divisor of lengths; 0: the same as of widths."""
+    segments: int = 1
+    """Divisor of the lengths of segments alone; windows keep theirs."""
+
+    def sizes(self, run: RunConfig) -> dict[str, Any]:
+        """The smaller sizes of a run, by `Class.field`."""
+        model, divisor, root = run.model, self.lengths or self.divisor, math.isqrt(self.divisor)
+
+        def shorter(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return tuple(map(shorter, value))
+            # Of a few tokens one is left: a size of 0 would be another model.
+            return max(value // divisor, min(value, 1))
+
+        def fewer(number: int) -> int:
+            return max(number // self.layers, model.fewest_layers)
+
+        def named(layers):
+            return layers and tuple(layer % model.total_layers // self.layers for layer in layers)
+
+        rules = {
+            "length": shorter,
+            "width": lambda value: value // self.divisor,
+            "heads": lambda value: value // root,
+            "layers": fewer,
+            # Where the layers are too few for the whole pattern, they are one of each of its kinds.
+            "pattern": lambda pattern: (
+                pattern if fewer(model.num_layers) >= len(pattern) else tuple(dict.fromkeys(pattern))
+            ),
+            "layer_indices": named if self.layers > 1 else lambda layers: layers,
+        }
+        # Configs inside that of the reader have lengths too, such as those of windows with spans.
+        _, *inside_reader = configs_in(run.data)
+        smaller = {
+            f"{type(part).__name__}.{size.name}": rules[rule](getattr(part, size.name))
+            for part in (*configs_in(model), *inside_reader)
+            for size in dataclasses.fields(part)
+            if (rule := rule_of(type(part), size)) in rules
+        }
+        of_stages = {
+            f"StagesConfig.{name}": shorter(getattr(run.stages, name))
+            for name in ("segment_length", "window_length", "cache_length")
+        }
+        return smaller | of_stages | {"ReaderConfig.segment_length": shorter(run.data.segment_length) // self.segments}
+
+
 def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
     """A run of seconds with all mixers, stages and options of another one, on all devices of this machine. Its
     metrics are only logged locally.
 
-    Lengths, widths, heads and layers are divided as in the scales of the tables, by the largest numbers that leave a
-    possible run of at least the smallest sizes above. First stages and the schedule's numbers of steps keep their share
-    of all steps.
+    Lengths, widths, heads and layers are divided by the largest numbers that leave a possible run of at least the
+    smallest sizes above. First stages and the schedule's numbers of steps keep their share of all steps.
 
     Args:
       keep_vocabulary: whether the vocabulary exists; otherwise it is learned from few documents, and is small.
@@ -44,8 +99,8 @@ def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
         if cutoffs := getattr(run.model, "cutoffs", ()):
             sizes[f"{type(run.model).__name__}.cutoffs"] = tuple(first // CUTOFF_DIVISOR for first in cutoffs)
     short, problem = with_changes(run, changes), None
-    for scale in _scales(run):
-        values = scale.sizes(short) | sizes
+    for divisors in _divisors(run):
+        values = divisors.sizes(short) | sizes
         # A step has a whole number of segments of every stage.
         segments = (values["ReaderConfig.segment_length"], *values["StagesConfig.segment_length"])
         lanes = NUM_LANES * run.training.gradient_accumulation
@@ -56,8 +111,8 @@ def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
     raise UserError(f"this run can't be made smaller: {problem}")
 
 
-def _scales(run: RunConfig) -> Iterator[Scale]:
-    """Scales to try, the preferred one first; the last one changes no size."""
+def _divisors(run: RunConfig) -> Iterator[Divisors]:
+    """Divisors to try, the preferred ones first; the last ones change no size."""
     model, windows = run.model, (run.model.window_length, *run.stages.window_length)
     lengths = range(max(min(windows) // SMALLEST_WINDOW, 1), 0, -1)
     widths = [d for d in (64, 16, 4, 1) if model.model_width // d >= SMALLEST_WIDTH or d == 1]
@@ -68,16 +123,16 @@ def _scales(run: RunConfig) -> Iterator[Scale]:
     blocks = run.data.segment_length // model.window_length
     segments = [d for d in (4, 2, 1) if d == 1 or (blocks % d == 0 and blocks // d >= 2)]
     for layers, width, length, parts in itertools.product((*few, *many), widths, lengths, segments):
-        yield Scale(divisor=width, layers=layers, lengths=length, segments=parts)
+        yield Divisors(divisor=width, layers=layers, lengths=length, segments=parts)
 
 
 def _steps(run: RunConfig) -> dict[str, Any]:
     """Changes of everything that is counted in steps."""
     share = NUM_STEPS / run.training.num_steps
     values = {
-        f"schedule.{field.name}": max(round(steps * share), 1)
-        for field in dataclasses.fields(run.schedule)
-        if field.name.endswith("_steps") and (steps := getattr(run.schedule, field.name))
+        f"schedule.{name}": max(round(steps * share), 1)
+        for name, steps in vars(run.schedule).items()
+        if name.endswith("_steps") and steps
     }
     for every in ("evaluate_every", "sample_every"):
         values[f"training.{every}"] = 2 * EVERY if getattr(run.training, every) else 0
@@ -96,12 +151,11 @@ def _steps(run: RunConfig) -> dict[str, Any]:
 
 def _small_vocabulary(vocabulary: VocabularyConfig) -> VocabularyConfig:
     """A vocabulary of the same kind that a few documents are enough to learn; bytes, if the kind can't be learned."""
-    names = {field.name for field in dataclasses.fields(vocabulary)}
     try:
         if isinstance(vocabulary, FileVocabularyConfig):
             vocabulary = dataclasses.replace(vocabulary, model_file="")
     except UserError:
         return BytesVocabularyConfig(vocabulary.size_multiple)
-    return (
-        dataclasses.replace(vocabulary, size=min(vocabulary.size, VOCABULARY_SIZE)) if "size" in names else vocabulary
-    )
+    if (size := vars(vocabulary).get("size")) is None:
+        return vocabulary
+    return dataclasses.replace(vocabulary, size=min(size, VOCABULARY_SIZE))  # type: ignore[call-arg]  # it has one

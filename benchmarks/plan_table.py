@@ -1,6 +1,6 @@
 """Plans the rows of the tables of Block-Recurrent Transformers, Shortformer and the recurrence of pretrained models.
 
-    python -m meliad_like.experiments.plan_table --results=DIR
+    python benchmarks/plan_table.py --results=DIR
 
 Compiles training steps alone, as `plan --quick` does, one after the other, a minute or two each. What the compiler
 reports is added to DIR/results.json, from which the same command resumes. It then writes the tables of docs/planning.md
@@ -16,28 +16,27 @@ from typing import Any, NamedTuple
 
 import jax
 import pandas as pd
+from absl import app, flags
 
-from meliad_like.command_line import Command
 from meliad_like.config import RunConfig, parse, shipped_files
 from meliad_like.errors import UserError
 from meliad_like.planning import report
 from meliad_like.planning.programs import needs
 from meliad_like.planning.topology import open_topology
-from meliad_like.remote import write_whole
+from meliad_like.resumable import write_json
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.tables import Table
 
-COMMAND = Command(__doc__, no_effect=dict.fromkeys(("gin_file", "gin_param"), "all files of the tables are planned"))
-RESULTS = COMMAND.string("results", "runs/planning", "Folder of results.json and table.md.")
-MATCH = COMMAND.multi_string("match", [], "Compile only where file@topology contains all of these. Repeatable.")
+RESULTS = flags.DEFINE_string("results", "runs/planning", "Folder of results.json and table.md.")
+MATCH = flags.DEFINE_multi_string("match", [], "Compile only where file@topology contains all of these. Repeatable.")
 
 
 class Setting(NamedTuple):
     """How the gin files of a folder are planned."""
 
     folder: str
-    others: tuple[str, ...]
-    """Gin files beside each."""
+    options: tuple[str, ...]
+    """Gin files in addition to each."""
     topologies: tuple[str, ...]
     vocabulary_size: int | None
     """None: as the file says."""
@@ -87,7 +86,7 @@ def entries(settings: Sequence[Setting] = SETTINGS) -> Iterator[Entry]:
     """All runs of the tables, folder by folder and, in a folder, topology by topology."""
     for setting in settings:
         files = [file for file in shipped_files() if file.rpartition("/")[0] == setting.folder and file not in PARTS]
-        runs = {file: parse([file, *setting.others]) for file in files}
+        runs = {file: parse([file, *setting.options]) for file in files}
         for topology in setting.topologies:
             for file, run in runs.items():
                 yield Entry(file, run, setting.vocabulary_size or vocabulary_size(run), topology)
@@ -97,10 +96,9 @@ def compile_entry(entry: Entry) -> dict[str, Any]:
     """What a training step needs, as `plan --output` writes it; or the reason why there is no such step."""
     topology = open_topology(entry.topology)
     try:
-        found = list(needs(entry.run, entry.vocabulary_size, topology, ("training",), quick=True))
+        return report.to_json(list(needs(entry.run, entry.vocabulary_size, topology, ("training",), quick=True)))
     except UserError as error:
         return {"error": str(error)}
-    return report.to_json(found)
 
 
 def make_tables(entries: Sequence[Entry], results: dict[str, Any]) -> str:
@@ -108,10 +106,10 @@ def make_tables(entries: Sequence[Entry], results: dict[str, Any]) -> str:
 
     Rows without any result are left out. A bold size does not fit. Arithmetic limits the time where no word follows it.
     """
-    found = pd.DataFrame([(e.file.split("/")[0], e.file, e.topology, e.key) for e in entries])
-    found.columns = ["paper", "file", "topology", "key"]
+    places = [(e.file.split("/")[0], e.file, e.topology, e.key) for e in entries]
+    frame = pd.DataFrame(places, columns=["paper", "file", "topology", "key"])
     tables = []
-    for paper, of_paper in found.groupby("paper", sort=False):
+    for paper, of_paper in frame.groupby("paper", sort=False):
         programs = of_paper.groupby("file", sort=False)["key"].agg(tuple)
         rows = [
             (
@@ -144,23 +142,23 @@ def make(folder: Path, words: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    wanted = list(entries())
-    for entry in wanted:
+    all_entries = list(entries())
+    for entry in all_entries:
         name = f"{entry.file}@{entry.topology}"
         if entry.key not in results and all(word in name for word in words):
             print(name, flush=True)
             results[entry.key] = compile_entry(entry)
-            write_whole(path, json.dumps(results, indent=1, sort_keys=True) + "\n")
-    write_whole(folder / "table.md", make_tables(wanted, results))
-    done = {entry.key for entry in wanted}
+            write_json(path, results)
+    (folder / "table.md").write_text(make_tables(all_entries, results))
+    done = {entry.key for entry in all_entries}
     print(f"{len(done & results.keys())} of {len(done)} different programs are compiled; wrote {folder / 'table.md'}")
 
 
-def main() -> None:
+def main(_) -> None:
     # As in `plan`: the program itself runs on the CPU, whatever it compiles for.
     jax.config.update("jax_platforms", "cpu")
     make(Path(RESULTS.value), MATCH.value)
 
 
 if __name__ == "__main__":
-    COMMAND.run(main)
+    app.run(main)
