@@ -109,14 +109,6 @@ def test_a_shipped_file_changes_something_or_says_what_base_says(name):
     assert (parse_whole(name, *beside(name)) != parse_whole(*beside(name))) == (name not in same_as_base)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_binding_of_a_shipped_file_is_read(name):
-    """Also those that a file which includes it could replace."""
-    names = [name, *beside(name)]
-    bindings = {key: dataclasses.replace(b, replaced=None) for key, b in collect(names, []).items()}
-    assert construction.build(bindings, config.RunConfig, HistorySettings) == parse_whole(*names)
-
-
 def test_every_binding_of_base_is_read():
     bindings = collect([], [])
     read = construction.build(

@@ -36,7 +36,7 @@ def rebuild(config_class: type[Config], saved: Mapping[str, Any]) -> Config:
     Raises a UserError that names an unknown or ill-typed field or kind, which a file of another version has.
     """
     if not isinstance(saved, dict):
-        raise UserError(f"the saved config is {saved!r}, no object")
+        raise UserError(f"the saved config is {saved!r}, not an object")
     bindings = {key: Binding(value, "the saved config") for key, value in saved.items()}
     return construction.build(bindings, config_class)[0]
 
