@@ -29,7 +29,7 @@ from meliad_like.history.spans import Layout, Stride, candidates, whole_document
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StrideStore, fingerprint, info_of
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.resumable import Journal, write_json
-from meliad_like.run.opening import open_as, open_store
+from meliad_like.run.opening import open_checkpoint, open_store
 from meliad_like.tables import Table
 
 CONTROLS = ("random", "overlap_oracle")
@@ -218,7 +218,7 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
                 f"HistoryConfig.{name}={ours!r} has no effect on train_selector: the scores in {scored.folder} were "
                 f"made with {theirs!r}; leave it out, or make new scores"
             )
-    opened, mesh = open_as(request.checkpoint, run, request.step)
+    opened = open_checkpoint(request.checkpoint, step=request.step, changes=lambda _: run, mesh="config")
     if not isinstance(opened.run.model, PretrainedConfig):
         raise UserError(
             f"the checkpoint {request.checkpoint} is a {type(opened.run.model).__name__} model: a selector begins with "
@@ -246,7 +246,7 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
             "num_documents": len(scored.info.documents),
             "num_pairs": len(pairs),
         },
-        mesh,
+        opened.mesh,
     ).run()
 
 
