@@ -63,7 +63,7 @@ def read_object(path: Path) -> dict[str, Any]:
     with reading(path, "JSON file"):
         saved = read_json(path)
     if not isinstance(saved, dict):
-        raise UserError(f"{path} is no JSON object")
+        raise UserError(f"{path} is not a JSON object")
     return saved
 
 
@@ -90,7 +90,7 @@ def read_json_lines(path: Path | epath.Path) -> tuple[list[str], list[Any]]:
 def check_fields(saved: Any, types: Mapping[str, type], place: str) -> None:
     """Raises a UserError if `saved`, read from `place`, is not an object that has these fields with these types."""
     if not isinstance(saved, dict):
-        raise UserError(f"{place} is damaged: it holds a {type(saved).__name__}, no object")
+        raise UserError(f"{place} is damaged: it holds a {type(saved).__name__}, not an object")
     for name, wanted in types.items():
         if type(saved.get(name)) is not wanted:
             found = repr(saved[name]) if name in saved else "missing"

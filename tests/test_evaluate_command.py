@@ -98,7 +98,7 @@ def test_protocols_side_by_side(workdir, tmp_path):
         (["--stride=4"], "--stride has no effect without --protocol=sliding"),
         (["--protocol=segments", "--windows=4"], "--windows has no effect without --protocol=sliding"),
         (["--noconcatenated"], "--concatenated has no effect without a --protocol"),
-        (["--output=/dev/null/a.json"], "cannot write --output=/dev/null/a.json: /dev/null is no folder"),
+        (["--output=/dev/null/a.json"], "cannot write --output=/dev/null/a.json: /dev/null is not a folder"),
         (["--store="], "--store= is empty: is the variable set that it should hold?"),
     ],
 )

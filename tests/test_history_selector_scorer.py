@@ -163,7 +163,7 @@ def test_a_home_folder_is_found(folders, monkeypatch):
     ("text", "message"),
     [
         ('{"selector": {', "selector.json is not JSON: "),
-        ('{"settings": 3}', "selector.json is of another version: the saved config is 3, no object; train the"),
+        ('{"settings": 3}', "selector.json is of another version: the saved config is 3, not an object; train the"),
     ],
 )
 def test_a_damaged_selector_is_named(tmp_path, text, message):

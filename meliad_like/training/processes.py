@@ -75,7 +75,7 @@ def initialize_distributed(
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except ValueError as error:
-        raise UserError(f"this machine is part of no cluster that jax detects: {one_line(error)}") from None
+        raise UserError(f"this machine is not part of a cluster that jax detects: {one_line(error)}") from None
 
 
 def _check_port(port: int) -> None:
