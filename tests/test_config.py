@@ -140,7 +140,7 @@ def test_somebodys_own_base_file_is_a_file_like_any_other(tmp_path, monkeypatch)
     write(tmp_path, "base.gin", "PretrainedConfig.window_length = 128\n")
     write(tmp_path, "mine.gin", "include 'base.gin'\n")
     monkeypatch.chdir(tmp_path)
-    expected = f"{tmp_path}/base.gin:1: nothing reads PretrainedConfig.window_length: RunConfig.model is 'decoder'"
+    expected = "base.gin:1: nothing reads PretrainedConfig.window_length: RunConfig.model is 'decoder'"
     for name in ("base.gin", "mine.gin"):
         assert expected in message([name])
     # With the default family beside it, of which the shipped file says more.

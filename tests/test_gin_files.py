@@ -10,7 +10,7 @@ from decoders import recurrent_layers
 
 from meliad_like import config
 from meliad_like.config import construction
-from meliad_like.config.bindings import collect, shipped_files
+from meliad_like.config.bindings import Rank, collect, shipped_files
 from meliad_like.history.config import HistorySettings
 from meliad_like.mechanisms.external_memory import ExternalMemory
 from meliad_like.mechanisms.recurrent_states import RecurrentStates
@@ -112,7 +112,7 @@ def test_a_shipped_file_changes_something_or_says_what_base_says(name):
 def test_every_binding_of_base_is_read():
     bindings = collect([], [])
     read = construction.build(
-        {k: dataclasses.replace(b, origin="a file") for k, b in bindings.items()}, config.RunConfig
+        {k: dataclasses.replace(b, rank=Rank.FILE) for k, b in bindings.items()}, config.RunConfig
     )
     assert read == (config.parse(),)
 

@@ -8,7 +8,7 @@ import pytest
 
 from meliad_like import config
 from meliad_like.config import construction
-from meliad_like.config.bindings import BASE, Binding
+from meliad_like.config.bindings import Binding, Rank
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, changed_settings, fingerprint, kind_field, resumable
 
@@ -67,10 +67,10 @@ class Root:
 def build(base=(), file=(), start=Root):
     """Bindings as text, those of base.gin and those of another file, to a config."""
     bindings = {}
-    for name, lines in ((BASE, base), ("mine.gin", file)):
+    for rank, lines in ((Rank.DEFAULT, base), (Rank.FILE, file)):
         for number, line in enumerate(lines, 1):
             key, _, value = line.partition(" = ")
-            bindings[key] = Binding(eval(value), f"{name}:{number}")
+            bindings[key] = Binding(eval(value), f"mine.gin:{number}", rank)
     return construction.build(bindings, start)[0]
 
 

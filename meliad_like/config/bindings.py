@@ -5,6 +5,7 @@ binding nobody consumes is silently dropped; both have trained the wrong model b
 """
 
 import difflib
+import enum
 import io
 import itertools
 import re
@@ -62,24 +63,24 @@ def nearest(name: str, candidates: list[str]) -> str:
     return f" (nearest: {(by_stem or match)[0]})" if by_stem or match else ""
 
 
+class Rank(enum.IntEnum):
+    """The precedence of bindings, the highest first."""
+
+    PARAMETER = 0
+    FILE = 1
+    DEFAULT = 2
+    """Of `base.gin`, which is always read."""
+
+
 @dataclass(frozen=True)
 class Binding:
     """A value, and where it was bound (`FILE:LINE`, or the `--gin_param` itself)."""
 
     value: Any
     origin: str
-    optional: bool = False
-    """Whether it may be that nothing reads it, in addition to the bindings of base.gin."""
-
-    @property
-    def of_base(self) -> bool:
-        """Whether it is a default, from the file that is always read."""
-        return self.origin.startswith(f"{BASE}:")
-
-    @property
-    def rank(self) -> int:
-        """Its place in the precedence: 0 for a `--gin_param`, 1 for a file, 2 for `base.gin`."""
-        return 0 if self.origin.startswith("--") else 1 + self.of_base
+    rank: Rank = Rank.FILE
+    must_be_read: bool = True
+    """Whether it is an error if nothing reads it."""
 
 
 # From `Class.parameter`, or the bare name of a macro, to its binding.
@@ -111,15 +112,12 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
     """
     parameters: Bindings = {}
     for text in gin_params:
-        parameters |= _merge(_parse(text, f"--gin_param={text}")[0])
-    computed = {key: Binding(value, "the scale", optional=True) for key, value in (values or {}).items()}
+        parameters |= _merge(_parse(text, f"--gin_param={text}", Rank.PARAMETER)[0])
+    computed = {key: Binding(value, "the scale", must_be_read=False) for key, value in (values or {}).items()}
+    base = _merge(_parse((gin_root() / BASE).read_text(), BASE, Rank.DEFAULT)[0])
     files = _Files({*parameters, *computed})
-    base_path = gin_root() / BASE
-    base = files.read(base_path, BASE)
     paths = {name: find_file(name) for name in gin_files}
-    tables = {
-        path.resolve(): files.read(path, name) for name, path in paths.items() if path.resolve() != base_path.resolve()
-    }
+    tables = {path.resolve(): files.read(path, name) for name, path in paths.items()}
     bindings = base | files.merge(table for path, table in tables.items() if path not in files.included) | parameters
 
     read: set[str] = set()
@@ -148,17 +146,16 @@ class _Files:
         """The files that another one has included."""
 
     def read(self, path: epath.Path, name: str, including: tuple[str, ...] = ()) -> Bindings:
-        """Bindings of a file over those of the files that it includes."""
-        if name == BASE and path.resolve() != (gin_root() / BASE).resolve():
-            # A user's own file of this name: its bindings are not defaults.
-            name = str(path.resolve())
+        """Bindings of a file over those of the files that it includes; none of base.gin, which is read anyway."""
+        if path.resolve() == (gin_root() / BASE).resolve():
+            return {}
         if name in including:
             raise UserError(f"gin files include each other: {' -> '.join((*including, name))}")
         try:
             text = path.read_text()
         except UnicodeDecodeError as error:
             raise UserError(f"{name} is not UTF-8: {error}") from None
-        bindings, includes = _parse(text, name)
+        bindings, includes = _parse(text, name, Rank.FILE)
         paths = {include: find_file(include) for include in includes}
         self.included.update(path.resolve() for path in paths.values())
         inner = self.merge(self.read(path, include, (*including, name)) for include, path in paths.items())
@@ -182,20 +179,20 @@ def _merge(bindings: Iterable[tuple[str, Binding]], settled: Set[str] = frozense
     return merged
 
 
-def _parse(text: str, name: str) -> tuple[list[tuple[str, Binding]], list[str]]:
+def _parse(text: str, name: str, rank: Rank) -> tuple[list[tuple[str, Binding]], list[str]]:
     """(bindings, included files) of one file or `--gin_param`."""
     bindings, includes = [], []
     for statement in _statements(text, name):
         if isinstance(statement, config_parser.IncludeStatement):
-            if name.startswith("--"):
+            if rank == Rank.PARAMETER:
                 raise UserError(f"{name}: pass it as --gin_file={statement.filename}")
             includes.append(statement.filename)
         elif isinstance(statement, config_parser.BindingStatement):
-            origin = name if name.startswith("--") else f"{name}:{statement.location.line_num}"
+            origin = name if rank == Rank.PARAMETER else f"{name}:{statement.location.line_num}"
             if statement.scope:
                 raise UserError(f"{origin}: scopes are not supported: {statement.scope}/{statement.selector}")
             key = f"{statement.selector}.{statement.arg_name}" if statement.arg_name else statement.selector
-            bindings.append((key, Binding(statement.value, origin)))
+            bindings.append((key, Binding(statement.value, origin, rank)))
         elif isinstance(statement, config_parser.ImportStatement):
             raise UserError(f"{name}: gin imports are not supported: import {statement.module}")
     return bindings, includes

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union
 
-from meliad_like.config.bindings import Binding, Bindings, nearest
+from meliad_like.config.bindings import Binding, Bindings, Rank, nearest
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, default_of
 
@@ -89,7 +89,7 @@ class _Builder:
             names = names if isinstance(names, (list, tuple)) else [names]
             classes = {name: _class_of(registry, key, name, origin) for name in names}
             members = {name: members.get(name, config_class) for name, config_class in classes.items()}
-        bound = {key.rpartition(".")[0] for key, binding in self._bindings.items() if not binding.of_base}
+        bound = {key.rpartition(".")[0] for key, binding in self._bindings.items() if binding.rank != Rank.DEFAULT}
         for name in sorted(registry):
             if registry[name].__name__ in bound:
                 members.setdefault(name, registry[name])
@@ -100,7 +100,7 @@ class _Builder:
     def check_all_read(self) -> None:
         """Raises a UserError if nothing has read a binding that is not one of base.gin."""
         for key, binding in self._bindings.items():
-            if key in self._read or binding.of_base or binding.optional:
+            if key in self._read or binding.rank == Rank.DEFAULT or not binding.must_be_read:
                 continue
             class_name, _, parameter = key.rpartition(".") if "." in key else (key, "", "")
             if class_name in self._built:
@@ -114,8 +114,8 @@ class _Builder:
                 raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}")
             choice_key, name = not_chosen[class_name]
             _, names, origin = self._choices[choice_key]
-            chosen = repr(names[0]) if len(names) == 1 else names
-            raise UserError(f"{binding.origin}: nothing reads {key}: {choice_key} is {chosen} ({origin}), not {name!r}")
+            kinds = repr(names[0]) if len(names) == 1 else names
+            raise UserError(f"{binding.origin}: nothing reads {key}: {choice_key} is {kinds} ({origin}), not {name!r}")
 
     def _not_chosen(self) -> dict[str, tuple[str, str]]:
         """Names of the classes that were not built, each with the field and the kind that would have built it."""
