@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.config.run import TrainingConfig
 from meliad_like.data.batch import Batch
-from meliad_like.layers.sharding import platform
 from meliad_like.models.model import Model
 
 
@@ -57,7 +56,7 @@ class StepMetrics(NamedTuple):
     """The norm of the change of the parameters; 0 for a step that is not taken."""
     parameter_norm: Float[Array, ""]
     finite: Bool[Array, ""]
-    """Whether loss and gradient were finite, on a CPU also the update."""
+    """Whether loss and gradient were finite."""
     num_skipped: Int[Array, ""]
     """The number of steps skipped so far."""
     lane_finite: Bool[Array, " b"]
@@ -126,13 +125,10 @@ def make_step(
         with jax.named_scope("optimizer"):
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
             updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-            gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
+            gradient_norm = optax.tree.norm(gradient)
+        # The update is not checked, which would be one more pass over gradient and momentum before the first parameter
+        # is written. From a finite gradient only an absurd learning rate makes an infinite update.
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(gradient_norm)
-        # Elsewhere this would be one more pass over gradient and momentum before the first parameter is written. A CPU
-        # computes the updates for it while the gradients are in its caches. From a finite gradient only an absurd
-        # learning rate makes an infinite update.
-        if platform() == "cpu":
-            finite &= jnp.isfinite(update_norm)
         taken = finite & ~state.halted
 
         def choose(new, old):
@@ -141,9 +137,8 @@ def make_step(
         with jax.named_scope("optimizer"):
             params = choose(optax.apply_updates(state.params, updates), state.params)
             optimizer_state = choose(optimizer_state, state.optimizer_state)
-            if platform() != "cpu":
-                # The same but for rounding. A TPU would write the updates to memory and read them again for their norm.
-                update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
+            # For the norm of the updates themselves a TPU would write them to memory and read them again.
+            update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
             parameter_norm = optax.tree.norm(params)
         if config.nonfinite == "skip":
             # The carry may also be non-finite.
@@ -160,7 +155,7 @@ def make_step(
             accuracy=sums.correct / jnp.maximum(sums.num_tokens, 1),
             num_tokens=sums.num_tokens,
             gradient_norm=gradient_norm,
-            update_norm=jnp.where(taken, update_norm, 0.0),
+            update_norm=update_norm,
             parameter_norm=parameter_norm,
             finite=finite,
             num_skipped=new_state.num_skipped,
