@@ -115,19 +115,19 @@ class Checkpoints:
         newest, step = step is None, self._usable(step)
         if newest:
             self.move_aside_after(step)
-        saved, wanted = self._read_json(step), named_arrays(abstract_state)
-        targets = dict(zip(("params", "rest"), _split(wanted)))
+        saved, requested = self._read_json(step), named_arrays(abstract_state)
+        targets = dict(zip(("params", "rest"), _split(requested)))
         shapes = saved["arrays"]
         if not targets["rest"]:
             del targets["rest"]
             shapes = {name: shape for name, shape in shapes.items() if _is_parameter(name)}
         way_out = "choose another folder, or a run with the same parameters and optimizer"
-        check_same(self.folder / str(step), shapes, _shapes(wanted), way_out=way_out)
+        check_same(self.folder / str(step), shapes, _shapes(requested), way_out=way_out)
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**{name: ocp.args.StandardRestore(item) for name, item in targets.items()})
         )
         arrays = {name: array for item in targets for name, array in named_arrays(restored[item]).items()}
-        leaves = [arrays[name] for name in wanted]
+        leaves = [arrays[name] for name in requested]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), saved["metadata"]
 
     def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
