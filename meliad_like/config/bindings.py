@@ -201,8 +201,7 @@ def _parse(text: str, name: str, rank: Rank) -> tuple[list[tuple[str, Binding]],
 def _statements(text: str, name: str) -> Iterator[Any]:
     try:
         yield from config_parser.ConfigParser(io.StringIO(text), _Delegate())
-    # RecursionError: a thousand brackets. TypeError: a dictionary with keys that are not hashable.
-    except (SyntaxError, tokenize.TokenError, RecursionError, TypeError) as error:
+    except (SyntaxError, tokenize.TokenError) as error:
         # Python's message about text without quotes ends with a node of its syntax tree.
         message = str(error.args[0]).splitlines()[0].partition(": <ast.")[0].rstrip(".")
         place = name if name.startswith("--") or not isinstance(error, SyntaxError) else f"{name}:{error.lineno}"

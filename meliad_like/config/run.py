@@ -20,7 +20,7 @@ from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, Optimizer
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
 from meliad_like.registry import kind_field, resumable
 from meliad_like.trackers import TRACKERS, TensorBoard, TrackerConfig
-from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_steps
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds
 
 Nonfinite = Literal["stop", "skip"]
 
@@ -78,7 +78,6 @@ class TrainingConfig:
             raise UserError(f"sample_every={self.sample_every} needs sample_tokens of at least 1")
         check_seeds(self, ("seed",))
         check_positive(self, ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"))
-        check_steps(self, ("num_steps",))
         periods = ("evaluate_every", "checkpoint_every", "checkpoint_keep_every", "sample_every")
         check_not_negative(self, (*periods, "sample_tokens"))
 
