@@ -71,7 +71,8 @@ def parse_json(text: str | bytes, place: str) -> Any:
     """Parses JSON text from `place`; text that is not JSON is a UserError."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    # ValueError: not UTF-8, or not JSON. RecursionError: a million brackets.
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON: {error}") from None
 
 

@@ -113,6 +113,10 @@ class _Builder:
                 known = [*self._built, *not_chosen]
                 raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}")
             choice_key, name = not_chosen[class_name]
+            choice = self._bindings.get(choice_key)
+            if choice is not None and not choice.must_be_read and binding.rank == Rank.FILE:
+                # A program's values replace a file's kind together with its fields; a user changes the file.
+                continue
             _, names, origin = self._choices[choice_key]
             kinds = repr(names[0]) if len(names) == 1 else names
             raise UserError(f"{binding.origin}: nothing reads {key}: {choice_key} is {kinds} ({origin}), not {name!r}")

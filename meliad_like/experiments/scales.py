@@ -115,8 +115,7 @@ def configure(
         # A segment that the user bound is the one whose lanes count.
         segment = (values | bound)["ReaderConfig.segment_length"]
         values["ReaderConfig.tokens_per_step"] = segment * max(whole.data.num_lanes // scale.lanes, 1)
-    # Changes of the row's run instead of its files: a scale may choose another optimizer than a file binds fields of.
-    run = config.read_changes((), [param for param in gin_params if param not in macros], values | fixed)(whole)
+    run = config.parse(files, gin_params, values | fixed)
     if scale.targets and "TrainingConfig.num_steps" not in bound:
         window, overlap = run.model.window_length, run.data.training_overlap(run.model.overlap)
         new = run.data.tokens_per_step * (window - overlap) / window

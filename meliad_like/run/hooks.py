@@ -227,7 +227,7 @@ class Reporter:
         """Describes what was not finite in a step, with the documents of the first lane whose loss was not."""
         setup, lanes = self._setup, np.flatnonzero(~metrics.lane_finite)
         if not lanes.size:
-            return "all losses are, but the gradient is not"
+            return "all losses are, but the gradient or the update is not"
         documents = np.unique(setup.reader.batch(step - 1 - setup.stage.first_step, lanes[:1].tolist()).document)
         names = setup.reader.documents.names
         of = f"{lanes.size} of {setup.reader.num_lanes} lanes, first of lane {lanes[0]}"
