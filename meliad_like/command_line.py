@@ -55,7 +55,7 @@ class Command:
           subjects: words of which the first argument must be one; it is passed to `main`.
           used_by: the subjects for which a flag has an effect; with the others it is an error. Default: all.
           no_effect: the reason why `gin_file` or `gin_param` has no effect on this command, and is an error.
-          words: whether arguments that are no flags, in any number, are passed to `main`.
+          words: whether arguments that are not flags, in any number, are passed to `main`.
         """
         self._documentation, self._subjects, self._words = documentation or "", subjects, words
         self._used_by, self._no_effect = used_by or {}, no_effect or {}
@@ -105,15 +105,15 @@ class Command:
 
     def _report(self, main: Callable[..., int | None], argv: list[str]) -> int | None:
         taken = len(argv) if self._words else 1 + bool(self._subjects)
-        words, others = argv[1:taken], argv[taken:]
+        words, unexpected = argv[1:taken], argv[taken:]
         try:
-            if others:
-                raise UserError(f"unexpected argument {others[0]!r}; flags are written --name=value")
+            if unexpected:
+                raise UserError(f"unexpected argument {unexpected[0]!r}; flags are written --name=value")
             if empty := [name for name in PATHS if name in self.flags and self.flags[name].value in ("", [""])]:
                 raise UserError(f"--{empty[0]}= is empty: is the variable set that it should hold?")
             if self._subjects and (not words or words[0] not in self._subjects):
-                given = f"not {words[0]!r}" if words else "which is missing"
-                raise UserError(f"the first argument must be {' or '.join(self._subjects)}, {given}")
+                problem = f"not {words[0]!r}" if words else "which is missing"
+                raise UserError(f"the first argument must be {' or '.join(self._subjects)}, {problem}")
             self._refuse_unused(words[0] if self._subjects else "")
             return main(*words)
         except MissingStoreError as error:

@@ -39,9 +39,9 @@ def is_full_disk(error: BaseException) -> bool:
 
 def out_of_memory(error: RuntimeError) -> str | None:
     """A message if the cause of a jax error is that a device's memory is full, otherwise None."""
-    found = re.search(r"RESOURCE_EXHAUSTED: (.{,150})", str(error))
-    return found and (
-        f"the device's memory is full ({found[1]}): raise TrainingConfig.gradient_accumulation, lower "
+    match = re.search(r"RESOURCE_EXHAUSTED: (.{,150})", str(error))
+    return match and (
+        f"the device's memory is full ({match[1]}): raise TrainingConfig.gradient_accumulation, lower "
         "ReaderConfig.tokens_per_step or ReaderConfig.segment_length, or bind ModelConfig.remat = 'layers'; "
         "python -m meliad_like.plan finds settings that fit"
     )

@@ -52,9 +52,11 @@ def main() -> None:
     from meliad_like.evaluation import report
     from meliad_like.evaluation.perplexity import make_evaluator
     from meliad_like.mesh import parameter_shardings
-    from meliad_like.run.opening import open_store, open_with
+    from meliad_like.run.opening import open_checkpoint, open_store
 
-    opened, mesh = open_with(CHECKPOINT.value, read_changes((), COMMAND.gin_param.value), STEP.value)
+    changes = read_changes((), COMMAND.gin_param.value)
+    opened = open_checkpoint(CHECKPOINT.value, step=STEP.value, changes=changes, mesh="config")
+    mesh = opened.mesh
     store = open_store(opened, CHECKPOINT.value, STORE.value, PREPARE.value)
     run, model, vocabulary, split = opened.run, opened.model, opened.vocabulary, store.split(SPLIT.value)
     if PROTOCOL.value:

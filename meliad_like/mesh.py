@@ -65,6 +65,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that every device has a copy of."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -97,7 +98,7 @@ def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any) -> Any:
 
 
 def is_axes(node: Any) -> bool:
-    """Whether a node of a tree is a tuple of names of logical axes, and no named tuple of arrays that are not there."""
+    """Whether a node of a tree is a tuple of names of logical axes, and not a named tuple without arrays."""
     return type(node) is tuple and node != () and all(name is None or isinstance(name, str) for name in node)
 
 
@@ -125,7 +126,11 @@ def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: 
 
     A state's array belongs to the parameter whose path its own path ends with. An array of the parameter's shape
     (momentum, second moment) has the parameter's sharding. Adafactor's `v_row` and `v_col` lack one of its two largest
-    dimensions, so their sharding lacks that entry. Counters and Adafactor's placeholders of shape (1,) are replicated.
+    dimensions, so their sharding lacks that entry; `optax.tree.map_params` would not tell which of the two an array is.
+    Counters and Adafactor's placeholders of shape (1,) are replicated.
+
+    Raises:
+      NotImplementedError: there is no rule for an array of the state.
     """
     parameters = {
         _names(path): (tuple(array.shape), sharding.spec)
@@ -134,16 +139,18 @@ def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: 
 
     def sharding(path, array) -> NamedSharding:
         names = _names(path)
-        start = next((start for start in range(len(names)) if names[start:] in parameters), None)
-        if start is None or array.shape == (1,):
+        if array.shape in ((), (1,)):
             return replicated(mesh)
-        shape, spec = parameters[names[start:]]
-        if array.shape != shape:
+        for start in range(1, len(names)):
+            shape, spec = parameters.get(names[start:], (None, PartitionSpec()))
+            if array.shape == shape:
+                return NamedSharding(mesh, spec)
             # optax drops the largest dimension for v_row and the second largest for v_col, by the same argsort.
-            dropped = {"v_row": -1, "v_col": -2}[names[start - 1]]
-            dimension = int(np.argsort(shape)[dropped])
-            spec = PartitionSpec(*(entry for index, entry in enumerate(spec) if index != dimension))
-        return NamedSharding(mesh, spec)
+            dropped = {"v_row": -1, "v_col": -2}.get(names[start - 1])
+            if shape is not None and dropped is not None:
+                dimension = int(np.argsort(shape)[dropped])
+                return NamedSharding(mesh, PartitionSpec(*(each for i, each in enumerate(spec) if i != dimension)))
+        raise NotImplementedError(f"no rule says how to shard the optimizer's {'/'.join(names)} of shape {array.shape}")
 
     return jax.tree.map_with_path(sharding, abstract_state)
 

@@ -1,8 +1,8 @@
 """Registries of kinds: the frozen config dataclasses that can fill one role, such as that of an optimizer or a reader.
 
-A *kind* is a dataclass with only the fields that it reads, so that a field without effect can't be set. The room that
-defines a role owns its registry (`READERS = Registry("reader")`); a new kind, in this package or in another one, is
-registered there (`@READERS.register("lanes")`), and general code never names it: it has `kind_field`s of the role.
+A *kind* is a dataclass with only the fields that it reads, so that a field without effect can't be set. The package
+that defines a role owns its registry (`READERS = Registry("reader")`); a new kind, in this package or in another one,
+is registered there (`@READERS.register("lanes")`), and general code never names it: it has `kind_field`s of the role.
 
 A role whose kinds are in modules of their own names these modules. Other packages name a module that registers kinds
 in the entry-point group `meliad_like.kinds`. Both are imported when a kind is looked up.
@@ -58,11 +58,11 @@ class Registry(Mapping[str, type]):
         return self._load_own()
 
     def __getitem__(self, name: str) -> type:
-        # Kinds of this role's own room are found without loading any other room.
-        found = self._load_own().get(name) or self._load().get(name)
-        if found is None:
+        # Kinds of this role's own modules are found without importing those of other packages.
+        config_class = self._load_own().get(name) or self._load().get(name)
+        if config_class is None:
             raise UserError(f"{self.role}={name!r} is not one of {', '.join(sorted(self._classes))}")
-        return found
+        return config_class
 
     def __contains__(self, name: object) -> bool:
         return name in self._load_own() or name in self._load()

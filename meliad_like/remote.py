@@ -20,8 +20,6 @@ from meliad_like.errors import UserError
 # The package that epath needs for each scheme.
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
 CHUNK_BYTES = 1 << 24
-# gcsfs would cache the contents of folders, into which other processes write.
-conf.setdefault("gcs", {})["use_listings_cache"] = False
 
 
 def is_remote(path: epath.PathLike) -> bool:
@@ -32,16 +30,19 @@ def is_remote(path: epath.PathLike) -> bool:
 def any_path(path: epath.PathLike, schemes: Collection[str] = tuple(PACKAGES)) -> epath.Path:
     """A path that can be read: a local one, with `~` expanded, or one of an object store with a supported scheme.
 
-    Raises a UserError if the scheme is not supported, or if its package is not installed.
+    Raises a UserError if the scheme is not supported, or if its package is not installed. From the first path on gs://
+    on, gcsfs does not cache the contents of folders in this process, because other processes write into them.
     """
     if not is_remote(path):
         return epath.Path(path).expanduser()
     scheme = os.fspath(path).partition("://")[0]
     if scheme not in schemes:
-        known = ", ".join(f"{name}://" for name in schemes)
-        raise UserError(f"{os.fspath(path)} can't lie on {scheme}://, but on a disk of this machine or on {known}")
+        known = " or ".join(["a local path", *(f"{name}://" for name in schemes)])
+        raise UserError(f"{os.fspath(path)}: {scheme}:// is not supported here: use {known}")
     if importlib.util.find_spec(PACKAGES[scheme]) is None:
         raise UserError(f"{os.fspath(path)} needs a package that is not installed: pip install {PACKAGES[scheme]}")
+    if scheme == "gs":
+        conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(path)
 
 
@@ -85,7 +86,7 @@ def check_output(path: epath.PathLike, flag: str) -> None:
         raise UserError(f"--{flag}={path} is a folder: name a file in it")
     parent = next(parent for parent in Path(path).absolute().parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"cannot write --{flag}={path}: {parent} is no folder that can be written to")
+        raise UserError(f"cannot write --{flag}={path}: {parent} is not a folder that can be written to")
 
 
 def write_whole(path: epath.PathLike, content: str | bytes) -> None:

@@ -21,23 +21,23 @@ MAX_NAMED = 3
 def check_same(
     place: epath.PathLike,
     saved: Mapping[str, Any],
-    wanted: Mapping[str, Any],
+    current: Mapping[str, Any],
     may_differ: Collection[str] = (),
     way_out: str = "choose another folder, or the same values",
 ) -> None:
     """Raises a UserError if the work in `place` was done with other settings. It names the first ones, and a `way_out`.
 
     Args:
-      saved, wanted: the saved and the current settings, nested dictionaries of values that JSON can represent.
+      saved, current: the saved and the current settings, nested dictionaries of values that JSON can represent.
       may_differ: dotted names of fields that don't change the results.
     """
     # Converted to JSON and back, so that a tuple equals the list as which it was saved.
-    old, new = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, wanted))
+    old, new = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, current))
     pairs = ((name, old.get(name, ABSENT), new.get(name, ABSENT)) for name in {**new, **old} if name not in may_differ)
-    named = [f"{name} is {before!r} there, {now!r} here" for name, before, now in pairs if before != now]
-    if named:
-        more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
-        raise UserError(f"{place} belongs to another config: {'; '.join(named[:MAX_NAMED])}{more}; {way_out}")
+    differing = [f"{name} is {before!r} there, {now!r} here" for name, before, now in pairs if before != now]
+    if differing:
+        more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
+        raise UserError(f"{place} belongs to another config: {'; '.join(differing[:MAX_NAMED])}{more}; {way_out}")
 
 
 def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -59,11 +59,11 @@ def read_json(path: Path | epath.Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Parses a JSON file; one that can't be read, or holds no object, is a UserError."""
+    """Parses a JSON file; one that can't be read, or does not hold an object, is a UserError."""
     with reading(path, "JSON file"):
         saved = read_json(path)
     if not isinstance(saved, dict):
-        raise UserError(f"{path} is no JSON object")
+        raise UserError(f"{path} is not a JSON object")
     return saved
 
 
@@ -90,11 +90,11 @@ def read_json_lines(path: Path | epath.Path) -> tuple[list[str], list[Any]]:
 def check_fields(saved: Any, types: Mapping[str, type], place: str) -> None:
     """Raises a UserError if `saved`, read from `place`, is not an object that has these fields with these types."""
     if not isinstance(saved, dict):
-        raise UserError(f"{place} is damaged: it holds a {type(saved).__name__}, no object")
-    for name, wanted in types.items():
-        if type(saved.get(name)) is not wanted:
-            found = repr(saved[name]) if name in saved else "missing"
-            raise UserError(f"{place} is damaged: {name} is {found[:80]}, not of the type {wanted.__name__}")
+        raise UserError(f"{place} is damaged: it holds a {type(saved).__name__}, not an object")
+    for name, field_type in types.items():
+        if type(saved.get(name)) is not field_type:
+            value = repr(saved[name]) if name in saved else "missing"
+            raise UserError(f"{place} is damaged: {name} is {value[:80]}, not of the type {field_type.__name__}")
 
 
 @contextmanager

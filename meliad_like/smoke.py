@@ -132,7 +132,7 @@ def try_out(run: "RunConfig", folder: Path) -> None:
     from meliad_like.data.token_store import TokenStore
     from meliad_like.evaluation.perplexity import make_evaluator
     from meliad_like.library import LanguageModel
-    from meliad_like.run.opening import open_with
+    from meliad_like.run.opening import open_checkpoint
     from meliad_like.run.workflow import train
 
     gin_file, workdir = folder / "smoke.gin", folder / "run"
@@ -141,11 +141,11 @@ def try_out(run: "RunConfig", folder: Path) -> None:
     step = train_until_killed(gin_file, workdir)
     say(f"killed by SIGKILL after {time.perf_counter() - began:.0f} s, with step {step} saved; resuming")
     train(run, workdir)
-    opened, mesh = open_with(workdir)
+    opened = open_checkpoint(workdir, mesh="config")
     store = TokenStore(run.data.store)
     split = next(split for split in ("test", "validation", "train") if store.totals(split).documents)
     documents = store.split(split).beginnings(opened.vocabulary, TOKENS_TO_EVALUATE)
-    evaluation = make_evaluator(run, opened.model, store, split, mesh, documents=documents)(opened.params)
+    evaluation = make_evaluator(run, opened.model, store, split, opened.mesh, documents=documents)(opened.params)
     if not math.isfinite(evaluation.bits_per_token):
         raise UserError(f"the trained model's loss on the {split} documents is not finite")
     say(f"evaluated: {evaluation.bits_per_token:.3f} bits per token on {evaluation.num_tokens:,} tokens of {split}")

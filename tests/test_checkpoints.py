@@ -258,14 +258,21 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_kept(tmp_path, mon
 def test_orbax_is_silent_about_what_it_raises_and_nothing_else(tmp_path, caplog):
     for step in (1, 2):
         save_all(tmp_path, [step])
+    logger, place = absl_logging.get_absl_logger(), "/site-packages/orbax/checkpoint/checkpoint_manager.py"
+
+    def log():
+        for level, name in ((logging.WARNING, "warned"), (logging.ERROR, "raised")):
+            logger.handle(logger.makeRecord("absl", level, place, 1, name, (), None))
+
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.restore(abstract(make_state()))
-    # What is usual makes it warn of nothing. Two saves one upon the other would.
-    assert not caplog.records
-    logger, place = absl_logging.get_absl_logger(), "/site-packages/orbax/checkpoint/checkpoint_manager.py"
-    for level, name in ((logging.WARNING, "warned"), (logging.ERROR, "raised")):
-        logger.handle(logger.makeRecord("absl", level, place, 1, name, (), None))
-    assert [record.message for record in caplog.records if record.pathname == place] == ["warned"]
+        # Usual operation causes no warning. Saving twice at the same time would.
+        assert not caplog.records
+        with Checkpoints(tmp_path, read_only=True):
+            pass
+        log()
+    log()
+    assert [record.message for record in caplog.records if record.pathname == place] == ["warned", "warned", "raised"]
 
 
 def test_killed_while_writing(tmp_path):

@@ -46,11 +46,8 @@ def message(gin_files=(), gin_params=()):
         (["DecoderConfig.num_layers = (3"], "bad gin syntax: "),
         (["DecoderConfig.num_layers = 3 4"], "bad gin syntax: "),
         (["FolderSourceConfig.folder = books"], "expected Class.parameter = value, with text in quotes"),
-        (["DecoderConfig.num_layers = " + 2000 * "("], "bad gin syntax: "),
-        (["DecoderConfig.num_layers = {[]: 3}"], "unhashable type: 'list'"),
         (["RunConfig.model = ['decoder']"], "RunConfig.model = ['decoder'] is not one of decoder, "),
         (["ScheduleConfig.multiplier = 1e999"], "ScheduleConfig.multiplier=inf must be finite"),
-        ([f"ScheduleConfig.multiplier = 1{400 * '0'}"], "0 must be finite"),
         (["ReaderConfig.segment_length = 1000", "ReaderConfig.tokens_per_step = 1000"], "segment_length=1000 must be a "
          "multiple of window_length=512"),
     ],
@@ -136,14 +133,13 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
     assert message([str(tmp_path / "latin.gin")]).startswith(f"{tmp_path}/latin.gin is not UTF-8: ")
 
 
-def test_somebodys_own_base_file_is_a_file_like_any_other(tmp_path, monkeypatch):
+def test_a_users_own_base_file_is_a_file_like_any_other(tmp_path, monkeypatch):
     write(tmp_path, "base.gin", "PretrainedConfig.window_length = 128\n")
     write(tmp_path, "mine.gin", "include 'base.gin'\n")
     monkeypatch.chdir(tmp_path)
-    expected = f"{tmp_path}/base.gin:1: nothing reads PretrainedConfig.window_length: RunConfig.model is 'decoder'"
+    expected = "base.gin:1: nothing reads PretrainedConfig.window_length: RunConfig.model is 'decoder'"
     for name in ("base.gin", "mine.gin"):
         assert expected in message([name])
-    # With the default family beside it, of which the shipped file says more.
     assert config.parse(["base.gin"], ["RunConfig.model = 'pretrained'"]).model.window_length == 128
 
 

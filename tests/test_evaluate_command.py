@@ -21,7 +21,7 @@ from meliad_like.evaluation import report
 from meliad_like.evaluation.report import compressed_bits_per_byte
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
 from meliad_like.models.model import Model
-from meliad_like.run.opening import checkpoint_metadata, open_store, open_with, save_vocabulary
+from meliad_like.run.opening import checkpoint_metadata, open_checkpoint, open_store, save_vocabulary
 from meliad_like.training.checkpoints import Checkpoints
 
 TEXTS = {"one.txt": "the quick brown fox\n" * 20, "two.txt": "jumps over\n", "three.txt": "é" * 100}
@@ -98,7 +98,7 @@ def test_protocols_side_by_side(workdir, tmp_path):
         (["--stride=4"], "--stride has no effect without --protocol=sliding"),
         (["--protocol=segments", "--windows=4"], "--windows has no effect without --protocol=sliding"),
         (["--noconcatenated"], "--concatenated has no effect without a --protocol"),
-        (["--output=/dev/null/a.json"], "cannot write --output=/dev/null/a.json: /dev/null is no folder"),
+        (["--output=/dev/null/a.json"], "cannot write --output=/dev/null/a.json: /dev/null is not a folder"),
         (["--store="], "--store= is empty: is the variable set that it should hold?"),
     ],
 )
@@ -115,7 +115,7 @@ def test_the_missing_store_is_one_line_with_the_way_out(workdir, tmp_path):
 
 
 def test_a_store_of_another_vocabulary_is_refused(workdir, tmp_path):
-    opened, _ = open_with(workdir)
+    opened = open_checkpoint(workdir)
     other = dataclasses.replace(opened.run.vocabulary, size_multiple=64)
     prepare(opened.run.source, other, tmp_path / "other", 1)
     with pytest.raises(
@@ -125,7 +125,7 @@ def test_a_store_of_another_vocabulary_is_refused(workdir, tmp_path):
 
 
 def test_the_store_is_made_with_the_vocabulary_of_the_checkpoint(workdir, tmp_path):
-    opened, _ = open_with(workdir)
+    opened = open_checkpoint(workdir)
     settings = SentencePieceVocabularyConfig(size=280)
     vocabulary = settings.make(["a vocabulary learned from documents that are gone"])
     save_vocabulary(vocabulary, tmp_path / "checkpoints")
@@ -135,7 +135,7 @@ def test_the_store_is_made_with_the_vocabulary_of_the_checkpoint(workdir, tmp_pa
 
 
 def test_a_store_of_texts_that_were_edited_is_not_evaluated_in_silence(workdir, tmp_path):
-    opened, _ = open_with(workdir)
+    opened = open_checkpoint(workdir)
     (tmp_path / "texts" / "test").mkdir(parents=True)
     text = tmp_path / "texts" / "test" / "a.txt"
     source = dataclasses.replace(opened.run.source, folder=str(tmp_path / "texts"))
@@ -149,14 +149,16 @@ def test_a_store_of_texts_that_were_edited_is_not_evaluated_in_silence(workdir, 
 
 
 def test_parameters_change_the_config_but_not_the_shapes(workdir):
-    opened, mesh = open_with(workdir, read_changes((), ["ReaderConfig.segment_length = 32", "MeshConfig.fsdp = 2"]))
-    assert (opened.run.data.segment_length, mesh.shape["fsdp"], opened.step) == (32, 2, 3)
-    changed, _ = open_with(workdir, read_changes((), ["DecoderConfig.mask_empty_cache = False"]))
-    assert not changed.model.config.mask_empty_cache
+    def opened(*bindings):
+        return open_checkpoint(workdir, changes=read_changes((), bindings), mesh="config")
+
+    sharded = opened("ReaderConfig.segment_length = 32", "MeshConfig.fsdp = 2")
+    assert (sharded.run.data.segment_length, sharded.mesh.shape["fsdp"], sharded.step) == (32, 2, 3)
+    assert not opened("DecoderConfig.mask_empty_cache = False").model.config.mask_empty_cache
     with pytest.raises(UserError, match=r"DecoderConfig.num_layers would need other parameters than those of"):
-        open_with(workdir, read_changes((), ["DecoderConfig.num_layers = 4"]))
+        opened("DecoderConfig.num_layers = 4")
     with pytest.raises(UserError, match="the checkpoint has no macros; bind Class.parameter = value"):
-        open_with(workdir, read_changes((), ["RECURRENT_LAYERS = (1,)"]))
+        opened("RECURRENT_LAYERS = (1,)")
 
 
 class TextSplit:

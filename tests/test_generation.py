@@ -357,7 +357,10 @@ def test_who_reads_may_have_enough(folder, tmp_path, place, status):
         (["--prompt_file=none.txt"], "cannot read --prompt_file=none.txt: No such file"),
         (["--prompt=\udcff"], "--prompt is not UTF-8"),
         (["--prompt=a", "--seed=4294967296"], "--seed=4294967296: 4294967296 is not an integer in the range [0, "),
-        (["--prompt=a", "--save_carry=/dev/null/a"], "cannot write --save_carry=/dev/null/a: /dev/null is no folder"),
+        (
+            ["--prompt=a", "--save_carry=/dev/null/a"],
+            "cannot write --save_carry=/dev/null/a: /dev/null is not a folder",
+        ),
         (["--prompt=a", "--save_carry=/tmp"], "--save_carry=/tmp is a folder"),
         (["--prompt=a", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--prompt=a", "--document_tokens=5"], "--document_tokens has no effect without --document"),

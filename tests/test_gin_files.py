@@ -10,7 +10,7 @@ from decoders import recurrent_layers
 
 from meliad_like import config
 from meliad_like.config import construction
-from meliad_like.config.bindings import collect, shipped_files
+from meliad_like.config.bindings import Rank, collect, shipped_files
 from meliad_like.history.config import HistorySettings
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.mixers.external_memory import ExternalMemory
@@ -109,18 +109,10 @@ def test_a_shipped_file_changes_something_or_says_what_base_says(name):
     assert (parse_whole(name, *beside(name)) != parse_whole(*beside(name))) == (name not in same_as_base)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_binding_of_a_shipped_file_is_read(name):
-    """Also those that a file which includes it could replace."""
-    names = [name, *beside(name)]
-    bindings = {key: dataclasses.replace(b, replaced=None) for key, b in collect(names, []).items()}
-    assert construction.build(bindings, config.RunConfig, HistorySettings) == parse_whole(*names)
-
-
 def test_every_binding_of_base_is_read():
     bindings = collect([], [])
     read = construction.build(
-        {k: dataclasses.replace(b, origin="a file") for k, b in bindings.items()}, config.RunConfig
+        {k: dataclasses.replace(b, rank=Rank.FILE) for k, b in bindings.items()}, config.RunConfig
     )
     assert read == (config.parse(),)
 

@@ -25,7 +25,7 @@ from meliad_like.history.reader import HistoryReader, make_selection
 from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import Layout, stride_of
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.run.opening import open_with
+from meliad_like.run.opening import open_checkpoint
 
 # A window of 12 is three blocks of 4: spans of 2 fill up to 4, 8 are recent, 3 of them targets.
 CONFIG = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, separator="")
@@ -193,11 +193,11 @@ def test_other_families_are_trained_and_evaluated(place, model, tmp_path):
 def test_an_evaluation_with_the_reader_is_that_of_the_command(place):
     """Of `evaluation.evaluate` every stride is read by itself; here a document's first ones are read together."""
     run = run_of(place, "MeshConfig.data = -1")
-    opened, mesh = open_with(place[0] / "model")
+    opened = open_checkpoint(place[0] / "model", mesh="config")
     store = TokenStore(run.data.store)
     split = store.split("test")
     evaluator = Evaluator(
-        opened.model, split, mesh, name="test", segment_length=24, max_lanes=8,
+        opened.model, split, opened.mesh, name="test", segment_length=24, max_lanes=8,
         read=opened.run.data.evaluation_reader(store, "test", 24),
     )  # fmt: skip
     nats = [document.nats for document in evaluator(opened.params).documents]

@@ -44,4 +44,4 @@ def test_all_three_or_a_cluster():
     # In a process of its own: jax refuses where a test before has computed anything.
     program = "from meliad_like.training.processes import initialize_distributed\ninitialize_distributed()"
     done = forked.run("-c", program)
-    assert "UserError: this machine is part of no cluster that jax detects" in done.stderr
+    assert "UserError: this machine is not part of a cluster that jax detects" in done.stderr

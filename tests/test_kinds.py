@@ -8,9 +8,8 @@ import pytest
 
 from meliad_like import config
 from meliad_like.config import construction
-from meliad_like.config.bindings import BASE, Binding
+from meliad_like.config.bindings import Binding, Rank
 from meliad_like.errors import UserError
-from meliad_like.optimization.schedules import ConstantSchedule
 from meliad_like.registry import Registry, changed_settings, fingerprint, kind_field, resumable
 
 MEMORIES, NETWORKS = Registry("memory"), Registry("network")
@@ -68,10 +67,10 @@ class Root:
 def build(base=(), file=(), start=Root):
     """Bindings as text, those of base.gin and those of another file, to a config."""
     bindings = {}
-    for name, lines in ((BASE, base), ("mine.gin", file)):
+    for rank, lines in ((Rank.DEFAULT, base), (Rank.FILE, file)):
         for number, line in enumerate(lines, 1):
             key, _, value = line.partition(" = ")
-            bindings[key] = Binding(eval(value), f"{name}:{number}")
+            bindings[key] = Binding(eval(value), f"mine.gin:{number}", rank)
     return construction.build(bindings, start)[0]
 
 
@@ -138,17 +137,12 @@ def test_a_binding_that_nothing_reads_is_an_error(file, expected):
     assert expected in message(file=file)
 
 
-def test_a_parameter_that_chooses_another_kind_replaces_what_a_file_binds_of_the_first(tmp_path):
+def test_what_a_file_binds_of_a_kind_that_a_parameter_does_not_choose_is_an_error(tmp_path):
     (tmp_path / "mine.gin").write_text("RunConfig.schedule = 'linear'\nLinearSchedule.max_rate = 0.5\n")
-    file = [str(tmp_path / "mine.gin")]
-    constant = "RunConfig.schedule = 'constant'"
-    assert config.parse(file, [constant]).schedule == ConstantSchedule()
-    with pytest.raises(UserError, match="nothing reads LinearSchedule.min_rate: RunConfig.schedule is 'constant'"):
-        config.parse(file, [constant, "LinearSchedule.min_rate = 0.1"])
-    # Nothing in this file has chosen the kind.
-    (tmp_path / "other.gin").write_text("LinearSchedule.max_rate = 0.5\n")
-    with pytest.raises(UserError, match="other.gin:1: nothing reads LinearSchedule.max_rate"):
-        config.parse([str(tmp_path / "other.gin")], [constant])
+    with pytest.raises(
+        UserError, match="mine.gin:2: nothing reads LinearSchedule.max_rate: RunConfig.schedule is 'con"
+    ):
+        config.parse([str(tmp_path / "mine.gin")], ["RunConfig.schedule = 'constant'"])
 
 
 def test_bindings_of_base_for_other_kinds_are_defaults():
@@ -186,7 +180,7 @@ def test_what_is_saved_is_read_back():
         ({"Stack.memories": [{"size": 3}]}, "Stack.memories = {'size': 3} is not one of lookup, "),
         ({"Stack.memories": 3}, "Stack.memories = 3 is not one of lookup"),
         ({"Stack.rows": 3}, "Stack has no parameter rows"),
-        ([], "the saved config is [], no object"),
+        ([], "the saved config is [], not an object"),
     ],
 )
 def test_what_is_saved_of_another_version_is_an_error(values, expected):

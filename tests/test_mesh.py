@@ -97,6 +97,14 @@ def test_shardings_of_parameters_and_adafactor_state():
     assert (v["layer0"]["states"], v["embedding"]) == (PartitionSpec(None, "fsdp"), PartitionSpec())
 
 
+def test_a_state_without_a_rule_is_an_error():
+    mesh, params = make_mesh(MeshConfig(2, 2, 2)), make_params(0)
+    shardings = mesh_lib.parameter_shardings(mesh, AXES, params)
+    for state in ({"mu": {"embedding": jnp.zeros(40)}}, {"rows": jnp.zeros(3)}, optax.sm3(0.1).init(params)):
+        with pytest.raises(NotImplementedError, match=r"no rule says how to shard the optimizer's \w+"):
+            mesh_lib.optimizer_state_shardings(mesh, state, params, shardings)
+
+
 def test_each_device_holds_only_its_part():
     params, _ = place(make_mesh(MeshConfig(1, 4, 2)), optimizer_of("adafactor"), make_params(0))
     assert params["embedding"].addressable_shards[0].data.shape == (20, 4)

@@ -29,7 +29,7 @@ from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.library import load
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.run.opening import checkpoint_metadata, open_checkpoint, open_with, save_vocabulary
+from meliad_like.run.opening import checkpoint_metadata, open_checkpoint, save_vocabulary
 from meliad_like.studies import continuations
 from meliad_like.training.checkpoints import Checkpoints
 
@@ -113,11 +113,12 @@ def trained(place):
 
 
 def evaluate(folder, *bindings):
-    opened, mesh = open_with(folder, read_changes((), ["MeshConfig.data = 8", *bindings]))
+    changes = read_changes((), ["MeshConfig.data = 8", *bindings])
+    opened = open_checkpoint(folder, changes=changes, mesh="config")
     store = TokenStore(opened.run.data.store)
     evaluator = Evaluator(
-        opened.model, store.split("test"), mesh, name="test", segment_length=2 * opened.model.config.window_length,
-        max_lanes=1,
+        opened.model, store.split("test"), opened.mesh, name="test",
+        segment_length=2 * opened.model.config.window_length, max_lanes=1,
     )  # fmt: skip
     return evaluator(opened.params)
 
@@ -176,7 +177,7 @@ def test_other_windows_and_overlaps_are_evaluated_with_the_same_parameters(place
 
 @pytest.mark.parametrize("folder, window", [("ours", 12), ("trained", 8)])
 def test_text_of_any_length(place, trained, folder, window):
-    opened, _ = open_with(place / folder, read_changes((), ["MeshConfig.data = 8"]))
+    opened = open_checkpoint(place / folder, changes=read_changes((), ["MeshConfig.data = 8"]), mesh="config")
     generator = Generator(
         opened.model, opened.params, segment_length=2 * window, end_of_document=256,
         sampling=SamplingConfig(temperature=0.0), stop_at_end=False,

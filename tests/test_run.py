@@ -12,7 +12,7 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.experiments.evaluations import by_document
 from meliad_like.run.hooks import average_by_token
-from meliad_like.run.opening import open_with
+from meliad_like.run.opening import open_checkpoint
 from meliad_like.studies import readings
 from meliad_like.training.step import StepMetrics
 
@@ -25,12 +25,12 @@ def place(tmp_path_factory):
 
 
 def test_studies_and_tables_read_a_run_of_ancient_history_with_its_spans(place, tmp_path):
-    opened, mesh = open_with(place / "model")
+    opened = open_checkpoint(place / "model", mesh="config")
     store = TokenStore(opened.run.data.store)
     documents = store.split("test").subset(np.array([1, 0]))
 
     def evaluate(run):
-        evaluator = make_evaluator(run, opened.model, store, "test", mesh, documents=documents)
+        evaluator = make_evaluator(run, opened.model, store, "test", opened.mesh, documents=documents)
         return np.array([document.nats for document in evaluator(opened.params).documents])
 
     in_order = dataclasses.replace(opened.run, data=LanesReaderConfig(segment_length=24, tokens_per_step=192))
@@ -41,7 +41,7 @@ def test_studies_and_tables_read_a_run_of_ancient_history_with_its_spans(place, 
     read = readings.read(subject, readings.Selection(store, "test", documents, 2))
     np.testing.assert_allclose([losses.sum(dtype=np.float64) for losses in read.losses], with_spans, rtol=1e-6)
 
-    by_document(opened, mesh, store, "test", documents, tmp_path / "test.json")
+    by_document(opened, opened.mesh, store, "test", documents, tmp_path / "test.json")
     saved = json.loads((tmp_path / "test.json").read_text())
     np.testing.assert_allclose([document["nats"] for document in saved["documents"]], with_spans, rtol=1e-6)
 

@@ -5,11 +5,12 @@ binding nobody consumes is silently dropped; both have trained the wrong model b
 """
 
 import difflib
+import enum
 import io
 import itertools
 import re
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def gin_root() -> epath.Path:
     for folder in (_PACKAGE.parent / "gin", _PACKAGE / "gin_files"):
         if (folder / BASE).is_file():
             return epath.Path(folder)
-    raise UserError(f"no {BASE} beside {_PACKAGE}: the installation of meliad_like lacks its gin files")
+    raise UserError(f"there is no {BASE} next to {_PACKAGE}: the installation of meliad_like lacks its gin files")
 
 
 def shipped_files() -> list[str]:
@@ -50,8 +51,8 @@ def find_file(name: str) -> epath.Path:
     for path in (epath.Path(name), gin_root() / name):
         if path.is_file():
             return path
-    here = [path.as_posix() for path in Path().glob("*.gin")]
-    raise UserError(f"no gin file {name!r}{nearest(name, shipped_files() + here)}")
+    in_current_folder = [path.as_posix() for path in Path().glob("*.gin")]
+    raise UserError(f"no gin file {name!r}{nearest(name, shipped_files() + in_current_folder)}")
 
 
 def nearest(name: str, candidates: list[str]) -> str:
@@ -62,50 +63,43 @@ def nearest(name: str, candidates: list[str]) -> str:
     return f" (nearest: {(by_stem or match)[0]})" if by_stem or match else ""
 
 
+class Rank(enum.IntEnum):
+    """The precedence of bindings, the highest first."""
+
+    PARAMETER = 0
+    FILE = 1
+    DEFAULT = 2
+    """Of `base.gin`, which is always read."""
+
+
 @dataclass(frozen=True)
 class Binding:
     """A value, and where it was bound (`FILE:LINE`, or the `--gin_param` itself)."""
 
     value: Any
     origin: str
-    replaced: "Binding | None" = None
-    """What a file says of the same name, where a parameter (or the file that includes it) says something else."""
-    optional: bool = False
-    """Whether it does not matter that nothing reads it, as of the bindings of base.gin."""
-
-    @property
-    def of_base(self) -> bool:
-        """Whether it is a default, from the file that is always read."""
-        return self.origin.startswith(f"{BASE}:")
-
-    @property
-    def rank(self) -> int:
-        """Its place in the precedence: 0 for a `--gin_param`, 1 for a file, 2 for `base.gin`."""
-        return 0 if self.origin.startswith("--") else 1 + self.of_base
+    rank: Rank = Rank.FILE
+    must_be_read: bool = True
+    """Whether it is an error if nothing reads it."""
 
 
 # From `Class.parameter`, or the bare name of a macro, to its binding.
 Bindings = dict[str, Binding]
 
 
-@dataclass(frozen=True)
-class _Placeholder:
-    """A macro (%NAME) or a reference (@NAME) in a value."""
+class _Placeholder(str):
+    """A macro (%NAME) or a reference (@NAME) in a value, with its sign."""
 
-    sign: str
-    name: str
-
-    def __repr__(self) -> str:
-        return self.sign + self.name
+    __repr__ = str.__str__
 
 
 class _Delegate(config_parser.ParserDelegate):
     # Both return placeholders: gin rewrites exceptions raised here into messages of several lines.
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> _Placeholder:
-        return _Placeholder("@", scoped_configurable_name)
+        return _Placeholder(f"@{scoped_configurable_name}")
 
     def macro(self, macro_name: str) -> _Placeholder:
-        return _Placeholder("%", macro_name)
+        return _Placeholder(f"%{macro_name}")
 
 
 def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping[str, Any] | None = None) -> Bindings:
@@ -118,17 +112,13 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
     """
     parameters: Bindings = {}
     for text in gin_params:
-        parameters |= _read_text(text, f"--gin_param={text}", set())[0]
-    computed = {key: Binding(value, "the scale", optional=True) for key, value in (values or {}).items()}
-    settled = {*parameters, *computed}
-    base_path = gin_root() / BASE
-    base = _read_file(base_path, BASE, settled, set())
+        parameters |= _merge(_parse(text, f"--gin_param={text}", Rank.PARAMETER)[0])
+    computed = {key: Binding(value, "the scale", must_be_read=False) for key, value in (values or {}).items()}
+    base = _merge(_parse((gin_root() / BASE).read_text(), BASE, Rank.DEFAULT)[0])
+    files = _Files({*parameters, *computed})
     paths = {name: find_file(name) for name in gin_files}
-    others = {name: path for name, path in paths.items() if path.resolve() != base_path.resolve()}
-    included: set[epath.Path] = set()
-    tables = {path.resolve(): _read_file(path, name, settled, included) for name, path in others.items()}
-    files = _merge([table for path, table in tables.items() if path not in included], settled)
-    bindings = override(override(base, files), parameters)
+    tables = {path.resolve(): files.read(path, name) for name, path in paths.items()}
+    bindings = base | files.merge(table for path, table in tables.items() if path not in files.included) | parameters
 
     read: set[str] = set()
     resolved = {
@@ -143,55 +133,66 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
             known = [key for key in base if "." not in key]
             hint = "" if name in base else nearest(name, known)
             raise UserError(f"{binding.origin}: nothing reads {name}{hint}")
-    return override(resolved, {key: binding for key, binding in computed.items() if key not in parameters})
+    return resolved | {key: binding for key, binding in computed.items() if key not in parameters}
 
 
-def override(lower: Bindings, upper: Bindings) -> Bindings:
-    """Both; where they bind the same name, the upper binding, which remembers the lower one."""
-    return lower | {
-        key: replace(binding, replaced=lower[key]) if key in lower else binding for key, binding in upper.items()
-    }
+class _Files:
+    """Reads gin files, and the files that they include."""
+
+    def __init__(self, settled: Set[str]):
+        """`settled`: the names about which files may contradict each other, because something else decides."""
+        self._settled = settled
+        self.included: set[epath.Path] = set()
+        """The files that another one has included."""
+
+    def read(self, path: epath.Path, name: str, including: tuple[str, ...] = ()) -> Bindings:
+        """Bindings of a file over those of the files that it includes; none of base.gin, which is read anyway."""
+        if path.resolve() == (gin_root() / BASE).resolve():
+            return {}
+        if name in including:
+            raise UserError(f"gin files include each other: {' -> '.join((*including, name))}")
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{name} is not UTF-8: {error}") from None
+        bindings, includes = _parse(text, name, Rank.FILE)
+        paths = {include: find_file(include) for include in includes}
+        self.included.update(path.resolve() for path in paths.values())
+        inner = self.merge(self.read(path, include, (*including, name)) for include, path in paths.items())
+        return inner | _merge(bindings, self._settled)
+
+    def merge(self, tables: Iterable[Bindings]) -> Bindings:
+        """The bindings of several files. Raises a UserError if they contradict each other."""
+        return _merge([item for table in tables for item in table.items()], self._settled)
 
 
-def _read_file(
-    path: epath.Path, name: str, settled: Set[str], included: set[epath.Path], including: tuple[str, ...] = ()
-) -> Bindings:
-    """Bindings of a file over those of the files it includes, whose paths it adds to `included`.
-
-    The names in `settled` need not agree.
-    """
-    if name == BASE and path.resolve() != (gin_root() / BASE).resolve():
-        # Somebody's own file of this name: what it binds is no default.
-        name = str(path.resolve())
-    if name in including:
-        raise UserError(f"gin files include each other: {' -> '.join((*including, name))}")
-    try:
-        text = path.read_text()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8: {error}") from None
-    own, includes = _read_text(text, name, settled)
-    paths = [find_file(include) for include in includes]
-    included.update(path.resolve() for path in paths)
-    inner = [_read_file(path, include, settled, included, (*including, name)) for path, include in zip(paths, includes)]
-    return override(_merge(inner, settled), own)
+def _merge(bindings: Iterable[tuple[str, Binding]], settled: Set[str] = frozenset()) -> Bindings:
+    """A table of bindings. Raises a UserError if two of a name that is not `settled` have different values."""
+    merged: Bindings = {}
+    for key, binding in bindings:
+        first = merged.setdefault(key, binding)
+        if first.value != binding.value and key not in settled:
+            raise UserError(
+                f"{key} is {first.value!r} in {first.origin} and {binding.value!r} in {binding.origin}: "
+                "leave one of them out, or settle it with --gin_param"
+            )
+    return merged
 
 
-def _read_text(text: str, name: str, settled: Set[str]) -> tuple[Bindings, list[str]]:
+def _parse(text: str, name: str, rank: Rank) -> tuple[list[tuple[str, Binding]], list[str]]:
     """(bindings, included files) of one file or `--gin_param`."""
-    bindings: Bindings = {}
-    includes = []
+    bindings, includes = [], []
     for statement in _statements(text, name):
         if isinstance(statement, config_parser.IncludeStatement):
-            if name.startswith("--"):
+            if rank == Rank.PARAMETER:
                 raise UserError(f"{name}: pass it as --gin_file={statement.filename}")
             includes.append(statement.filename)
         elif isinstance(statement, config_parser.BindingStatement):
-            line = statement.location.line_num
-            origin = name if name.startswith("--") else f"{name}:{line}"
+            origin = name if rank == Rank.PARAMETER else f"{name}:{statement.location.line_num}"
             if statement.scope:
                 raise UserError(f"{origin}: scopes are not supported: {statement.scope}/{statement.selector}")
             key = f"{statement.selector}.{statement.arg_name}" if statement.arg_name else statement.selector
-            bindings = _merge([bindings, {key: Binding(statement.value, origin)}], settled)
+            bindings.append((key, Binding(statement.value, origin, rank)))
         elif isinstance(statement, config_parser.ImportStatement):
             raise UserError(f"{name}: gin imports are not supported: import {statement.module}")
     return bindings, includes
@@ -200,31 +201,13 @@ def _read_text(text: str, name: str, settled: Set[str]) -> tuple[Bindings, list[
 def _statements(text: str, name: str) -> Iterator[Any]:
     try:
         yield from config_parser.ConfigParser(io.StringIO(text), _Delegate())
-    # RecursionError: a thousand brackets. TypeError: a dictionary whose keys can't be.
-    except (SyntaxError, tokenize.TokenError, RecursionError, TypeError) as error:
-        # Of a value that is none, such as text without quotes, Python names the node of its syntax tree as well.
+    except (SyntaxError, tokenize.TokenError) as error:
+        # Python's message about text without quotes ends with a node of its syntax tree.
         message = str(error.args[0]).splitlines()[0].partition(": <ast.")[0].rstrip(".")
         place = name if name.startswith("--") or not isinstance(error, SyntaxError) else f"{name}:{error.lineno}"
         raise UserError(
             f"{place}: bad gin syntax: {message}; expected Class.parameter = value, with text in quotes"
         ) from None
-
-
-def _merge(tables: Sequence[Bindings], settled: Set[str]) -> Bindings:
-    merged: Bindings = {}
-    for table in tables:
-        for key, binding in table.items():
-            other = merged.setdefault(key, binding)
-            if other.value == binding.value:
-                continue
-            if key not in settled:
-                raise UserError(
-                    f"{key} is {other.value!r} in {other.origin} and {binding.value!r} in {binding.origin}: "
-                    "leave one of them out, or settle it with --gin_param"
-                )
-            # What belongs to a kind that is settled otherwise need not be read.
-            merged[key] = replace(other, replaced=binding)
-    return merged
 
 
 def _resolve(value: Any, bindings: Bindings, read: set[str], origin: str, inside: tuple[str, ...] = ()) -> Any:
@@ -234,9 +217,10 @@ def _resolve(value: Any, bindings: Bindings, read: set[str], origin: str, inside
         return {key: _resolve(item, bindings, read, origin, inside) for key, item in value.items()}
     if not isinstance(value, _Placeholder):
         return value
-    if value.sign == "@":
+    name = value[1:]
+    if value.startswith("@"):
         raise UserError(f"{origin}: references are not supported: {value!r}; write the value")
-    if value.name not in bindings or value.name in inside:
-        raise UserError(f"{origin}: {value!r} has no value; bind {value.name} = ...")
-    read.add(value.name)
-    return _resolve(bindings[value.name].value, bindings, read, origin, (*inside, value.name))
+    if name not in bindings or name in inside:
+        raise UserError(f"{origin}: {value!r} has no value; bind {name} = ...")
+    read.add(name)
+    return _resolve(bindings[name].value, bindings, read, origin, (*inside, name))

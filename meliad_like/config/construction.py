@@ -9,11 +9,11 @@ of all its kinds, and a kind of which anything is bound outside `base.gin` is ad
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import UnionType
-from typing import Any, Literal, Union
+from typing import Any, Literal, NamedTuple, Union
 
-from meliad_like.config.bindings import Binding, Bindings, nearest
+from meliad_like.config.bindings import Binding, Bindings, Rank, nearest
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, default_of
 
@@ -30,7 +30,7 @@ def build(bindings: Bindings, *roots: Any) -> tuple[Any, ...]:
     builder = _Builder(bindings)
     makers = [builder.maker(root) for root in roots]
     # Nothing is made, and so validated, until every binding is known to be read.
-    builder.check_all_read(roots)
+    builder.check_all_read()
     return tuple(make() for make in makers)
 
 
@@ -39,8 +39,7 @@ class _Builder:
         self._bindings = bindings
         self._read: set[str] = set()
         self._built: dict[str, type] = {}
-        self._choices: dict[str, tuple[tuple[str, ...], str]] = {}
-        """The names of the kinds that a field has, and where they were chosen."""
+        self._choices: dict[str, _Choice] = {}
 
     def maker(self, start: Any) -> Maker:
         """Makes a class, or a changed config, with all that is bound of it and of what is inside it."""
@@ -76,36 +75,32 @@ class _Builder:
         return key, self._bindings.get(key)
 
     def _kind(self, registry: Registry, key: str, binding: Binding | None, default: Any) -> Maker:
-        if binding is None:
-            self._choices[key] = (registry.name_of(default),), "the default"
-            return self.maker(default)
-        chosen = self._chosen(registry, key, binding, binding.value)
-        self._choices[key] = (binding.value,), binding.origin
-        return self.maker(default if type(default) is chosen else chosen)
+        name, origin = (
+            (registry.name_of(default), "the default") if binding is None else (binding.value, binding.origin)
+        )
+        config_class = _class_of(registry, key, name, origin)
+        self._choices[key] = _Choice(registry, (name,), origin)
+        return self.maker(default if type(default) is config_class else config_class)
 
     def _members(self, registry: Registry, key: str, binding: Binding | None, default: tuple[Any, ...]) -> Maker:
-        members = {registry.name_of(member): member for member in default}
+        members, origin = {registry.name_of(member): member for member in default}, "the default"
         if binding is not None:
-            names = binding.value if isinstance(binding.value, (list, tuple)) else [binding.value]
-            classes = {name: self._chosen(registry, key, binding, name) for name in names}
+            names, origin = binding.value, binding.origin
+            names = names if isinstance(names, (list, tuple)) else [names]
+            classes = {name: _class_of(registry, key, name, origin) for name in names}
             members = {name: members.get(name, config_class) for name, config_class in classes.items()}
-        bound = {key.rpartition(".")[0] for key, binding in self._bindings.items() if not binding.of_base}
+        bound = {key.rpartition(".")[0] for key, binding in self._bindings.items() if binding.rank != Rank.DEFAULT}
         for name in sorted(registry):
             if registry[name].__name__ in bound:
                 members.setdefault(name, registry[name])
-        self._choices[key] = tuple(members), "the default" if binding is None else binding.origin
+        self._choices[key] = _Choice(registry, tuple(members), origin)
         makers = list(map(self.maker, members.values()))
         return lambda: tuple(make() for make in makers)
 
-    def _chosen(self, registry: Registry, key: str, binding: Binding, name: Any) -> type:
-        if not isinstance(name, str) or name not in registry:
-            raise UserError(f"{binding.origin}: {key} = {name!r} is not one of {', '.join(sorted(registry))}")
-        return registry[name]
-
-    def check_all_read(self, roots: Sequence[Any]) -> None:
+    def check_all_read(self) -> None:
         """Raises a UserError if nothing has read a binding that is not one of base.gin."""
         for key, binding in self._bindings.items():
-            if key in self._read or binding.of_base or binding.optional:
+            if key in self._read or binding.rank == Rank.DEFAULT or not binding.must_be_read:
                 continue
             class_name, _, parameter = key.rpartition(".") if "." in key else (key, "", "")
             if class_name in self._built:
@@ -113,48 +108,55 @@ class _Builder:
                 raise UserError(
                     f"{binding.origin}: {class_name} has no parameter {parameter}{nearest(parameter, parameters)}"
                 )
-            others = dict(self._others(roots))
-            if class_name not in others:
-                known = [*self._built, *others]
+            not_chosen = self._not_chosen()
+            if class_name not in not_chosen:
+                known = [*self._built, *not_chosen]
                 raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}")
-            choice_key, name = others[class_name]
-            if self._was_replaced(choice_key, name, binding):
+            choice_key, name = not_chosen[class_name]
+            choice = self._bindings.get(choice_key)
+            if choice is not None and not choice.must_be_read and binding.rank == Rank.FILE:
+                # A program's values replace a file's kind together with its fields; a user changes the file.
                 continue
-            names, origin = self._choices[choice_key]
-            chosen = repr(names[0]) if len(names) == 1 else names
-            raise UserError(f"{binding.origin}: nothing reads {key}: {choice_key} is {chosen} ({origin}), not {name!r}")
+            _, names, origin = self._choices[choice_key]
+            kinds = repr(names[0]) if len(names) == 1 else names
+            raise UserError(f"{binding.origin}: nothing reads {key}: {choice_key} is {kinds} ({origin}), not {name!r}")
 
-    def _was_replaced(self, choice_key: str, name: str, binding: Binding) -> bool:
-        """Whether a kind was chosen beside this binding, and something of higher precedence has chosen another one."""
-        choice = self._bindings.get(choice_key)
-        while choice is not None and choice.replaced is not None:
-            choice = choice.replaced
-            if choice.value == name and binding.rank >= choice.rank:
-                return True
-        return False
-
-    def _others(self, roots: Sequence[Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    def _not_chosen(self) -> dict[str, tuple[str, str]]:
         """Names of the classes that were not built, each with the field and the kind that would have built it."""
-        seen: set[type] = set()
+        return {
+            class_name: (key, name)
+            for key, (registry, names, _) in self._choices.items()
+            for name in registry
+            if name not in names
+            for class_name in _names_inside(registry[name])
+        }
 
-        def walk(config_class: type, choice: tuple[str, str] | None) -> Iterator[tuple[str, tuple[str, str]]]:
-            if config_class in seen:
-                return
-            seen.add(config_class)
-            if choice is not None:
-                yield from ((base.__name__, choice) for base in _classes(config_class))
-            types = field_types(config_class)
-            for field in dataclasses.fields(config_class):
-                if (registry := field.metadata.get("registry")) is not None:
-                    key, _ = self._find(config_class, field.name)
-                    for name in registry:
-                        here = key in self._choices and name in self._choices[key][0]
-                        yield from walk(registry[name], choice if choice or here else (key, name))
-                elif dataclasses.is_dataclass(types[field.name]):
-                    yield from walk(types[field.name], choice)
 
-        for root in roots:
-            yield from walk(root if isinstance(root, type) else type(root), None)
+class _Choice(NamedTuple):
+    """The kinds that a field has."""
+
+    registry: Registry
+    names: tuple[str, ...]
+    origin: str
+    """Where they were chosen."""
+
+
+def _class_of(registry: Registry, key: str, name: Any, origin: str) -> type:
+    if not isinstance(name, str) or name not in registry:
+        raise UserError(f"{origin}: {key} = {name!r} is not one of {', '.join(sorted(registry))}")
+    return registry[name]
+
+
+def _names_inside(config_class: type) -> set[str]:
+    """Names of a dataclass, of its bases, and of all dataclasses that can be inside it."""
+    names = {base.__name__ for base in _classes(config_class)}
+    types = field_types(config_class)
+    for field in dataclasses.fields(config_class):
+        if (registry := field.metadata.get("registry")) is not None:
+            names = names.union(*map(_names_inside, registry.values()))
+        elif dataclasses.is_dataclass(types[field.name]):
+            names |= _names_inside(types[field.name])
+    return names
 
 
 def _classes(config_class: type) -> list[type]:
@@ -173,9 +175,6 @@ def fit(value: Any, expected: Any, name: str) -> Any:
 
     Infinity is refused: gin can't say it, and a saved config would not be read again.
     """
-    if isinstance(value, str) and "\0" in value:
-        # The system refuses it in paths, each function in its own way.
-        raise UserError(f"{name}={value!r} holds the character of number 0")
     try:
         return _fit(value, expected)
     except TypeError:

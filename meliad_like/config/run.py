@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from meliad_like.config import construction
-from meliad_like.config.bindings import Bindings, collect
+from meliad_like.config.bindings import Bindings, Rank, collect
 from meliad_like.data.documents import SOURCES, SourceConfig
 from meliad_like.data.files_source import StandardLibrarySource
 from meliad_like.data.readers import READERS, LanesReaderConfig, ReaderConfig
@@ -20,7 +20,7 @@ from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, Optimizer
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
 from meliad_like.registry import kind_field, resumable
 from meliad_like.trackers import TRACKERS, TensorBoard, TrackerConfig
-from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_steps
+from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds
 
 Nonfinite = Literal["stop", "skip"]
 
@@ -78,7 +78,6 @@ class TrainingConfig:
             raise UserError(f"sample_every={self.sample_every} needs sample_tokens of at least 1")
         check_seeds(self, ("seed",))
         check_positive(self, ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"))
-        check_steps(self, ("num_steps",))
         periods = ("evaluate_every", "checkpoint_every", "checkpoint_keep_every", "sample_every")
         check_not_negative(self, (*periods, "sample_tokens"))
 
@@ -187,7 +186,8 @@ def read_changes(
     for text in gin_params:
         if "." not in text.partition("=")[0]:
             raise UserError(f"--gin_param={text}: the checkpoint has no macros; bind Class.parameter = value")
-    return Changes({key: value for key, value in collect(gin_files, gin_params, values).items() if not value.of_base})
+    bindings = collect(gin_files, gin_params, values)
+    return Changes({key: binding for key, binding in bindings.items() if binding.rank != Rank.DEFAULT})
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -199,15 +199,15 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     for path, value in changes.items():
         name, _, rest = path.partition(".")
         inside[name][rest] = value
-    own = {name: more.pop("", getattr(config, name)) for name, more in inside.items()}
-    own = {name: with_changes(value, inside[name]) if inside[name] else value for name, value in own.items()}
-    return dataclasses.replace(config, **own)  # type: ignore[type-var]  # configs are dataclasses
+    fields = {name: more.pop("", getattr(config, name)) for name, more in inside.items()}
+    fields = {name: with_changes(value, inside[name]) if inside[name] else value for name, value in fields.items()}
+    return dataclasses.replace(config, **fields)  # type: ignore[type-var]  # configs are dataclasses
 
 
 def bound_by(gin_params: Sequence[str]) -> dict[str, Any]:
     """The values that parameters bind, by `Class.field`; macros, which only files read, are left out."""
     fields = [text for text in gin_params if "." in text.partition("=")[0]]
-    return {key: binding.value for key, binding in collect((), fields).items() if binding.rank == 0}
+    return {key: binding.value for key, binding in collect((), fields).items() if binding.rank == Rank.PARAMETER}
 
 
 class Stage(NamedTuple):

@@ -36,7 +36,7 @@ def rebuild(config_class: type[Config], saved: Mapping[str, Any]) -> Config:
     Raises a UserError that names an unknown or ill-typed field or kind, which a file of another version has.
     """
     if not isinstance(saved, dict):
-        raise UserError(f"the saved config is {saved!r}, no object")
+        raise UserError(f"the saved config is {saved!r}, not an object")
     bindings = {key: Binding(value, "the saved config") for key, value in saved.items()}
     return construction.build(bindings, config_class)[0]
 
@@ -54,8 +54,8 @@ def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
     Kinds that differ are compared only by their names, not by their fields.
     """
-    before, after = bound_values(old), bound_values(new)
-    return {key: (value, after[key]) for key, value in before.items() if key in after and value != after[key]}
+    old, new = bound_values(old), bound_values(new)
+    return {key: (value, new[key]) for key, value in old.items() if key in new and value != new[key]}
 
 
 def check_workdir(run: RunConfig, workdir: str | epath.Path, flag: str = "--workdir") -> None:
@@ -73,10 +73,8 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path, flag: str = "--work
         raise UserError(
             f"{path}: {error}; if it is damaged, delete it: the same command then resumes, and writes it anew"
         ) from None
-    changed = differences(saved, run)
-    for name, field, _ in bound_fields(saved):
-        if name in changed and may_change(field, saved, run):
-            del changed[name]
+    fixed = {name for name, field, _ in bound_fields(saved) if not may_change(field, saved, run)}
+    changed = {name: values for name, values in differences(saved, run).items() if name in fixed}
     old, new = ({name: values[i] for name, values in changed.items()} for i in (0, 1))
     check_same(path.parent, old, new, way_out=f"choose another {flag}")
 

@@ -22,7 +22,7 @@ from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch
 from meliad_like.data.readers import LanesReader
 from meliad_like.data.split import Documents
-from meliad_like.evaluation.perplexity import Evaluator, Losses, Way
+from meliad_like.evaluation.perplexity import Evaluator, Losses, ReadingMode
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.mesh import lane_shards
 from meliad_like.models.base import ModelConfig
@@ -148,9 +148,11 @@ def losses_after(
         return LanesReader(documents, lanes, every, window, **order)
 
     step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
-    way = Way(step, _begin, lambda model, state: Carries(*map(model.carry_axes, state)))
+    reading_mode = ReadingMode(step, _begin, lambda model, state: Carries(*map(model.carry_axes, state)))
     slices = {"max_lanes": lanes, "loss_slice": run.training.loss_slice}
-    evaluator = Evaluator(model, documents, mesh, name=kind, segment_length=every, way=way, read=reader, **slices)
+    evaluator = Evaluator(
+        model, documents, mesh, name=kind, segment_length=every, reading_mode=reading_mode, read=reader, **slices
+    )
     return evaluator.token_losses(params, on_progress)
 
 

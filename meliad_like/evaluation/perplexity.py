@@ -46,15 +46,17 @@ class Losses(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class ReadingMode:
     """How an evaluator reads the segments of its lanes."""
 
     step: Callable[[Model, int, Any, Any, Batch], tuple[Any, Losses]]
-    """(model, loss_slice, parameters, carry, batch) -> the carry after a segment, and its losses."""
+    """`step(model, loss_slice, params, carry, batch)` reads a segment of every lane. Returns the carry after it, and
+    its losses. `loss_slice` is the number of tokens of a lane whose logits exist at the same time."""
     init_carry: Callable[[Any, int], Any] = lambda module, b: module.init_carry(b)
-    """(module, number of lanes) -> the carry before the first segment."""
+    """`init_carry(module, b)`, with the module that `model.bind(params)` gives, is the carry of `b` lanes before their
+    first segment."""
     carry_axes: Callable[[Model, Any], Any] = Model.carry_axes
-    """(model, carry) -> the logical axes of its arrays."""
+    """`carry_axes(model, carry)` is the logical axes of the carry's arrays, as those of `Model.carry_axes`."""
     repeats_windows: bool = True
     """Whether segments have the tokens that overlapping windows repeat."""
 
@@ -81,9 +83,9 @@ def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -
     return carry, Losses(nats.T, correct.T, batch.loss_mask, batch.document, batch.position)
 
 
-SEGMENTS = Way(evaluation_step)
+SEGMENTS = ReadingMode(evaluation_step)
 """Each segment at once."""
-TOKEN_BY_TOKEN = Way(
+TOKEN_BY_TOKEN = ReadingMode(
     decoding_step, lambda module, b: module.begin_decoding(module.init_carry(b)), repeats_windows=False
 )
 """One token after the other, as text is written; documents must begin at segment boundaries."""
@@ -108,7 +110,7 @@ class Evaluator:
         max_tokens: int | None = None,
         loss_slice: int = 1024,
         whole_segments: bool = False,
-        way: Way = SEGMENTS,
+        reading_mode: ReadingMode = SEGMENTS,
         read: Callable[[Documents, int], Reader] | None = None,
     ):
         """
@@ -120,7 +122,7 @@ class Evaluator:
           loss_slice: number of tokens of a lane whose logits exist at the same time.
           whole_segments: every document begins at a segment boundary, so that what depends on segments is the same at
             equal positions of every document.
-          way: how segments are read, such as `TOKEN_BY_TOKEN`.
+          reading_mode: how segments are read, such as `TOKEN_BY_TOKEN`.
           read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order. The
             report marks results of a reader whose attribute `leaks_the_future` is true.
         """
@@ -145,7 +147,7 @@ class Evaluator:
         useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
         num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
         if read is None:
-            lengths, overlap = (segment_length, window), model.config.overlap if way.repeats_windows else 0
+            lengths, overlap = (segment_length, window), model.config.overlap if reading_mode.repeats_windows else 0
             order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": whole_segments}
             self._reader = LanesReader(self._split, num_lanes, *lengths, overlap=overlap, **order)
         else:
@@ -155,14 +157,16 @@ class Evaluator:
         self._lanes = lane_sharding(mesh, self.num_lanes)
 
         def init_carry(params):
-            return way.init_carry(model.bind(params), self.num_lanes)
+            return reading_mode.init_carry(model.bind(params), self.num_lanes)
 
-        axes = way.carry_axes(model, jax.eval_shape(init_carry, model.abstract_params))
+        axes = reading_mode.carry_axes(model, jax.eval_shape(init_carry, model.abstract_params))
         carry = carry_shardings(mesh, self.num_lanes, axes)
         self._init_carry = jax.jit(init_carry, out_shardings=carry)
         # Every host needs the losses of all lanes, which are small compared with the logits.
         self._step = jax.jit(
-            functools.partial(way.step, model, loss_slice), donate_argnums=1, out_shardings=(carry, replicated(mesh))
+            functools.partial(reading_mode.step, model, loss_slice),
+            donate_argnums=1,
+            out_shardings=(carry, replicated(mesh)),
         )
         self._compiled: jax.stages.Compiled | None = None
 
@@ -263,11 +267,11 @@ def make_evaluator(
     mesh: Mesh,
     *,
     documents: Documents | None = None,
-    **others: Any,
+    **options: Any,
 ) -> Evaluator:
     """An evaluator that reads a split, or `documents` of it, as a run does: with its reader, segment length and lanes.
 
-    `others` are arguments of `Evaluator`.
+    `options` are arguments of `Evaluator`.
     """
     return Evaluator(
         model,
@@ -278,5 +282,5 @@ def make_evaluator(
         max_lanes=run.data.num_lanes,
         loss_slice=run.training.loss_slice,
         read=run.data.evaluation_reader(store, split, run.model.window_length),
-        **others,
+        **options,
     )

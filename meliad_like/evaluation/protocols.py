@@ -136,7 +136,7 @@ def evaluate(
         max_lanes=1,
         loss_slice=loss_slice,
         whole_segments=True,
-        way=TOKEN_BY_TOKEN if protocol == "token_by_token" else SEGMENTS,
+        reading_mode=TOKEN_BY_TOKEN if protocol == "token_by_token" else SEGMENTS,
         read=read,
     )(params, on_progress)
     visible = model.config.num_visible(context)

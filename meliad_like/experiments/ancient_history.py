@@ -30,7 +30,7 @@ from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
 from meliad_like.history.evaluation import BASELINE, among, with_intervals
 from meliad_like.history.opening import HistoryRequest
-from meliad_like.run.opening import open_as, open_store, saved_config
+from meliad_like.run.opening import open_checkpoint, open_store, saved_config
 from meliad_like.tables import Table as TextTable
 
 FIGURES = {
@@ -69,7 +69,7 @@ class HistoryExperiment(Settings):
         """Scores, trains and evaluates what is not finished yet; returns the exit status of the trainings."""
         rows, scale, scores = rows_of(self.scale_name, self.row_names), self.scale, self.folder / "scores"
         request = self._request()
-        opened, _ = open_as(self.load_dir, request.config()[0])
+        opened = open_checkpoint(self.load_dir, changes=lambda _: request.config()[0])
         open_store(opened, self.load_dir, request.store, prepare=True)
         trained = [row.name for row in rows if row.name in SELECTORS]
         if trained:

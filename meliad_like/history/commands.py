@@ -30,7 +30,7 @@ from meliad_like.history.spans import Layout, Stride, candidates, whole_document
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StoreInfo, StrideStore, fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.resumable import Journal, check_same, write_json
-from meliad_like.run.opening import open_as, open_store
+from meliad_like.run.opening import open_checkpoint, open_store
 from meliad_like.tables import Table
 
 CONTROLS = ("random", "overlap_oracle")
@@ -215,7 +215,7 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
         WITHOUT_EFFECT,
         "leave it out, or make new scores",
     )
-    opened, mesh = open_as(request.checkpoint, run, request.step)
+    opened = open_checkpoint(request.checkpoint, step=request.step, changes=lambda _: run, mesh="config")
     if not isinstance(opened.run.model, PretrainedConfig):
         raise UserError(f"a selector begins with a pretrained decoder, and {request.checkpoint} is of another family")
     store = open_store(opened, request.checkpoint, request.store, prepare=False)
@@ -240,7 +240,7 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
             "num_documents": len(scored.info.documents),
             "num_pairs": len(pairs),
         },
-        mesh,
+        opened.mesh,
     ).run()
 
 

@@ -17,7 +17,7 @@ from meliad_like.history.config import HistoryConfig, HistorySettings
 from meliad_like.history.gains import SpanGains, TargetLosses
 from meliad_like.history.spans import Layout
 from meliad_like.history.stride_store import fingerprint
-from meliad_like.run.opening import OpenedCheckpoint, open_as, open_store, saved_config
+from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, open_store, saved_config
 
 
 class HistoryRequest(NamedTuple):
@@ -67,10 +67,10 @@ class HistoryRequest(NamedTuple):
     def open(self) -> "Opened":
         """Opens all that a command needs."""
         run, settings = self.config()
-        checkpoint, mesh = open_as(self.checkpoint, run, self.step)
+        checkpoint = open_checkpoint(self.checkpoint, step=self.step, changes=lambda _: run, mesh="config")
         store = open_store(checkpoint, self.checkpoint, self.store, prepare=False)
         layout = Layout.of(settings.history, checkpoint.vocabulary)
-        return Opened(self, checkpoint, mesh, store, self.choose_documents(store), layout)
+        return Opened(self, checkpoint, checkpoint.mesh, store, self.choose_documents(store), layout)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -188,12 +188,12 @@ def nesterov(rate: optax.Schedule, momentum: float, weight_decay: float) -> opta
         return NesterovState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
     def update(gradient, state, params):
-        now, before = (jnp.asarray(rate(count)) for count in (state.count, jnp.maximum(state.count - 1, 0)))
+        rate_now, rate_before = (jnp.asarray(rate(count)) for count in (state.count, jnp.maximum(state.count - 1, 0)))
         # After a rate of 0 the velocity is 0 as well.
-        kept = momentum * jnp.where(before > 0, now / before, 0.0)
-        velocity = jax.tree.map(lambda v, g: kept * v - now * g, state.velocity, gradient)
+        factor = momentum * jnp.where(rate_before > 0, rate_now / rate_before, 0.0)
+        velocity = jax.tree.map(lambda v, g: factor * v - rate_now * g, state.velocity, gradient)
         decay = jax.tree.map(lambda p, has_decay: weight_decay * has_decay * p, params, decayed(params))
-        updates = jax.tree.map(lambda v, g, d: momentum * v - now * g - now * d, velocity, gradient, decay)
+        updates = jax.tree.map(lambda v, g, d: momentum * v - rate_now * g - rate_now * d, velocity, gradient, decay)
         return updates, NesterovState(state.count + 1, velocity)
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # its params are optional

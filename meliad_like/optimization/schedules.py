@@ -15,12 +15,10 @@ from optax import Schedule
 
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry
-from meliad_like.validation import check_above_zero, check_not_negative, check_steps
+from meliad_like.validation import check_above_zero, check_not_negative
 
 # The inverse square roots would be infinite at step 0.
 FIRST_STEP_OF_INVERSE_SQUARE_ROOT = 100
-
-
 SCHEDULES = Registry("schedule")
 
 
@@ -37,7 +35,6 @@ class ScheduleConfig:
 
     def __post_init__(self):
         check_not_negative(self, ("warmup_steps", "first_rate"))
-        check_steps(self, ("warmup_steps",))
         check_above_zero(self, ("multiplier",))
 
     @property
@@ -67,7 +64,6 @@ class DecayingScheduleConfig(ScheduleConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_steps(self, ("max_scheduled_steps",))
         check_above_zero(self, ("max_scheduled_steps",))
         if not 0 < self.min_rate <= self.max_rate:
             raise UserError(f"min_rate={self.min_rate} must be positive and at most max_rate={self.max_rate}")
@@ -99,7 +95,6 @@ class CosineSchedule(DecayingScheduleConfig):
     def __post_init__(self):
         super().__post_init__()
         check_not_negative(self, ("spike_steps",))
-        check_steps(self, ("spike_steps",))
 
     def base_rate(self, length: int, step: jax.Array) -> jax.Array:
         wave = 0.5 * (1 + jnp.cos(math.pi * jnp.minimum(step, length) / length))

@@ -96,8 +96,8 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Ca
         if run.training.keep_best:
             if jax.process_index() == 0:
                 save_vocabulary(setup.store.vocabulary, best)
-            kept = metadata(setup, step) | {"bits_per_token": result.bits_per_token}
-            keep_best(best, step, state, kept, operator.itemgetter("bits_per_token"))
+            about = metadata(setup, step) | {"bits_per_token": result.bits_per_token}
+            keep_best(best, step, state, about, operator.itemgetter("bits_per_token"))
 
     return evaluate
 
@@ -214,8 +214,8 @@ class Reporter:
         setup, good_step = self._setup, int(state.step)
         if setup.stage.index and good_step == setup.stage.first_step:
             # A checkpoint of that step is the stage before's, with as many lanes as that has; their memory is not read.
-            before = stages_of(setup.whole_run)[setup.stage.index - 1]
-            state = set_up(setup.whole_run, before, setup.mesh).begin_stage(state)
+            previous = stages_of(setup.whole_run)[setup.stage.index - 1]
+            state = set_up(setup.whole_run, previous, setup.mesh).begin_stage(state)
         self._save(good_step, state)
         raise UserError(
             f"step {step} is not finite: {self._culprit(step, metrics)}; the state after step {good_step} is saved: "

@@ -1,9 +1,9 @@
 """Checkpoint folders: what is saved with the arrays, and how the folder alone becomes a model that runs."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,11 @@ class OpenedCheckpoint(NamedTuple):
     params: Any
     vocabulary: Vocabulary
     step: int
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the config, on which the parameters lie if they were opened with `mesh="config"`."""
+        return make_mesh(self.run.mesh)
 
 
 def checkpoint_metadata(
@@ -63,23 +68,38 @@ def write_checkpoint(
         checkpoints.save(step, state, checkpoint_metadata(run, vocabulary, step, None))
 
 
+def saved_config(folder: epath.PathLike, step: int | None = None) -> RunConfig:
+    """The config of a checkpoint with a mesh for this machine: every device has all parameters and its own lanes."""
+    with Checkpoints(checkpoints_folder(folder), read_only=True) as checkpoints:
+        return _config_in(checkpoints.read_metadata(step))
+
+
+def _config_in(metadata: Mapping[str, Any]) -> RunConfig:
+    return dataclasses.replace(rebuild(RunConfig, metadata["config"]), mesh=MeshConfig())
+
+
 def open_checkpoint(
     folder: epath.PathLike,
     *,
     step: int | None = None,
-    mesh: Mesh | None = None,
     changes: Callable[[RunConfig], RunConfig] = lambda run: run,
+    mesh: Mesh | Literal["config"] | None = None,
 ) -> OpenedCheckpoint:
     """Opens a checkpoint folder, or the working folder that it lies in, for reading.
 
-    Without a `step` the newest checkpoint that is not damaged is opened; without a mesh, on the first device. The model
-    is that of the saved config after `changes`, such as those of `read_changes`. Raises a UserError if there is no
-    usable checkpoint, if its vocabulary is missing or was replaced, or if the changed model needs other parameters.
+    Args:
+      step: which checkpoint; None: the newest that is not damaged.
+      changes: changes of `saved_config`, such as those of `read_changes`. The model is that of the changed config.
+      mesh: where the parameters lie: None: on the first device; `config`: on the mesh of the changed config.
+
+    Raises:
+      UserError: there is no usable checkpoint, its vocabulary is missing or was replaced, or the changed model needs
+        other parameters.
     """
     folder = checkpoints_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:
         metadata = checkpoints.read_metadata(step)
-        saved = rebuild(RunConfig, metadata["config"])
+        saved = _config_in(metadata)
         vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
         if vocabulary.fingerprint != metadata["vocabulary_fingerprint"]:
             raise UserError(
@@ -91,7 +111,15 @@ def open_checkpoint(
         if model.axes != trained.axes or model.abstract_params != trained.abstract_params:
             changed = " ".join(differences(saved.model, run.model)) or "RunConfig.model"
             raise UserError(f"{changed} would need other parameters than those of the checkpoint {folder}")
-        params, _ = checkpoints.restore_params(_placed(model, mesh), metadata["step"])
+        if mesh is None:
+            # Not a mesh of one device: jitted functions would be compiled again for arrays that are not on that mesh.
+            device = SingleDeviceSharding(jax.devices()[0])
+            shardings = jax.tree.map(lambda _: device, model.abstract_params)
+        else:
+            mesh = make_mesh(run.mesh) if mesh == "config" else mesh
+            shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
+        placed = jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
+        params, _ = checkpoints.restore_params(placed, metadata["step"])
     return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"])
 
 
@@ -99,36 +127,6 @@ def checkpoints_folder(folder: epath.PathLike) -> epath.Path:
     """The folder of a run's checkpoints; `folder` is that folder or the run's working folder."""
     folder = any_path(folder)
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-
-
-def _placed(model: Model, mesh: Mesh | None) -> Any:
-    """Shapes of the parameters with their shardings."""
-    if mesh is None:
-        # Not a mesh of one device: jitted functions would be compiled again for arrays that are not on that mesh.
-        device = SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(lambda x: x.update(sharding=device), model.abstract_params)
-    shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
-    return jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
-
-
-def saved_config(folder: str | Path, step: int | None = None) -> RunConfig:
-    """The config of a checkpoint with a mesh for this machine: every device has all parameters and its own lanes."""
-    with Checkpoints(checkpoints_folder(folder), read_only=True) as checkpoints:
-        run = rebuild(RunConfig, checkpoints.read_metadata(step)["config"])
-    return dataclasses.replace(run, mesh=MeshConfig())
-
-
-def open_as(folder: str | Path, run: RunConfig, step: int | None = None) -> tuple[OpenedCheckpoint, Mesh]:
-    """Opens a checkpoint folder with another config than it was saved with, which needs the same parameters."""
-    mesh = make_mesh(run.mesh)
-    return open_checkpoint(folder, step=step, mesh=mesh, changes=lambda _: run), mesh
-
-
-def open_with(
-    folder: str | Path, changes: Callable[[RunConfig], RunConfig] = lambda run: run, step: int | None = None
-) -> tuple[OpenedCheckpoint, Mesh]:
-    """Opens a checkpoint folder with `changes` of its config (`saved_config`), such as those of `read_changes`."""
-    return open_as(folder, changes(saved_config(folder, step)), step)
 
 
 def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, prepare: bool) -> TokenStore:
@@ -140,8 +138,7 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
     place = any_path(store or opened.run.data.store)
     if not (place / STORE_NAME).exists():
         if not prepare:
-            source = opened.run.source
-            where, elsewhere = "", ""
+            source, where, elsewhere = opened.run.source, "", ""
             if source.folder:
                 where = f" in {source.folder}"
                 elsewhere = "; --gin_param=FolderSourceConfig.folder=... where they lie elsewhere"
@@ -152,11 +149,11 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
         # Importing what sources need takes a while.
         from meliad_like.data.preparation import prepare as make_store
 
-        # Training the vocabulary again, on the documents that are here, could give another one.
+        # Training the vocabulary again, on the documents of this machine, could give another one.
         with local_files(checkpoints_folder(folder) / VOCABULARY_FOLDER) as saved:
             make_store(opened.run.source, saved_vocabulary_config(saved), place)
-    found = TokenStore(place)
-    found.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {folder}")
+    opened_store = TokenStore(place)
+    opened_store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {folder}")
     if prepare:
-        found.check_documents(opened.run.source)
-    return found
+        opened_store.check_documents(opened.run.source)
+    return opened_store

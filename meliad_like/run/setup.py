@@ -109,8 +109,8 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
     if checkpoints.steps():
         state, saved = checkpoints.restore(setup.abstract_state)
         fingerprints = ("vocabulary_fingerprint", "store_fingerprint")
-        here = metadata(setup, saved["step"])
-        check_same(checkpoints.folder, {k: saved[k] for k in fingerprints}, {k: here[k] for k in fingerprints})
+        current = metadata(setup, saved["step"])
+        check_same(checkpoints.folder, {k: saved[k] for k in fingerprints}, {k: current[k] for k in fingerprints})
         # The saved state is that of the last finite step, so that a halted run can be resumed with another policy.
         return state._replace(halted=jax.device_put(jnp.zeros((), bool), replicated(setup.mesh)))
     state = setup.program.initialise()
@@ -118,10 +118,10 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
         return state
     opened = open_checkpoint(load_dir, mesh=setup.mesh)
     setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {load_dir}")
-    wanted = setup.whole_run.model
-    if not wanted.extends(opened.run.model):
+    model = setup.whole_run.model
+    if not model.extends(opened.run.model):
         way_out = "train the model of the checkpoint, or choose another one"
-        check_same(f"--load_dir={load_dir}", bound_values(opened.run.model), bound_values(wanted), way_out=way_out)
+        check_same(f"--load_dir={load_dir}", bound_values(opened.run.model), bound_values(model), way_out=way_out)
     # Parameters that a pretrained model does not have, such as those of a recurrence, are fresh.
     return state._replace(params={**state.params, **opened.params})
 

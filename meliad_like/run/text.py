@@ -23,8 +23,11 @@ def carry_identity(opened: OpenedCheckpoint) -> dict[str, Any]:
     for leaf in jax.tree.leaves(opened.params):
         # A sample of the parameters distinguishes two trainings, and is fast for large models.
         digest.update(np.asarray(leaf.reshape(-1)[:SAMPLED]).tobytes())
-    others = {"step": opened.step, "vocabulary": opened.vocabulary.fingerprint, "parameters": digest.hexdigest()}
-    return bound_values(opened.run.model) | others
+    return bound_values(opened.run.model) | {
+        "step": opened.step,
+        "vocabulary": opened.vocabulary.fingerprint,
+        "parameters": digest.hexdigest(),
+    }
 
 
 def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:

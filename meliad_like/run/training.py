@@ -57,8 +57,8 @@ def train(
     # Checked by every process before the first one writes: if one process alone failed, the others would wait for it.
     configuration.check_workdir(run, folder)
     multihost_utils.sync_global_devices("the working folder is this run's")
-    kept = {"keep_last": run.training.checkpoints_kept, "keep_every": run.training.checkpoint_keep_every}
-    with Ownership(folder) as ownership, Checkpoints(folder / "checkpoints", **kept) as checkpoints:
+    keep = {"keep_last": run.training.checkpoints_kept, "keep_every": run.training.checkpoint_keep_every}
+    with Ownership(folder) as ownership, Checkpoints(folder / "checkpoints", **keep) as checkpoints:
         num_steps = run.training.num_steps
         start_step = checkpoints.read_metadata()["step"] if checkpoints.steps() else 0
         if start_step >= num_steps:

@@ -12,7 +12,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.evaluation.scores import Evaluation
 from meliad_like.run import training
-from meliad_like.run.opening import open_store, open_with
+from meliad_like.run.opening import open_checkpoint, open_store
 
 
 def prepare(run: RunConfig, *, workers: int = 1) -> TokenStore:
@@ -65,6 +65,6 @@ def evaluate(
     Raises:
       UserError: there is no such checkpoint or store, or they don't belong together.
     """
-    opened, mesh = open_with(checkpoint, step=step)
+    opened = open_checkpoint(checkpoint, step=step, mesh="config")
     documents = open_store(opened, checkpoint, None if store is None else str(store), prepare=False)
-    return make_evaluator(opened.run, opened.model, documents, split, mesh, max_tokens=max_tokens)(opened.params)
+    return make_evaluator(opened.run, opened.model, documents, split, opened.mesh, max_tokens=max_tokens)(opened.params)

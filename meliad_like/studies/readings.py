@@ -18,7 +18,7 @@ from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator, make_evaluator
 from meliad_like.evaluation.report import with_progress
-from meliad_like.run.opening import OpenedCheckpoint, open_store, open_with
+from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, open_store
 
 StudyRequest = namedtuple(
     "StudyRequest",
@@ -59,12 +59,12 @@ class Subject(NamedTuple):
 def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None = None) -> Subject:
     """Opens a checkpoint. Its label is the run's folder, the step if it is given, and what is changed."""
     changes = read_changes((), gin_params)
-    opened, mesh = open_with(folder, changes, step)
+    opened = open_checkpoint(folder, step=step, changes=changes, mesh="config")
     path = Path(folder)
     name = path.parent.name if path.name == "checkpoints" else path.name
     changed = [f"{key.partition('.')[2]}={binding.value}" for key, binding in changes.bindings.items()]
     label = ", ".join([name or str(path), *([f"step {step:,}"] if step is not None else []), *changed])
-    return Subject(label, folder, changed, opened, mesh)
+    return Subject(label, folder, changed, opened, opened.mesh)
 
 
 def open_compared(request: StudyRequest, change_all: bool = False) -> list[Subject]:

@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from meliad_like.errors import UserError, is_full_disk, refusals
-from meliad_like.remote import is_remote, one_line
+from meliad_like.remote import any_path, is_remote, one_line
 from meliad_like.resumable import check_same, read_json
 from meliad_like.training.processes import agreed
 
@@ -53,10 +53,8 @@ class Checkpoints:
           keep_every: checkpoints of steps that are multiples of it are kept forever; 0: of none.
           read_only: for evaluation while a run may still be writing: nothing is created, moved or deleted.
         """
-        # orbax logs a traceback in each thread, although it also raises the error.
-        logging.get_absl_logger().addFilter(_no_error_of_orbax)
-        # epath would treat gs://... as a relative path.
-        self.folder = epath.Path(folder) if is_remote(folder) else epath.Path(folder).resolve()
+        # epath would resolve gs://... as a relative path.
+        self.folder = any_path(folder) if is_remote(folder) else any_path(folder).resolve()
         self._read_only = read_only
         self._damage: dict[int, str | None] = {}
         self._step_being_written: int | None = None
@@ -66,7 +64,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy.AnyPreservationPolicy([*every, policy.LatestN(keep_last)]),
             create=not read_only,
-            # Deletes unfinished checkpoints of a killed run. On gs:// it would delete every folder that is none.
+            # Deletes unfinished checkpoints of a killed run. On gs:// it would delete every folder that is not one.
             cleanup_tmp_directories=not read_only and not is_remote(folder),
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_manifest),
         )
@@ -117,19 +115,19 @@ class Checkpoints:
         newest, step = step is None, self._usable(step)
         if newest:
             self.move_aside_after(step)
-        saved, wanted = self._read_json(step), named_arrays(abstract_state)
-        targets = dict(zip(("params", "rest"), _split(wanted)))
+        saved, requested = self._read_json(step), named_arrays(abstract_state)
+        targets = dict(zip(("params", "rest"), _split(requested)))
         shapes = saved["arrays"]
         if not targets["rest"]:
             del targets["rest"]
             shapes = {name: shape for name, shape in shapes.items() if _is_parameter(name)}
         way_out = "choose another folder, or a run with the same parameters and optimizer"
-        check_same(self.folder / str(step), shapes, _shapes(wanted), way_out=way_out)
+        check_same(self.folder / str(step), shapes, _shapes(requested), way_out=way_out)
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**{name: ocp.args.StandardRestore(item) for name, item in targets.items()})
         )
         arrays = {name: array for item in targets for name, array in named_arrays(restored[item]).items()}
-        leaves = [arrays[name] for name in wanted]
+        leaves = [arrays[name] for name in requested]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), saved["metadata"]
 
     def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
@@ -178,11 +176,19 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def __enter__(self) -> Self:
+        logging.get_absl_logger().addFilter(self._is_logged)
         return self
 
     def __exit__(self, *_) -> None:
-        with self._refusals_reported():
-            self._manager.close()
+        try:
+            with self._refusals_reported():
+                self._manager.close()
+        finally:
+            logging.get_absl_logger().removeFilter(self._is_logged)
+
+    def _is_logged(self, record: standard_logging.LogRecord) -> bool:
+        # orbax logs a traceback in each thread, although it also raises the error.
+        return record.levelno < standard_logging.ERROR or f"{os.sep}orbax{os.sep}" not in record.pathname
 
     def _read_json(self, step: int) -> dict[str, Any]:
         return self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
@@ -261,10 +267,6 @@ def keep_best(
         if step in best.steps() or (newest is not None and measure(best.read_metadata(newest)) <= measure(metadata)):
             return
         best.save(step, {"step": state.step, "params": state.params}, metadata)
-
-
-def _no_error_of_orbax(record: standard_logging.LogRecord) -> bool:
-    return record.levelno < standard_logging.ERROR or f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:

@@ -55,9 +55,9 @@ class MetricsWriter:
         self._local = epath.Path(local)
         path = self._workdir / FILE_NAME
         rows = zip(read_json_lines(path)[0], read_rows(path))
-        kept = "".join(line for line, row in rows if row["step"] <= start_step)
-        if self._remote or len(kept.encode()) < size_of(path):
-            write_whole(local / FILE_NAME, kept)
+        earlier = "".join(line for line, row in rows if row["step"] <= start_step)
+        if self._remote or len(earlier.encode()) < size_of(path):
+            write_whole(local / FILE_NAME, earlier)
         self._file = (local / FILE_NAME).open("a")
         name = os.path.basename(os.path.abspath(workdir))
         run = TrackedRun(local, name, functools.cache(self._identity), start_step, settings or {})
@@ -159,7 +159,7 @@ class MetricsWriter:
 
 
 def read_rows(path: epath.Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, one for each complete line. A line that is no row is an error with its number."""
+    """The rows of a metrics file, one for each complete line. A line that is not a row is an error with its number."""
     rows = read_json_lines(path)[1]
     for number, row in enumerate(rows, 1):
         check_fields(row, {"step": int, "kind": str}, f"{path}:{number}")

@@ -75,7 +75,7 @@ def initialize_distributed(
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except ValueError as error:
-        raise UserError(f"this machine is part of no cluster that jax detects: {one_line(error)}") from None
+        raise UserError(f"this machine is not part of a cluster that jax detects: {one_line(error)}") from None
 
 
 def _check_port(port: int) -> None:
@@ -133,10 +133,10 @@ class Ownership:
     def _compare(self) -> None:
         if self._is_locked:
             return
-        found = self._path.read_text() if self._path.exists() else f"{LOCK_NAME} has been deleted"
-        if found != self._name:
+        owner = self._path.read_text() if self._path.exists() else f"{LOCK_NAME} has been deleted"
+        if owner != self._name:
             raise UserError(
-                f"another training has taken {self._workdir}: {found}; this one ends, and saves nothing more"
+                f"another training has taken {self._workdir}: {owner}; this one ends, and saves nothing more"
             )
 
 
@@ -153,16 +153,16 @@ def on_process_0(work: Callable[[], None], refused: str) -> None:
             problem = str(error)
         except refusals() as error:
             problem = f"{refused}: {one_line(error)}"
-    if found := agreed(problem, "process 0 can't continue, and its output says why"):
-        raise UserError(found)
+    if message := agreed(problem, "process 0 can't continue, and its output says why"):
+        raise UserError(message)
 
 
 def agreed(problem: str | None, elsewhere: str) -> str | None:
     """The problem that process 0 has, if any; the other processes learn only that it has one, and get `elsewhere`."""
-    met = problem is not None
+    has_problem = problem is not None
     if jax.process_count() > 1:
-        met = bool(multihost_utils.broadcast_one_to_all(np.asarray(met)))
-    return (problem or elsewhere) if met else None
+        has_problem = bool(multihost_utils.broadcast_one_to_all(np.asarray(has_problem)))
+    return (problem or elsewhere) if has_problem else None
 
 
 class Preemption:
