@@ -1,7 +1,7 @@
 """Writes the documents of Yoshida et al. 2020 as the folders `wikitext` and `pg19`, which `task/books.gin` reads.
 
-It expects three things in the current folder: the raw version of WikiText-103 as `wikitext-103-raw`, the books of PG-19 as
-published in `pg19-original` (one text file each, in folders named by split), and GPT-2's tokenizer in `gpt2`.
+It expects three things in the current folder: the raw version of WikiText-103 as `wikitext-103-raw`, the books of PG-19
+as published in `pg19-original` (one text file each, in folders named by split), and GPT-2's tokenizer in `gpt2`.
 """
 
 import re
