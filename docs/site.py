@@ -1,5 +1,5 @@
 """The pages of the documentation site that are not files of this folder: the README and others of the checkout, and a
-reference page for each room of the package. `mkdocs.yml` names this file as a hook of mkdocs."""
+reference page for each sub-package. `mkdocs.yml` names this file as a hook of mkdocs."""
 
 import json
 import posixpath
@@ -17,6 +17,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "gin/README.md": "gin.md",
+    "benchmarks/results/README.md": "measurements.md",
     "examples/read_a_book.ipynb": "read_a_book.md",
     "meliad_like/__init__.py": "reference/meliad_like.md",
 }
@@ -27,7 +28,7 @@ OWN_PAGES = {page: file for file, page in PAGES.items()}
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds the reference to the navigation."""
     assert config.nav is not None
-    config.nav.append({"Reference": [f"reference/{room}.md" for room in rooms()]})
+    config.nav.append({"Reference": [f"reference/{package}.md" for package in packages()]})
     return config
 
 
@@ -39,9 +40,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(
                 File.generated(config, page, content=as_markdown(content) if file.endswith(".ipynb") else content)
             )
-    for room, modules in rooms().items():
-        content = "\n\n".join([f"# {room}", *(f"::: {module}" for module in modules)])
-        files.append(File.generated(config, f"reference/{room}.md", content=content + "\n"))
+    for package, modules in packages().items():
+        content = "\n\n".join([f"# {package}", *(f"::: {module}" for module in modules)])
+        files.append(File.generated(config, f"reference/{package}.md", content=content + "\n"))
     return files
 
 
@@ -59,16 +60,16 @@ def as_markdown(notebook: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def rooms() -> dict[str, list[str]]:
-    """The full names of all modules, by room: the package itself, its modules and its sub-packages."""
-    found: dict[str, list[str]] = {}
+def packages() -> dict[str, list[str]]:
+    """The full names of all modules, by page: the package itself, its top-level modules and its sub-packages."""
+    modules: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         names = parts[:-1] if parts[-1] == "__init__" else parts
         if parts[-1] == "__main__" or not path.read_text().strip():
             continue
-        found.setdefault(names[min(1, len(names) - 1)], []).append(".".join(names))
-    return found
+        modules.setdefault(names[min(1, len(names) - 1)], []).append(".".join(names))
+    return modules
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

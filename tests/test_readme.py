@@ -1,5 +1,6 @@
 """The commands, gin files, links and paths in the README and the other pages exist."""
 
+import csv
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "gin" / "README.md",
+    ROOT / "benchmarks" / "results" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
@@ -124,3 +126,32 @@ def test_tables_are_whole(page):
         lines = block.strip().splitlines()
         if lines and lines[0].lstrip().startswith("|"):
             assert re.fullmatch(r"\s*\|[-:| ]+\|", lines[1]), block
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def numbers(text: str) -> set[str]:
+    """The numbers of a text that have at least three digits, without the commas of thousands."""
+    written = re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", text))
+    return {number for number in written if len(number.replace(".", "")) > 2}
+
+
+def test_every_measurement_is_described_and_whole():
+    described = set(re.findall(r"`(\w+\.csv)`", (RESULTS / "README.md").read_text()))
+    assert described == {path.name for path in RESULTS.glob("*.csv")}
+    for path in RESULTS.glob("*.csv"):
+        rows = list(csv.reader(path.read_text().splitlines()))
+        assert len({len(row) for row in rows}) == 1, path.name
+        assert len(set(rows[0])) == len(rows[0]), path.name
+
+
+@pytest.mark.parametrize("name", ["results", "recurrence_study", "tpu_performance", "performance", "planning"])
+def test_measurements_on_a_page_are_those_of_the_files(name):
+    files = [list(csv.reader(path.read_text().splitlines())) for path in RESULTS.glob("*.csv")]
+    measured = numbers("\n".join(cell for rows in files for row in rows for cell in row))
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    cells = [cell for row in rows for cell in row.split("|")[2:]]
+    assert cells and not numbers("\n".join(cells)) - measured
+    assert all((RESULTS / file).exists() for file in re.findall(r"`(\w+\.csv)`", page))
