@@ -10,8 +10,7 @@ import pytest
 from einops import rearrange
 
 from meliad_like.layers.attention import KeysAndValues, attend, attend_unit, attend_window, unit
-from meliad_like.layers.attention_kernel import attend_window_in_kernel
-from meliad_like.layers.attention_kernel_block import Projected
+from meliad_like.layers.attention_kernel import Projected, attend_window_in_kernel
 from meliad_like.layers.memory_search import attend_memories
 from meliad_like.layers.windows import attend_parts
 
