@@ -164,20 +164,17 @@ class _Grid:
         self.options, (self.h, self.w) = options, bias.shape
         self.b, n, inner = projected.query.shape
         self.c, self.k = n // self.w, inner // self.h
-        last = self.c - 1
+        shape = (self.w // options.rows, options.rows)
 
         def at(c):
-            return last - c if backward else c
+            return self.c - 1 - c if backward else c
 
-        def spec(index):
-            return pl.BlockSpec((None, self.w, self.k), index)
+        def spec(block):
+            return pl.BlockSpec((None, self.w, self.k), lambda h, b, c: (b, block(c), h))
 
-        self.block_spec = spec(lambda h, b, c: (b, at(c), h))
-        before = spec(lambda h, b, c: (b, 0, h))
+        self.block_spec, before = spec(at), spec(lambda c: 0)
         self.specs = Projected(self.block_spec, self.block_spec, self.block_spec, before, before)
-        self.previous_spec = spec(lambda h, b, c: (b, jnp.maximum(at(c) - 1, 0), h))
-        rows = options.rows
-        shape = (self.w // rows, rows)
+        self.previous_spec = spec(lambda c: jnp.maximum(at(c) - 1, 0))
         self.log_totals = jax.ShapeDtypeStruct((self.b, self.c, self.h, *shape), jnp.float32)
         self.log_totals_spec = pl.BlockSpec((None, None, None, *shape), lambda h, b, c: (b, at(c), h, 0, 0))
         self.bias = jax.ShapeDtypeStruct((self.h, 1, self.w), jnp.float32)
@@ -186,7 +183,7 @@ class _Grid:
         self.multiplier_spec = pl.BlockSpec(
             (None, self.w, self.w), lambda h, b, c: (h, 0, 0), pipeline_mode=pl.Buffered(1)
         )
-        self.bias_row = pltpu.VMEM((rows, self.w), jnp.float32)
+        self.bias_row = pltpu.VMEM((options.rows, self.w), jnp.float32)
         self.heads = Projected(*[pltpu.VMEM((self.w, self.k), projected.query.dtype)] * 5)
 
     def call(self, kernel, inputs, others, *, outputs, output_specs, scratch):
@@ -201,13 +198,8 @@ class _Grid:
         valid, scale, bias, multiplier, projected = inputs
         # Reversed, because a column further on the ring is a distance less.
         bias = bias[:, None, ::-1].astype(jnp.float32)
-        specs = (
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-            self.bias_spec,
-            None if multiplier is None else self.multiplier_spec,
-            self.specs,
-        )
+        scalars, of_multiplier = pl.BlockSpec(memory_space=pltpu.SMEM), self.multiplier_spec
+        specs = (scalars, scalars, self.bias_spec, None if multiplier is None else of_multiplier, self.specs)
         return pl.pallas_call(
             functools.partial(kernel, self.options),
             grid=(self.h, self.b, self.c),
@@ -220,14 +212,7 @@ class _Grid:
             ),
             interpret=self.options.interpret,
             name=kernel.__name__,
-        )(
-            valid.astype(jnp.int32),
-            scale.astype(jnp.float32),
-            bias,
-            multiplier,
-            projected,
-            *(x for x, _ in others),
-        )
+        )(valid.astype(jnp.int32), scale.astype(jnp.float32), bias, multiplier, projected, *(x for x, _ in others))
 
 
 def forward_kernel(options, valid, scale, bias, multiplier, projected, mixed, log_totals, bias_row, heads):
