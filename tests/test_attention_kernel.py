@@ -12,8 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from meliad_like.config import parse
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend_window, unit
-from meliad_like.layers.attention_kernel import attend_window_in_kernel
-from meliad_like.layers.attention_kernel_block import Projected
+from meliad_like.layers.attention_kernel import Projected, attend_window_in_kernel
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.mixers.positions import Infused, Rotary
 from meliad_like.models.decoder import DecoderConfig
@@ -89,23 +88,25 @@ def test_outputs_and_gradients_equal_the_shared_attention(seed):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-def root_mean_square(x):
-    return float(jnp.sqrt(jnp.mean(jnp.square(x))))
+def mean_square(x):
+    return float(jnp.mean(jnp.square(x)))
 
 
 def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
-    arguments, valid, multiplier, cotangent, rows, _ = draw(1)
-    rounded = arguments | {"projected": Projected(*(x.astype(jnp.bfloat16) for x in arguments["projected"]))}
-    cotangent = cotangent.astype(jnp.bfloat16)
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), (rounded, cotangent))
-    attends = kernel_and_reference(rows, True)
-    expected = outputs_and_gradients(attends[1], exact[0], valid, multiplier, exact[1])
-    found = (outputs_and_gradients(attend, rounded, valid, multiplier, cotangent) for attend in attends)
-    errors = [
-        [root_mean_square(x - y) for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(expected), strict=True)]
-        for one in found
-    ]
-    assert (np.array(errors[0]) < 1.5 * np.array(errors[1]) + 1e-5).all()
+    """On average over several draws: in the smallest arrays of one draw, single numbers decide."""
+
+    def squared_errors(seed):
+        arguments, valid, multiplier, cotangent, rows, _ = draw(seed)
+        rounded = arguments | {"projected": Projected(*(x.astype(jnp.bfloat16) for x in arguments["projected"]))}
+        cotangent = cotangent.astype(jnp.bfloat16)
+        exact = jax.tree.map(lambda x: x.astype(jnp.float32), (rounded, cotangent))
+        attends = kernel_and_reference(rows, True)
+        expected = outputs_and_gradients(attends[1], exact[0], valid, multiplier, exact[1])
+        results = [outputs_and_gradients(attend, rounded, valid, multiplier, cotangent) for attend in attends]
+        return [[mean_square(x - y) for x, y in zip(*map(jax.tree.leaves, (one, expected)))] for one in results]
+
+    errors = np.sqrt(np.mean([squared_errors(seed) for seed in (1, 3, 5, 7)], axis=0))
+    assert (errors[0] < 1.5 * errors[1] + 1e-5).all()
 
 
 @pytest.mark.parametrize("mask_empty_cache", [True, False])

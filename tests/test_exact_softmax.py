@@ -3,6 +3,8 @@
 Errors are relative to the largest value. Float32 holds scores of 200 to about 1e-5, so the limit there is higher.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,7 @@ import pytest
 from einops import rearrange
 
 from meliad_like.layers.attention import KeysAndValues, attend, attend_unit, attend_window, unit
-from meliad_like.layers.attention_kernel import attend_window_in_kernel
-from meliad_like.layers.attention_kernel_block import Projected
+from meliad_like.layers.attention_kernel import Projected, attend_window_in_kernel
 from meliad_like.layers.memory_search import attend_memories
 from meliad_like.layers.windows import attend_parts
 
@@ -31,6 +32,18 @@ def softmax(query, key, value, bias, mask):
     highest = np.max(scores, axis=-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
     return weights @ value / np.maximum(np.sum(weights, axis=-1, keepdims=True), 1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradients(path, query, key, value, bias, *others):
+    def total(*arguments):
+        return jnp.sum(1e3 * path(*arguments, *others))
+
+    return jax.grad(total, argnums=(0, 1, 2, 3))(query, key, value, bias)
+
+
+def check_gradients(path, *arguments):
+    assert all(np.isfinite(x).all() for x in gradients(path, *arguments))
 
 
 def normal(seed, *shape):
@@ -63,11 +76,13 @@ def unit_heads(seed, opposed, scale):
     return unit(query) * scale, unit(key), value
 
 
+@jax.jit
 def window(query, key, value, bias, scale):
     query, key = unit(query) * scale, unit(key)
     return attend_window(query, key[:, 1:], value[:, 1:], key[:, :-1], value[:, :-1], bias, VALID)
 
 
+@jax.jit
 def kernel(query, key, value, bias, scale):
     blocks = (rearrange(x, "b c h w k -> b (c w) (h k)") for x in (query, key[:, 1:], value[:, 1:]))
     before = (rearrange(x[:, 0], "b h w k -> b w (h k)") for x in (unit(key), value))
@@ -94,11 +109,7 @@ def test_window(path, scale, bias, opposed):
     np.testing.assert_array_less(np.abs(actual - expected), limit(scale) * np.abs(arguments[2]).max())
     assert not np.any(actual[0, 0, :, 0])
 
-    def total(*arguments):
-        return jnp.sum(1e3 * path(*arguments, scale))
-
-    gradients = jax.grad(total, argnums=(0, 1, 2, 3))(*arguments)
-    assert all(np.isfinite(x).all() for x in gradients)
+    check_gradients(path, *arguments, scale)
 
 
 @pytest.mark.parametrize("opposed", [False, True])
@@ -116,11 +127,12 @@ def test_decoding(scale, bias, opposed):
     )
     np.testing.assert_array_less(np.abs(parts - expected), limit(scale) * np.abs(value).max())
 
-    def total(query, key, value, bias):
-        return jnp.sum(1e3 * attend(query, key, value, bias, mask))
+    check_gradients(attend, query, key, value, bias, mask)
 
-    gradients = jax.grad(total, argnums=(0, 1, 2, 3))(query, key, value, bias)
-    assert all(np.isfinite(x).all() for x in gradients)
+
+@jax.jit
+def states(query, keys, values):
+    return attend_unit(query, *map(KeysAndValues, keys, values, (None, np.array([True, False]), None)))
 
 
 @pytest.mark.parametrize("opposed", [False, True])
@@ -128,21 +140,18 @@ def test_decoding(scale, bias, opposed):
 def test_states(scale, opposed):
     """Keys in three parts, of which the middle one is visible to one lane and would have the largest scores."""
     query, key, value = unit_heads(3, opposed, scale)
-    query, visible = query[:, 0], np.array([True, False])
+    query = query[:, 0]
     keys, values = [key[:, 0], key[:, 1], key[:, 2, :, :3]], [value[:, 0], value[:, 1], value[:, 2, :, :3]]
     keys[1] = keys[1].at[:, :, :2].set(unit(query[:, :, :2]))
-
-    def attended(query, keys, values):
-        return attend_unit(query, *map(KeysAndValues, keys, values, (None, visible, None)))
 
     mask = np.ones((B, 2 * W + 3), bool)
     mask[1, W : 2 * W] = False
     expected = softmax(query, np.concatenate(keys, 2), np.concatenate(values, 2), 0.0, mask[:, None, None])
-    difference = np.abs(attended(query, keys, values) - expected)
+    difference = np.abs(states(query, keys, values) - expected)
     np.testing.assert_array_less(difference, limit(scale) * np.abs(value).max())
-    gradients = jax.grad(lambda *x: jnp.sum(1e3 * attended(*x)), argnums=(0, 1, 2))(query, keys, values)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
-    assert not np.any(gradients[1][1][1])
+    of_all = jax.jit(jax.grad(lambda *x: jnp.sum(1e3 * states(*x)), argnums=(0, 1, 2)))(query, keys, values)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(of_all))
+    assert not np.any(of_all[1][1][1])
 
 
 @pytest.mark.parametrize("opposed", [False, True])

@@ -11,7 +11,6 @@ Without cutoffs this is one table, shared by the embedding and the softmax.
 """
 
 import itertools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +26,6 @@ from meliad_like.layers.sharding import constrain
 xavier = jax.nn.initializers.xavier_uniform()
 # A segment is cut into at least this number of pieces, whose logits in a band are computed one after the other.
 PIECES = 8
-
-
-class _BandScore(NamedTuple):
-    """Log-probabilities of a target, and of the most likely token, in the softmax of one band."""
-
-    target: Float[Array, "b n"]
-    best: Float[Array, "b n"]
 
 
 class Band(nnx.Module):
@@ -155,9 +147,9 @@ class AdaptiveVocabulary(nnx.Module):
             # A band whose cluster is less likely than a word of the first band can't hold the most likely token.
             wanted = inside | (cluster > best)
             index = jnp.clip(targets - first, 0, last - first - 1)
-            within = self._score_wanted(i, wanted, piece, hidden, index, keys[i])
-            target = target + jnp.where(inside, within.target, 0.0)
-            best = jnp.maximum(best, jnp.where(wanted, jax.lax.stop_gradient(cluster + within.best), -jnp.inf))
+            of_target, of_best = self._score_wanted(i, wanted, piece, hidden, index, keys[i])
+            target = target + jnp.where(inside, of_target, 0.0)
+            best = jnp.maximum(best, jnp.where(wanted, jax.lax.stop_gradient(cluster + of_best), -jnp.inf))
         return TokenLosses(-target, target >= best)
 
     def _head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch s"]:
@@ -188,34 +180,28 @@ class AdaptiveVocabulary(nnx.Module):
         hidden: Float[Array, "b n d"],
         index: Int[Array, "b n"],
         key: PRNGKeyArray | None,
-    ) -> _BandScore:
-        """Scores within band `i`; the scores of tokens that are not `wanted` are finite and have no meaning."""
-        b, n = wanted.shape
-        order = jnp.argsort(~wanted, axis=1, stable=True)
+    ) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
+        """Log-probabilities in the softmax of band `i`: of each target, and of the most likely token.
 
-        def pieces(x):
-            x = jnp.take_along_axis(x, order.reshape(b, n, *(1,) * (x.ndim - 2)), axis=1)
-            return jnp.moveaxis(x.reshape(b, n // piece, piece, *x.shape[2:]), 1, 0)
+        Those of tokens that are not `wanted` are finite and have no meaning.
+        """
 
-        @jax.checkpoint
         def compute(hidden, index, number):
-            key_of_piece = None if key is None else jax.random.fold_in(key, number)
+            key_of_piece = None if key is None else jax.random.fold_in(key, number[0, 0])
             logits = jax.nn.log_softmax(self._band_logits(i, hidden, key_of_piece))
-            target = jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
-            return _BandScore(target, jnp.max(logits, axis=-1))
+            return jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0], jnp.max(logits, axis=-1)
 
         def skip(hidden, index, number):
-            return _BandScore(jnp.zeros(index.shape), jnp.zeros(index.shape))
+            return jnp.zeros(index.shape), jnp.zeros(index.shape)
 
-        def one_piece(_, inputs):
-            wanted, hidden, index, number = inputs
-            return None, jax.lax.cond(jnp.any(wanted), compute, skip, hidden, index, number)
+        def one_piece(wanted, *inputs):
+            return jax.lax.cond(jnp.any(wanted), compute, skip, *inputs)
 
-        inputs = (pieces(wanted), pieces(hidden), pieces(index), np.arange(n // piece))
-        _, scores = jax.lax.scan(one_piece, None, inputs)
+        def reordered(x, order):
+            return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+        order = jnp.argsort(~wanted, axis=1, stable=True)
+        number = jnp.broadcast_to(np.arange(wanted.shape[1]) // piece, wanted.shape)
+        scores = in_slices(one_piece, piece, *(reordered(x, order) for x in (wanted, hidden, index)), number)
         back = jnp.argsort(order, axis=1)
-
-        def in_order(x):
-            return jnp.take_along_axis(jnp.moveaxis(x, 0, 1).reshape(b, n), back, axis=1)
-
-        return jax.tree.map(in_order, scores)
+        return jax.tree.map(lambda x: reordered(x, back), scores)

@@ -4,12 +4,19 @@ It reads queries, keys and values as the projections write them, with the heads 
 heads would cost copies. Unit length, scale and the block before are computed or kept inside, because each would be one
 more array in memory.
 
-One run of the kernel computes one block of one head (`attention_kernel_block`). What lasts for a whole head, its bias
-and the gradients of bias and scale, is laid out or summed in the chip's own memory; so the head is the grid's outermost
-axis.
+One run of the kernel computes one block of one head. It goes through the `w` by `w` ring of the scores in rows of 128
+queries. The row that begins with query `t` needs the keys of its own block before `t + 128`, and of the block before
+from `t`; so what no query sees is not computed, but for the tile on the diagonal. The backward pass computes the
+weights again from the logarithms of their sums (Dao et al. 2022, FlashAttention).
+
+What lasts for a whole head, its bias and the gradients of bias and scale, is laid out or summed in the chip's own
+memory; so the head is the grid's outermost axis. The bias is read by distance. On the ring it is the same row of 128
+queries, rotated: this row is laid out before a head's first block, and the gradient is summed in a row like it until
+the head's last block.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +25,39 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention_kernel_block import Heads, Options, Projected, Sums, backward_kernel, forward_kernel
+from meliad_like.layers.attention import LOWEST, MASKED, UNIT_EPSILON, unit
 from meliad_like.layers.sharding import MESH_AXES_OF
 
 ROWS = 128
 """The number of queries in each row of the ring; compiled for a TPU, window and head size must be multiples of it."""
 VMEM_LIMIT = 100 * 2**20
 """The chip's own memory that a kernel may use, in bytes. The compiler's default is too little for windows of 1024."""
+
+
+class Projected(NamedTuple):
+    """A layer's queries, keys and values as they are projected, and what its first block has before it.
+
+    In a kernel, those of one block and head, [w, k], and of the block before. In the chip's own memory, queries and
+    keys have unit length, and queries are multiplied by their scale.
+    """
+
+    query: Any
+    """[b, n, i], with the heads side by side; so are keys and values."""
+    key: Any
+    value: Any
+    before_key: Any
+    """[b, w, i]; keys of unit length."""
+    before_value: Any
+
+
+class Options(NamedTuple):
+    """What is known when a kernel is compiled."""
+
+    rows: int
+    """The number of queries in each row of the ring."""
+    mask_previous: bool
+    """Whether a block before that is not valid is masked; otherwise it has keys and values of 0."""
+    interpret: bool
 
 
 def attend_window_in_kernel(
@@ -98,7 +131,13 @@ def _attend_backward(options, saved, cotangent):
     gradients, scale_gradient, bias_gradient = grid.call(
         backward_kernel,
         (*inputs, projected),
-        ((mixed, grid.block_spec), (log_totals, grid.log_totals_spec), (cotangent, grid.block_spec)),
+        (
+            (projected.key, grid.previous_spec),
+            (projected.value, grid.previous_spec),
+            (mixed, grid.block_spec),
+            (log_totals, grid.log_totals_spec),
+            (cotangent, grid.block_spec),
+        ),
         outputs=(projected, jax.ShapeDtypeStruct((grid.h, 1, grid.k), jnp.float32), grid.bias),
         output_specs=(grid.specs, pl.BlockSpec((None, 1, grid.k), lambda h, b, c: (h, 0, 0)), grid.bias_spec),
         scratch=(
@@ -125,20 +164,17 @@ class _Grid:
         self.options, (self.h, self.w) = options, bias.shape
         self.b, n, inner = projected.query.shape
         self.c, self.k = n // self.w, inner // self.h
-        last = self.c - 1
+        shape = (self.w // options.rows, options.rows)
 
         def at(c):
-            return last - c if backward else c
+            return self.c - 1 - c if backward else c
 
-        def spec(index):
-            return pl.BlockSpec((None, self.w, self.k), index)
+        def spec(block):
+            return pl.BlockSpec((None, self.w, self.k), lambda h, b, c: (b, block(c), h))
 
-        self.block_spec = spec(lambda h, b, c: (b, at(c), h))
-        before = spec(lambda h, b, c: (b, 0, h))
+        self.block_spec, before = spec(at), spec(lambda c: 0)
         self.specs = Projected(self.block_spec, self.block_spec, self.block_spec, before, before)
-        self.previous_specs = [spec(lambda h, b, c: (b, jnp.maximum(at(c) - 1, 0), h))] * 2 if backward else []
-        rows = options.rows
-        shape = (self.w // rows, rows)
+        self.previous_spec = spec(lambda c: jnp.maximum(at(c) - 1, 0))
         self.log_totals = jax.ShapeDtypeStruct((self.b, self.c, self.h, *shape), jnp.float32)
         self.log_totals_spec = pl.BlockSpec((None, None, None, *shape), lambda h, b, c: (b, at(c), h, 0, 0))
         self.bias = jax.ShapeDtypeStruct((self.h, 1, self.w), jnp.float32)
@@ -147,8 +183,8 @@ class _Grid:
         self.multiplier_spec = pl.BlockSpec(
             (None, self.w, self.w), lambda h, b, c: (h, 0, 0), pipeline_mode=pl.Buffered(1)
         )
-        self.bias_row = pltpu.VMEM((rows, self.w), jnp.float32)
-        self.heads = Heads(*[pltpu.VMEM((self.w, self.k), projected.query.dtype)] * 5)
+        self.bias_row = pltpu.VMEM((options.rows, self.w), jnp.float32)
+        self.heads = Projected(*[pltpu.VMEM((self.w, self.k), projected.query.dtype)] * 5)
 
     def call(self, kernel, inputs, others, *, outputs, output_specs, scratch):
         """Runs a kernel on the whole grid.
@@ -162,15 +198,8 @@ class _Grid:
         valid, scale, bias, multiplier, projected = inputs
         # Reversed, because a column further on the ring is a distance less.
         bias = bias[:, None, ::-1].astype(jnp.float32)
-        specs = (
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-            self.bias_spec,
-            None if multiplier is None else self.multiplier_spec,
-            self.specs,
-            self.previous_specs,
-        )
-        previous = [projected.key, projected.value] if self.previous_specs else []
+        scalars, of_multiplier = pl.BlockSpec(memory_space=pltpu.SMEM), self.multiplier_spec
+        specs = (scalars, scalars, self.bias_spec, None if multiplier is None else of_multiplier, self.specs)
         return pl.pallas_call(
             functools.partial(kernel, self.options),
             grid=(self.h, self.b, self.c),
@@ -183,12 +212,221 @@ class _Grid:
             ),
             interpret=self.options.interpret,
             name=kernel.__name__,
-        )(
-            valid.astype(jnp.int32),
-            scale.astype(jnp.float32),
-            bias,
-            multiplier,
-            projected,
-            previous,
-            *(x for x, _ in others),
+        )(valid.astype(jnp.int32), scale.astype(jnp.float32), bias, multiplier, projected, *(x for x, _ in others))
+
+
+def forward_kernel(options, valid, scale, bias, multiplier, projected, mixed, log_totals, bias_row, heads):
+    """Writes the outputs [w, k] of one block, and the logarithms of the sums of the weights, [w / rows, rows]."""
+    head, lane, block = (pl.program_id(axis) for axis in range(3))
+    is_valid = valid[lane, block] > 0
+    pl.when((lane == 0) & (block == 0))(lambda: _lay_out(bias, bias_row))
+
+    @pl.when(block > 0)
+    def _():
+        heads.before_key[...], heads.before_value[...] = heads.key[...], heads.value[...]
+
+    _fill(heads, projected, scale[head], options, block == 0, is_valid)
+    for index in range(len(heads.query) // options.rows):
+        row = _Row(index, options, is_valid, multiplier, heads, bias_row)
+        scores, dtype = row.scores(), heads.value.dtype
+        highest = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), LOWEST)
+        weights = jnp.exp(scores - highest).astype(dtype).astype(jnp.float32)
+        total = jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1)
+        result = row.mix(row.dropped(weights).astype(dtype), heads.value, heads.before_value)
+        mixed[row.queries, :] = (result / total).astype(dtype)
+        log_totals[index : index + 1, :] = _broadcast_transposed(highest + jnp.log(total))[:1]
+
+
+def backward_kernel(
+    options, valid, scale, bias, multiplier, projected, key, value, mixed, log_totals, cotangents, *results
+):
+    """Writes the gradients of the projections, and the sums over a head's blocks of those of its scale and its bias."""
+    gradients, scale_gradient, bias_gradient, bias_row, heads, scale_sums, bias_sums, sums = results
+    head, lane, turn = (pl.program_id(axis) for axis in range(3))
+    last_turn = pl.num_programs(2) - 1
+    is_first = turn == last_turn
+    is_valid = valid[lane, last_turn - turn] > 0
+    pl.when((lane == 0) & (turn == 0))(lambda: _begin_head(bias, bias_row, bias_sums, scale_sums))
+    _begin_block(sums, turn)
+
+    @pl.when(~is_first)
+    def _():
+        heads.before_key[...], heads.before_value[...] = unit(key[...]), value[...]
+
+    _fill(heads, projected, scale[head], options, is_first, is_valid)
+    for index in range(len(heads.query) // options.rows):
+        row = _Row(index, options, is_valid, multiplier, heads, bias_row)
+        dtype, cotangent = heads.query.dtype, cotangents[row.queries, :]
+        inner = cotangent.astype(jnp.float32) * mixed[row.queries, :].astype(jnp.float32)
+        inner = jnp.sum(inner, axis=1, keepdims=True)
+        weights = jnp.exp(row.scores() - _broadcast_transposed(log_totals[index : index + 1, :])[:, :1])
+        products = row.products(cotangent, heads.value, heads.before_value)
+        gradient = weights * (row.dropped(products) - inner)
+        bias_sums[...] += row.rotated(gradient, back=True)
+        weights, gradient = row.dropped(weights).astype(dtype), gradient.astype(dtype)
+        of_query, query = row.mix(gradient, heads.key, heads.before_key), projected.query[row.queries, :]
+        scale_sums[...] += jnp.sum(of_query * unit(query).astype(jnp.float32), axis=0, keepdims=True)
+        gradients.query[row.queries, :] = _before_unit(query, scale[head] * of_query)
+        row.add(weights, cotangent, sums.value, sums.before_value)
+        row.add(gradient, row.query, sums.key, sums.before_key)
+    gradients.key[...] = _before_unit(projected.key[...], sums.key[...])
+    gradients.value[...] = sums.value[...].astype(gradients.value.dtype)
+    if not options.mask_previous:
+        _clear_unless(is_valid, sums.before_key, sums.before_value)
+
+    @pl.when(is_first)
+    def _():
+        gradients.before_key[...] = sums.before_key[...].astype(gradients.before_key.dtype)
+        gradients.before_value[...] = sums.before_value[...].astype(gradients.before_value.dtype)
+
+    @pl.when((lane == pl.num_programs(1) - 1) & is_first)
+    def _():
+        scale_gradient[...] = scale_sums[...]
+        _sum_by_distance(bias_sums, bias_gradient)
+
+
+class Sums(NamedTuple):
+    """Sums of gradients of the keys and values of a block and of the one before, [w, k]."""
+
+    key: Any
+    value: Any
+    before_key: Any
+    before_value: Any
+
+
+def _begin_head(bias, bias_row, bias_sums, scale_sums) -> None:
+    _lay_out(bias, bias_row)
+    bias_sums[...] = jnp.zeros(bias_sums.shape, jnp.float32)
+    scale_sums[...] = jnp.zeros(scale_sums.shape, jnp.float32)
+
+
+def _begin_block(sums: Sums, turn: Array) -> None:
+    """Begins the sums of a block. The turn before, of the block after it, has left its part of them as those of the
+    block before; they become the block's own, and the others start again at 0."""
+    for one, left in ((sums.key, sums.before_key), (sums.value, sums.before_value)):
+        one[...] = jnp.where(turn > 0, left[...], 0)
+        left[...] = jnp.zeros(left.shape, jnp.float32)
+
+
+def _clear_unless(is_valid: Array, *arrays: Any) -> None:
+    for one in arrays:
+        one[...] = jnp.where(is_valid, one[...], jnp.zeros(one.shape, one.dtype))
+
+
+def _fill(
+    heads: Projected, projected: Projected, scale: Array, options: Options, is_first: Array, is_valid: Array
+) -> None:
+    """Fills the arrays of a block; if it is not the first one, those of the block before are there."""
+    query = unit(projected.query[...])
+    heads.query[...] = (query.astype(jnp.float32) * scale).astype(query.dtype)
+    heads.key[...], heads.value[...] = unit(projected.key[...]), projected.value[...]
+
+    @pl.when(is_first)
+    def _():
+        heads.before_key[...], heads.before_value[...] = projected.before_key[...], projected.before_value[...]
+
+    if not options.mask_previous:
+        _clear_unless(is_valid, heads.before_key, heads.before_value)
+
+
+def _before_unit(x: Array, gradient: Array) -> Array:
+    """The gradient of vectors, from that of the vectors scaled to unit length."""
+    y = x.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=1, keepdims=True) + UNIT_EPSILON)
+    y = y * factor
+    return (factor * (gradient - y * jnp.sum(y * gradient, axis=1, keepdims=True))).astype(x.dtype)
+
+
+class _Row:
+    """A row of the ring: `rows` consecutive queries of one block and head, and their scores [rows, w]."""
+
+    def __init__(self, index: int, options: Options, is_valid, multiplier, heads: Projected, bias_row):
+        rows = options.rows
+        self.begin, self.end = index * rows, (index + 1) * rows
+        self.multiplier, self.heads, self.bias_row = multiplier, heads, bias_row
+        self.previous_seen = is_valid | (not options.mask_previous)
+        self.w, self.queries = heads.query.shape[0], slice(self.begin, self.end)
+        self.query = heads.query[self.queries, :]
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, (rows, self.w), axis) for axis in (0, 1))
+        self.own = self.begin + row > column
+        """The columns that hold keys of the own block."""
+
+    def scores(self):
+        """The scores with bias and mask."""
+        bias = self.rotated(self.bias_row[...])
+        # As `attention.without_largest`: a query sees either all distances or those within its block.
+        largest = jax.lax.cond(
+            self.previous_seen,
+            lambda: jnp.broadcast_to(jnp.max(self.bias_row[:1, :], axis=1, keepdims=True), (len(bias), 1)),
+            lambda: jnp.max(jnp.where(self.own, bias, LOWEST), axis=1, keepdims=True),
         )
+        scores = self.products(self.query, self.heads.key, self.heads.before_key) + (bias - largest)
+        return jnp.where(self.own | self.previous_seen, scores, MASKED)
+
+    def products(self, x, own, previous):
+        """The products of vectors of the queries with what is in each column of the ring."""
+        both = (_dot(x, keys[self.queries, :], (1, 1)) for keys in (own, previous))
+        columns = [jnp.where(self.own[:, self.queries], *both)]
+        # Empty arrays can't be compiled.
+        if self.begin > 0:
+            columns.insert(0, _dot(x, own[: self.begin, :], (1, 1)))
+        if self.end < self.w:
+            columns.append(_dot(x, previous[self.end :, :], (1, 1)))
+        return jnp.concatenate(columns, axis=1)
+
+    def halves(self, x):
+        """The columns of a row that the own block has, and those that the block before has; zeros besides."""
+        own, previous = x[:, : self.end], x[:, self.begin :]
+        return (
+            jnp.where(self.own[:, : self.end], own, jnp.zeros_like(own)),
+            jnp.where(self.own[:, self.begin :], jnp.zeros_like(previous), previous),
+        )
+
+    def mix(self, weights, own, previous):
+        """The sum over the columns of weights times what is in them."""
+        of_own, of_previous = self.halves(weights)
+        return _dot(of_own, own[: self.end, :]) + _dot(of_previous, previous[self.begin :, :])
+
+    def add(self, weights, x, own, previous):
+        """Adds weights times vectors of the queries to what is in each column: the transpose of `mix`."""
+        of_own, of_previous = self.halves(weights)
+        own[: self.end, :] += _dot(of_own, x, (0, 0))
+        previous[self.begin :, :] += _dot(of_previous, x, (0, 0))
+
+    def dropped(self, x):
+        return x if self.multiplier is None else x * self.multiplier[self.queries, :]
+
+    def rotated(self, x, back: bool = False):
+        """`x` with its columns rotated from their places in the first row of the ring to those in this row; or back."""
+        shift = self.w - self.begin if back else self.begin
+        return x if self.begin == 0 else pltpu.roll(x, shift, 1)
+
+
+def _dot(x: Array, y: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
+    """The product of two matrices, summed over one axis of each, in float32."""
+    axes = (contracted[:1], contracted[1:])
+    return jax.lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=jnp.float32)
+
+
+def _broadcast_transposed(x: Array) -> Array:
+    """The transpose of a column [rows, 1] or a row [1, rows], repeated to [rows, rows]."""
+    return jnp.broadcast_to(x, (x.size, x.size)).T
+
+
+def _sheared(x: Array, right: bool) -> Array:
+    """Row `t` of `x` rotated by `t` columns, in steps of powers of two."""
+    rows, columns = x.shape
+    index = jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
+    for bit in (1 << n for n in range((rows - 1).bit_length())):
+        x = jnp.where(index & bit > 0, pltpu.roll(x, bit if right else columns - bit, 1), x)
+    return x
+
+
+def _lay_out(bias, bias_row) -> None:
+    """Fills the ring's first row: column `s` of query `t` gets entry `(s - t) % w` of the reversed bias."""
+    bias_row[...] = _sheared(jnp.broadcast_to(bias[...], bias_row.shape), right=True)
+
+
+def _sum_by_distance(bias_sums, bias_gradient) -> None:
+    """The transpose of `_lay_out`: sums the gradient over the queries, by distance."""
+    bias_gradient[...] = jnp.sum(_sheared(bias_sums[...], right=False), axis=0, keepdims=True)

@@ -215,12 +215,11 @@ class RMSNorm(nnx.Module):
         return (y * self.scale[...]).astype(x.dtype).reshape(x.shape)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(RMSNorm):
     """Layer norm with a learned scale and bias; its statistics are float32 whatever the dtype of `x`."""
 
     def __init__(self, model_width: int, epsilon: float, *, rngs: nnx.Rngs):
-        self.epsilon = epsilon
-        self.scale = parameter(rngs.params(), jax.nn.initializers.ones, (model_width,), ("model",))
+        super().__init__(model_width, epsilon, rngs=rngs)
         self.bias = parameter(rngs.params(), jax.nn.initializers.zeros, (model_width,), ("model",))
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:

@@ -29,7 +29,21 @@ def spread_biases(times: tuple[float, float], width: int) -> Float[Array, " d"]:
     return -jnp.log(jnp.expm1(1 / jnp.geomspace(*times, width)))
 
 
-class FixedGate(nnx.Module):
+class Gate(nnx.Module):
+    """Mixes the states with their update, in float32, because a gate's bias has a gradient that is a long sum."""
+
+    def gates(self, hidden: Float[Array, "*batch f"]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """The share of a state that is kept, and the share of its update that is taken in: [d], or [*batch, d]."""
+        raise NotImplementedError
+
+    def __call__(
+        self, state: Float[Array, "b r d"], hidden: Float[Array, "b r f"], update: Float[Array, "b r d"]
+    ) -> Float[Array, "b r d"]:
+        keep, take = (x.astype(jnp.float32) for x in self.gates(rows(hidden)))
+        return (keep * rows(state) + take * rows(update)).astype(state.dtype).reshape(state.shape)
+
+
+class FixedGate(Gate):
     """`g * state + (1 - g) * update` with `g = sigmoid(bias)`: a learned moving average (section 3.2)."""
 
     def __init__(self, hidden_width: int, model_width: int, hidden_axis: str, times: TimeConstants, *, rngs: nnx.Rngs):
@@ -39,22 +53,12 @@ class FixedGate(nnx.Module):
             bias = jax.nn.initializers.constant(spread_biases(times, model_width))
         self.bias = parameter(rngs.params(), bias, (model_width,), ("model",))
 
-    def __call__(
-        self, state: Float[Array, "b r d"], hidden: Float[Array, "b r f"], update: Float[Array, "b r d"]
-    ) -> Float[Array, "b r d"]:
-        # In float32, because the bias's gradient is a sum over all states of all lanes.
+    def gates(self, hidden):
         gate = jax.nn.sigmoid(self.bias[...])
-        mixed = gate * rows(state).astype(jnp.float32) + (1 - gate) * rows(update).astype(jnp.float32)
-        return mixed.astype(state.dtype).reshape(state.shape)
-
-    def gates(self, hidden: Float[Array, "b r f"]) -> tuple[Float[Array, "b r d"], Float[Array, "b r d"]]:
-        """The share of a state that is kept, and the share of the update that is taken in."""
-        gate = jax.nn.sigmoid(self.bias[...]).astype(hidden.dtype)
-        kept = jnp.broadcast_to(gate, (*hidden.shape[:-1], gate.size))
-        return kept, 1 - kept
+        return gate, 1 - gate
 
 
-class LstmGate(nnx.Module):
+class LstmGate(Gate):
     """`f * state + i * update`, with both gates computed from `hidden` and biased to keep the state (section 3.2)."""
 
     def __init__(self, hidden_width: int, model_width: int, hidden_axis: str, times: TimeConstants, *, rngs: nnx.Rngs):
@@ -68,14 +72,7 @@ class LstmGate(nnx.Module):
         self.forget = Linear(*size, rngs=rngs, initializer=small, bias_initializer=forget)
         self.input = Linear(*size, rngs=rngs, initializer=small, bias_initializer=input_)
 
-    def __call__(
-        self, state: Float[Array, "b r d"], hidden: Float[Array, "b r f"], update: Float[Array, "b r d"]
-    ) -> Float[Array, "b r d"]:
-        forget, input_ = self.gates(hidden)
-        return forget * state + input_ * update
-
-    def gates(self, hidden: Float[Array, "b r f"]) -> tuple[Float[Array, "b r d"], Float[Array, "b r d"]]:
-        """The share of a state that is kept, and the share of the update that is taken in."""
+    def gates(self, hidden):
         return jax.nn.sigmoid(self.forget(hidden) + 1), jax.nn.sigmoid(self.input(hidden) - 1)
 
 
@@ -145,7 +142,11 @@ class StateCell(nnx.Module):
         Args:
             read: the input of each gate, as `update` returns it.
         """
-        return {name: jnp.stack(getattr(self, name).gates(hidden)) for name, hidden in read.items()}
+        d = self.initial.shape[1]
+        return {
+            name: jnp.stack([jnp.broadcast_to(x, (*hidden.shape[:-1], d)) for x in getattr(self, name).gates(hidden)])
+            for name, hidden in read.items()
+        }
 
     def initial_states(self, b: int, dtype) -> Float[Array, "b r d"]:
         """The learned states at the start of a document."""

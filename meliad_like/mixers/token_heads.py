@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.layers.attention import KeysAndValues, merge_heads, scaled, split_heads
-from meliad_like.layers.attention_kernel_block import Projected
+from meliad_like.layers.attention_kernel import Projected
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import from_left
