@@ -102,7 +102,7 @@ def test_files_of_the_newer_stack_there_and_back(name, tmp_path):
     ("changes", "message"),
     [
         ({"feedforward_bias": False}, "need DecoderConfig.feedforward_bias=True"),
-        ({"layer_kinds": ()}, "RepeatedInput.layers=(1,)"),
+        ({"layer_kinds": ()}, "RepeatedInput.layers="),
         (
             {"mixers": (SlidingWindow(),), "layer_kinds": (Melodi(layers=(1,)),)},
             "in the reference all layers have MELODI",

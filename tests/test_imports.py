@@ -31,7 +31,7 @@ FLOORS = [
 """Rooms (sub-packages, and modules of the package itself) from the top; those of one floor don't know each other."""
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
-MAX_FILE, MAX_FUNCTION = 400, 60
+MAX_FILE, MAX_FUNCTION = 450, 60
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 MODULES = {path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".") for path in FILES}

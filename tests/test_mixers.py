@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
-from meliad_like.experiments.scales import configure
 from tiny_run import assert_same_bits, read_metrics, set_up, train
 from ways import (
     W,
@@ -33,6 +32,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.interventions import cleared, exchange, part_names
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
+from meliad_like.experiments.tables.table import configure
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.mixers.dense_memory import DenseMemory

@@ -47,8 +47,11 @@ def cleared(model: ModelConfig) -> ModelConfig | None:
 
 
 def part_names(config: ModelConfig, carry: Any) -> list[str]:
-    """The parts of a carry for segments that can be exchanged: of a decoder the window, which is the caches of all layers,
-    and the memories of its mixers by their names; of other families the whole."""
+    """The parts of a carry for segments that can be exchanged.
+
+    Of a decoder these are the window, which is the caches of all layers, and the memories of its mixers by their names;
+    of other families the whole.
+    """
     if not all(isinstance(layer, dict) for layer in carry.layers):
         whole = config.memory_name if jax.tree.leaves(carry._replace(position=None)) else None
         return [] if whole is None else [whole]
@@ -61,8 +64,10 @@ def part_names(config: ModelConfig, carry: Any) -> list[str]:
 
 
 def exchange(config: ModelConfig, carry: Any, source: Any, names: Sequence[str]) -> Any:
-    """A carry with the named parts of another one. Mixers count the tokens of their memories themselves, so that the other
-    carry may be from any place of any document."""
+    """A carry with the named parts of another one.
+
+    That may be from any place of any document, because mixers count the tokens of their memories themselves.
+    """
     if set(names) == set(part_names(config, carry)):
         return source
 

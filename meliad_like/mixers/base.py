@@ -1,7 +1,8 @@
 """The protocol of mixers: a frozen config that describes a mixer, and the module that it builds.
 
-A *mixer* is one way in which the tokens of a layer see earlier tokens: attention to a window, recurrent states, a linear
-recurrence. It owns its projections, its norms and its *carry*, which is all that it remembers of a document. A layer is
+A *mixer* is one way in which the tokens of a layer see earlier tokens: attention to a window, recurrent states, a
+linear recurrence. It owns its projections, its norms and its *carry*, which is all that it remembers of a document. A
+layer is
 
     x = x + output(concatenate(mixer(norm(x)) for mixer in mixers))
     x = x + feedforward(norm(x))
@@ -33,7 +34,7 @@ Carry = Any
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of the decoder that a mixer or layer is part of, the settings of its attention, and what its layers have."""
+    """The sizes of a decoder, the settings of its attention, and what its layers have."""
 
     model_width: int
     num_heads: int
@@ -100,8 +101,8 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     def carry_axes(self, carry: Carry) -> Any:
-        """The logical axes of each array of a carry in either form (`layers/sharding.py`): the same tree, with tuples of
-        names, from the first axis; axes that are not listed are not sharded."""
+        """The logical axes of each array of a carry in either form: the same tree, with tuples of names of
+        `layers/sharding.py`, from the first axis; axes that are not listed are not sharded."""
         return jax.tree.map(lambda _: ("lanes",), carry)
 
     def __call__(
@@ -166,15 +167,15 @@ class MixerConfig:
     """The config of a mixer. Every field that is a size declares how it scales (`meliad_like/registry.py`)."""
 
     layers: tuple[int, ...] | None = size((), "layer_indices")
-    """The layers that have the mixer, counted from 0; negative numbers count from the end. None: all layers. (): those of
-    `DecoderConfig.pattern`."""
+    """The layers that have the mixer, counted from 0; negative numbers count from the end. None: all layers. (): those
+    of `DecoderConfig.pattern`."""
 
     has_window: ClassVar[bool] = False
     """Whether the mixer attends to the window itself. One mixer of a layer can, and `SlidingWindow` with `layers=None`
     leaves out the layers of others."""
     reads: ClassVar[str | None] = None
-    """The name of the mixer whose published values it reads. With `layers=None` it leaves out the layers of that mixer. The
-    layers up to the last one with that mixer read a block before the next block."""
+    """The name of the mixer whose published values it reads. With `layers=None` it leaves out the layers of that mixer.
+    The layers up to the last one with that mixer read a block before the next block."""
 
     def check(self, shape: Shape) -> None:
         """Checks that a decoder of this shape can have the mixer.

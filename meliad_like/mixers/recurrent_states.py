@@ -249,7 +249,7 @@ class FeedbackReader(Mixer):
 @MIXERS.register("state_reader")
 @dataclasses.dataclass(frozen=True)
 class StateReader(MixerConfig):
-    """Block feedback (appendix E): layers without states of their own read those of the layers with `RecurrentStates`."""
+    """Block feedback (appendix E): layers without states read those of the layers with `RecurrentStates`."""
 
     layers: tuple[int, ...] | None = size(None, "layer_indices")
     """The layers that read states. None: all layers without states."""

@@ -76,8 +76,8 @@ class WindowAttention(Mixer):
         instead = "set it to 'none' (--gin_param=\"DecoderConfig.attention_kernel = 'none'\")"
         if tile.projected is None:
             raise UserError(
-                f"DecoderConfig.attention_kernel={shape.attention_kernel!r} needs a DecoderConfig.position that is none, "
-                f"t5, alibi or another bias, because the others change keys: {instead}"
+                f"DecoderConfig.attention_kernel={shape.attention_kernel!r} needs a DecoderConfig.position that is "
+                f"none, t5, alibi or another bias, because the others change keys: {instead}"
             )
         if not interpret and (not compiles_tpu_kernels() or w % ROWS or k % ROWS):
             raise UserError(

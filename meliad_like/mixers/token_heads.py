@@ -54,8 +54,7 @@ class Tile(NamedTuple):
     bias: Float[Array, "h w"]
     """The bias of the scores at the distances 1 to w, times the attention scale."""
     projected: Projected | None = None
-    """Queries, keys and values as they are projected, for a kernel; None without one, or if positions change queries and
-    keys."""
+    """Queries, keys and values as they are projected, for a kernel; None without one, or if positions change keys."""
 
     def both_blocks(self) -> tuple[KeysAndValues, KeysAndValues]:
         """The block before, which may be invisible, and the block."""

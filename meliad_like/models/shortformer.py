@@ -143,8 +143,8 @@ class ShortformerLayer(Layer):
         )
 
     def init_carry(self, b, dtype):
-        """The layer's inputs, after its norm, at the last m tokens; the newest come last, and the first may be empty. None
-        without a cache."""
+        """The layer's inputs, after its norm, at the last m tokens; the newest come last, and the first may be empty.
+        None without a cache."""
         m, d = self.config.cache_length, self.config.model_width
         return jnp.zeros((b, m, d), dtype) if m else None
 

@@ -112,7 +112,7 @@ class Skeleton(nnx.Module):
         return {}
 
     def summaries(self, *shape: int) -> Float[Array, "*batch u d"] | None:
-        """The summary tokens before the first layer, which are the same for all blocks; None in a stack without them."""
+        """The summary tokens before the first layer, which are the same for all blocks; None if there are none."""
         return None
 
     @property
@@ -318,8 +318,8 @@ class Skeleton(nnx.Module):
     def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
         """Reads one more token per lane at a cost that does not depend on the number of tokens read before.
 
-        Lanes may be at different positions. The carry is in the form of `begin_decoding`. Returns the logits of the next
-        token.
+        Lanes may be at different positions. The carry is in the form of `begin_decoding`. Returns the logits of the
+        next token.
         """
         (*_, x), carry = self.read_token(token, carry)
         return self.logits(self.finish(x, None)), carry

@@ -231,7 +231,8 @@ class Reporter:
         documents = np.unique(setup.reader.batch(step - 1 - setup.stage.first_step, lanes[:1].tolist()).document)
         names = setup.reader.documents.names
         of = f"{lanes.size} of {setup.reader.num_lanes} lanes, first of lane {lanes[0]}"
-        return f"the loss of {of} in document {', '.join(names[i] for i in documents if i >= 0)}"
+        in_documents = ", ".join(str(names[i]) for i in documents if i >= 0)
+        return f"the loss of {of} in document {in_documents}"
 
     @contextmanager
     def outside_of_training(self) -> Iterator[None]:

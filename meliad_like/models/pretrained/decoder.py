@@ -74,10 +74,11 @@ class PretrainedDecoder(Skeleton):
         return self.blocks
 
     def embed(self, tokens, position, dropout_key):
-        x = embed(constrain(self.embedding[...].astype(self.dtype), "vocabulary", None), tokens)
+        # Rounded after the lookup, so that gradients, which are sums of many small terms, are float32.
+        x = embed(constrain(self.embedding[...], "vocabulary", None), tokens).astype(self.dtype)
         if self.positions is not None:
             # Gathered whole, as the embedding: the compiler would otherwise gather what was looked up in it.
-            x = x + constrain(self.positions[...].astype(self.dtype), None, None)[position]
+            x = x + constrain(self.positions[...], None, None)[position].astype(self.dtype)
         return dropout(x, self.config.dropout_rate, dropout_key)
 
     def finish(self, x, dropout_key):
@@ -146,8 +147,8 @@ class PretrainedDecoder(Skeleton):
         return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], carry
 
     def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
-        """As `Skeleton.read_while_decoding`; tokens are not repeated, so windows that overlap begin within the blocks of
-        w, and tokens are read one by one."""
+        """As `Skeleton.read_while_decoding`. Tokens are not repeated, so windows that overlap begin within the blocks
+        of w, and tokens are read one by one."""
         if not self.config.overlap:
             return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
