@@ -36,6 +36,11 @@ jaxtyping.install_import_hook(
     [f"meliad_like.{room}" for room in ("data", "layers", "mechanisms", "models")], "shape_checks.check_shapes"
 )
 
+# It imports the package, so it comes after the hook.
+import larger_rounding  # noqa: E402
+
+larger_rounding.install()
+
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled_programs():
