@@ -176,19 +176,27 @@ def test_a_finished_run_resumes_when_it_is_given_more_steps(bindings, setup, str
     assert_same_bits(read_state(setup, tmp_path, NUM_STEPS), read_state(setup, straight, NUM_STEPS))
 
 
-def test_going_on_with_another_mesh(bindings, setup, straight, stopped, tmp_path):
+def test_going_on_with_another_mesh(bindings, setup, stopped, tmp_path):
     run = parse(bindings, "MeshConfig.data = 2", "MeshConfig.tensor = 2")
     other = set_up(run)
     restored = read_state(other, stopped, 17)
     assert restored.params["embedding"].addressable_shards[0].data.shape == (132, 16)
     assert_same_bits(restored, read_state(setup, stopped, 17))
 
+    # One step, because the programs of two meshes round differently, and the difference grows with every step.
+    states = []
+    for each in (setup, other):
+        step, state = each.program.compile_step(), read_state(each, stopped, 17)
+        state, _ = step(state, each.reader.batch(17, range(8)))
+        states.append(jax.tree.map(np.asarray, state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), *states)
+
+    # All further steps are the same program's.
+    for i in range(18, NUM_STEPS):
+        state, _ = step(state, other.reader.batch(i, range(8)))
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     assert train(run, tmp_path) == 0
-    state, expected = read_state(setup, tmp_path, NUM_STEPS), read_state(setup, straight, NUM_STEPS)
-    assert state.step == NUM_STEPS
-    np.testing.assert_array_equal(state.carry.position, expected.carry.position)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), state, expected)
+    assert_same_bits(read_state(setup, tmp_path, NUM_STEPS), state)
 
 
 @pytest.mark.exhaustive
