@@ -36,7 +36,7 @@ MODULES = {path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("
 
 
 def package_of(module: str) -> str | None:
-    """The sub-package of a module by its full name; None: the package itself, which holds only names and its version."""
+    """The sub-package of a module by its full name; None: the package itself, which holds names and its version."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[1] != "__init__" else None
 
