@@ -3,8 +3,11 @@
 import atexit
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 # The tests' models compute for milliseconds after seconds of compilation, which takes less than half as long without
 # LLVM's optimisations, and half of that without the emitters that XLA lowers fusions by. The results differ in rounding
@@ -36,9 +39,39 @@ jaxtyping.install_import_hook(
     [f"meliad_like.{package}" for package in ("data", "layers", "mixers", "models")], "shape_checks.check_shapes"
 )
 
+# It imports the package, so it comes after the hook.
+import larger_rounding  # noqa: E402
+
+larger_rounding.install()
+
+_ROOT = Path(__file__).resolve().parent.parent
+
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled_programs():
     """Linux gives a process 65,530 mapped areas (vm.max_map_count), of which the programs of all tests take 63,000."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """The source distribution, and the wheel that is made from it."""
+    folder = tmp_path_factory.mktemp("built")
+    # A copy of what git would give others: setuptools writes build/ and *.egg-info beside setup.py.
+    tracked = ["setup.py", "requirements.txt", "constraints.txt", "pyproject.toml", "MANIFEST.in", "meliad_like", "gin"]
+    tracked += ["README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"]
+    source = folder / "source"
+    source.mkdir()
+    subprocess.run(["cp", "-r", *(str(_ROOT / name) for name in tracked), source], check=True)
+    sdist = "import setuptools.build_meta as build; build.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", sdist], cwd=source, capture_output=True, check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, archive],
+        check=True,
+        env=os.environ | {"PIP_NO_INDEX": "1"},
+    )
+    (wheel,) = folder.glob("*.whl")
+    return archive, wheel

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import larger_rounding
+
 ROOT = Path(__file__).resolve().parent.parent
 
 _forks = multiprocessing.get_context("forkserver")
@@ -61,6 +63,7 @@ def run(*words: str, environment: dict[str, str] | None = None, timeout: float =
 
 
 def _execute(words: Sequence[str], environment: dict[str, str], cwd: str, *outputs: str) -> None:
+    larger_rounding.install()
     for number, name in enumerate(outputs, start=1):
         os.dup2(os.open(name, os.O_WRONLY), number)
     os.environ.clear()

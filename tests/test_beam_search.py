@@ -6,7 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from test_sharded_families import CONFIGS, LLAMA, RECURRENCE, C, W
+from families import CONFIGS, LLAMA, RECURRENCE, C, W
 
 from meliad_like.config import RunConfig
 from meliad_like.data.readers import LanesReaderConfig

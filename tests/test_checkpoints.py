@@ -7,7 +7,6 @@ import signal
 import socket
 import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import forked
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import logging as absl_logging
+from checkpoint_states import State, abstract, assert_same_bits, make_state, save_all
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_run import read_metadata
 
@@ -24,31 +24,6 @@ from meliad_like.training import checkpoints as checkpoints_lib
 from meliad_like.training.checkpoints import Checkpoints, keep_best
 
 
-class State(NamedTuple):
-    step: Any
-    params: Any
-    optimizer_state: Any
-    carry: Any
-    key: Any
-
-
-class Moments(NamedTuple):
-    count: Any
-    v: Any
-
-
-def make_state(step: int = 1) -> State:
-    generator = np.random.default_rng(step)
-    kernel = jnp.asarray(generator.normal(size=(16, 8)), jnp.float32)
-    return State(
-        step=jnp.int32(step),
-        params={"layer": {"kernel": kernel}, "scale": jnp.ones(8) / 3},
-        optimizer_state=((), Moments(jnp.int32(step), {"kernel": kernel.astype(jnp.bfloat16)})),
-        carry=[jnp.asarray(generator.normal(size=(8, 4)), jnp.float32), jnp.arange(8) % 3 == 0],
-        key=jnp.asarray([step, 2**32 - 1], jnp.uint32),
-    )
-
-
 def place(state: State, shape: tuple[int, int, int]) -> State:
     """The state on a mesh: kernels cut along both axes, the carry by lanes."""
     mesh = make_mesh(MeshConfig(*shape))
@@ -56,23 +31,6 @@ def place(state: State, shape: tuple[int, int, int]) -> State:
     return jax.tree.map(
         lambda array: jax.device_put(array, NamedSharding(mesh, specs.get(array.shape, PartitionSpec()))), state
     )
-
-
-def abstract(tree):
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
-
-
-def assert_same_bits(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
-        assert a.dtype == b.dtype
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def save_all(folder, steps, **options) -> None:
-    with Checkpoints(folder, **options) as checkpoints:
-        for step in steps:
-            checkpoints.save(step, make_state(step), {"step": step})
 
 
 def largest_file(folder: Path) -> Path:

@@ -7,7 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from test_golden_shortformer import CONFIG, THEIRS
+from golden_shortformer import CONFIG, THEIRS
 
 from meliad_like import config
 from meliad_like.conversion import fairseq

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import forked
 import pytest
-from test_readme import PAGES, ROOT
+from pages import PAGES, ROOT
 from tiny_run import environment
 
 BLOCK = re.compile(

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_pretrained_files import LLAMA_CONFIG
+from pretrained_models import LLAMA_CONFIG
 from tokenizers import Tokenizer
 
 import meliad_like

@@ -1,13 +1,13 @@
 """GPT-2 against arrays of Hugging Face's transformers: a tiny random model, read from its own folder."""
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import ways
+from pretrained_models import FOLDER, read
 
 from meliad_like.conversion.parameters import to_tensors
 from meliad_like.conversion.pretrained import read_huggingface
@@ -16,23 +16,11 @@ from meliad_like.evaluation.protocols import sliding_windows
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
 
-FOLDER = Path(__file__).parent / "golden" / "gpt2_tiny"
-
 
 @functools.cache
 def opened():
     pretrained = read_huggingface(FOLDER)
     return Model(pretrained.config, pretrained.vocabulary_size), pretrained.params, np.load(FOLDER / "io.npz")
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def read(model, params, tokens, first):
-    if "positions" in params:
-        params = params | {"positions": jnp.roll(params["positions"], -first, axis=0)}
-    module = model.bind(params)
-    outputs = module.read_window(tokens)
-    hidden = module.final_norm(outputs[-1])
-    return outputs, hidden, module.logits(hidden)
 
 
 def nats(logits, tokens):

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 import ways
 from make_golden_llama import CONFIGS, FROM, LENGTH, PATH, WHOLE, outputs, tensors, tokens
-from test_golden_gpt2 import read
+from pretrained_models import read
 
 from meliad_like.conversion.parameters import to_tensors
 from meliad_like.conversion.pretrained import read_huggingface

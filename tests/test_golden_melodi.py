@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_golden_models import assert_gradients, below, compared_segments, train_eight_steps
+from golden_arrays import assert_gradients, below, compared_segments, train_eight_steps
 
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch

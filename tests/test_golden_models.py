@@ -6,22 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_arrays import assert_gradients, below, compared_segments, train_eight_steps
 
-from meliad_like.config.run import TrainingConfig
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
 from meliad_like.layers.attention import attend, ring_distance, unit
 from meliad_like.layers.basic import RMSNorm
-from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import T5Bias, t5_bucket
 from meliad_like.mixers.base import At
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.token_heads import TokenCache
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.optimization.optimizers import Adafactor, make_optimizer
 from meliad_like.optimization.schedules import CosineSchedule, make_schedule
-from meliad_like.training.step import init_state, make_train_step
 
 GOLDEN = Path(__file__).parent / "golden"
 W, N, V = 16, 64, 40
@@ -35,17 +32,6 @@ SMALL = {
     "window_length": W,
     "mask_empty_cache": False,
 }
-
-
-def below(arrays, prefix):
-    return {name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)}
-
-
-def assert_gradients(ours, theirs):
-    assert set(ours) == set(theirs)
-    for name in theirs:
-        scale = np.abs(theirs[name]).max()
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-4 * scale, err_msg=name)
 
 
 def test_t5_buckets_and_bias():
@@ -147,29 +133,6 @@ def segment_batch(arrays, segment):
     return Batch(arrays["tokens"][segment], seg["target_tokens"], seg["loss_mask"], start, None, None), seg
 
 
-def compared_segments(model, params, segments, slice_length):
-    """Compares logits and losses of segments, (batch, arrays of the reference) each; yields arrays, gradient, carry."""
-
-    @jax.jit
-    def differentiate(params, carry, batch):
-        def loss(params):
-            module = model.bind(params)
-            hidden, new_carry = module(batch.inputs, carry, batch.start)
-            losses = token_losses(module, hidden, batch.targets, slice_length)
-            return jnp.sum(losses.nats * batch.loss_mask), (module.logits(hidden), losses.nats, new_carry)
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    carry = model.bind(params).init_carry(2)
-    for batch, seg in segments:
-        (loss, (logits, nats, carry)), gradient = differentiate(params, carry, batch)
-        np.testing.assert_allclose(logits, seg["logits"], atol=1e-5)
-        mask = seg["loss_mask"]
-        np.testing.assert_allclose(np.where(mask, nats, 0), np.where(mask, seg["token_losses"], 0), atol=1e-5)
-        np.testing.assert_allclose(loss, seg["training_loss"], rtol=1e-5)
-        yield seg, gradient, carry
-
-
 @pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])
 def test_language_model_over_segments(name):
     arrays, model, params = language_model(name)
@@ -185,24 +148,6 @@ def test_language_model_over_segments(name):
             np.testing.assert_allclose(jnp.swapaxes(cache.value, 1, 2), theirs["previous_values_train"], atol=1e-5)
             if recurrent is not None:
                 np.testing.assert_allclose(recurrent.states, theirs["recurrent_state_train"], atol=1e-5)
-
-
-def train_eight_steps(arrays, model, params, segments):
-    """Trains with the batches of the three segments in turn, compares losses, and returns the parameters."""
-    schedule = make_schedule(CosineSchedule(warmup_steps=4), 20)
-    optimizer = make_optimizer(Adafactor(), schedule)
-    state = init_state(model, optimizer, 2, jax.random.key(0))._replace(
-        params=params, optimizer_state=optimizer.init(params)
-    )
-    # The reference begins with states of zero, where no document begins.
-    state = state._replace(carry=jax.tree.map(jnp.zeros_like, state.carry))
-    train_step = jax.jit(make_train_step(model, optimizer, TrainingConfig(num_steps=20)))
-    for step in range(8):
-        batch = segments[step % 3]
-        blocks = batch.start.shape
-        state, metrics = train_step(state, batch._replace(document=np.zeros(blocks), position=np.zeros(blocks)))
-        np.testing.assert_allclose(metrics.loss * metrics.num_tokens, arrays["train/losses"][step], rtol=1e-5)
-    return state.params
 
 
 @pytest.mark.parametrize("name", ["d_lm_slide", "d_lm_fixed_skip"])

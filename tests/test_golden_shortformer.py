@@ -1,33 +1,19 @@
 """Parity with ofirpress/shortformer (commit edc411f): arrays computed by its own code, in float32 on a CPU."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_shortformer import CONFIG, GOLDEN, THEIRS
 
 from meliad_like.conversion.fairseq import from_fairseq, place
 from meliad_like.errors import UserError
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.models.model import Model
-from meliad_like.models.shortformer import ShortformerConfig
 
-GOLDEN = Path(__file__).parent / "golden"
-CONFIG = ShortformerConfig(
-    num_layers=2,
-    model_width=32,
-    num_heads=4,
-    head_size=8,
-    feedforward_width=64,
-    window_length=8,
-    cache_length=8,
-    cutoffs=(20, 40),
-)
 MODEL = Model(CONFIG, 60)
 FORWARD = np.load(GOLDEN / "pia_cache_forward.npz")
-THEIRS = {name.removeprefix("param/"): array for name, array in np.load(GOLDEN / "pia_params.npz").items()}
 SEGMENTS = range(4)
 
 

@@ -9,10 +9,10 @@ import forked
 import jax
 import numpy as np
 import pytest
+from families import BYTES, FAMILIES, C, W, language_model
 from harness_items import Item, items, write_tasks
 from make_golden_harness import PATH as GOLDEN
 from make_golden_harness import SMALL, answers, theirs, write_folder
-from test_library import BYTES, FAMILIES, C, W, language_model
 
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError

@@ -12,9 +12,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from backports import zstd
+from checkpoint_states import abstract, assert_same_bits, make_state, save_all
 from fuzzing import FEW
 from hypothesis import assume, example, given, settings
-from test_checkpoints import abstract, assert_same_bits, make_state, save_all
 
 from meliad_like.config import from_json, parse, to_json
 from meliad_like.conversion.meliad import read_meliad

@@ -7,7 +7,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from test_launch import built  # noqa: F401  # a fixture
 
 TRAINING = ["--gin_file=quickstart.gin", "--gin_param=TrainingConfig.num_steps = 2"]
 FIVE_LINES = """
@@ -31,7 +30,7 @@ FIRST_TOKEN = """
 
 
 @pytest.mark.exhaustive
-def test_five_lines(built, tmp_path, capsys):  # noqa: F811
+def test_five_lines(built, tmp_path, capsys):
     """Installs all requirements from the package index, which takes minutes."""
     _, wheel = built
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)

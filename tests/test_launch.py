@@ -9,14 +9,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_library import language_model
-from test_sharded_families import CONFIGS
+from families import CONFIGS, language_model
 
 from meliad_like import library
 from meliad_like.run.opening import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [*sorted(ROOT.glob("launch/*.s*")), *sorted(ROOT.glob("tests/*.sh")), ROOT / ".ci" / "run"]
 
 # Stands in for every Python: logs what it makes and installs, and fails, or kills the script, on demand.
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -76,14 +74,6 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path):
     return Checkout(tmp_path)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_clean(script):
-    shellcheck = Path(sys.executable).parent / "shellcheck"
-    subprocess.run(["bash", "-n", script], check=True)
-    result = subprocess.run([shellcheck, "--external-sources", script], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
 
 
 def test_environment_is_made_once(checkout):
@@ -171,29 +161,6 @@ def test_unusable_python_gets_one_line(checkout, environment, message):
     assert result.returncode == 2
     assert message in result.stderr and result.stderr.count("\n") == 1
     assert checkout.installs() == []
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[Path, Path]:
-    """The source distribution, and the wheel that is made from it."""
-    folder = tmp_path_factory.mktemp("built")
-    # A copy of what git would give others: setuptools writes build/ and *.egg-info beside setup.py.
-    tracked = ["setup.py", "requirements.txt", "constraints.txt", "pyproject.toml", "MANIFEST.in", "meliad_like", "gin"]
-    tracked += ["README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"]
-    source = folder / "source"
-    source.mkdir()
-    subprocess.run(["cp", "-r", *(str(ROOT / name) for name in tracked), source], check=True)
-    sdist = "import setuptools.build_meta as build; build.build_sdist('..')"
-    subprocess.run([sys.executable, "-c", sdist], cwd=source, capture_output=True, check=True)
-    (archive,) = folder.glob("*.tar.gz")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, archive],
-        check=True,
-        env=os.environ | {"PIP_NO_INDEX": "1"},
-    )
-    (wheel,) = folder.glob("*.whl")
-    return archive, wheel
 
 
 def test_wheel_from_the_source_distribution_contains_every_module_and_gin_file(built):

@@ -77,17 +77,11 @@ def test_dry_run_prints_commands_that_a_shell_reads_back(cloud):
     status, output, _ = cloud.run("--spot", f"--before={before}", "--create_flags=--network=n --tags=a,b", "--dry_run")
     commands = [shlex.split(line) for line in output.splitlines() if not line.startswith("== ")]
     assert status == 0 and not cloud.calls() and not (cloud.checkout / "runs").exists()
-    tpus = ["gcloud", "compute", "tpus"]
-    create, mkdir, tar, scp, install, train = commands
-    place = ["--zone=us-central2-b", "--quiet"]
-    expected = ["create", "pod", "--node-id=pod", "--accelerator-type=v4-16", "--runtime-version=tpu-ubuntu2204-base"]
-    assert create == [*tpus, "queued-resources", *expected, "--network=n", "--tags=a,b", "--spot", *place]
-    assert (mkdir[0], tar[0]) == ("mkdir", "tar")
-    archive = "runs/pods/pod/attempt_1/code.tgz"
-    assert scp == [*tpus, "tpu-vm", "scp", archive, "pod:meliad_like.tgz", "--worker=all", *place]
-    assert install[:6] == [*tpus, "tpu-vm", "ssh", "pod"] and install[6] == "--worker=all"
-    assert train[:7] == [*tpus, "tpu-vm", "ssh", "pod", "--worker=0"] and train[8:] == place
-    words = shlex.split(train[7].removeprefix("--command="))
+    create, _, _, copy, _, train = commands
+    assert create[3:6] == ["queued-resources", "create", "pod"] and {"--spot", "--network=n", "--tags=a,b"} < {*create}
+    assert copy[3:5] == ["tpu-vm", "scp"] and train[3:6] == ["tpu-vm", "ssh", "pod"]
+    (command,) = [word.removeprefix("--command=") for word in train if word.startswith("--command=")]
+    words = shlex.split(command)
     assert words[words.index("train") + 2 :] == [before, *TRAINING]
 
 
@@ -244,20 +238,11 @@ def test_a_broken_connection_is_taken_up_again(cloud):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--name=p", "--zone=z", "--", "--a"], "--type=VALUE is missing; --help shows what it means"),
-        (["--name"], "--name needs a value: --name=VALUE"),
-        (
-            ["--nam=p"],
-            "unexpected argument --nam=p; --help shows this script's own flags, and those of the training come",
-        ),
+        (["--name=p", "--zone=z", "--", "--a"], "--type=VALUE is missing"),
         (["--workdir=x"], "unexpected argument --workdir=x; --help shows"),
-        ([*SLICE], "what to train is missing: -- --gin_file=FILE --workdir=gs://BUCKET/RUN"),
-        (
-            [*SLICE, "--type=v9-1", "--", "--a"],
-            "--type=v9-1 is not one of v2 to v6e; give its software with --runtime=V",
-        ),
-        ([*SLICE, "--max_restarts=x", "--", "--a"], "--max_restarts=x must be a whole number"),
-        ([*SLICE, "--", "--a"], "gcloud is not installed; https://cloud.google.com/sdk/docs/install says how"),
+        ([*SLICE], "what to train is missing"),
+        ([*SLICE, "--type=v9-1", "--", "--a"], "--type=v9-1 is not one of v2 to v6e"),
+        ([*SLICE, "--", "--a"], "gcloud is not installed"),
     ],
 )
 def test_mistakes_are_one_line(flags, message, tmp_path):

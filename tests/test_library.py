@@ -1,6 +1,5 @@
 """The library: scores equal the evaluation's, states are kept and branched, folders of several kinds are opened."""
 
-import dataclasses
 import itertools
 import re
 import subprocess
@@ -10,34 +9,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_sharded_families import CONFIGS, LLAMA, RECURRENCE, C, W
+from families import BYTES, CONFIGS, FAMILIES, C, W, language_model
 from ways import begin, decode
 
 import meliad_like
-from meliad_like.config import RunConfig, read_changes
-from meliad_like.data.readers import LanesReaderConfig
+from meliad_like.config import read_changes
 from meliad_like.data.split import Documents
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.library import LanguageModel
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.models.model import Model
-from meliad_like.run.opening import OpenedCheckpoint, write_checkpoint
+from meliad_like.run.opening import write_checkpoint
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
-BYTES = ByteVocabulary()
 TEXT = "A long document, of which every token is predicted from all before. " * 2
-FAMILIES = {
-    **{name: CONFIGS[name] for name in ("lstm:dual", "memorizing", "shortformer", "feedback")},
-    "overlapping llama": dataclasses.replace(LLAMA, overlap=1, max_positions=W, **RECURRENCE),
-}
-
-
-def language_model(config) -> LanguageModel:
-    model = Model(config, BYTES.size)
-    run = RunConfig(model=config, data=LanesReaderConfig(segment_length=C * W, tokens_per_step=C * W))
-    return LanguageModel(OpenedCheckpoint(run, model, model.init(jax.random.key(1)), BYTES, 7))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

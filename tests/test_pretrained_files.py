@@ -12,31 +12,15 @@ import pytest
 import safetensors
 import safetensors.numpy
 from numpy_pretrained import NumpyLlama, window
-from test_golden_gpt2 import FOLDER, read
+from pretrained_models import FOLDER, LLAMA_CONFIG, read
 
 from meliad_like.conversion.parameters import to_tensors
 from meliad_like.conversion.pretrained import Pretrained, read_gguf, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_formats import LLAMA
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.pretrained.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 
-LLAMA_CONFIG = PretrainedConfig(
-    architecture="llama",
-    num_layers=2,
-    model_width=24,
-    num_heads=6,
-    num_key_value_heads=2,
-    head_size=4,
-    feedforward_width=40,
-    activation="silu",
-    max_positions=32,
-    window_length=32,
-    norm_epsilon=1e-5,
-    rotary_base=1e5,
-)
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 20)).astype(np.int32)
 
 

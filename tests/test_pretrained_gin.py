@@ -14,13 +14,7 @@ from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
 
-SIZES = {
-    "gpt2_small": (50_257, 124_439_808),
-    "gpt2_medium": (50_257, 354_823_168),
-    "gpt2_large": (50_257, 774_030_080),
-    "gpt2_xl": (50_257, 1_557_611_200),
-    "smollm2_135m": (49_152, 134_515_008),
-}
+SIZES = ("gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl", "smollm2_135m")
 # FLOPs per token of tables 1 and 2, in 1e8. The paper rounds 2.625 to 2.62.
 TABLE_2 = {0: 1.75, 5: 1.78, 10: 1.81, 30: 1.94, 50: 2.10, 75: 2.33, 100: 2.62, 150: 3.50, 200: 5.25}
 ROWS = [name for name in shipped_files() if name.startswith("recurrent_pretrained/")]
@@ -30,19 +24,8 @@ def parse(*files):
     return config.parse(["pretrained/gpt2_small.gin", *files])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "gpt2_xl")) for name in SIZES]
-)
-def test_parameters(name):
-    vocabulary_size, expected = SIZES[name]
-    run = config.parse([f"pretrained/{name}.gin"])
-    assert Model(run.model, vocabulary_size).num_parameters == expected
-
-
 def test_the_recurrence_of_the_paper():
     run = parse("recurrent_pretrained/recurrent.gin")
-    # 768 -> 200 -> 200 -> 200 -> 768, and a score for each of 12 layers.
-    assert Model(run.model, 50_257).num_parameters == SIZES["gpt2_small"][1] + 388_568 + 12
     assert run.model.insertion_indices == {1}
 
 

@@ -10,18 +10,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from pages import PAGES, ROOT
 
 from meliad_like import config
 from meliad_like.config import bindings
-
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "gin" / "README.md",
-    ROOT / "benchmarks" / "results" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
 
 # Parses the flags of several commands of one entry point, without running them.
 PARSE = """

@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from checkpoint_states import abstract, assert_same_bits, make_state, save_all
 from fake_gcs import fake_gcs
+from families import CONFIGS, language_model
 from gcsfs.retry import HttpError
-from test_checkpoints import abstract, assert_same_bits, make_state, save_all
-from test_library import language_model
-from test_sharded_families import CONFIGS
 from tiny_run import parse, read_metadata, train
 
 import meliad_like

@@ -5,7 +5,7 @@ import re
 
 import forked
 import pytest
-from test_gin_files import beside
+from gin_parameters import needs
 from tiny_run import environment
 
 from meliad_like import config
@@ -38,7 +38,7 @@ ROWS = {
 
 def others(name):
     """What a file needs beside it to be the config of a training."""
-    return ["pretrained/gpt2_small.gin"] if name.startswith("recurrent_pretrained/") else beside(name)
+    return ["pretrained/gpt2_small.gin"] if name.startswith("recurrent_pretrained/") else needs(name)
 
 
 def check_small(*names):

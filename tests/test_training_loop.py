@@ -176,31 +176,43 @@ def test_a_finished_run_resumes_when_it_is_given_more_steps(bindings, setup, str
     assert_same_bits(read_state(setup, tmp_path, NUM_STEPS), read_state(setup, straight, NUM_STEPS))
 
 
-def test_going_on_with_another_mesh(bindings, setup, straight, stopped, tmp_path):
+def test_going_on_with_another_mesh(bindings, setup, stopped, tmp_path):
     run = parse(bindings, "MeshConfig.data = 2", "MeshConfig.tensor = 2")
     other = set_up(run)
     restored = read_state(other, stopped, 17)
     assert restored.params["embedding"].addressable_shards[0].data.shape == (132, 16)
     assert_same_bits(restored, read_state(setup, stopped, 17))
 
+    # One step, because the programs of two meshes round differently, and the difference grows with every step.
+    states = []
+    for each in (setup, other):
+        step, state = each.program.compile_step(), read_state(each, stopped, 17)
+        state, _ = step(state, each.reader.batch(17, range(8)))
+        states.append(jax.tree.map(np.asarray, state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), *states)
+
+    # All further steps are the same program's.
+    for i in range(18, NUM_STEPS):
+        state, _ = step(state, other.reader.batch(i, range(8)))
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     assert train(run, tmp_path) == 0
-    state, expected = read_state(setup, tmp_path, NUM_STEPS), read_state(setup, straight, NUM_STEPS)
-    assert state.step == NUM_STEPS
-    np.testing.assert_array_equal(state.carry.position, expected.carry.position)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), state, expected)
+    assert_same_bits(read_state(setup, tmp_path, NUM_STEPS), state)
 
 
 @pytest.mark.exhaustive
 def test_going_on_with_scanned_layers_and_back(bindings, tmp_path):
-    layers = ("DecoderConfig.num_layers = 3", "TrainingConfig.checkpoint_every = 2")
-    run = parse(bindings, *layers, "TrainingConfig.num_steps = 6")
-    for steps, scanned in ((2, False), (4, True), (6, False)):
+    bindings = [*bindings, "DecoderConfig.num_layers = 3", "TrainingConfig.checkpoint_every = 1"]
+    for steps, scanned in ((2, False), (3, True), (4, False)):
         changes = f"TrainingConfig.num_steps = {steps}", f"DecoderConfig.scan_layers = {scanned}"
-        assert train(parse(bindings, *layers, *changes), tmp_path / "changed") == 0
-    assert train(run, tmp_path / "straight") == 0
-    ours, expected = (read_state(set_up(run), tmp_path / name, 6) for name in ("changed", "straight"))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), ours, expected)
+        assert train(parse(bindings, *changes), tmp_path) == 0
+    setup = set_up(parse(bindings, "TrainingConfig.num_steps = 4"))
+    step = setup.program.compile_step()
+    # One step from the same state: the program with the loop rounds differently, and the difference would grow.
+    expected, _ = step(read_state(setup, tmp_path, 2), setup.reader.batch(2, range(8)))
+    scanned = read_state(setup, tmp_path, 3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), scanned, expected)
+    expected, _ = step(scanned, setup.reader.batch(3, range(8)))
+    assert_same_bits(read_state(setup, tmp_path, 4), expected)
 
 
 def test_checkpoints_written_beside_the_steps_hold_the_states_of_their_steps(bindings, setup, tmp_path):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,23 @@ from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from meliad_like.models.base import ModelConfig
+
+
+@dataclasses.dataclass
+class ParameterKeys:
+    """The keys that `nnx.Rngs(key)` gives to parameters, counted in Python.
+
+    The counter of `nnx.Rngs` is an array: each of its updates walks through all that was traced before, so that the
+    time to trace a model grew with the square of its parameter arrays.
+    """
+
+    key: PRNGKeyArray
+    count: int = 0
+
+    def params(self) -> PRNGKeyArray:
+        """The next key."""
+        self.count += 1
+        return jax.random.fold_in(self.key, self.count - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +37,7 @@ class Model:
     vocabulary_size: int
 
     def _build(self, key: PRNGKeyArray) -> nnx.Module:
-        return self.config.build(self.vocabulary_size, rngs=nnx.Rngs(key))
+        return self.config.build(self.vocabulary_size, rngs=cast(nnx.Rngs, ParameterKeys(key)))
 
     @functools.cached_property
     def _abstract(self) -> tuple[nnx.GraphDef, nnx.State]:

@@ -61,37 +61,46 @@ def place_mixers(
     Raises:
         UserError: a layer can't have the mixers that it has, or has nothing.
     """
-    layers: list[list[MixerConfig]] = [[] for _ in range(num_layers)]
     entries = [names_of(pattern[i % len(pattern)]) if pattern else frozenset() for i in range(num_layers)]
-    in_pattern = frozenset().union(*entries)
-    indices = {}
+    named = {MIXERS.name_of(mixer): _named_layers(mixer, entries, bare) for mixer in mixers}
+    layers: list[list[MixerConfig]] = [[] for _ in range(num_layers)]
     for mixer in mixers:
-        name = MIXERS.name_of(mixer)
-        indices[name] = layer_indices(f"{type(mixer).__name__}.layers", mixer.layers, num_layers)
-        if name in in_pattern:
-            indices[name] = frozenset(i for i, entry in enumerate(entries) if name in entry)
-        elif mixer.layers is None:
-            indices[name] -= bare
-    for mixer in mixers:
-        name = MIXERS.name_of(mixer)
-        if name not in in_pattern and mixer.layers is None:
-            others = [other for other in mixers if other is not mixer]
-            if isinstance(mixer, SlidingWindow):
-                others = [other for other in others if other.has_window]
-            else:
-                others = [other for other in others if MIXERS.name_of(other) == mixer.reads]
-            indices[name] -= frozenset().union(*(indices[MIXERS.name_of(other)] for other in others))
-        if mixer.reads is not None and mixer.reads not in indices:
+        if mixer.reads is not None and mixer.reads not in named:
             raise UserError(f"{type(mixer).__name__} reads what {MIXERS[mixer.reads].__name__} publishes: add it too")
-        for i in indices[name]:
+        for i in named[MIXERS.name_of(mixer)] - _left_out(mixer, mixers, named, entries):
             layers[i].append(mixer)
     for i, (here, entry) in enumerate(zip(layers, entries)):
-        kinds = [type(mixer).__name__ for mixer in here]
         windows = [type(mixer).__name__ for mixer in here if mixer.has_window]
         if i in bare and here:
-            raise UserError(f"layer {i} can't have {' and '.join(kinds)}: layers of its kind have no mixers")
+            kinds = " and ".join(type(mixer).__name__ for mixer in here)
+            raise UserError(f"layer {i} can't have {kinds}: layers of its kind have no mixers")
         if len(windows) > 1:
             raise UserError(f"layer {i} can't have both {' and '.join(windows)}: each has the attention to the window")
-        if not here and i not in bare and FEEDFORWARD not in (entry if pattern else ()):
+        if not here and i not in bare and FEEDFORWARD not in entry:
             raise UserError(f"layer {i} has no mixer by which it sees other tokens: name it in `layers`")
     return tuple(map(tuple, layers))
+
+
+def _named_layers(mixer: MixerConfig, entries: Sequence[frozenset[str]], bare: frozenset[int]) -> frozenset[int]:
+    """The layers that the pattern or the mixer names; of all layers those that can have mixers."""
+    name = MIXERS.name_of(mixer)
+    if any(name in entry for entry in entries):
+        return frozenset(i for i, entry in enumerate(entries) if name in entry)
+    indices = layer_indices(f"{type(mixer).__name__}.layers", mixer.layers, len(entries))
+    return indices - bare if mixer.layers is None else indices
+
+
+def _left_out(
+    mixer: MixerConfig,
+    mixers: Sequence[MixerConfig],
+    named: dict[str, frozenset[int]],
+    entries: Sequence[frozenset[str]],
+) -> frozenset[int]:
+    """The layers that a mixer of all layers leaves to others: the window to those with attention to it, and a reader of
+    published values to those that publish them."""
+    name = MIXERS.name_of(mixer)
+    if mixer.layers is not None or any(name in entry for entry in entries):
+        return frozenset()
+    others = (MIXERS.name_of(other) for other in mixers if other.has_window and other is not mixer)
+    left_to = others if isinstance(mixer, SlidingWindow) else filter(None, [mixer.reads])
+    return frozenset().union(*(named[other] for other in left_to))

@@ -1,0 +1,63 @@
+"""Small models of every family."""
+
+import dataclasses
+
+import jax
+
+from meliad_like.config import RunConfig
+from meliad_like.data.readers import LanesReaderConfig
+from meliad_like.data.vocabulary import ByteVocabulary
+from meliad_like.library import LanguageModel
+from meliad_like.mixers.external_memory import ExternalMemory
+from meliad_like.mixers.positions import Infused, Rotary
+from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.model import Model
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.recurrence import WindowSummary
+from meliad_like.models.shortformer import ShortformerConfig
+from meliad_like.run.opening import OpenedCheckpoint
+
+# Lanes, blocks and heads for eight devices along any axis.
+B, C, W, V = 8, 8, 4, 64
+SIZES = {"num_layers": 1, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
+SLIDE = DecoderConfig(**SIZES, window_length=W)
+STATES = RecurrentStates(layers=(0,), num_states=4)
+SKIP = SLIDE.with_mixer(STATES)
+TWO = dataclasses.replace(SKIP, num_layers=2)
+GPT2 = PretrainedConfig(**SIZES, num_key_value_heads=8, max_positions=W, window_length=W)
+LLAMA = dataclasses.replace(GPT2, architecture="llama", num_key_value_heads=4, activation="silu", tied_embedding=False)
+RECURRENCE = {"recurrence": (WindowSummary(layers=(0,), width=5, depth=1, pooling="attention"),)}
+CONFIGS = {
+    "slide": SLIDE,
+    "xl": dataclasses.replace(SLIDE, window_length=C * W),
+    **{
+        f"{gate}:{cell}": SLIDE.with_mixer(dataclasses.replace(STATES, gate=gate, cell=cell))
+        for gate in ("fixed", "lstm")
+        for cell in ("skip", "single", "dual")
+    },
+    "slide below skip": TWO.with_mixer(dataclasses.replace(STATES, layers=(1,), clear_states=True)),
+    "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
+    "scanned": dataclasses.replace(SKIP, num_layers=3, remat="dots", scan_layers=True),
+    "infused": dataclasses.replace(SKIP, position=Infused()),
+    "kernel": dataclasses.replace(SLIDE, attention_kernel="interpreted"),
+    "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
+    "feedback": TWO.with_mixer(STATES).with_mixer(StateReader()),
+    "memorizing": SLIDE.with_mixer(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3)),
+    "shortformer": ShortformerConfig(**SIZES, window_length=W, cache_length=W, cutoffs=(16, 32), band_factor=2),
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "recurrent gpt2": dataclasses.replace(GPT2, **RECURRENCE),
+    "recurrent llama": dataclasses.replace(LLAMA, **RECURRENCE),
+}
+BYTES = ByteVocabulary()
+FAMILIES = {
+    **{name: CONFIGS[name] for name in ("lstm:dual", "memorizing", "shortformer", "feedback")},
+    "overlapping llama": dataclasses.replace(LLAMA, overlap=1, max_positions=W, **RECURRENCE),
+}
+
+
+def language_model(config) -> LanguageModel:
+    model = Model(config, BYTES.size)
+    run = RunConfig(model=config, data=LanesReaderConfig(segment_length=C * W, tokens_per_step=C * W))
+    return LanguageModel(OpenedCheckpoint(run, model, model.init(jax.random.key(1)), BYTES, 7))
