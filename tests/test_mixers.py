@@ -45,6 +45,7 @@ from meliad_like.models.layer import LAYERS, LayerConfig
 from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
 from meliad_like.registry import configs_in
+from meliad_like.studies import states
 from meliad_like.training.checkpoints import Checkpoints
 
 B, C, V = 8, 8, 64
@@ -328,12 +329,12 @@ def test_a_study_can_watch_what_passes_from_block_to_block(name):
     def watch(params, carry, tokens):
         module = model.bind(params)
         _, after = module(tokens, carry, carry.position[:, None] == 0)
-        return watch(model, module, carry, after), after
+        return states.watch(model, module, carry, after), after
 
     carry = begin(model, params, 2)
     for block in np.split(tokens_of(2, 3), 3, axis=1):
         watched, carry = watch(params, carry, block)
-    for states in watched.values():
-        assert states.before.shape == states.after.shape and (states.before != states.after).any()
-        assert all(values.shape == (2, *states.after.shape) for values in states.gates.values())
+    for one in watched.values():
+        assert one.before.shape == one.after.shape and (one.before != one.after).any()
+        assert all(values.shape == (2, *one.after.shape) for values in one.gates.values())
     assert bool(watched) == (cleared(model.config) is not None)
