@@ -1,0 +1,81 @@
+"""Every parameter of every shipped gin file's model is trained: none has a gradient of zero."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gin_parameters import needs
+
+from meliad_like import config
+from meliad_like.config import construction
+from meliad_like.config.bindings import collect
+from meliad_like.config.shrinking import shrink
+from meliad_like.history.config import HistorySettings
+from meliad_like.models.model import Model
+from meliad_like.registry import configs_in
+
+V = 512
+
+
+def path_of(keys):
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+SAME = ("dropout_rate", "activation_dtype", "matmul_dtype", "remat", "attention_kernel", "scan_layers", "rate", "unit")
+"""Settings that neither add parameters nor change what is read."""
+
+
+def structure_of(settings):
+    """What distinguishes two models in addition to their sizes and initial values."""
+    same = (*SAME, "attention_scale", "time_constants", "scale", "logit_scale")
+    sizes = ("length", "width", "heads", "layers")
+    return [
+        (
+            type(part).__name__,
+            *(
+                (field.name, repr(getattr(part, field.name)))
+                for field in dataclasses.fields(part)
+                if field.metadata.get("scales_as") not in sizes and "registry" not in field.metadata
+                if field.name not in same
+            ),
+        )
+        for part in configs_in(settings)
+    ]
+
+
+def small_models():
+    """The models of all shipped files, made small by the rule; of those that differ in their sizes alone the first."""
+    runs = {}
+    for file in config.shipped_files():
+        run, _ = construction.build(collect([file, *needs(file)], []), config.RunConfig, HistorySettings)
+        runs.setdefault(str(structure_of(run.model)), pytest.param(run, id=file))
+    return list(runs.values())
+
+
+@pytest.mark.parametrize("run", small_models())
+def test_every_parameter_gets_a_gradient(run):
+    model = Model(shrink(run).model, V)
+    blocks, w = 3, model.config.window_length
+    params = model.init(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, V, (2, 2, blocks * w + 1)).astype(np.int32)
+    start = np.zeros((2, 2, blocks), bool)
+    start[0, :, 0] = start[1, 0, 1] = True
+
+    @jax.jit
+    def gradient(params):
+        def loss(params):
+            module, total = model.bind(params), 0.0
+            carry = module.init_carry(2)
+            for segment, starts in zip(tokens, start):
+                losses, carry = module.losses(segment[:, :-1], segment[:, 1:], carry, starts, slice_length=w)
+                total += jnp.sum(losses.nats)
+            return total
+
+        return jax.grad(loss)(params)
+
+    # Parameters that begin as zeros, such as gates and scales, must not hide others.
+    moved = jax.tree.map(lambda x: x + 0.1 * np.random.default_rng(1).normal(size=x.shape).astype(np.float32), params)
+    trained = {name: value for name, value in gradient(moved).items() if name not in model.fixed_parameters}
+    assert not [path_of(path) for path, leaf in jax.tree.leaves_with_path(trained) if not np.any(np.asarray(leaf))]
