@@ -1,9 +1,7 @@
 """The rows of tables 1, 3, 4 and 5: their gin files at the paper's size, and at other scales."""
 
 import dataclasses
-import math
 
-import jax
 import numpy as np
 import pytest
 from decoders import recurrent_layers
@@ -14,20 +12,17 @@ from meliad_like.config.bindings import shipped_files
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.experiments.step_time import random_batch
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
-from meliad_like.experiments.tables.table import Scale, configure
-from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.experiments.tables.table import configure
 from meliad_like.mixers.base import MIXERS
 from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.base import MODELS
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule
 from meliad_like.registry import rule_of
-from meliad_like.training.program import make_program
 
 
 def states(model):
@@ -37,13 +32,6 @@ def states(model):
 ROWS = {row.files[0]: row for table in TABLES.values() for row in table.rows}
 SIZES_OF_TABLE_4 = ("40m", "81m", "162m", "325m", "650m", "1300m")
 # Small enough to compile in a second; windows, states, segments and layers keep their proportions.
-TINIEST = Scale(divisor=64, layers=6, bindings={"ReaderConfig.tokens_per_step": 64})
-WIDTHS = [
-    "DecoderConfig.model_width = 16",
-    "DecoderConfig.num_heads = 2",
-    "DecoderConfig.head_size = 8",
-    "DecoderConfig.feedforward_width = 32",
-]
 
 
 def test_every_file_is_a_row_of_a_table_and_every_row_has_one():
@@ -205,42 +193,3 @@ def test_a_vocabulary_of_the_row_wins_over_the_tasks_and_has_a_store_of_its_own(
 def test_an_unknown_row_is_named():
     with pytest.raises(UserError, match="table3 has no row fixed_skip; it has recurrent_window_128, "):
         TABLES["table3"].row("fixed_skip")
-
-
-def one_file_of_each_structure() -> list[str]:
-    """Rows that differ in lengths alone compile to the same program but for these lengths."""
-    files = {}
-    for file in ROWS:
-        run = configure(ROWS[file], TINIEST, gin_params=WIDTHS)
-        m = run.model
-        r = states(m)
-        recurrence = r and (
-            r.gate,
-            r.cell,
-            m.mixer(StateReader),
-            len(r.layers),
-            np.sign(r.num_states - m.window_length),
-        )
-        structure = (m.mixer(ExternalMemory), run.data.segment_length > m.window_length, recurrence)
-        files.setdefault(structure, file)
-    return list(files.values())
-
-
-@pytest.mark.parametrize("file", one_file_of_each_structure())
-def test_a_row_made_small_trains(file):
-    run = configure(ROWS[file], TINIEST, gin_params=WIDTHS)
-    program = make_program(run, 64, make_mesh(MeshConfig(), jax.devices()[:1]))
-    step = program.compile_step()
-    # Compiling the true initialisation as well would take half as long again.
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), program.abstract_state)
-    generator = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: generator.normal(0, 0.1, x.shape).astype(np.float32), zeros.params)
-    state, batch = zeros._replace(params=params), random_batch(program.abstract_batch, 64)
-    metrics = []
-    for _ in range(2):
-        state, measured = step(state, batch)
-        metrics.append(jax.device_get(measured))
-    assert all(m.finite and m.num_tokens == 64 for m in metrics)
-    assert metrics[0].loss == pytest.approx(math.log(64), rel=0.25)
-    moved = jax.tree.map(lambda old, new: float(np.abs(np.asarray(new) - old).max()), params, state.params)
-    assert min(jax.tree.leaves(moved)) > 0
