@@ -1,5 +1,6 @@
 """The TPU kernel, interpreted, against the attention that all platforms share."""
 
+import dataclasses
 import functools
 
 import jax

@@ -248,6 +248,19 @@ def test_sharded_equals_unsharded(name, shape):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
 
 
+def test_a_device_holds_the_heads_of_its_share():
+    """With `tensor=4` the window's cache and memories by head are cut in four, also while decoding."""
+    mesh = make_mesh(MeshConfig(data=2, tensor=4))
+    for name in ("sliding_window", "recurrent_states", "external_memory", "dense_memory", "gated_delta_rule"):
+        model = model_of(name, alone=True)
+        for decoding in (False, True):
+            carry = model.abstract_carry(2, decoding=decoding)
+            shardings = carry_shardings(mesh, 2, model.carry_axes(carry))
+            for leaf, sharding in zip(jax.tree.leaves(carry), jax.tree.leaves(shardings), strict=True):
+                share = 8 if leaf.ndim == 4 else 2
+                assert np.prod(sharding.shard_shape(leaf.shape)) == leaf.size / share
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs four training steps on tiny documents, an evaluation and a sample after the last step."""

@@ -19,6 +19,7 @@ from meliad_like.conversion.pretrained import Pretrained, read_gguf, read_huggin
 from meliad_like.conversion.pretrained_formats import LLAMA
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
+from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.pretrained.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 20)).astype(np.int32)

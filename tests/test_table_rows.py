@@ -31,7 +31,6 @@ def states(model):
 
 ROWS = {row.files[0]: row for table in TABLES.values() for row in table.rows}
 SIZES_OF_TABLE_4 = ("40m", "81m", "162m", "325m", "650m", "1300m")
-# Small enough to compile in a second; windows, states, segments and layers keep their proportions.
 
 
 def test_every_file_is_a_row_of_a_table_and_every_row_has_one():
