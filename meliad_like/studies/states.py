@@ -1,7 +1,9 @@
 """The states of a decoder and the gates that change them, read from its carries before and after a block."""
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float
@@ -34,16 +36,14 @@ def watch(model: Model, module: Any, before: Any, after: Any) -> dict[str, Watch
     if not isinstance(model.config, DecoderConfig):
         return watched
     start = before.position == 0
-    for i, (layer, *carries) in enumerate(zip(module.layers, before.layers, after.layers, strict=True)):
+    for i, (layer, old, new) in enumerate(zip(module.layers, before.layers, after.layers, strict=True)):
         fresh = layer.init_carry(len(start), module.dtype)
-        for name, (old, new) in {name: [carry[name] for carry in carries] for name in fresh}.items():
-            if not (states := _traits(model.config, i, name).states):
-                continue
-            begun = old._replace(
-                **{state: _choose(start, getattr(fresh[name], state), getattr(old, state)) for state in states}
-            )
-            gates = _gates(layer.mixers[name], begun, new, start) if isinstance(old, StatesCarry) else {}
-            watched[f"layer {i} {name}"] = Watched(_vectors(begun, states), _vectors(new, states), gates)
+        for name, initial in fresh.items():
+            if states := _traits(model.config, i, name).states:
+                # Where a document begins, nothing of the one before is left.
+                begun = jax.tree.map(functools.partial(_choose, start), initial, old[name])
+                gates = _gates(layer.mixers[name], begun, new[name]) if isinstance(begun, StatesCarry) else {}
+                watched[f"layer {i} {name}"] = Watched(_vectors(begun, states), _vectors(new[name], states), gates)
     return watched
 
 
@@ -52,21 +52,18 @@ def _traits(config: DecoderConfig, index: int, name: str) -> Traits:
     return (configs.get(name) or config.kinds[index]).traits(config.shape)
 
 
-def _choose(start: Bool[Array, " b"], initial: Array, states: Array) -> Array:
-    """The initial states in lanes where a document begins."""
-    return jnp.where(start.reshape(-1, *[1] * (states.ndim - 1)), initial.astype(states.dtype), states)
+def _choose(start: Bool[Array, " b"], initial: Array, old: Array) -> Array:
+    return jnp.where(start.reshape(-1, *[1] * (old.ndim - 1)), initial.astype(old.dtype), old)
 
 
 def _vectors(carry: Any, states: tuple[str, ...]) -> Float[Array, "b r d"]:
-    vectors = (rearrange(getattr(carry, name), "b ... d -> b (...) d") for name in states)
-    return jnp.concatenate(list(vectors), axis=1)
+    vectors = [rearrange(getattr(carry, name), "b ... d -> b (...) d") for name in states]
+    return jnp.concatenate(vectors, axis=1)
 
 
-def _gates(
-    mixer: StateRecurrence, before: StatesCarry, after: StatesCarry, start: Bool[Array, " b"]
-) -> dict[str, Float[Array, "2 b r d"]]:
+def _gates(mixer: StateRecurrence, before: StatesCarry, after: StatesCarry) -> dict[str, Float[Array, "2 b r d"]]:
     """The gates of recurrent states, whose input is computed again from the windows before and after the block."""
-    heads = mixer.window.heads
-    tiles = heads.keys_and_values(before.window, ~start), heads.keys_and_values(after.window)
-    _, read = mixer.cell.update(before.states, mixer.cell.heads(before.states), *tiles)
+    begun = mixer.begin_decoding(before)
+    block = mixer.window.heads.keys_and_values(after.window)
+    _, read = mixer.cell.update(begun.states, begun.heads, begun.previous, block)
     return mixer.cell.gate_values(read)
