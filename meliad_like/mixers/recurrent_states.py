@@ -20,7 +20,7 @@ from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads
 from meliad_like.layers.backend import unrolls_blocks
 from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration, row_major
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.sequence import scan_in_order
+from meliad_like.layers.sequence import num_parts, scan_in_order
 from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
 from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, StatesConfig, Traits, heads_of_lanes
 from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
@@ -130,7 +130,7 @@ class StateRecurrence(Mixer):
             states, heads = self.begin(states, start)
             return self.cell.update(states, heads, *tile)[0], StateKeys(heads.key, heads.value)
 
-        if start.shape[1] == 1:
+        if start.shape[1] == num_parts() == 1:
             # No loop, so that the compiler finds the projections that `publish` has computed already.
             states, keys = step(states, jax.tree.map(lambda y: y[:, 0], (start, tiles)))
             return states, jax.tree.map(lambda y: y[:, None], keys)
