@@ -61,6 +61,8 @@ def place_mixers(
     Raises:
         UserError: a layer can't have the mixers that it has, or has nothing.
     """
+    if len(pattern) > num_layers:
+        raise UserError(f"DecoderConfig.pattern has {len(pattern)} entries, and the decoder has {num_layers} layers")
     entries = [names_of(pattern[i % len(pattern)]) if pattern else frozenset() for i in range(num_layers)]
     named = {MIXERS.name_of(mixer): _named_layers(mixer, entries, bare) for mixer in mixers}
     layers: list[list[MixerConfig]] = [[] for _ in range(num_layers)]
