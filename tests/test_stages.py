@@ -115,7 +115,7 @@ def test_a_run_without_stages_is_one(bindings):
 def test_what_a_stage_keeps_and_what_it_resets(bindings, straight):
     run = parse(bindings, *STAGES)
     before, after, last = (read_state(run, straight, step) for step in (4, 5, 10))
-    assert [state.carry.layers[0].tokens.key.shape[:3] for state in (before, after, last)] == [
+    assert [state.carry.layers[0]["sliding_window"].key.shape[:3] for state in (before, after, last)] == [
         (32, 2, 8),
         (16, 2, 16),
         (8, 2, 16),
@@ -172,11 +172,7 @@ def test_a_first_step_of_a_stage_that_is_not_finite(bindings, tmp_path, monkeypa
 
         def poisoned(state, batch):
             bad = state.step == 4
-            layers = [
-                layer._replace(tokens=layer.tokens._replace(value=jnp.where(bad, jnp.nan, layer.tokens.value)))
-                for layer in state.carry.layers
-            ]
-            carry = state.carry._replace(layers=layers, position=jnp.where(bad, 16, state.carry.position))
+            carry = jax.tree.map(lambda x: jnp.where(bad, 16 if x.ndim == 1 else jnp.nan, x), state.carry)
             return step(state._replace(carry=carry), batch._replace(start=batch.start & ~bad))
 
         return poisoned
@@ -198,8 +194,8 @@ def test_a_shortformer_in_stages(bindings, tmp_path, monkeypatch):
     assert train(run, tmp_path / "stopped") == 0
     last = [read_state(run, tmp_path / folder, 6) for folder in ("straight", "stopped")]
     assert_same_bits(*last)
-    assert last[0].carry.layers[0].cache.shape == (16, 32, 16)
-    assert read_state(run, tmp_path / "straight", 3).carry.layers[0].cache.shape == (32, 16, 16)
+    assert last[0].carry.layers[0].shape == (16, 32, 16)
+    assert read_state(run, tmp_path / "straight", 3).carry.layers[0].shape == (32, 16, 16)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(last[0].params))
 
 

@@ -53,11 +53,11 @@ def assert_equal(actual, expected):
 
 def with_nan_in_lane(state, lane):
     """The state with NaN in the carry of a lane."""
-    layers = state.carry.layers
-    tokens = layers[1].tokens
-    poisoned = layers[1]._replace(tokens=tokens._replace(value=tokens.value.at[lane].set(jnp.nan)))
-    position = state.carry.position.at[lane].set(16)
-    return state._replace(carry=state.carry._replace(position=position, layers=[layers[0], poisoned, *layers[2:]]))
+    layers = list(state.carry.layers)
+    cache, position = layers[1]["sliding_window"], state.carry.position.at[lane].set(16)
+    poisoned = cache._replace(value=cache.value.at[lane].set(jnp.nan), position=position)
+    layers[1] = {"sliding_window": poisoned}
+    return state._replace(carry=state.carry._replace(position=position, layers=layers))
 
 
 def without_starts(batch):

@@ -44,12 +44,11 @@ def poisoned_step(monkeypatch):
         def poisoned(state, batch):
             factor = jnp.where(state.step == BAD_STEP - 1, jnp.full(8, 1.0).at[BAD_LANE].set(jnp.nan), 1.0)
             batch = batch._replace(start=batch.start & (state.step != BAD_STEP - 1))
-            layers = [
-                layer._replace(tokens=layer.tokens._replace(value=layer.tokens.value * factor[:, None, None, None]))
-                for layer in state.carry.layers
-            ]
-            carry = state.carry._replace(layers=layers, position=jnp.maximum(state.carry.position, 16))
-            state, metrics = step(state._replace(carry=carry), batch)
+
+            def poison(x):
+                return jnp.maximum(x, 16) if x.ndim == 1 else x * factor.reshape(-1, *[1] * (x.ndim - 1))
+
+            state, metrics = step(state._replace(carry=jax.tree.map(poison, state.carry)), batch)
             return state, metrics
 
         return poisoned
