@@ -51,6 +51,10 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
+# Of README.md, CONTRIBUTING.md and docs/ together.
+MOST_WORDS = 20_000
+
+
 class Block(NamedTuple):
     page: Path
     line: int
@@ -94,6 +98,11 @@ def test_every_block_has_a_language_and_a_known_mark():
         assert indented is None or re.search(r"(?m)^(\d+\.|[-*]) ", lines), (
             f"{page.name}: {indented[0]!r} is not fenced"
         )
+
+
+def test_the_pages_are_short():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    assert sum(len(page.read_text().split()) for page in pages) <= MOST_WORDS
 
 
 @pytest.mark.parametrize(("block", "match"), marked("run by"), ids=lambda value: getattr(value, "name", ""))
