@@ -7,6 +7,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 import tiny_run
