@@ -42,11 +42,9 @@ CONFIGS = {
     # A quarter of the sizes of melodi/base.gin and melodi/dense_4k.gin, as the window.
     "MELODI": dataclasses.replace(
         SLIDE,
-        mixers=(Melodi(long_layers=(2,), num_summaries=16, short_length=16, long_length=8, long_slots=1024),),
+        layer_kinds=(Melodi(long_layers=(2,), num_summaries=16, short_length=16, long_length=8, long_slots=1024),),
     ),
-    "Dense memory": dataclasses.replace(
-        SLIDE, mixers=(SlidingWindow(except_layers=(2,)), DenseMemory(layers=(2,), num_slots=1024))
-    ),
+    "Dense memory": dataclasses.replace(SLIDE, mixers=(SlidingWindow(), DenseMemory(layers=(2,), num_slots=1024))),
 }
 
 
@@ -91,7 +89,9 @@ def read(generator: Generator, num_tokens: int) -> Reading:
 def at(reading: Reading, position: int) -> Reading:
     """The same memory later in a document, at the same place in its block."""
     places = position + (reading.num_read - position) % SLIDE.window_length
-    return reading._replace(carry=reading.carry._replace(position=places.astype(np.int32)), num_read=places)
+    # The numbers of tokens that mixers have read are the only arrays of lanes alone.
+    carry = jax.tree.map(lambda x: places.astype(np.int32) if x.ndim == 1 else x, reading.carry)
+    return reading._replace(carry=carry, num_read=places)
 
 
 def measure(generator: Generator, places: dict[tuple[int, str], Reading]) -> dict[tuple[int, str], tuple[list, list]]:

@@ -9,7 +9,7 @@
 
 For the reference, google-research/meliad, gin files describe the model as it was trained; it does not mask the empty
 cache at a document's start: --gin_file=option/unmasked_empty_cache.gin. Its MELODI is --gin_file=melodi/base.gin, and
-its dense memory --gin_file=melodi/dense_4k.gin, DenseMemory.repeat_input = True and DenseMemory.horizon = "segment".
+its dense memory --gin_file=melodi/dense_4k.gin, RepeatedInput.layers = (7,) and DenseMemory.horizon = "segment".
 Pretrained models contain their own config; gin files may set how they read, such as PretrainedConfig.window_length, and
 the documents. Fairseq's word models need gin files for everything: --gin_file=shortformer/shortformer.gin
 --gin_file=task/wikitext103.gin, and the dictionary as FileVocabularyConfig.model_file.

@@ -57,7 +57,7 @@ def small_models():
 @pytest.mark.parametrize("run", small_models())
 def test_every_parameter_gets_a_gradient(run):
     model = Model(shrink(run).model, V)
-    blocks, w = 3, model.config.window_length
+    blocks, w = 2, model.config.window_length
     params = model.init(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, V, (2, 2, blocks * w + 1)).astype(np.int32)
     start = np.zeros((2, 2, blocks), bool)

@@ -19,7 +19,7 @@ DECODERS = {
     name: PretrainedConfig(
         architecture=name, num_layers=2, model_width=8, num_heads=2, num_key_value_heads=heads, head_size=4,
         feedforward_width=16, max_positions=16, window_length=16, overlap=3, tied_embedding=tied,
-        mixers=(WindowSummary(),) if tied else (),
+        recurrence=(WindowSummary(),) if tied else (),
     )
     for name, heads, tied in (("gpt2", 2, True), ("llama", 1, False))
 }  # fmt: skip

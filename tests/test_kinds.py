@@ -137,12 +137,18 @@ def test_a_binding_that_nothing_reads_is_an_error(file, expected):
     assert expected in message(file=file)
 
 
-def test_what_a_file_binds_of_a_kind_that_a_parameter_does_not_choose_is_an_error(tmp_path):
+def test_a_parameter_that_chooses_a_kind_replaces_a_files_kind_with_its_fields(tmp_path):
     (tmp_path / "mine.gin").write_text("RunConfig.schedule = 'linear'\nLinearSchedule.max_rate = 0.5\n")
+    run = config.parse([str(tmp_path / "mine.gin")], ["RunConfig.schedule = 'constant'"])
+    assert type(run.schedule) is type(config.parse([], ["RunConfig.schedule = 'constant'"]).schedule)
+
+
+def test_what_a_file_binds_of_a_kind_that_it_does_not_choose_is_an_error(tmp_path):
+    (tmp_path / "mine.gin").write_text("RunConfig.schedule = 'constant'\nLinearSchedule.max_rate = 0.5\n")
     with pytest.raises(
         UserError, match="mine.gin:2: nothing reads LinearSchedule.max_rate: RunConfig.schedule is 'con"
     ):
-        config.parse([str(tmp_path / "mine.gin")], ["RunConfig.schedule = 'constant'"])
+        config.parse([str(tmp_path / "mine.gin")])
 
 
 def test_bindings_of_base_for_other_kinds_are_defaults():

@@ -198,11 +198,11 @@ def test_a_folder_is_all_that_is_needed(states, tmp_path):
 
 def test_a_model_that_was_trained_on_another_platform(states, tmp_path):
     opened = states.opened
-    with_kernel = read_changes((), ["SlidingWindow.kernel = 'tpu'"])(opened.run)
+    with_kernel = read_changes((), ["DecoderConfig.attention_kernel = 'tpu'"])(opened.run)
     write_checkpoint(tmp_path, opened.params, with_kernel, opened.vocabulary)
     with pytest.raises(UserError, match="DecoderConfig.attention_kernel='tpu' needs a TPU"):
         meliad_like.load(tmp_path).score(TEXT)
-    without = meliad_like.load(tmp_path, gin_params=["SlidingWindow.kernel = 'none'"])
+    without = meliad_like.load(tmp_path, gin_params=["DecoderConfig.attention_kernel = 'none'"])
     np.testing.assert_array_equal(without.score(TEXT).log_probabilities, states.score(TEXT).log_probabilities)
     with pytest.raises(UserError, match="DecoderConfig.num_layers would need other parameters"):
         meliad_like.load(tmp_path, gin_params=["DecoderConfig.num_layers = 3"])

@@ -221,14 +221,14 @@ SUMMARY = WindowSummary(layers=(0, -1), num_inserted=2, pooling="attention", wid
 
 def test_a_recurrence_comes_back(tmp_path):
     pretrained = random_llama(
-        mixers=(dataclasses.replace(SUMMARY, normalise_pooled=True),), window_length=16, overlap=3
+        recurrence=(dataclasses.replace(SUMMARY, normalise_pooled=True),), window_length=16, overlap=3
     )
     write_huggingface(pretrained, 3, tmp_path)
     assert_same(read_huggingface(tmp_path), pretrained)
 
 
 def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):
-    pretrained = random_llama(mixers=(SUMMARY,))
+    pretrained = random_llama(recurrence=(SUMMARY,))
     write_huggingface(pretrained, 3, tmp_path)
     path = tmp_path / "recurrence.safetensors"
     tensors = safetensors.numpy.load_file(path)

@@ -108,7 +108,7 @@ def test_a_frozen_decoder_has_no_gradients_of_kernels():
 def test_xla_counts_nearly_the_same_for_a_frozen_decoder(layers):
     sizes = {"num_layers": 3, "model_width": 128, "num_heads": 2, "num_key_value_heads": 2, "head_size": 64}
     sizes |= {"feedforward_width": 256, "max_positions": 64, "window_length": 64}
-    frozen = PretrainedConfig(**sizes, mixers=(WindowSummary(layers=layers, width=32),), train_decoder=False)
+    frozen = PretrainedConfig(**sizes, recurrence=(WindowSummary(layers=layers, width=32),), train_decoder=False)
     model = Model(frozen, 200)
 
     def loss(recurrence, params, tokens):

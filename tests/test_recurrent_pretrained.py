@@ -94,7 +94,7 @@ def losses_in_numpy(model, params):
 )
 def test_the_recurrence_is_a_loop_over_windows(architecture, changes):
     overlap, changes = changes.get("overlap", 0), {name: changes[name] for name in changes if name != "overlap"}
-    model, params = make(architecture, mixers=(dataclasses.replace(SUMMARY, **changes),), overlap=overlap)
+    model, params = make(architecture, recurrence=(dataclasses.replace(SUMMARY, **changes),), overlap=overlap)
     expected = losses_in_numpy(model, params)
     np.testing.assert_allclose(losses_by_windows(model, params), expected, rtol=1e-4, atol=1e-4)
     # It does something: without it, later windows are predicted otherwise.
@@ -106,7 +106,7 @@ def test_the_recurrence_is_a_loop_over_windows(architecture, changes):
 
 
 def test_a_scale_of_zero_begins_with_zeros():
-    model = Model(make(mixers=(dataclasses.replace(SUMMARY, scale=0.0),))[0].config, V)
+    model = Model(make(recurrence=(dataclasses.replace(SUMMARY, scale=0.0),))[0].config, V)
     recurrence = model.bind(model.init(jax.random.key(0))).recurrence
     np.testing.assert_array_equal(recurrence(jnp.ones((2, W, 16))), np.zeros((2, 1, 16)))
     # Only the last layer's: the others have something to learn from.
@@ -144,7 +144,7 @@ def test_hidden_vectors_give_the_same_losses():
 
 
 def test_without_influence_it_is_the_unmodified_model():
-    model, params = make(mixers=(dataclasses.replace(SUMMARY, num_inserted=2),))
+    model, params = make(recurrence=(dataclasses.replace(SUMMARY, num_inserted=2),))
     module = model.bind(params)
     tokens = TOKENS[None, :W]
     vectors = 100 * jnp.ones((1, 2, 16))

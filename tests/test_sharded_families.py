@@ -135,6 +135,10 @@ def compile_losses(config, mesh):
         return step.lower(model.abstract_params, carry, next(batches(model))).compile()
 
 
+COUNTS = B * np.int32().nbytes
+"""Bytes of the number of tokens that each lane of a layer has read."""
+
+
 def test_a_slide_layer_gets_one_window_of_its_left_neighbour():
     config = dataclasses.replace(SLIDE, num_layers=3)
     found = traffic(Module(compile_losses(config, make_mesh(MeshConfig(sequence=8))).as_text()))
@@ -142,7 +146,7 @@ def test_a_slide_layer_gets_one_window_of_its_left_neighbour():
     assert found.keys() == {"collective-permute", "all-reduce"}
     window = B * W * config.num_heads * config.head_size * np.float32().nbytes
     assert found["collective-permute"] == (3, 3 * 2 * window)
-    assert found["all-reduce"].num_bytes == 3 * 2 * window
+    assert found["all-reduce"].num_bytes == 3 * (2 * window + COUNTS)
 
 
 def test_a_recurrent_layer_hands_on_its_states():
@@ -151,7 +155,7 @@ def test_a_recurrent_layer_hands_on_its_states():
     window, states = (B * n * SKIP.model_width * np.float32().nbytes for n in (W, STATES.num_states))
     # From one device to the next, until they have come to the last.
     assert found["collective-permute"] == (1 + 7, 2 * window + 7 * states)
-    assert found["all-reduce"].num_bytes == 2 * window + states
+    assert found["all-reduce"].num_bytes == 2 * window + states + COUNTS
 
 
 # Tiles of 64, 32 and 128 tokens, of which a device has 8, 12 and 128.

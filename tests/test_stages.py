@@ -115,7 +115,7 @@ def test_a_run_without_stages_is_one(bindings):
 def test_what_a_stage_keeps_and_what_it_resets(bindings, straight):
     run = parse(bindings, *STAGES)
     before, after, last = (read_state(run, straight, step) for step in (4, 5, 10))
-    assert [state.carry.layers[0]["sliding_window"].key.shape[:3] for state in (before, after, last)] == [
+    assert [state.carry.layers[0]["recurrent_states"].window.key.shape[:3] for state in (before, after, last)] == [
         (32, 2, 8),
         (16, 2, 16),
         (8, 2, 16),

@@ -7,6 +7,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 import tiny_run
@@ -136,7 +137,7 @@ def test_a_checkpoint_cut_short(bindings, tmp_path, caplog):
         ("SourceConfig.empty = 'skip'", "was made by other source settings"),
         (
             "MeshConfig.tensor = 3",
-            "parameter layers/0/feedforward/hidden/kernel does not divide by mesh axis tensor=3",
+            "parameter layers/0/feedforward/network/hidden/kernel does not divide by mesh axis tensor=3",
         ),
         ("TrainingConfig.gradient_accumulation = 3", "gradient_accumulation=3 must divide the 8 lanes"),
     ],

@@ -304,7 +304,7 @@ def test_fine_tuning_starts_with_the_parameters_alone(bindings, setup, straight,
             "DecoderConfig.remat = 'layers'",
             "DecoderConfig.scan_layers = True",
             "DecoderConfig.dropout_rate = 0.5",
-            "SlidingWindow.kernel = 'tpu'",
+            "DecoderConfig.attention_kernel = 'tpu'",
         )
         sparing = set_up(parse(bindings, *changes))
         assert_same_bits(starting_state(sparing, checkpoints, str(straight)).params, state.params)

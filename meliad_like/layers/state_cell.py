@@ -154,7 +154,7 @@ class StateCell(nnx.Module):
 
     def heads(self, states: Float[Array, "b r d"]) -> StateHeads:
         """Projects the states. The state ids are added after the norm, so they reach the values as well."""
-        x = self.norm(states) + self.identity[...].astype(states.dtype)
+        x = (self.norm(states).astype(jnp.float32) + self.identity[...]).astype(states.dtype)
         projections = self.key, self.value, self.query, self.cross_query
         key, value, query, cross_query = (split_heads(project(x), self.num_heads) for project in projections)
         return StateHeads(

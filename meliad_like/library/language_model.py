@@ -64,8 +64,8 @@ def load(path: str | Path, *, step: int | None = None, gin_params: str | Sequenc
       path: a checkpoint folder or the working folder of a training, or a folder of Hugging Face's transformers (GPT-2,
         Llama) with its tokenizer, all of them also on `gs://`; or a GGUF file.
       step: which checkpoint of a training; None: the newest that is not damaged.
-      gin_params: bindings that change the model's config, such as `"SlidingWindow.kernel = 'none'"`, as with the flag
-        `--gin_param`; one, or several.
+      gin_params: bindings that change the model's config, such as `"DecoderConfig.attention_kernel = 'none'"`, as with
+        the flag `--gin_param`; one, or several.
 
     Raises:
       UserError: there is no such model, or it is damaged; or it has no steps; or the changed model needs other

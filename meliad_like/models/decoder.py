@@ -203,8 +203,9 @@ class Decoder(Skeleton):
     def summaries(self, *shape):
         if self.summary_embedding is None:
             return None
-        table = self.summary_embedding[...].astype(self.dtype)
-        return jnp.broadcast_to(table, (*shape, *table.shape))
+        # Rounded after they are repeated, so that their gradients are float32 sums over lanes and blocks.
+        table = self.summary_embedding[...]
+        return jnp.broadcast_to(table, (*shape, *table.shape)).astype(self.dtype)
 
     def enter(self, x, c):
         return with_summaries(x, self.summaries(x.shape[0], c))

@@ -214,8 +214,10 @@ class MelodiLayer(Layer):
         shown = shown & self._shown(real)
         multiplier = self._multiplier(dropout_key, query.shape[2], real.shape[1])
         read = attend_parts(query, keys, values, shown[:, None, None], real, multiplier=multiplier)
-        share = jax.nn.sigmoid(self.gate[...]).astype(result.dtype)[:, None]
-        return share * result + (1 - share) * read
+        share = jax.nn.sigmoid(self.gate[...])[:, None]
+        # In float32, because the gate's gradient is a sum over all tokens.
+        mixed = share * result.astype(jnp.float32) + (1 - share) * read.astype(jnp.float32)
+        return mixed.astype(result.dtype)
 
     def _seen(self, written: Int[Array, " b"], age: Int[Array, " b"], number: Int[Array, ""], c: int):
         """Which vectors are among the last m before window `number`, and which of them are of its document.

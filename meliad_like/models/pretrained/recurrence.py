@@ -6,6 +6,7 @@ values in some layers of the next window, in the same softmax as its own tokens.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Literal
@@ -96,10 +97,12 @@ class Recurrence(nnx.Module):
 
     def weigh(self, outputs: Sequence[Float[Array, "*batch d"]]) -> Float[Array, "*batch d"]:
         """The sum of all layers' outputs, weighted by a softmax over layers (equation 1, the inner sum)."""
-        weights = jax.nn.softmax(self.layer_scores[...]).astype(outputs[0].dtype)
+        weights, dtype = jax.nn.softmax(self.layer_scores[...]), outputs[0].dtype
         if self.config.normalise_pooled:
-            outputs = [over_root_mean_square(output, self.epsilon).astype(output.dtype) for output in outputs]
-        return sum(weight * output for weight, output in zip(weights, outputs, strict=True))  # type: ignore[return-value]
+            outputs = [over_root_mean_square(output, self.epsilon).astype(dtype) for output in outputs]
+        # In float32, because the gradients of the weights are sums over all tokens.
+        weighed = [weight * x.astype(jnp.float32) for weight, x in zip(weights, outputs, strict=True)]
+        return functools.reduce(jnp.add, weighed).astype(dtype)
 
     def pool(self, weighed: Float[Array, "b w d"]) -> Float[Array, "b d"]:
         """One vector for a whole window (equation 1, the outer sum, z)."""
