@@ -10,7 +10,7 @@ def convolve(
     filters: Float[Array, "taps channels"],
     start: Bool[Array, "b c"],
 ) -> Float[Array, "b n channels"]:
-    """A causal convolution of every channel, which sees no token of another document.
+    """A causal convolution of every channel, which sees no token of another document; sums and result are float32.
 
     Args:
         inputs: of the tokens.
@@ -23,7 +23,7 @@ def convolve(
     # The number of documents that have begun up to each token: tokens of other documents have other numbers.
     document = jnp.repeat(jnp.cumsum(start, axis=1), n // start.shape[1], axis=1)
     padded_document = jnp.pad(document, ((0, 0), (length - 1, 0)))
-    result = jnp.zeros_like(inputs)
+    result = jnp.zeros(inputs.shape, jnp.float32)
     for i in range(length):
         same = padded_document[:, i : i + n] == document
         result += jnp.where(same[..., None], padded[:, i : i + n], 0) * filters[i]

@@ -98,9 +98,9 @@ class DeltaRule(Mixer):
         log_decay = -jnp.exp(self.log_rate[...]) * step
         return Rule(query, key, value, *(rearrange(x, "b n h -> b h n") for x in (log_decay, strength)))
 
-    def _filters(self, dtype) -> Float[Array, "taps channels"]:
+    def _filters(self) -> Float[Array, "taps channels"]:
         filters = (self.query_filter, self.key_filter, self.value_filter)
-        return jnp.concatenate([x[...] for x in filters], axis=-1).astype(dtype)
+        return jnp.concatenate([x[...] for x in filters], axis=-1)
 
     def _output(self, read: Float[Array, "b h n p"], x: Float[Array, "b n d"]) -> Float[Array, "b n i"]:
         """The norm and the gate."""
@@ -112,7 +112,7 @@ class DeltaRule(Mixer):
         inputs, start = self._inputs(x), at.start
         newest = inputs[:, inputs.shape[1] - carry.recent.shape[1] :]
         (recent,) = from_left((newest,), (carry.recent,))
-        rule = self._rule(x, convolve(inputs, recent, self._filters(inputs.dtype), start))
+        rule = self._rule(x, convolve(inputs, recent, self._filters(), start))
         chunk = math.gcd(self.w, self.config.chunk_length)
         matrix, read = scan_in_order(lambda matrix: read_chunks(rule, matrix, start, chunk), carry.matrix)
         return self._output(read, x), DeltaCarry(matrix, newest)
@@ -120,8 +120,7 @@ class DeltaRule(Mixer):
     def step(self, x, at, carry):
         x = x[:, None]
         window = jnp.concatenate([carry.recent, self._inputs(x)], axis=1)
-        convolved = jnp.sum(window * self._filters(window.dtype), axis=1, keepdims=True)
-        rule = self._rule(x, convolved)
+        rule = self._rule(x, jnp.sum(window * self._filters(), axis=1, keepdims=True))
         matrix = update(carry.matrix, jax.tree.map(lambda y: y[:, :, 0], rule))
         read = jnp.einsum("bhpk,bhnk->bhnp", matrix, rule.query)
         return self._output(read, x)[:, 0], DeltaCarry(matrix, window[:, 1:])
