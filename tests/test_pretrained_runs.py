@@ -194,7 +194,7 @@ def test_text_of_any_length(place, trained, folder, window):
 
 def test_only_the_recurrence_reaches_into_the_next_window(place, trained, tmp_path):
     asked = request(str(trained), tmp_path, num_tokens=12, gin_param=("MeshConfig.data = 8",), split="train")
-    with pytest.raises(UserError, match="windows that repeat 2 tokens see these besides what is remembered"):
+    with pytest.raises(UserError, match="windows that repeat 2 tokens see these in addition to what is remembered"):
         continuations.run(asked)
     # Eight steps have taught it one letter; a model of chance writes what hangs on all that it sees.
     opened, chance = open_checkpoint(trained), np.random.default_rng(0)

@@ -155,7 +155,7 @@ def timing_file(folder: Path) -> Path:
 
 
 def read_timing(folder: Path) -> dict[str, Any]:
-    """What `timing_file` holds by row; empty if nothing was timed."""
+    """The contents of `timing_file` by row; empty if nothing was timed."""
     return _read(timing_file(folder)).get("rows", {})
 
 

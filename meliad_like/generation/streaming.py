@@ -71,8 +71,8 @@ class Generator:
 
         `read` continues the states that are returned with the texts' last tokens, which these lack.
         """
-        found, unread = self.reader.look(reading, texts, Wanted(losses=True))
-        nats = [one.get("nats", np.zeros(0, np.float32)) for one in found]
+        results, unread = self.reader.look(reading, texts, Wanted(losses=True))
+        nats = [one.get("nats", np.zeros(0, np.float32)) for one in results]
         return [
             np.pad(one, (len(text) - len(one), 0), constant_values=np.nan)
             for one, text in zip(nats, texts, strict=True)

@@ -137,7 +137,7 @@ class ModelLosses:
     losses: list[Float[np.ndarray, " targets"]]
     """Nats of the tokens of each document, without its first; 0 where a token costs none."""
     counted: list[Bool[np.ndarray, " targets"]]
-    """Which of them cost loss (`Documents.counted_targets`)."""
+    """Which targets cost loss (`Documents.counted_targets`)."""
 
     @property
     def label(self) -> str:
@@ -174,7 +174,7 @@ def make_reader(subject: Subject, selection: Selection) -> Evaluator:
 
 
 def read(subject: Subject, selection: Selection) -> ModelLosses:
-    """Lets a model read the documents, each from the beginning of a segment."""
+    """The losses of a model on the documents, each read from the beginning of a segment."""
     evaluate = make_reader(subject, selection)
     losses = with_progress(subject.label, lambda report: evaluate.token_losses(subject.opened.params, report))
     return ModelLosses(subject, losses, evaluate.counted_targets)
