@@ -32,12 +32,9 @@ def check_same(
       may_differ: dotted names of fields that don't change the results.
     """
     # Converted to JSON and back, so that a tuple equals the list as which it was saved.
-    saved, current = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, current))
-    pairs = (
-        (name, saved.get(name, ABSENT), current.get(name, ABSENT))
-        for name in {**current, **saved}
-        if name not in may_differ
-    )
+    earlier, later = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, current))
+    names = (name for name in {**later, **earlier} if name not in may_differ)
+    pairs = ((name, earlier.get(name, ABSENT), later.get(name, ABSENT)) for name in names)
     differing = [f"{name} is {old!r} there, {new!r} here" for name, old, new in pairs if old != new]
     if differing:
         more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""

@@ -149,8 +149,7 @@ def losses_after(
     lanes = -(-min(max(run.data.num_lanes, 2), len(documents.lengths)) // shards) * shards
 
     def reader(documents: Documents, _: int) -> LanesReader:
-        order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": True}
-        return LanesReader(documents, lanes, every, window, **order)
+        return LanesReader(documents, lanes, every, window, shuffle=False, epochs=1, whole_segments=True)
 
     step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
     reading_mode = ReadingMode(step, _begin, lambda model, state: Carries(*map(model.carry_axes, state)))

@@ -57,7 +57,7 @@ class HistoryExperiment(Settings):
 
     scored_tokens: int | None = None
     document_tokens: int | None = None
-    """As in `HistoryScale`; None: that of the scale."""
+    """The limits of the same names in `HistoryScale`; None: those of the scale."""
 
     @property
     def scale(self) -> HistoryScale:

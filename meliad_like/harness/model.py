@@ -86,7 +86,7 @@ class HarnessModel(TemplateLM):
     ):
         """
         Args:
-          checkpoint, step, gin_params: as of `meliad_like.load`; or a model that it has returned.
+          checkpoint, step, gin_params: the arguments of `meliad_like.load`; or a model that it has returned.
           batch_size: the number of texts that are read in parallel.
           first_tokens: whether the end-of-document token is read before every document, so that the document's first
             token has a probability too. The harness's own adapters do this. The models trained here have never read

@@ -38,7 +38,7 @@ class ReadHistory:
     name: str
     tokens: Int[np.ndarray, " tokens"]
     units: Units
-    """Its words."""
+    """The words of the document."""
     plain: Float[np.ndarray, " tokens"]
     """Bits by token without spans, float64; 0 for the first token, which is not predicted."""
     selected: Float[np.ndarray, " tokens"]

@@ -36,8 +36,7 @@ class State:
     @functools.cached_property
     def reading(self) -> Reading:
         """This state as a batch of one."""
-        is_alone = len(self.batch.token) == 1
-        return self.batch if is_alone else take_reading(self.batch, [self.lane])
+        return self.batch if len(self.batch.token) == 1 else take_reading(self.batch, [self.lane])
 
     @property
     def num_tokens(self) -> int:
@@ -56,10 +55,8 @@ class State:
     def difference(self, other: "State") -> dict[str, float]:
         """The largest absolute difference of two states of one model in each of the `arrays`, by name."""
         other.check_model(self.opened)
-        arrays, other_arrays = self.arrays, other.arrays
-        return {
-            name: float(np.max(np.abs(arrays[name].astype(float) - other_arrays[name]), initial=0)) for name in arrays
-        }
+        first, second = self.arrays, other.arrays
+        return {name: float(np.max(np.abs(x.astype(float) - second[name]), initial=0)) for name, x in first.items()}
 
     def check_model(self, opened: OpenedCheckpoint) -> None:
         """Raises a UserError if this is a state of another model."""

@@ -78,7 +78,7 @@ def run(request: StudyRequest) -> None:
     undisturbed = read(subject, selection)
 
     def disturbed(kind: str) -> list[np.ndarray]:
-        arguments = (opened.run, opened.model, opened.params, selection.documents, subject.mesh, kind, parts, every)
+        arguments = (opened.run, opened.model, opened.params, selection.documents, opened.mesh, kind, parts, every)
         return with_progress(f"{subject.label}, {kind}", lambda report: losses_after(*arguments, report))
 
     losses = {"kept": undisturbed.losses, **{kind: disturbed(kind) for kind in request.kind}}

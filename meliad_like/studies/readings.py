@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
 from meliad_like.config import RunConfig, read_changes
@@ -37,7 +36,6 @@ class Subject(NamedTuple):
     changes: list[str]
     """What is changed of its config, as `field=value`."""
     opened: OpenedCheckpoint
-    mesh: Mesh
 
     @property
     def run(self) -> RunConfig:
@@ -64,7 +62,7 @@ def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None =
     name = path.parent.name if path.name == "checkpoints" else path.name
     changed = [f"{key.partition('.')[2]}={binding.value}" for key, binding in changes.bindings.items()]
     label = ", ".join([name or str(path), *([f"step {step:,}"] if step is not None else []), *changed])
-    return Subject(label, folder, changed, opened, opened.mesh)
+    return Subject(label, folder, changed, opened)
 
 
 def open_compared(request: StudyRequest, change_all: bool = False) -> list[Subject]:
@@ -167,7 +165,7 @@ def make_reader(subject: Subject, selection: Selection) -> Evaluator:
         subject.opened.model,
         selection.store,
         selection.split_name,
-        subject.mesh,
+        subject.opened.mesh,
         documents=selection.documents,
         whole_segments=True,
     )
