@@ -21,7 +21,7 @@ from meliad_like.resumable import check_same
 from meliad_like.training.checkpoints import named_arrays
 
 LOSS_SLICE = 256
-"""The number of tokens whose logits exist at the same time, if only losses are wanted."""
+"""The number of tokens whose logits exist at the same time, if only losses are requested."""
 NO_TOKEN = -1
 """The `Reading.token` of a text without tokens."""
 
@@ -58,7 +58,7 @@ def join_readings(readings: Sequence[Reading]) -> Reading:
     return Reading(join_lanes([reading.carry for reading in readings]), token, key, num_read, ended)
 
 
-class Wanted(NamedTuple):
+class RequestedResults(NamedTuple):
     """The results that are kept of each token that is read."""
 
     losses: bool = False
@@ -86,12 +86,12 @@ class TextReader:
 
     def read(self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]]) -> Reading:
         """The states after these tokens, one array for each text of `reading`."""
-        return self._read(reading, texts, Wanted(), finish=True)[1].reading
+        return self._read(reading, texts, RequestedResults(), finish=True)[1].reading
 
     def look(
-        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], wanted: Wanted
+        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], requested: RequestedResults
     ) -> tuple[list[dict[str, np.ndarray]], Unread]:
-        """Reads texts, and returns the wanted results of their tokens.
+        """Reads texts, and returns the requested results of their tokens.
 
         The tokens of a last, incomplete block are read at once for their results, and not one by one, as the state
         after them would require. `read` continues the states that are returned with the tokens of these blocks.
@@ -100,10 +100,10 @@ class TextReader:
             For each text the results by name, [n, ...]: of the last token before the text, if there is one, and of the
             tokens of the text but its last.
         """
-        return self._read(reading, texts, wanted, finish=False)
+        return self._read(reading, texts, requested, finish=False)
 
     def _read(
-        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], wanted: Wanted, finish: bool
+        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], requested: RequestedResults, finish: bool
     ) -> tuple[list[dict[str, np.ndarray]], Unread]:
         """Reads texts: unless `finish`, the states are those before the last, incomplete blocks."""
         check_tokens(texts, self._model.vocabulary_size)
@@ -118,12 +118,12 @@ class TextReader:
             start = (num_read == 0)[:, None] & (np.arange(tokens.shape[1] // self._window_length) == 0)
             if size:
                 lanes = None if counts.all() else counts > 0
-                carry, results = _read_blocks(*common, start, lanes, wanted=wanted)
+                carry, results = _read_blocks(*common, start, lanes, requested=requested)
             elif finish or (num_read % self._window_length)[counts > 0].any():
                 even = bool((counts == counts[0]).all())
-                carry, results = _read_tokens(*common, counts, even=even, wanted=wanted)
+                carry, results = _read_tokens(*common, counts, even=even, requested=requested)
             else:
-                _add_results(parts_by_text, _look_at_block(*common, start, wanted=wanted), counts)
+                _add_results(parts_by_text, _look_at_block(*common, start, requested=requested), counts)
                 break
             _add_results(parts_by_text, results, counts)
             place, num_read, remaining = place + counts, num_read + counts, remaining - counts
@@ -186,30 +186,32 @@ def _add_results(
             parts.append({name: result[lane, : counts[lane]] for name, result in on_host.items()})
 
 
-def _results(module: Any, outputs: list[Array], targets: Int[Array, "b n"], wanted: Wanted) -> dict[str, Array]:
-    """The wanted results, [b, n, ...], from the outputs of the layers, [b, n, d]."""
+def _results(
+    module: Any, outputs: list[Array], targets: Int[Array, "b n"], requested: RequestedResults
+) -> dict[str, Array]:
+    """The requested results, [b, n, ...], from the outputs of the layers, [b, n, d]."""
     hidden, results = module.finish(outputs[-1], None), {}
-    if wanted.losses:
+    if requested.losses:
         results["nats"] = token_losses(module, hidden, targets, LOSS_SLICE).nats
-    if wanted.logits:
+    if requested.logits:
         results["logits"] = module.logits(hidden)
-    return results | {f"layer {layer}": outputs[layer] for layer in wanted.layers}
+    return results | {f"layer {layer}": outputs[layer] for layer in requested.layers}
 
 
 # Compiled once per model, for any number of generators.
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="wanted", donate_argnums=2)
-def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, wanted: Wanted):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="requested", donate_argnums=2)
+def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, requested: RequestedResults):
     """Reads whole blocks in the flagged lanes (None: in all): returns the carry and the results."""
-    results, next_carry = _look(model, params, carry, tokens, targets, start, wanted)
+    results, next_carry = _look(model, params, carry, tokens, targets, start, requested)
     return next_carry if lanes is None else choose_lanes(lanes, next_carry, carry), results
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="wanted")
-def _look_at_block(model: Model, params, carry, tokens, targets, start, *, wanted: Wanted):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="requested")
+def _look_at_block(model: Model, params, carry, tokens, targets, start, *, requested: RequestedResults):
     """The results of a block, which may have padding at its end, because no token sees what comes after it."""
-    return _look(model, params, carry, tokens, targets, start, wanted)[0]
+    return _look(model, params, carry, tokens, targets, start, requested)[0]
 
 
 def _look(
@@ -219,14 +221,14 @@ def _look(
     tokens: Int[Array, "b n"],
     targets: Int[Array, "b n"],
     start: Bool[Array, "b c"],
-    wanted,
+    requested,
 ):
     module = model.bind(params)
-    outputs, carry = module.read_while_decoding(tokens, carry, start, every_layer=bool(wanted.layers))
-    return _results(module, outputs, targets, wanted), carry
+    outputs, carry = module.read_while_decoding(tokens, carry, start, every_layer=bool(requested.layers))
+    return _results(module, outputs, targets, requested), carry
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("even", "wanted"), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("even", "requested"), donate_argnums=2)
 def _read_tokens(
     model: Model,
     params,
@@ -236,7 +238,7 @@ def _read_tokens(
     counts: Int[Array, " b"],
     *,
     even: bool,
-    wanted: Wanted,
+    requested: RequestedResults,
 ):
     """Reads the first `counts` tokens of each lane, one by one: returns the carry and the results.
 
@@ -246,7 +248,7 @@ def _read_tokens(
 
     def read_token(i, carry):
         outputs, carry = module.read_token(tokens[:, i], carry)
-        return _results(module, [y[:, None] for y in outputs], targets[:, i][:, None], wanted), carry
+        return _results(module, [y[:, None] for y in outputs], targets[:, i][:, None], requested), carry
 
     def step(i, loop):
         carry, all_results = loop

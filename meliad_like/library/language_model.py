@@ -14,7 +14,7 @@ from meliad_like.conversion.pretrained import kind_of, open_pretrained
 from meliad_like.data.vocabulary import StreamingDecoder
 from meliad_like.errors import UserError
 from meliad_like.generation.beam_search import BeamConfig, Beams, beam_search
-from meliad_like.generation.reading import Reading, Wanted, join_readings, load_reading, take_reading
+from meliad_like.generation.reading import Reading, RequestedResults, join_readings, load_reading, take_reading
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, check_prompts
 from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score, State
@@ -144,11 +144,11 @@ class LanguageModel:
         for layer in layers:
             if not -number - 1 <= layer <= number:
                 raise UserError(f"layers: there is no layer {layer}; the layers are 1 to {number}, and 0 the embedding")
-        wanted = Wanted(logits=True, layers=tuple(sorted({layer % (number + 1) for layer in layers})))
+        requested = RequestedResults(logits=True, layers=tuple(sorted({layer % (number + 1) for layer in layers})))
         tokens, reading = self._tokens(texts), self._joined(self._states_before(texts, states))
         # Another token after each text, which is not read: results are those of tokens that another one follows.
         longer = [np.append(one, 0).astype(np.int32) for one in tokens]
-        results, _ = self._generator().reader.look(reading, longer, wanted)
+        results, _ = self._generator().reader.look(reading, longer, requested)
         outputs = []
         for one, arrays in zip(tokens, results, strict=True):
             # Without the results of the token before the text.
