@@ -32,9 +32,10 @@ def check_same(
       may_differ: dotted names of fields that don't change the results.
     """
     # Converted to JSON and back, so that a tuple equals the list as which it was saved.
-    old, new = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, current))
-    pairs = ((name, old.get(name, ABSENT), new.get(name, ABSENT)) for name in {**new, **old} if name not in may_differ)
-    differing = [f"{name} is {before!r} there, {now!r} here" for name, before, now in pairs if before != now]
+    earlier, later = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, current))
+    names = (name for name in {**later, **earlier} if name not in may_differ)
+    pairs = ((name, earlier.get(name, ABSENT), later.get(name, ABSENT)) for name in names)
+    differing = [f"{name} is {old!r} there, {new!r} here" for name, old, new in pairs if old != new]
     if differing:
         more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
         raise UserError(f"{place} belongs to another config: {'; '.join(differing[:MAX_NAMED])}{more}; {way_out}")

@@ -119,10 +119,10 @@ def copy_documents(config: "SourceConfig", folder: Path) -> None:
         with contextlib.suppress(EmptyDocumentError, NotUTF8Error):
             document = reference()
             texts[document.split].append(document.text[:MOST_CHARACTERS])
-    read = [text for of_split in texts.values() for text in of_split]
+    all_texts = [text for of_split in texts.values() for text in of_split]
     for split, number in NUM_DOCUMENTS.items():
         (folder / split).mkdir(parents=True)
-        for i, text in enumerate((texts[split] or read)[:number]):
+        for i, text in enumerate((texts[split] or all_texts)[:number]):
             (folder / split / f"{i}.txt").write_text(text, encoding="utf-8", newline="")
 
 

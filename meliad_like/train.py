@@ -20,9 +20,9 @@ DISTRIBUTED = COMMAND.bool(
 COORDINATOR_ADDRESS = COMMAND.string(
     "coordinator_address", None, "One process of several, anywhere: host:port at which process 0 shall listen."
 )
-NUM_PROCESSES = COMMAND.integer("num_processes", None, "Beside --coordinator_address.", lower_bound=1)
+NUM_PROCESSES = COMMAND.integer("num_processes", None, "Needed with --coordinator_address.", lower_bound=1)
 JOIN_SECONDS = COMMAND.integer("join_seconds", 300, "How long the processes wait for each other.", lower_bound=1)
-PROCESS_ID = COMMAND.integer("process_id", None, "Beside --coordinator_address, from 0.", lower_bound=0)
+PROCESS_ID = COMMAND.integer("process_id", None, "Needed with --coordinator_address, from 0.", lower_bound=0)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Makes golden/llama_tiny.npz with transformers and PyTorch, which are no requirements of this project:
+"""Makes golden/llama_tiny.npz with transformers and PyTorch, which this project does not require:
 
     python tests/make_golden_llama.py
 

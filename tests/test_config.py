@@ -160,7 +160,7 @@ def test_a_file_of_the_current_folder_is_found(tmp_path, monkeypatch):
 def test_an_installed_package_has_its_own_copy_of_the_files(tmp_path, monkeypatch):
     (tmp_path / "package" / "gin_files").mkdir(parents=True)
     write(tmp_path / "package" / "gin_files", "base.gin", "DecoderConfig.num_layers = 5\n")
-    # Beside an installed package lies the gin library, without base.gin.
+    # Next to an installed package lies the gin library, without base.gin.
     (tmp_path / "gin").mkdir()
     monkeypatch.setattr(bindings, "_PACKAGE", tmp_path / "package")
     assert config.parse().model.num_layers == 5

@@ -154,7 +154,7 @@ def test_steps_of_stages_are_timed_and_mixed(trained):
     assert timing["staged_128_50"]["share_of_first_stage"] == pytest.approx(1 / 6)
     markdown = trained.report()
     assert "| Staged: L 128 for 50 epochs | 96 | 0 | 17% |" in markdown
-    # Rows of the whole paper that nobody asked for are no gaps.
+    # Rows of the whole paper that nobody asked for are not gaps.
     assert "Baseline, L 32 " not in markdown
     assert (trained.folder / "shortformer.png").exists()
 

@@ -216,7 +216,7 @@ def test_search(place, tmp_path, capsys):
     assert f"| {min(values):.4f} * |" in text
     assert text.count("*") == 2  # the title says what it means
     assert "| history_length = 6 | - |" in text
-    # The controls stand beside it, and what leaks the future says so.
+    # The controls stand next to it, and what leaks the future says so.
     labels = ("score_oracle (leaks the future)", "random", "overlap_oracle (leaks the future)")
     baseline = f"{found[1]['baseline']['perplexity']:.4f}"
     assert all(f"per token, {name}; baseline {baseline}, window 24" in text for name in labels)

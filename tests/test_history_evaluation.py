@@ -272,5 +272,5 @@ def test_tables_and_json():
     saved = report.to_dict(evaluation)
     assert [row["leaks_the_future"] for row in saved["selections"]] == [False, True, False]
     assert saved["config"]["window_length"] == 20
-    # A share of no gain at all is no number.
+    # A share of no gain at all is not a number.
     assert report.to_dict(of_nats([3.0, 5.0, 9.0], [3.0, 5.0, 9.0]))["selections"][1]["share_of_oracle"] is None

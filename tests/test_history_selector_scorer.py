@@ -72,7 +72,7 @@ def test_only_the_released_code_s_context_sees_the_future(folders, kind, sees):
         else:
             np.testing.assert_array_equal(before, after)
             np.testing.assert_array_equal(select(before, ends, HISTORY), select(after, ends, HISTORY))
-        # What was read before the targets is no secret.
+        # What was read before the targets is not a secret.
         other = DOCUMENT.copy()
         other[stride.first - 1] = 120
         assert np.abs(before - scorer.scores(other, stride, ends)).max() > 1e-6

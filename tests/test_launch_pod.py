@@ -16,7 +16,7 @@ TRAINING = ["--gin_file=size/tiny.gin", """--gin_param=A.b = 'it's "$HOME" `x` \
 
 
 class Cloud:
-    """The fake gcloud's folder, and the script in a checkout beside it."""
+    """The fake gcloud's folder, and the script in a checkout next to it."""
 
     def __init__(self, folder: Path):
         self.folder = folder / "cloud"

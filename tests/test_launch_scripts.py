@@ -147,7 +147,7 @@ def test_gke_stops_where_the_workload_cannot_be_made(machine):
     ("script", "arguments", "message"),
     [
         ("slurm.sbatch", [], "what to train is missing: --gin_file=FILE --workdir=FOLDER"),
-        ("slurm.sbatch", TRAINING, "this is no Slurm job; submit it with sbatch"),
+        ("slurm.sbatch", TRAINING, "this is not a Slurm job; submit it with sbatch"),
         ("gke_xpk.sh", GKE[:3], "--type=VALUE is missing"),
         ("gke_xpk.sh", [*GKE, "--name=Run", "--", "--a"], "--name=Run must be at most 40 lower-case letters"),
         ("gke_xpk.sh", [*GKE, "--", "--a=b\nc"], "xpk takes no line breaks in the training's flags; use a gin file"),

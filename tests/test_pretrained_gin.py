@@ -81,7 +81,7 @@ def test_a_prediction_costs_what_is_read_for_it():
 def test_operations_as_counted():
     baseline = parse("recurrent_pretrained/tables/baseline_overlap_0.gin").model
     recurrent = parse("recurrent_pretrained/tables/recurrent_overlap_0.gin").model
-    # Besides the parameters of the layers: logits, and attention, of which the paper counts half.
+    # In addition to the parameters of the layers: logits, and attention, of which the paper counts half.
     parameters, attention, logits = 12 * 12 * 768**2, 12 * 300 * 768, 768 * 50_257
     counted = baseline.flops(50_257).forward
     assert counted == 2 * parameters + 4 * attention + 2 * logits

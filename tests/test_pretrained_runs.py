@@ -194,7 +194,7 @@ def test_text_of_any_length(place, trained, folder, window):
 
 def test_only_the_recurrence_reaches_into_the_next_window(place, trained, tmp_path):
     asked = request(str(trained), tmp_path, num_tokens=12, gin_param=("MeshConfig.data = 8",), split="train")
-    with pytest.raises(UserError, match="windows that repeat 2 tokens see these besides what is remembered"):
+    with pytest.raises(UserError, match="windows that repeat 2 tokens see these in addition to what is remembered"):
         continuations.run(asked)
     # Eight steps have taught it one letter; a model of chance writes what hangs on all that it sees.
     opened, chance = open_checkpoint(trained), np.random.default_rng(0)
@@ -206,7 +206,7 @@ def test_only_the_recurrence_reaches_into_the_next_window(place, trained, tmp_pa
         )
     parameters = (*asked.gin_param, "PretrainedConfig.overlap = 0")
     continuations.run(asked._replace(checkpoint=str(tmp_path / "chance"), gin_param=parameters))
-    assert "besides the memory: chance, data=8, overlap=0: none" in (tmp_path / "index.html").read_text()
+    assert "in addition to the memory: chance, data=8, overlap=0: none" in (tmp_path / "index.html").read_text()
     assert any(len(set(ways.values())) == 2 for ways in written(tmp_path))
     # Without a recurrence nothing is remembered of another window.
     continuations.run(asked._replace(checkpoint=str(place / "ours")))

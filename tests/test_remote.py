@@ -234,7 +234,7 @@ def test_a_bucket_that_fails_under_a_run(bindings, bucket):
 
 @pytest.fixture
 def out_of_order(bucket, monkeypatch):
-    """Chooses names that the bucket answers with 503 to: an error of gcsfs that is no OSError."""
+    """Chooses names that the bucket answers with 503 to: an error of gcsfs that is not an OSError."""
     # It waits between its tries.
     monkeypatch.setattr("gcsfs.retry.min", lambda *_: 0, raising=False)
 

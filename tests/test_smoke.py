@@ -37,7 +37,7 @@ ROWS = {
 
 
 def others(name):
-    """What a file needs beside it to be the config of a training."""
+    """What a file needs in addition to be the config of a training."""
     return ["pretrained/gpt2_small.gin"] if name.startswith("recurrent_pretrained/") else needs(name)
 
 

@@ -86,7 +86,7 @@ def test_windows_that_do_not_slide_show_what_is_in_them():
     # The b at 4 is predicted by the first token of the second window, which the b at 1 is not in.
     w, s, n, e = "window", "segment", "never", "earlier"
     assert table["place"].tolist() == [n, n, w, n, s, n, w, n, w, e, n]
-    # The first token is no target, and the target after token 2 costs no loss.
+    # The first token is not a target, and the target after token 2 costs no loss.
     assert table["targets"].tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]
 
 

@@ -69,7 +69,7 @@ class Rank(enum.IntEnum):
     PARAMETER = 0
     FILE = 1
     DEFAULT = 2
-    """Of `base.gin`, which is always read."""
+    """A binding of `base.gin`, which is always read."""
 
 
 @dataclass(frozen=True)

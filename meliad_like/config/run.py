@@ -137,7 +137,7 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How the devices are laid out."""
     trackers: tuple[TrackerConfig, ...] = kind_field(TRACKERS, lambda: (TensorBoard(),), many=True, may_change=True)
-    """Where metrics are shown besides `metrics.jsonl`."""
+    """Where metrics are shown in addition to `metrics.jsonl`."""
 
     def __post_init__(self) -> None:
         self.data.check_model(self.model)

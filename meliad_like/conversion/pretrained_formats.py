@@ -190,7 +190,7 @@ def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
         saved.setdefault("sliding_window", MISTRAL_WINDOW)
     scaling = {}
     if kind != "gpt2":
-        # Newer versions have the base of the wavelengths beside their scaling.
+        # Newer versions have the base of the wavelengths next to their scaling.
         rotary = {}
         for key in ("rope_scaling", "rope_parameters"):
             rotary |= fit(saved.pop(key, None) or {}, dict, f"{owner}: {key}")

@@ -90,7 +90,7 @@ def _each_file(files: Sequence[str]) -> Groups:
 
 
 def _by_folder(files: Sequence[str], single_files: bool = False) -> Groups:
-    """By first folder; with `single_files`, a file outside of folders is a document too."""
+    """Groups files by their first folder; with `single_files`, a file outside of folders is a document too."""
     groups: dict[str, list[str]] = {}
     for file in files:
         first, slash, _ = file.partition("/")
@@ -154,14 +154,14 @@ def list_files(root: Path, suffixes: Sequence[str], exclude: Sequence[str]) -> t
     Hidden files and folders are left out, and those whose own name matches one of the patterns in `exclude`.
     """
 
-    def wanted(name: str) -> bool:
+    def is_included(name: str) -> bool:
         return not name.startswith(".") and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
 
     paths, passed_over = [], collections.Counter()
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if wanted(name)]
+        folders[:] = [name for name in folders if is_included(name)]
         below = Path(folder).relative_to(root)
-        for name in filter(wanted, files):
+        for name in filter(is_included, files):
             if name.endswith(tuple(suffixes)):
                 paths.append((below / name).as_posix())
             else:

@@ -78,19 +78,19 @@ def _valued(rng: random.Random, keys: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _recall(rng: random.Random, num_items: int) -> Problem:
-    """Keys with values."""
+    """A problem of keys with values."""
     return _pairs(_valued(rng, rng.sample(KEYS, num_items)))
 
 
 def _overwritten(rng: random.Random, num_items: int) -> Problem:
-    """Keys that are written twice, in random order, each time with a new value: the last one counts."""
+    """A problem of keys that are written twice, in random order, each time with a new value: the last one counts."""
     keys = rng.sample(KEYS, num_items) * 2
     rng.shuffle(keys)
     return _pairs(_valued(rng, keys))
 
 
 def _induction(rng: random.Random, num_items: int) -> Problem:
-    """Keys with values; the filler is made of the other keys with values."""
+    """A problem of keys with values; the filler is made of the other keys with values."""
     keys = rng.sample(KEYS, len(KEYS))
     filler = [pair(key, value) for key in keys[num_items:] for value in VALUES]
     return _pairs(_valued(rng, keys[:num_items]), filler)
@@ -103,7 +103,7 @@ def _parity(rng: random.Random, num_items: int) -> Problem:
 
 
 PERMUTATIONS = list(permutations(range(5)))[::8]
-"""Those that the values stand for; together they generate all permutations of five."""
+"""The permutations that the values stand for; together they generate all permutations of five."""
 
 
 def _permutations(rng: random.Random, num_items: int) -> Problem:
@@ -218,8 +218,8 @@ class MemoryTasksSource(SourceConfig):
                 "MemoryTasksSource.items, or raise SourceConfig.validation_share and test_share"
             )
         filler = rng.choices(problem.filler, k=cell.distance * self.block_length)
-        asked = min(len(problem.questions), self.train_questions if split == "train" else 1)
-        questions = ["".join(pair) for pair in rng.sample(problem.questions, asked)]
+        num_questions = min(len(problem.questions), self.train_questions if split == "train" else 1)
+        questions = ["".join(pair) for pair in rng.sample(problem.questions, num_questions)]
         return Document("/".join(map(str, (*cell, number))), split, "".join([problem.written, *filler, *questions]))
 
 

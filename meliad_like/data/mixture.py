@@ -102,8 +102,8 @@ class MixtureReaderConfig(ReaderConfig):
     """Like lanes, with the documents of several token stores, each with its share of the targets."""
 
     other_stores: tuple[str, ...] = resumable(())
-    """Folders of the token stores besides `store`, which must have the same vocabulary. Another folder with the same
-    contents may take the place of one when a run resumes."""
+    """Folders of the token stores in addition to `store`, which must have the same vocabulary. Another folder with the
+    same contents may take the place of one when a run resumes."""
     weights: tuple[float, ...] = ()
     """The shares of the stores in all targets, or anything proportional to them: first of `store`, then of the others
     in their order."""

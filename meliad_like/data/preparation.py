@@ -118,8 +118,8 @@ def _make_vocabulary(
         return vocabulary.make()
 
     def texts() -> Iterator[str]:
-        read = (_read(reference, config) for reference in source.references())
-        for document in _with_progress(read, source, console, "reading documents for the vocabulary"):
+        documents = (_read(reference, config) for reference in source.references())
+        for document in _with_progress(documents, source, console, "reading documents for the vocabulary"):
             if not isinstance(document, str) and document.split == "train":
                 yield document.text
         console.print("learning the vocabulary")

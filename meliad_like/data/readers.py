@@ -28,7 +28,7 @@ class ScheduledReader(Reader):
     """A reader whose lanes read documents of their own, one after the other, window by window."""
 
     shuffle: bool = True
-    """As in `Schedule`; for evaluation `shuffle=False, epochs=1`."""
+    """Whether the order is random (`Schedule.shuffle`); for evaluation `shuffle=False, epochs=1`."""
 
     def _set_windows(self, targets: np.ndarray, windows: np.ndarray, length: int) -> None:
         """Plans the reading: the numbers of targets and of windows of each document, and the tokens of a window."""

@@ -125,15 +125,15 @@ class ParquetSource(RecordFilesSourceConfig):
 
     def records(self, path: Path) -> Iterator[dict[str, Any]]:
         file = _parquet_file(path)
-        wanted = [name for name in (self.text_field, self.name_field) if name]
+        fields = [name for name in (self.text_field, self.name_field) if name]
         # Where a field is missing, the error of the first row lists all that there are.
-        columns = wanted if set(wanted) <= set(file.schema_arrow.names) else None
+        columns = fields if set(fields) <= set(file.schema_arrow.names) else None
         for rows in file.iter_batches(ROWS_AT_ONCE, columns=columns):
             yield from rows.to_pylist()
 
 
 def _parquet_file(path: Path) -> Any:
-    """The opened file. Raises a UserError if it is none."""
+    """The opened file. Raises a UserError if it is not a parquet file."""
     from pyarrow import ArrowException, parquet
 
     try:

@@ -69,7 +69,7 @@ class SentencePieceVocabulary(Vocabulary):
         super().__init__(pieces, end, size_multiple, model)
 
     def for_tokenizers(self) -> tuple[str, str] | None:
-        """As `Vocabulary.for_tokenizers`, for unigram models that keep text as it is, as trained here by default.
+        """`Vocabulary.for_tokenizers` for unigram models that keep text as it is, which are trained here by default.
 
         It can't distinguish the character U+2581 from a space, nor text from the control token that it spells.
         """

@@ -196,8 +196,8 @@ class TokenStore:
 
     def check_unchanged(self) -> None:
         """Raises a UserError if a file of tokens was changed after it was opened."""
-        for path, before in self._opened.items():
-            if not path.exists() or _size_and_time(path) != before:
+        for path, size_and_time in self._opened.items():
+            if not path.exists() or _size_and_time(path) != size_and_time:
                 raise UserError(f"{path} was changed while it was read: prepare {self.folder} again, or bring it back")
 
     def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:

@@ -134,7 +134,7 @@ def _from_gguf(path: Path) -> tuple[str, str]:
             f"{', '.join(GGUF_PRE_TOKENIZERS)}: give the model's own {TOKENIZER_NAME}"
         )
     tokens, kinds = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type")
-    special, plain = ([t for t, kind in zip(tokens, kinds) if kind == wanted] for wanted in (CONTROL, USER_DEFINED))
+    special, plain = ([t for t, kind in zip(tokens, kinds) if kind == role] for role in (CONTROL, USER_DEFINED))
     ids = {token: i for i, token in enumerate(tokens)}
     tokenizer = _byte_level(
         ids, file.value("tokenizer.ggml.merges"), special, plain, GGUF_PRE_TOKENIZERS[pre], str(path)
@@ -143,7 +143,12 @@ def _from_gguf(path: Path) -> tuple[str, str]:
 
 
 def _byte_level(
-    vocabulary: dict[str, int], merges: Sequence[str], special: list[str], plain: list[str], before: tuple, owner: str
+    vocabulary: dict[str, int],
+    merges: Sequence[str],
+    special: list[str],
+    plain: list[str],
+    splitters: tuple,
+    owner: str,
 ) -> str:
     pairs = [tuple(merge.split(" ")) for merge in merges]
     for pair in pairs:
@@ -151,7 +156,7 @@ def _byte_level(
             raise UserError(f"{owner}: the merge {' '.join(pair)!r} is not of tokens of its vocabulary")
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level])  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splitters, byte_level])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])

@@ -1,4 +1,4 @@
-"""Vocabularies: text to tokens and back. The kinds besides bytes have a file each.
+"""Vocabularies: text to tokens and back. Each kind except bytes has a file of its own.
 
 The end of a document is a token of its own.
 """
@@ -38,7 +38,7 @@ class Vocabulary:
     kind: ClassVar[str]
     """The name of the kind in `VOCABULARIES`."""
     file_name: ClassVar[str] = ""
-    """The name of the file that `save` writes besides `SETTINGS_NAME`; "": none."""
+    """The name of the file that `save` writes in addition to `SETTINGS_NAME`; "": none."""
     free: ClassVar[tuple[int, ...]] = ()
     """The ids that are read, but cost no loss as targets: they are neither learned nor counted by evaluations."""
 
@@ -81,7 +81,7 @@ class Vocabulary:
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these ids; bytes that are no UTF-8 become U+FFFD. Raises a UserError if an id is out of range."""
+        """The text of these ids; U+FFFD for bytes that are not UTF-8. Raises a UserError if an id is out of range."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -209,7 +209,7 @@ class ByteVocabulary(Vocabulary):
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file. `what` it is, is said where it is not UTF-8."""
+    """The text of a file; an error names it by `what` it is."""
     with reading(path, what, UnicodeDecodeError):
         return path.read_text(encoding="utf-8")
 

@@ -105,22 +105,22 @@ class Kind(NamedTuple):
 KINDS = {
     "shuffled": Kind(
         "the memory of another document, of the one that the next lane has read last",
-        lambda carries, here, empty: take_lanes(carries.now, next_lanes(carries.now.position > 0)),
+        lambda carries, carry, empty: take_lanes(carries.now, next_lanes(carries.now.position > 0)),
     ),
     "earlier": Kind(
         "the memory of the same document where the segment before began, which lacks what was read since",
-        lambda carries, here, empty: carries.earlier,
+        lambda carries, carry, empty: carries.earlier,
     ),
-    "cleared": Kind("an empty memory, as before a document", lambda carries, here, empty: empty),
-    "frozen": Kind("its own memory, to which nothing is written any more", lambda carries, here, empty: here, True),
+    "cleared": Kind("an empty memory, as before a document", lambda carries, carry, empty: empty),
+    "frozen": Kind("its own memory, to which nothing is written any more", lambda carries, carry, empty: carry, True),
 }
 
 
 def next_lanes(filled: Bool[Array, " b"]) -> Int[Array, " b"]:
     """For each lane the next other lane, cyclically, that is `filled`; if none is, the next one."""
     b = len(filled)
-    others = (jnp.arange(b)[:, None] + jnp.arange(1, max(b, 2))) % b
-    return jnp.take_along_axis(others, jnp.argmax(filled[others], axis=1)[:, None], axis=1)[:, 0]
+    candidates = (jnp.arange(b)[:, None] + jnp.arange(1, max(b, 2))) % b
+    return jnp.take_along_axis(candidates, jnp.argmax(filled[candidates], axis=1)[:, None], axis=1)[:, 0]
 
 
 def losses_after(
@@ -137,20 +137,19 @@ def losses_after(
     """The loss of every target in nats, by document; up to target `every` of a document nothing is changed.
 
     Args:
-        run: of the model, with the number of lanes and the length of slices.
+        run: the config of the model, with the number of lanes and the length of slices.
         documents: to be read, each of them longer than `every`; at least two if they are `shuffled`.
-        kind: of KINDS.
-        parts: of the carry that are exchanged (`part_names`).
+        kind: the name of the intervention in KINDS.
+        parts: the names of the parts of the carry that are exchanged (`part_names`).
         every: tokens from one intervention to the next, whole windows.
-        on_progress: as of `Evaluator`.
+        on_progress: a callback with the numbers of tokens predicted so far and in all.
     """
     window, shards = model.config.window_length, lane_shards(mesh)
     # The evaluator has fewer lanes if documents are of unequal lengths; here the others' memories are needed.
     lanes = -(-min(max(run.data.num_lanes, 2), len(documents.lengths)) // shards) * shards
 
     def reader(documents: Documents, _: int) -> LanesReader:
-        order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": True}
-        return LanesReader(documents, lanes, every, window, **order)
+        return LanesReader(documents, lanes, every, window, shuffle=False, epochs=1, whole_segments=True)
 
     step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
     reading_mode = ReadingMode(step, _begin, lambda model, state: Carries(*map(model.carry_axes, state)))
@@ -184,19 +183,19 @@ def _step(
         return choose_lanes(begins, carry, exchange(config, carry, source, names))
 
     empty = module.init_carry(len(begins))
-    here = choose_lanes(begins, empty, carries.now)
-    changed = with_memory(carries.disturbed, kind.memory(carries, here, empty))
+    undisturbed = choose_lanes(begins, empty, carries.now)
+    changed = with_memory(carries.disturbed, kind.memory(carries, undisturbed, empty))
     # The last block of a document may end in padding, which must not become the memory of another document.
     whole = (batch.document >= 0) & (batch.position + config.window_length < jnp.asarray(lengths)[batch.document])
 
     def read(both, block):
-        own, disturbed = both
+        plain, disturbed = both
         inputs, targets, start, whole = block
-        losses, after = module.losses(inputs, targets, disturbed, start[:, None], slice_length=loss_slice)
-        after = with_memory(after, disturbed) if kind.frozen else after
-        return (choose_lanes(whole, module(inputs, own, start[:, None])[1], own), after), losses
+        losses, carry = module.losses(inputs, targets, disturbed, start[:, None], slice_length=loss_slice)
+        carry = with_memory(carry, disturbed) if kind.frozen else carry
+        return (choose_lanes(whole, module(inputs, plain, start[:, None])[1], plain), carry), losses
 
     tokens = (rearrange(x, "b (c w) -> c b w", c=batch.start.shape[1]) for x in (batch.inputs, batch.targets))
     (now, disturbed), losses = jax.lax.scan(read, (carries.now, changed), (*tokens, batch.start.T, whole.T))
     nats, correct = (rearrange(x, "c b w -> b (c w)") for x in losses)
-    return Carries(disturbed, now, here), Losses(nats, correct, batch.loss_mask, batch.document, batch.position)
+    return Carries(disturbed, now, undisturbed), Losses(nats, correct, batch.loss_mask, batch.document, batch.position)

@@ -63,8 +63,8 @@ def positions(evaluation: Evaluation) -> Table:
 
 def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, float] | None = None) -> Table:
     """A table of evaluations of the same documents, one per row, followed by compressors (bits per byte)."""
-    (first_name, first), *others = evaluations.items()
-    for name, other in others:
+    first_name, first = next(iter(evaluations.items()))
+    for name, other in evaluations.items():
         if [(d.name, d.num_bytes) for d in other.documents] != [(d.name, d.num_bytes) for d in first.documents]:
             raise UserError(f"{name} ({title(other)}) and {first_name} ({title(first)}) are not of the same documents")
     figures = ("bits_per_byte", "bits_per_token", "word_perplexity", "accuracy")

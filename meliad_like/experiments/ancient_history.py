@@ -57,12 +57,12 @@ class HistoryExperiment(Settings):
 
     scored_tokens: int | None = None
     document_tokens: int | None = None
-    """As in `HistoryScale`; None: that of the scale."""
+    """The limits of the same names in `HistoryScale`; None: those of the scale."""
 
     @property
     def scale(self) -> HistoryScale:
-        read = dict.fromkeys(("scored_document_tokens", "evaluated_document_tokens"), self.document_tokens)
-        changes = read | {"scored_tokens": self.scored_tokens}
+        limits = dict.fromkeys(("scored_document_tokens", "evaluated_document_tokens"), self.document_tokens)
+        changes = limits | {"scored_tokens": self.scored_tokens}
         return replace(SCALES[self.scale_name], **{name: n for name, n in changes.items() if n is not None})
 
     def make(self) -> int:
@@ -165,7 +165,7 @@ def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:
         validation = metrics[metrics["kind"] == label("validation", saved["leaks_the_future"])]
         best = validation.loc[validation["loss"].idxmin()]
         possible = best["oracle_gain"] - best["random_gain"]
-        # Where there are no more candidates than places, all are chosen.
+        # Where there are at most as many candidates as places, all are chosen.
         share = f": {(best['chosen_gain'] - best['random_gain']) / possible:.0%} of the way" if possible > 1e-9 else ""
         lines.append(
             f"- {label(row.label, saved['leaks_the_future'])}: {saved['trained_on']['num_pairs']:,} pairs of "

@@ -100,7 +100,7 @@ class Experiment(Settings):
         return [sys.executable, "-m", "meliad_like.experiments", self.table.name, "--here", *known, *several, *flags]
 
     def make(self, jobs: int = 0, only_step_time: bool = False) -> tuple[int, list[str]]:
-        """Trains, evaluates and times what is not finished, each run in a process; returns as `run_processes`.
+        """Trains, evaluates and times what is not finished, each run in a process. Returns as `run_processes` does.
 
         `jobs` run at the same time; 0: one for each core if the scale's models are small, otherwise one.
         """
@@ -145,7 +145,7 @@ class Experiment(Settings):
         return json.loads(path.read_text()) if path.exists() else {"splits": {}}
 
     def finished(self, row: Row, seed: int) -> bool:
-        """Whether it is trained and evaluated on the split; UserError if the folder holds another run."""
+        """Whether a row is trained and evaluated on the split; UserError if the folder holds another run."""
         run, result = self.trained_run(row, seed), self.result(row, seed)
         config.check_workdir(run, result_file(self.folder, row, seed).parent, "--folder")
         done = result["splits"].get(self.split, {"max_tokens": math.nan})

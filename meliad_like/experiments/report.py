@@ -16,7 +16,7 @@ from meliad_like.tables import number, with_error
 
 RESULT_NAME = "result.json"
 COLUMNS = read_csv("columns").set_index("measure")
-"""Of each measure the header, the format of its numbers, whether it is in millions, whether it has a standard error,
+"""For each measure the header, the format of its numbers, whether it is in millions, whether it has a standard error,
 and the names of the tables that have it as a column."""
 
 
@@ -155,7 +155,7 @@ def timing_file(folder: Path) -> Path:
 
 
 def read_timing(folder: Path) -> dict[str, Any]:
-    """What `timing_file` holds by row; empty if nothing was timed."""
+    """The contents of `timing_file` by row; empty if nothing was timed."""
     return _read(timing_file(folder)).get("rows", {})
 
 

@@ -131,8 +131,8 @@ def _search(
 
     def extend(loop):
         step, carry, token, beams = loop
-        logits, after = module.decode_step(token, carry)
-        carry = choose_lanes(beams.ended.reshape(-1), carry, after)
+        logits, next_carry = module.decode_step(token, carry)
+        carry = choose_lanes(beams.ended.reshape(-1), carry, next_carry)
         parent, token, beams = _best(beams, logits.reshape(b, width, -1), step, ends, allowed, length_penalty)
         # Each hypothesis continues with the memory of the one that it extends.
         carry = take_lanes(carry, (parent + width * jnp.arange(b)[:, None]).reshape(-1))
@@ -162,11 +162,11 @@ def _best(
     scores = normalised(totals, jnp.repeat(length, v, axis=1), length_penalty)
     score, candidate = jax.lax.top_k(scores, width)
     parent = candidate // v
-    was_ended, length, before = (
+    was_ended, length, tokens = (
         jnp.take_along_axis(x, parent.reshape(*parent.shape, *[1] * (x.ndim - 2)), axis=1)
         for x in (beams.ended, length, beams.tokens)
     )
     token = jnp.where(was_ended, 0, candidate % v)
     total = jnp.take_along_axis(totals, candidate, axis=1)
-    tokens = before.at[:, :, step].set(token)
+    tokens = tokens.at[:, :, step].set(token)
     return parent, token, Beams(tokens, length, total, score, was_ended | ends[token])

@@ -21,7 +21,7 @@ from meliad_like.resumable import check_same
 from meliad_like.training.checkpoints import named_arrays
 
 LOSS_SLICE = 256
-"""The number of tokens whose logits exist at the same time, if only losses are wanted."""
+"""The number of tokens whose logits exist at the same time, if only losses are requested."""
 NO_TOKEN = -1
 """The `Reading.token` of a text without tokens."""
 
@@ -45,8 +45,7 @@ class Reading(NamedTuple):
 def take_reading(reading: Reading, lanes: Sequence[int]) -> Reading:
     """New states of these texts, in this order; the buffers are copies."""
     index = np.asarray(lanes, np.int32)
-    host = (x[index] for x in (reading.token, reading.num_read, reading.ended))
-    token, num_read, ended = host
+    token, num_read, ended = (x[index] for x in (reading.token, reading.num_read, reading.ended))
     return Reading(take_lanes(reading.carry, index), token, reading.key[index], num_read, ended)
 
 
@@ -59,7 +58,7 @@ def join_readings(readings: Sequence[Reading]) -> Reading:
     return Reading(join_lanes([reading.carry for reading in readings]), token, key, num_read, ended)
 
 
-class Wanted(NamedTuple):
+class RequestedResults(NamedTuple):
     """The results that are kept of each token that is read."""
 
     losses: bool = False
@@ -87,12 +86,12 @@ class TextReader:
 
     def read(self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]]) -> Reading:
         """The states after these tokens, one array for each text of `reading`."""
-        return self._read(reading, texts, Wanted(), finish=True)[1].reading
+        return self._read(reading, texts, RequestedResults(), finish=True)[1].reading
 
     def look(
-        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], wanted: Wanted
+        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], requested: RequestedResults
     ) -> tuple[list[dict[str, np.ndarray]], Unread]:
-        """Reads texts, and returns the wanted results of their tokens.
+        """Reads texts, and returns the requested results of their tokens.
 
         The tokens of a last, incomplete block are read at once for their results, and not one by one, as the state
         after them would require. `read` continues the states that are returned with the tokens of these blocks.
@@ -101,17 +100,17 @@ class TextReader:
             For each text the results by name, [n, ...]: of the last token before the text, if there is one, and of the
             tokens of the text but its last.
         """
-        return self._read(reading, texts, wanted, finish=False)
+        return self._read(reading, texts, requested, finish=False)
 
     def _read(
-        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], wanted: Wanted, finish: bool
+        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], requested: RequestedResults, finish: bool
     ) -> tuple[list[dict[str, np.ndarray]], Unread]:
         """Reads texts: unless `finish`, the states are those before the last, incomplete blocks."""
         check_tokens(texts, self._model.vocabulary_size)
         rows = [_with_token_before(reading, lane, text) for lane, text in enumerate(texts)]
         remaining = np.array([max(len(row) - 1, 0) for row in rows])
         place, num_read = np.zeros(len(rows), int), reading.num_read.copy()
-        carry, found = reading.carry, [[] for _ in rows]
+        carry, parts_by_text = reading.carry, [[] for _ in rows]
         while remaining.any():
             counts, size = self._next(num_read, remaining)
             tokens, targets = _cut(rows, place, counts, size or self._window_length)
@@ -119,14 +118,14 @@ class TextReader:
             start = (num_read == 0)[:, None] & (np.arange(tokens.shape[1] // self._window_length) == 0)
             if size:
                 lanes = None if counts.all() else counts > 0
-                carry, results = _read_blocks(*common, start, lanes, wanted=wanted)
+                carry, results = _read_blocks(*common, start, lanes, requested=requested)
             elif finish or (num_read % self._window_length)[counts > 0].any():
                 even = bool((counts == counts[0]).all())
-                carry, results = _read_tokens(*common, counts, even=even, wanted=wanted)
+                carry, results = _read_tokens(*common, counts, even=even, requested=requested)
             else:
-                _keep(found, _look_at_block(*common, start, wanted=wanted), counts)
+                _add_results(parts_by_text, _look_at_block(*common, start, requested=requested), counts)
                 break
-            _keep(found, results, counts)
+            _add_results(parts_by_text, results, counts)
             place, num_read, remaining = place + counts, num_read + counts, remaining - counts
         token, ended = reading.token.copy(), reading.ended.copy()
         for lane, text in enumerate(texts):
@@ -134,7 +133,8 @@ class TextReader:
                 token[lane], ended[lane] = rows[lane][place[lane]], False
         rest = [row[at + 1 :] for row, at in zip(rows, place, strict=True)]
         joined = [
-            {name: np.concatenate([p[name] for p in parts]) for name in parts[0]} if parts else {} for parts in found
+            {name: np.concatenate([p[name] for p in parts]) for name in parts[0]} if parts else {}
+            for parts in parts_by_text
         ]
         return joined, Unread(Reading(carry, token, reading.key, num_read, ended), rest)
 
@@ -176,38 +176,42 @@ def _cut(
     return tokens, targets
 
 
-def _keep(found: list[list[dict[str, np.ndarray]]], results: dict[str, Array], counts: Int[np.ndarray, " b"]) -> None:
+def _add_results(
+    parts_by_text: list[list[dict[str, np.ndarray]]], results: dict[str, Array], counts: Int[np.ndarray, " b"]
+) -> None:
     """Adds the results of the first `counts` tokens of each text to those of the text."""
     on_host = {name: np.asarray(result) for name, result in results.items()}
-    for parts, lane in zip(found, range(len(counts)), strict=True):
+    for lane, parts in enumerate(parts_by_text):
         if counts[lane]:
             parts.append({name: result[lane, : counts[lane]] for name, result in on_host.items()})
 
 
-def _results(module: Any, outputs: list[Array], targets: Int[Array, "b n"], wanted: Wanted) -> dict[str, Array]:
-    """The wanted results, [b, n, ...], from the outputs of the layers, [b, n, d]."""
-    hidden, found = module.finish(outputs[-1], None), {}
-    if wanted.losses:
-        found["nats"] = token_losses(module, hidden, targets, LOSS_SLICE).nats
-    if wanted.logits:
-        found["logits"] = module.logits(hidden)
-    return found | {f"layer {layer}": outputs[layer] for layer in wanted.layers}
+def _results(
+    module: Any, outputs: list[Array], targets: Int[Array, "b n"], requested: RequestedResults
+) -> dict[str, Array]:
+    """The requested results, [b, n, ...], from the outputs of the layers, [b, n, d]."""
+    hidden, results = module.finish(outputs[-1], None), {}
+    if requested.losses:
+        results["nats"] = token_losses(module, hidden, targets, LOSS_SLICE).nats
+    if requested.logits:
+        results["logits"] = module.logits(hidden)
+    return results | {f"layer {layer}": outputs[layer] for layer in requested.layers}
 
 
 # Compiled once per model, for any number of generators.
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="wanted", donate_argnums=2)
-def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, wanted: Wanted):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="requested", donate_argnums=2)
+def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, requested: RequestedResults):
     """Reads whole blocks in the flagged lanes (None: in all): returns the carry and the results."""
-    results, after = _look(model, params, carry, tokens, targets, start, wanted)
-    return after if lanes is None else choose_lanes(lanes, after, carry), results
+    results, next_carry = _look(model, params, carry, tokens, targets, start, requested)
+    return next_carry if lanes is None else choose_lanes(lanes, next_carry, carry), results
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="wanted")
-def _look_at_block(model: Model, params, carry, tokens, targets, start, *, wanted: Wanted):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="requested")
+def _look_at_block(model: Model, params, carry, tokens, targets, start, *, requested: RequestedResults):
     """The results of a block, which may have padding at its end, because no token sees what comes after it."""
-    return _look(model, params, carry, tokens, targets, start, wanted)[0]
+    return _look(model, params, carry, tokens, targets, start, requested)[0]
 
 
 def _look(
@@ -217,14 +221,14 @@ def _look(
     tokens: Int[Array, "b n"],
     targets: Int[Array, "b n"],
     start: Bool[Array, "b c"],
-    wanted,
+    requested,
 ):
     module = model.bind(params)
-    outputs, carry = module.read_while_decoding(tokens, carry, start, every_layer=bool(wanted.layers))
-    return _results(module, outputs, targets, wanted), carry
+    outputs, carry = module.read_while_decoding(tokens, carry, start, every_layer=bool(requested.layers))
+    return _results(module, outputs, targets, requested), carry
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("even", "wanted"), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("even", "requested"), donate_argnums=2)
 def _read_tokens(
     model: Model,
     params,
@@ -234,7 +238,7 @@ def _read_tokens(
     counts: Int[Array, " b"],
     *,
     even: bool,
-    wanted: Wanted,
+    requested: RequestedResults,
 ):
     """Reads the first `counts` tokens of each lane, one by one: returns the carry and the results.
 
@@ -243,18 +247,18 @@ def _read_tokens(
     module = model.bind(params)
 
     def read_token(i, carry):
-        outputs, after = module.read_token(tokens[:, i], carry)
-        return _results(module, [y[:, None] for y in outputs], targets[:, i][:, None], wanted), after
+        outputs, carry = module.read_token(tokens[:, i], carry)
+        return _results(module, [y[:, None] for y in outputs], targets[:, i][:, None], requested), carry
 
     def step(i, loop):
-        carry, found = loop
-        results, after = read_token(i, carry)
-        found = jax.tree.map(lambda all, one: all.at[:, i].set(one[:, 0]), found, results)
-        return after if even else choose_lanes(i < counts, after, carry), found
+        carry, all_results = loop
+        results, next_carry = read_token(i, carry)
+        all_results = jax.tree.map(lambda all, one: all.at[:, i].set(one[:, 0]), all_results, results)
+        return next_carry if even else choose_lanes(i < counts, next_carry, carry), all_results
 
     shapes = jax.eval_shape(read_token, 0, carry)[0]
-    found = jax.tree.map(lambda one: jnp.zeros((*tokens.shape, *one.shape[2:]), one.dtype), shapes)
-    return jax.lax.fori_loop(0, jnp.max(counts), step, (carry, found))
+    zeros = jax.tree.map(lambda one: jnp.zeros((*tokens.shape, *one.shape[2:]), one.dtype), shapes)
+    return jax.lax.fori_loop(0, jnp.max(counts), step, (carry, zeros))
 
 
 def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity: dict[str, Any]) -> None:
@@ -305,8 +309,7 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
         message = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"cannot read the saved carry {path}: {message}") from None
     carry = jax.tree.unflatten(jax.tree.structure(abstract_carry), leaves)
-    token = NO_TOKEN if facts["token"] is None else facts["token"]
-    host = (np.array([token], np.int32), np.array([facts["num_read"]]), np.array([facts["ended"]]))
-    token, num_read, ended = host
+    token = np.array([NO_TOKEN if facts["token"] is None else facts["token"]], np.int32)
+    num_read, ended = np.array([facts["num_read"]]), np.array([facts["ended"]])
     reading = Reading(jax.device_put(carry), token, jax.device_put(key[None]), num_read, ended)
     return reading, bytes.fromhex(facts["unfinished"])

@@ -39,8 +39,8 @@ def sample(logits: Float[Array, "b v"], key: PRNGKeyArray, config: SamplingConfi
     # Ranks instead of thresholds, so that ties cannot let more than top_k tokens through.
     sorted_logits, tokens = jax.lax.top_k(logits, min(config.top_k, logits.shape[-1]) or logits.shape[-1])
     probabilities = jax.nn.softmax(sorted_logits, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    rank = jax.random.categorical(key, jnp.where(before < config.top_p, sorted_logits, -jnp.inf))
+    more_likely = jnp.cumsum(probabilities, axis=-1) - probabilities
+    rank = jax.random.categorical(key, jnp.where(more_likely < config.top_p, sorted_logits, -jnp.inf))
     return jnp.take_along_axis(tokens, rank[:, None], axis=-1)[:, 0]
 
 

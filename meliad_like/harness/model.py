@@ -86,7 +86,7 @@ class HarnessModel(TemplateLM):
     ):
         """
         Args:
-          checkpoint, step, gin_params: as of `meliad_like.load`; or a model that it has returned.
+          checkpoint, step, gin_params: the arguments of `meliad_like.load`; or a model that it has returned.
           batch_size: the number of texts that are read in parallel.
           first_tokens: whether the end-of-document token is read before every document, so that the document's first
             token has a probability too. The harness's own adapters do this. The models trained here have never read
@@ -207,8 +207,8 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text in nats, read from its beginning to its end with the model's memory."""
-        before = [self.eot_token_id] if self._first_tokens else []
-        texts = [np.asarray(before + self.tok_encode(request.args[0]), np.int32) for request in requests]
+        prefix = [self.eot_token_id] if self._first_tokens else []
+        texts = [np.asarray(prefix + self.tok_encode(request.args[0]), np.int32) for request in requests]
         lengths = np.array([len(text) for text in texts])
         # The harness counts bytes and words itself.
         sizes, read = np.zeros_like(lengths), lambda document, start, stop: texts[document][start:stop]

@@ -194,7 +194,7 @@ def search_tables(rows: Sequence[dict], config: HistoryConfig) -> list[Table]:
 
 
 def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
-    """Trains a selector, or resumes its training; returns the exit status, as of `SelectorTraining`.
+    """Trains a selector, or resumes its training; returns the exit status of `SelectorTraining.run`.
 
     Args:
         request: its checkpoint is that of the decoder that the selector is initialised with, which need not be the

@@ -130,7 +130,7 @@ class SelectorConfig:
 @SELECTORS.register("joint")
 @dataclasses.dataclass(frozen=True)
 class JointSelectorConfig(SelectorConfig):
-    """The paper's, which reads each candidate together with the context."""
+    """The paper's selector, which reads each candidate together with the context."""
 
     name = "learned_selector"
     parts = ("pair",)

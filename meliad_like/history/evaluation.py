@@ -135,12 +135,12 @@ def evaluate(
     by_document = {row["document"]: row["sums"] for row in (journal.rows if journal else ())}
     for index in sorted(set(range(len(ends))) - set(by_document)):
         sums, num_strides = np.zeros((len(names), len(SUMS))), 0
-        began, before = windows.program.seconds, windows.num_windows
+        seconds_before, windows_before = windows.program.seconds, windows.num_windows
         for reading in read_strides(windows, documents, selections, layout, index):
             sums += [_of_stride(reading, name, layout.config) for name in names]
             num_strides += 1
             on_progress(int(ends[index] - documents.lengths[index]) + reading.stride.end, int(ends[-1]))
-        seconds = (windows.program.seconds - began) / max(windows.num_windows - before, 1)
+        seconds = (windows.program.seconds - seconds_before) / max(windows.num_windows - windows_before, 1)
         sums[:, SUMS.index("model_seconds")] = num_strides * seconds
         sums[:, SUMS.index("model_flops")] = num_strides * windows.flops_per_window
         by_document[index] = pd.DataFrame(sums, names, SUMS).to_dict("index")

@@ -110,8 +110,8 @@ def _losses(
     hidden, _ = module(tokens, module.init_carry(b), start)
     places = lengths[:, None] - num_targets + jnp.arange(num_targets)
     targets = jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1)
-    before = jnp.take_along_axis(hidden, jnp.maximum(places - 1, 0)[..., None], axis=1)
-    return token_losses(module, before, targets, loss_slice).nats
+    predicting = jnp.take_along_axis(hidden, jnp.maximum(places - 1, 0)[..., None], axis=1)
+    return token_losses(module, predicting, targets, loss_slice).nats
 
 
 class Candidates(NamedTuple):

@@ -1,4 +1,4 @@
-"""From a checkpoint and a token store to what the commands of ancient history read."""
+"""Opens a checkpoint and a token store for the commands of ancient history."""
 
 import dataclasses
 import functools
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 
 from meliad_like.config import RunConfig, read_changes
 from meliad_like.data.readers import LanesReaderConfig, ReaderConfig
@@ -70,7 +69,7 @@ class HistoryRequest(NamedTuple):
         checkpoint = open_checkpoint(self.checkpoint, step=self.step, changes=lambda _: run, mesh="config")
         store = open_store(checkpoint, self.checkpoint, self.store, prepare=False)
         layout = Layout.of(settings.history, checkpoint.vocabulary)
-        return Opened(self, checkpoint, checkpoint.mesh, store, self.choose_documents(store), layout)
+        return Opened(self, checkpoint, store, self.choose_documents(store), layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,6 @@ class Opened:
 
     request: HistoryRequest
     checkpoint: OpenedCheckpoint
-    mesh: Mesh
     store: TokenStore
     documents: Documents
     layout: Layout
@@ -93,7 +91,7 @@ class Opened:
         """The model as a reader of windows; `lengths`: `length` and `max_targets` of `TargetLosses`."""
         run, model, params, *_ = self.checkpoint
         limits = {"batch_size": self.request.batch_size, "loss_slice": run.training.loss_slice}
-        return TargetLosses(model, params, self.mesh, **limits, **lengths)
+        return TargetLosses(model, params, self.checkpoint.mesh, **limits, **lengths)
 
     @functools.cached_property
     def windows(self) -> TargetLosses:

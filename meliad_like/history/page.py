@@ -38,7 +38,7 @@ class ReadHistory:
     name: str
     tokens: Int[np.ndarray, " tokens"]
     units: Units
-    """Its words."""
+    """The words of the document."""
     plain: Float[np.ndarray, " tokens"]
     """Bits by token without spans, float64; 0 for the first token, which is not predicted."""
     selected: Float[np.ndarray, " tokens"]
@@ -79,7 +79,7 @@ def read_histories(opened: Opened, scorer: SpanScorer, on_progress: Callable[[in
         for reading in read_strides(opened.windows, documents, [scorer], opened.layout, index):
             readings.append(reading)
             on_progress(int(ends[index] - length) + reading.stride.end, int(ends[-1]))
-        # A document's first token is no target.
+        # A document's first token is not a target.
         plain, selected = (
             np.concatenate([[0.0], *(reading.nats[each] for reading in readings)]) * BITS for each in (BASELINE, name)
         )
@@ -152,8 +152,8 @@ def write_history_page(folder: Path, opened: Opened, scorer: SpanScorer, num_ter
     }
     # What a learned selector reads is in its own config.
     del details["selector context"]
-    read = [(history, find_terms(history, config)) for history in histories]
-    documents = [_summary(history, terms[:num_terms]) for history, terms in read]
+    with_terms = [(history, find_terms(history, config)) for history in histories]
+    documents = [_summary(history, terms[:num_terms]) for history, terms in with_terms]
     summary = {"selection": scorer.name, "leaks_the_future": leaks, **details, "documents": documents}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     write_page(
@@ -166,7 +166,7 @@ def write_history_page(folder: Path, opened: Opened, scorer: SpanScorer, num_ter
         config=config,
         names=[history.name for history in histories],
         lengths=[len(history.tokens) for history in histories],
-        documents=[None if h.strides.empty else _part(h, opened, terms, num_terms) for h, terms in read],
+        documents=[None if h.strides.empty else _part(h, opened, terms, num_terms) for h, terms in with_terms],
         view=text_view(WITH, WITHOUT, [(history.units, *history.bits_by_unit) for history in histories]),
         details=[details],
         selection=None,

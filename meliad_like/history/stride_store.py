@@ -57,7 +57,7 @@ class StoreInfo:
 
     @classmethod
     def of(cls, documents: Documents, store: TokenStore, split: str, **fields: Any) -> "StoreInfo":
-        """The `StoreInfo` of documents of a split of a token store; `fields` are the others."""
+        """The `StoreInfo` of documents of a split of a token store; `fields` are its other fields."""
         lengths, indices = (tuple(map(int, column)) for column in (documents.lengths, documents.indices))
         place = {"documents": tuple(documents.names), "lengths": lengths, "indices": indices}
         return cls(store=store.fingerprint, split=split, **place, **fields)
@@ -83,7 +83,7 @@ class StoreInfo:
 
 
 class StrideStore:
-    """A store that is read, or made."""
+    """A folder with numbers for strides, which is read, or made."""
 
     def __init__(self, folder: str | Path, info: StoreInfo | None = None):
         """Opens the store to read it or, with its `info`, to make it or to resume that.

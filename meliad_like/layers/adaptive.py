@@ -145,11 +145,11 @@ class AdaptiveVocabulary(nnx.Module):
             inside = (targets >= first) & (targets < last)
             cluster = clusters[..., i - 1]
             # A band whose cluster is less likely than a word of the first band can't hold the most likely token.
-            wanted = inside | (cluster > best)
+            needed = inside | (cluster > best)
             index = jnp.clip(targets - first, 0, last - first - 1)
-            of_target, of_best = self._score_wanted(i, wanted, piece, hidden, index, keys[i])
+            of_target, of_best = self._score_needed(i, needed, piece, hidden, index, keys[i])
             target = target + jnp.where(inside, of_target, 0.0)
-            best = jnp.maximum(best, jnp.where(wanted, jax.lax.stop_gradient(cluster + of_best), -jnp.inf))
+            best = jnp.maximum(best, jnp.where(needed, jax.lax.stop_gradient(cluster + of_best), -jnp.inf))
         return TokenLosses(-target, target >= best)
 
     def _head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch s"]:
@@ -172,10 +172,10 @@ class AdaptiveVocabulary(nnx.Module):
         scores = jnp.einsum("ni,vi->nv", rows(x), table, preferred_element_type=jnp.float32)
         return scores.reshape(*x.shape[:-1], -1)
 
-    def _score_wanted(
+    def _score_needed(
         self,
         i: int,
-        wanted: Bool[Array, "b n"],
+        needed: Bool[Array, "b n"],
         piece: int,
         hidden: Float[Array, "b n d"],
         index: Int[Array, "b n"],
@@ -183,7 +183,7 @@ class AdaptiveVocabulary(nnx.Module):
     ) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
         """Log-probabilities in the softmax of band `i`: of each target, and of the most likely token.
 
-        Those of tokens that are not `wanted` are finite and have no meaning.
+        Those of tokens that are not `needed` are finite and have no meaning.
         """
 
         def compute(hidden, index, number):
@@ -194,14 +194,14 @@ class AdaptiveVocabulary(nnx.Module):
         def skip(hidden, index, number):
             return jnp.zeros(index.shape), jnp.zeros(index.shape)
 
-        def one_piece(wanted, *inputs):
-            return jax.lax.cond(jnp.any(wanted), compute, skip, *inputs)
+        def one_piece(needed, *inputs):
+            return jax.lax.cond(jnp.any(needed), compute, skip, *inputs)
 
         def reordered(x, order):
             return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
 
-        order = jnp.argsort(~wanted, axis=1, stable=True)
-        number = jnp.broadcast_to(np.arange(wanted.shape[1]) // piece, wanted.shape)
-        scores = in_slices(one_piece, piece, *(reordered(x, order) for x in (wanted, hidden, index)), number)
+        order = jnp.argsort(~needed, axis=1, stable=True)
+        number = jnp.broadcast_to(np.arange(needed.shape[1]) // piece, needed.shape)
+        scores = in_slices(one_piece, piece, *(reordered(x, order) for x in (needed, hidden, index)), number)
         back = jnp.argsort(order, axis=1)
         return jax.tree.map(lambda x: reordered(x, back), scores)

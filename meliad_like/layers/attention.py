@@ -228,7 +228,7 @@ def attend_window(
         previous_valid: whether the block before belongs to the same document; if not, it is masked.
         multiplier: dropout of the weights, shared by lanes and blocks.
     """
-    own = np.tri(query.shape[-2], k=-1, dtype=bool)
+    within_block = np.tri(query.shape[-2], k=-1, dtype=bool)
 
     def scores_with(key):
         return jnp.einsum("bchtk,bchsk->bchts", query, key, preferred_element_type=jnp.float32)
@@ -239,10 +239,10 @@ def attend_window(
     by_column = ring_square(bias)
     # As `without_largest`: a query sees either all distances or those within its block.
     valid = previous_valid[:, :, None, None, None]
-    largest = jnp.where(valid, _largest(bias)[:, None], _largest(jnp.where(own, by_column, MASKED)))
+    largest = jnp.where(valid, _largest(bias)[:, None], _largest(jnp.where(within_block, by_column, MASKED)))
     # The two halves of the tile are separate products: on a CPU this is faster than concatenated keys of length 2w.
-    scores = jnp.where(own, scores_with(key), scores_with(previous_key))
-    scores = jnp.where(own | valid, scores + (by_column - largest), MASKED)
+    scores = jnp.where(within_block, scores_with(key), scores_with(previous_key))
+    scores = jnp.where(within_block | valid, scores + (by_column - largest), MASKED)
     weights, total = weigh(scores, value.dtype, multiplier)
-    mixed = mix(jnp.where(own, 0, weights), previous_value) + mix(jnp.where(own, weights, 0), value)
+    mixed = mix(jnp.where(within_block, 0, weights), previous_value) + mix(jnp.where(within_block, weights, 0), value)
     return average(mixed, total, value.dtype)

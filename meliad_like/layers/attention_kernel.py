@@ -84,7 +84,7 @@ def attend_window_in_kernel(
         multiplier: dropout of the weights, shared by lanes and blocks.
         mask_previous: whether a block before that is not valid is masked; otherwise its keys and values are 0.
         rows: the number of queries in each row of the ring, of which `w` must be a multiple. None: 128, or `w` if it
-            is no multiple.
+            is not a multiple.
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU.
     """
     w = bias.shape[1]
@@ -179,7 +179,7 @@ class _Grid:
         self.log_totals_spec = pl.BlockSpec((None, None, None, *shape), lambda h, b, c: (b, at(c), h, 0, 0))
         self.bias = jax.ShapeDtypeStruct((self.h, 1, self.w), jnp.float32)
         self.bias_spec = pl.BlockSpec((None, 1, self.w), lambda h, b, c: (h, 0, 0))
-        # The largest of the arrays, and constant for all blocks of a head, so a second buffer for the next is no use.
+        # The largest of the arrays, and constant for all blocks of a head, so a second buffer would be useless.
         self.multiplier_spec = pl.BlockSpec(
             (None, self.w, self.w), lambda h, b, c: (h, 0, 0), pipeline_mode=pl.Buffered(1)
         )
@@ -375,7 +375,7 @@ class _Row:
         return jnp.concatenate(columns, axis=1)
 
     def halves(self, x):
-        """The columns of a row that the own block has, and those that the block before has; zeros besides."""
+        """The columns of a row that the own block has, and those that the block before has; zeros elsewhere."""
         own, previous = x[:, : self.end], x[:, self.begin :]
         return (
             jnp.where(self.own[:, : self.end], own, jnp.zeros_like(own)),

@@ -152,8 +152,8 @@ def rematerialise_iteration(function: Callable[..., Any], remat: str = "none") -
     """
     if remat != "none" or not keeps_only_named_values():
         return function
-    kept = jax.checkpoint_policies.save_only_these_names(LINEAR, SOFTMAX, RELU, UNIT)
-    return jax.checkpoint(function, policy=kept, prevent_cse=False)
+    policy = jax.checkpoint_policies.save_only_these_names(LINEAR, SOFTMAX, RELU, UNIT)
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
 def row_major(x: Array) -> Array:

@@ -71,6 +71,6 @@ def in_slices(function, length: int, *arrays):
     if length == n:
         return function(*arrays)
     slices = tuple(jnp.moveaxis(y.reshape(b, n // length, length, *y.shape[2:]), 1, 0) for y in arrays)
-    kept = jax.checkpoint_policies.save_only_these_names(SOFTMAX)
-    by_slice = jax.lax.map(lambda y: jax.checkpoint(function, policy=kept, prevent_cse=False)(*y), slices)
+    policy = jax.checkpoint_policies.save_only_these_names(SOFTMAX)
+    by_slice = jax.lax.map(lambda y: jax.checkpoint(function, policy=policy, prevent_cse=False)(*y), slices)
     return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(b, n, *y.shape[3:]), by_slice)

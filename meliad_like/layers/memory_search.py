@@ -101,8 +101,8 @@ def recall(memory: Memory, slot: Int[Array, "b h t j"]) -> tuple[Float[Array, "b
     """Looks up the keys and values in the slots that a search found."""
 
     def gather(x):
-        found = jnp.take_along_axis(x, rearrange(slot, "b h t j -> b h (t j) 1"), axis=2, mode="promise_in_bounds")
-        return rearrange(found, "b h (t j) k -> b h t j k", j=slot.shape[-1])
+        rows = jnp.take_along_axis(x, rearrange(slot, "b h t j -> b h (t j) 1"), axis=2, mode="promise_in_bounds")
+        return rearrange(rows, "b h (t j) k -> b h t j k", j=slot.shape[-1])
 
     return gather(jax.lax.stop_gradient(memory.key)), gather(jax.lax.stop_gradient(memory.value))
 

@@ -180,20 +180,20 @@ class StateCell(nnx.Module):
         Returns:
             The states, and the input of each gate, for `gate_values`.
         """
-        own = attend_unit(heads.query, KeysAndValues(heads.key, heads.value))
+        among_states = attend_unit(heads.query, KeysAndValues(heads.key, heads.value))
         cross = attend_unit(heads.cross_query, *tokens)
-        mixed = merge_heads(own, cross)
-        read = {}
+        mixed = merge_heads(among_states, cross)
+        inputs = {}
         if self.cell in ("skip", "dual"):
-            read["attention_gate"] = mixed
+            inputs["attention_gate"] = mixed
             states = self.attention_gate(states, mixed, self.output(mixed))
         if self.cell == "dual":
-            read["feedforward_gate"] = hidden = jax.nn.relu(self.feedforward.hidden(self.feedforward_norm(states)))
+            inputs["feedforward_gate"] = hidden = jax.nn.relu(self.feedforward.hidden(self.feedforward_norm(states)))
             states = self.feedforward_gate(states, hidden, self.feedforward.output(hidden))
         if self.cell == "single":
             # Heads are sharded along `tensor`, and so is the network's hidden layer. Otherwise the compiler chooses
             # a layout between them whose gradients are wrong, on meshes with all of `data`, `fsdp` and `tensor`.
             hidden = jax.nn.relu(self.feedforward.hidden(constrain(mixed, "lanes", None, None)))
-            read["feedforward_gate"] = hidden
+            inputs["feedforward_gate"] = hidden
             states = self.feedforward_gate(states, hidden, jnp.tanh(self.feedforward.output(hidden)))
-        return states, read
+        return states, inputs

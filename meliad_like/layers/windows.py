@@ -111,8 +111,8 @@ def attend_parts(
     if bias is not None:
         scores += without_largest(bias, shown)
     # Neither zeros nor what dropout removes is added to the result.
-    kept = real.astype(jnp.float32) if multiplier is None else real * multiplier
-    weights, total = weigh(jnp.where(shown, scores, MASKED), query.dtype, kept)
+    multiplier = real.astype(jnp.float32) if multiplier is None else real * multiplier
+    weights, total = weigh(jnp.where(shown, scores, MASKED), query.dtype, multiplier)
     mixed, first = jnp.zeros((), jnp.float32), 0
     for value in values:
         some = weights[..., first : first + value.shape[2]]

@@ -14,7 +14,7 @@ from meliad_like.conversion.pretrained import kind_of, open_pretrained
 from meliad_like.data.vocabulary import StreamingDecoder
 from meliad_like.errors import UserError
 from meliad_like.generation.beam_search import BeamConfig, Beams, beam_search
-from meliad_like.generation.reading import Reading, Wanted, join_readings, load_reading, take_reading
+from meliad_like.generation.reading import Reading, RequestedResults, join_readings, load_reading, take_reading
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, check_prompts
 from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score, State
@@ -109,10 +109,10 @@ class LanguageModel:
 
     def read_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[State]:
         """`read` of several texts; `states`: the state before all of them, or one for each."""
-        tokens, before = self._tokens(texts), self._states_before(texts, states)
-        after = self._generator().read(self._joined(before), tokens)
-        unfinished = [b"" if len(one) else state.unfinished for one, state in zip(tokens, before)]
-        return [self._state(after, lane, rest) for lane, rest in enumerate(unfinished)]
+        tokens, starts = self._tokens(texts), self._states_before(texts, states)
+        reading = self._generator().read(self._joined(starts), tokens)
+        unfinished = [b"" if len(one) else state.unfinished for one, state in zip(tokens, starts)]
+        return [self._state(reading, lane, rest) for lane, rest in enumerate(unfinished)]
 
     def score(self, text: Text, state: State | None = None) -> Score:
         """The probability of each token of a text, which begins a document or follows what `state` has read."""
@@ -144,11 +144,11 @@ class LanguageModel:
         for layer in layers:
             if not -number - 1 <= layer <= number:
                 raise UserError(f"layers: there is no layer {layer}; the layers are 1 to {number}, and 0 the embedding")
-        wanted = Wanted(logits=True, layers=tuple(sorted({layer % (number + 1) for layer in layers})))
-        tokens, before = self._tokens(texts), self._joined(self._states_before(texts, states))
+        requested = RequestedResults(logits=True, layers=tuple(sorted({layer % (number + 1) for layer in layers})))
+        tokens, reading = self._tokens(texts), self._joined(self._states_before(texts, states))
         # Another token after each text, which is not read: results are those of tokens that another one follows.
         longer = [np.append(one, 0).astype(np.int32) for one in tokens]
-        results, _ = self._generator().reader.look(before, longer, wanted)
+        results, _ = self._generator().reader.look(reading, longer, requested)
         outputs = []
         for one, arrays in zip(tokens, results, strict=True):
             # Without the results of the token before the text.
@@ -180,10 +180,10 @@ class LanguageModel:
         pieces = [Continuation("", [], state, False) for state in states]
         for pieces in self.stream_batch(states, tokens, seeds=seeds, **settings):
             texts = [text + piece.text for text, piece in zip(texts, pieces)]
-            written = [before + piece.tokens for before, piece in zip(written, pieces)]
+            written = [ids + piece.tokens for ids, piece in zip(written, pieces)]
         return [
-            Continuation(text + piece.state.unfinished.decode(errors="replace"), before, piece.state, piece.ended)
-            for text, before, piece in zip(texts, written, pieces)
+            Continuation(text + piece.state.unfinished.decode(errors="replace"), ids, piece.state, piece.ended)
+            for text, ids, piece in zip(texts, written, pieces)
         ]
 
     def stream(
@@ -211,15 +211,15 @@ class LanguageModel:
         stop_at_end, chunk = sampling.pop("stop_at_end", True), sampling.pop("chunk", 8)
         generator = self._generator(SamplingConfig(**sampling), stop_at_end, chunk)
         decoders = [StreamingDecoder(self.vocabulary, state.unfinished) for state in states]
-        for written, after in generator.write(self._joined(states, seeds), tokens):
+        for written, reading in generator.write(self._joined(states, seeds), tokens):
             texts = ["".join(map(decoder.push, new)) for decoder, new in zip(decoders, written)]
             for lane, new in enumerate(written):
                 if new:
-                    states[lane] = self._state(after, lane, decoders[lane].unfinished)
-                    if after.ended[lane] and not is_alone:
+                    states[lane] = self._state(reading, lane, decoders[lane].unfinished)
+                    if reading.ended[lane] and not is_alone:
                         # The other texts are continued, in the same memory.
                         states[lane] = states[lane].copy()
-            yield [Continuation(*piece) for piece in zip(texts, written, states, after.ended.tolist())]
+            yield [Continuation(*piece) for piece in zip(texts, written, states, reading.ended.tolist())]
 
     def search(self, start: State | Text, tokens: int = 200, **settings: Unpack[SearchSettings]) -> list[Hypothesis]:
         """The most likely continuations of a state or a text by at most this number of tokens, the best first.
@@ -242,10 +242,10 @@ class LanguageModel:
         states = self._starts(starts)
         reading = self._joined(states)
         check_prompts(reading)
-        beams, after = beam_search(self.model, self.params, reading, tokens, config)
-        return [self._hypotheses(text, state, beams, after, num_best) for text, state in enumerate(states)]
+        beams, reading = beam_search(self.model, self.params, reading, tokens, config)
+        return [self._hypotheses(text, state, beams, reading, num_best) for text, state in enumerate(states)]
 
-    def _hypotheses(self, text: int, start: State, beams: Beams, after: Reading, num_best: int) -> list[Hypothesis]:
+    def _hypotheses(self, text: int, start: State, beams: Beams, reading: Reading, num_best: int) -> list[Hypothesis]:
         """The best hypotheses of one text of a search."""
         hypotheses, width = [], beams.length.shape[1]
         for place in range(num_best):
@@ -255,15 +255,15 @@ class LanguageModel:
             tokens = beams.tokens[text, place, : beams.length[text, place]].tolist()
             decoder = StreamingDecoder(self.vocabulary, start.unfinished)
             written = "".join(map(decoder.push, tokens))
-            state = self._state(after, text * width + place, decoder.unfinished)
+            state = self._state(reading, text * width + place, decoder.unfinished)
             ended, score = bool(beams.ended[text, place]), float(beams.score[text, place])
             hypotheses.append(Hypothesis(written + decoder.finish(), tokens, state, ended, log_probability, score))
         return hypotheses
 
     def _starts(self, starts: Sequence[State | Text]) -> list[State]:
         """The states that are continued."""
-        read = iter(self.read_batch(texts) if (texts := [x for x in starts if not isinstance(x, State)]) else ())
-        return [start if isinstance(start, State) else next(read) for start in starts]
+        new_states = iter(self.read_batch(texts) if (texts := [x for x in starts if not isinstance(x, State)]) else ())
+        return [start if isinstance(start, State) else next(new_states) for start in starts]
 
     def _states_before(self, texts: Sequence[Text], states: State | Sequence[State] | None) -> list[State]:
         """The state before each text."""

@@ -20,7 +20,7 @@ from meliad_like.training.checkpoints import named_arrays
 class State:
     """What a model remembers of a text. Its size does not depend on the length of the text.
 
-    No method changes a state, so it can be read on and continued any number of times. The states of one batch share
+    No method changes a state, so any number of texts can continue it. The states of one batch share
     their memory, which is kept as long as one of them; `copy` separates a state from its batch.
     """
 
@@ -36,8 +36,7 @@ class State:
     @functools.cached_property
     def reading(self) -> Reading:
         """This state as a batch of one."""
-        is_alone = len(self.batch.token) == 1
-        return self.batch if is_alone else take_reading(self.batch, [self.lane])
+        return self.batch if len(self.batch.token) == 1 else take_reading(self.batch, [self.lane])
 
     @property
     def num_tokens(self) -> int:
@@ -56,8 +55,8 @@ class State:
     def difference(self, other: "State") -> dict[str, float]:
         """The largest absolute difference of two states of one model in each of the `arrays`, by name."""
         other.check_model(self.opened)
-        mine, others = self.arrays, other.arrays
-        return {name: float(np.max(np.abs(mine[name].astype(float) - others[name]), initial=0)) for name in mine}
+        first, second = self.arrays, other.arrays
+        return {name: float(np.max(np.abs(x.astype(float) - second[name]), initial=0)) for name, x in first.items()}
 
     def check_model(self, opened: OpenedCheckpoint) -> None:
         """Raises a UserError if this is a state of another model."""

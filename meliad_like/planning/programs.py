@@ -102,13 +102,13 @@ def needs(
     # O0, by a number that both jax 0.10 and 0.12 accept.
     options = {"optimization_level": 9} if quick else {}
     parts, forward, tokens = state_parts(program), model.forward_flops_per_token, run.data.tokens_per_step
-    read = {name: parts[name] for name in ("parameters", "carry", "batch")}
+    inputs = {name: parts[name] for name in ("parameters", "carry", "batch")}
     held = {"parameters": parts["parameters"], "carry": _size_on_device(carry)}
     known: dict[str, tuple[Callable[[], jax.stages.Compiled], dict[str, int], float]] = {
         "training": (lambda: program.compile_step(options), parts, model.training_flops_per_token * tokens),
         "evaluation": (
             lambda: evaluate.lower(state.params, state.carry, batch).compile(options),
-            read,
+            inputs,
             forward * tokens,
         ),
         "decoding": (lambda: decode.lower(state.params, token, carry).compile(options), held, forward * num_lanes),

@@ -19,7 +19,7 @@ CHIPS_OF_A_HOST = 4
 
 
 class Chip(NamedTuple):
-    """From the vendor's data sheets; bytes, and bytes per second."""
+    """Figures of the vendor's data sheets, in bytes and in bytes per second."""
 
     memory: float
     """Without what the compiler reserves (1.25 of v4's 32 GiB, 0.25 of v5e's 16), from its error messages."""

@@ -82,7 +82,7 @@ def _make_generator(setup: Setup, params: Any) -> Generator:
 
 
 def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Callable[[int, TrainState], None]:
-    """Evaluates a split, and writes the result as metrics of its name. With `keep_best`, keeps the best parameters."""
+    """A hook that evaluates a split and writes its metrics. With `keep_best` it also keeps the best parameters."""
     run = setup.run
     evaluator = functools.cache(lambda: _make_evaluator(setup))
 
@@ -103,7 +103,7 @@ def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Ca
 
 
 def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState], None]:
-    """Writes a continuation of the first tokens of a held-out document to `step_N.txt`.
+    """A hook that writes a continuation of the first tokens of a held-out document to `step_N.txt`.
 
     Each process makes the sample, because its parameters may be spread over all of them; the first one writes it.
     """
@@ -171,8 +171,8 @@ class Reporter:
         now = time.perf_counter()
         seconds = max(now - self._began - self._seconds_out, 1e-9)
         # Skipped steps don't count in the averages.
-        taken = [m for m in self._gathered if m.finite]
-        loss, accuracy = (average_by_token(taken, name) for name in ("loss", "accuracy"))
+        finite_steps = [m for m in self._gathered if m.finite]
+        loss, accuracy = (average_by_token(finite_steps, name) for name in ("loss", "accuracy"))
         bits = loss / math.log(2)
         bits_per_byte = bits / self._bytes_per_token
         tokens_per_second = self._setup.run.data.tokens_per_step * len(self._gathered) / seconds
@@ -190,7 +190,7 @@ class Reporter:
                 "parameter_norm": float(last.parameter_norm),
                 # The optimizer does not count skipped steps.
                 "learning_rate": float(self._learning_rate(step - 1 - int(last.num_skipped))),
-                "num_tokens": sum(int(m.num_tokens) for m in taken),
+                "num_tokens": sum(int(m.num_tokens) for m in finite_steps),
                 "num_skipped": int(last.num_skipped),
                 "tokens_per_second": tokens_per_second,
                 "model_flops_per_second": flops,

@@ -59,7 +59,7 @@ def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
 def write_checkpoint(
     folder: epath.PathLike, params: Any, run: RunConfig, vocabulary: Vocabulary, step: int = 0
 ) -> None:
-    """Makes a checkpoint folder of parameters that come from elsewhere, where there is no checkpoint yet."""
+    """Writes parameters that come from elsewhere into a checkpoint folder, which must not have checkpoints yet."""
     with Checkpoints(folder) as checkpoints:
         if steps := checkpoints.steps():
             raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")

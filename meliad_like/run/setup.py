@@ -129,5 +129,5 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
 def metadata(setup: Setup, step: int) -> dict:
     """The metadata of the checkpoint of a step."""
     fingerprints = [store.fingerprint for store in setup.stores]
-    read = fingerprints[0] if len(fingerprints) == 1 else fingerprint(fingerprints)
-    return checkpoint_metadata(setup.whole_run, setup.store.vocabulary, step, read)
+    joined = fingerprints[0] if len(fingerprints) == 1 else fingerprint(fingerprints)
+    return checkpoint_metadata(setup.whole_run, setup.store.vocabulary, step, joined)

@@ -34,7 +34,7 @@ def train(
     """Trains until `num_steps`, stage after stage, from the newest checkpoint of the working folder.
 
     Args:
-      workdir: on a disk that all processes see, or on gs://.
+      workdir: the working folder, on a disk that all processes see, or on gs://.
       load_dir: checkpoint folder whose parameters a fresh run starts with.
       profile_steps: the first and the last step of those to trace.
       mesh: default: that of the config, of all devices.

@@ -94,7 +94,7 @@ def _writer(
 def _check(subject: Subject, context_tokens: int) -> None:
     if overlap := subject.run.model.overlap:
         raise UserError(
-            f"{subject.label}: windows that repeat {overlap} tokens see these besides what is remembered; "
+            f"{subject.label}: windows that repeat {overlap} tokens see these in addition to what is remembered; "
             "--gin_param='PretrainedConfig.overlap = 0' reads separate windows"
         )
     window = subject.run.model.window_length

@@ -87,9 +87,9 @@ class Tracer:
 
 def _step(model: Model, params: Any, carry: Any, tokens: Int[Array, "1 w"]) -> tuple[Any, dict[str, Watched]]:
     module = model.bind(params)
-    _, after = module(tokens, carry, carry.position[:, None] == 0)
-    watched = watch(model, module, carry, after)
-    return after, jax.tree.map(lambda x: x.astype(jnp.float32), watched)
+    _, next_carry = module(tokens, carry, carry.position[:, None] == 0)
+    watched = watch(model, module, carry, next_carry)
+    return next_carry, jax.tree.map(lambda x: x.astype(jnp.float32), watched)
 
 
 def _unit(states: np.ndarray) -> np.ndarray:
@@ -100,9 +100,9 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float((a * b).sum(axis=1).mean())
 
 
-def time_constants(kept: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
-    """Blocks until 1/e of an update is left, if each block keeps the share `kept`."""
-    return -1 / np.log(kept)
+def time_constants(shares: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
+    """Blocks until 1/e of an update is left, if each block keeps one of these shares."""
+    return -1 / np.log(shares)
 
 
 def run(request: StudyRequest) -> None:
@@ -122,8 +122,8 @@ def run(request: StudyRequest) -> None:
     if not tracer.shapes:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
     gates = tracer.gates()
-    constants = {gate: time_constants(kept) for gate, (kept, _) in gates.items()}
-    arrays: dict[str, Any] = {"lags": np.array(LAGS)} | {f"{gate} kept": kept for gate, (kept, _) in gates.items()}
+    constants = {gate: time_constants(shares) for gate, (shares, _) in gates.items()}
+    arrays: dict[str, Any] = {"lags": np.array(LAGS)} | {f"{gate} kept": shares for gate, (shares, _) in gates.items()}
     arrays |= {f"{gate} forget and input": gates[gate] for gate in tracer.varying}
     for index, trace in enumerate(traces):
         for name, states in trace.items():

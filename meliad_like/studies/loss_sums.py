@@ -34,9 +34,9 @@ class LossSums:
         """Sums of losses in nats.
 
         Args:
-          edges: of the bins.
+          edges: the edges of the bins.
           places: where the targets are on the axis of the bins, by document.
-          counted: which of them cost loss, by document.
+          counted: which targets cost loss, by document.
           losses: by model and by document.
         """
 

@@ -50,7 +50,7 @@ def run(request: StudyRequest) -> None:
 
 
 def _cleared(subject: Subject) -> Subject | None:
-    """The control: the states are cleared at every block, and so before the question. None: there are no states."""
+    """The control model, whose states are cleared at every block, so before the question; None if it has no states."""
     model = subject.run.model
     clearing = cleared(model)
     if clearing is None:

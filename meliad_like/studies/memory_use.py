@@ -34,7 +34,7 @@ def costs(
         every: tokens from one intervention to the next; the first is at this place of a document.
         counted: which targets cost loss, by document.
         losses: of the documents, in nats: `kept`, the undisturbed ones, and those after each kind of intervention.
-        edges: of the bins.
+        edges: the edges of the bins.
 
     Returns:
         The `kind`, the bin's `start` and `stop`, the number of `tokens`, their `bits` without (with cleared memories),
@@ -43,17 +43,17 @@ def costs(
     """
     since = [np.arange(len(which)) % every for which in counted]
     # Up to a document's first intervention nothing has changed.
-    after = [(np.arange(len(which)) >= every) & which for which in counted]
-    sums, kinds = LossSums.by_bin(edges, since, after, losses.values()), [*losses]
+    exchanged = [(np.arange(len(which)) >= every) & which for which in counted]
+    sums, kinds = LossSums.by_bin(edges, since, exchanged, losses.values()), [*losses]
     compared = {kind: ("kept", kind) for kind in kinds if kind != "kept"}
     if {"shuffled", "cleared"} <= losses.keys():
         compared[CONTRAST] = ("cleared", "shuffled")
     frames = []
     for name, pair in compared.items():
-        before, other = map(kinds.index, pair)
+        reference, other = map(kinds.index, pair)
         columns = {"kind": name, "start": sums.starts, "stop": sums.stops, "tokens": sums.tokens.sum(axis=0)}
-        gains = {"low": math.nan, "high": math.nan} | sums.gains(before, other)
-        columns |= {"bits": sums.local[before], "cost": gains.pop("gain"), **gains}
+        gains = {"low": math.nan, "high": math.nan} | sums.gains(reference, other)
+        columns |= {"bits": sums.local[reference], "cost": gains.pop("gain"), **gains}
         frames.append(pd.DataFrame(columns))
     return pd.concat(frames, ignore_index=True)
 
@@ -78,7 +78,7 @@ def run(request: StudyRequest) -> None:
     undisturbed = read(subject, selection)
 
     def disturbed(kind: str) -> list[np.ndarray]:
-        arguments = (opened.run, opened.model, opened.params, selection.documents, subject.mesh, kind, parts, every)
+        arguments = (opened.run, opened.model, opened.params, selection.documents, opened.mesh, kind, parts, every)
         return with_progress(f"{subject.label}, {kind}", lambda report: losses_after(*arguments, report))
 
     losses = {"kept": undisturbed.losses, **{kind: disturbed(kind) for kind in request.kind}}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
 from meliad_like.config import RunConfig, read_changes
@@ -37,7 +36,6 @@ class Subject(NamedTuple):
     changes: list[str]
     """What is changed of its config, as `field=value`."""
     opened: OpenedCheckpoint
-    mesh: Mesh
 
     @property
     def run(self) -> RunConfig:
@@ -64,7 +62,7 @@ def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None =
     name = path.parent.name if path.name == "checkpoints" else path.name
     changed = [f"{key.partition('.')[2]}={binding.value}" for key, binding in changes.bindings.items()]
     label = ", ".join([name or str(path), *([f"step {step:,}"] if step is not None else []), *changed])
-    return Subject(label, folder, changed, opened, opened.mesh)
+    return Subject(label, folder, changed, opened)
 
 
 def open_compared(request: StudyRequest, change_all: bool = False) -> list[Subject]:
@@ -137,7 +135,7 @@ class ModelLosses:
     losses: list[Float[np.ndarray, " targets"]]
     """Nats of the tokens of each document, without its first; 0 where a token costs none."""
     counted: list[Bool[np.ndarray, " targets"]]
-    """Which of them cost loss (`Documents.counted_targets`)."""
+    """Which targets cost loss (`Documents.counted_targets`)."""
 
     @property
     def label(self) -> str:
@@ -167,14 +165,14 @@ def make_reader(subject: Subject, selection: Selection) -> Evaluator:
         subject.opened.model,
         selection.store,
         selection.split_name,
-        subject.mesh,
+        subject.opened.mesh,
         documents=selection.documents,
         whole_segments=True,
     )
 
 
 def read(subject: Subject, selection: Selection) -> ModelLosses:
-    """Lets a model read the documents, each from the beginning of a segment."""
+    """The losses of a model on the documents, each read from the beginning of a segment."""
     evaluate = make_reader(subject, selection)
     losses = with_progress(subject.label, lambda report: evaluate.token_losses(subject.opened.params, report))
     return ModelLosses(subject, losses, evaluate.counted_targets)

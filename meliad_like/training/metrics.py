@@ -103,7 +103,7 @@ class MetricsWriter:
     def upload(self, otherwise: str | None = None) -> None:
         """Copies the files to an object store. It is called before a save, so that no earlier metrics are lost.
 
-        If the object store refuses the copy, this is an error, or a warning of what follows `otherwise`.
+        If the object store refuses the copy, this is a UserError, or a warning if `otherwise` says what happens next.
         """
         try:
             if self._active and self._remote:
@@ -119,7 +119,7 @@ class MetricsWriter:
             self._uploaded = time.monotonic()
 
     def start_clock(self, step: int) -> None:
-        """Estimates of the remaining time are from here on, after compilation."""
+        """Starts the clock for estimates of the remaining time; it is called after compilation."""
         self._start_step, self._began = step, time.perf_counter()
 
     def show(self, step: int, figures: str, warnings: str = "") -> None:

@@ -9,7 +9,7 @@ from meliad_like.experiments.tables.table import Row, Table, read_rows
 from meliad_like.history.config import HistoryConfig, JointSelectorConfig, LightSelectorConfig
 
 TABLE = Table("ancient_history", "Table 1: ancient history in the context window", read_rows("ancient_history"))
-"""Its rows are the ways in which spans are selected, by their names in the evaluation."""
+"""The table, whose rows are ways of selecting spans, by their names in the evaluation."""
 SELECTORS: Mapping[str, Mapping[str, Any]] = {
     "learned_selector": {"selector": JointSelectorConfig()},
     "light_selector": {"selector": LightSelectorConfig()},

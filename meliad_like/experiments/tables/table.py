@@ -21,11 +21,11 @@ class Row:
     """One model of a table."""
 
     name: str
-    """Its name for `--row`."""
+    """The name of the row for `--row`."""
     label: str
-    """Its name in the paper."""
+    """The name of the row in the paper."""
     files: tuple[str, ...] = ()
-    """Its gin files, at the paper's size."""
+    """The gin files of the row, at the paper's size."""
     baseline: str = ""
     """The row that it is compared with: by step time, and by the table's `compared` figure within a seed."""
     paper: Mapping[str, float] = field(default_factory=dict)

@@ -43,7 +43,7 @@ class Texts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SelectorInputs:
-    """From places in documents to what a selector reads."""
+    """The conversion of places in documents to what a selector reads."""
 
     layout: Layout
     context_length: int

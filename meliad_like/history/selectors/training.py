@@ -49,7 +49,7 @@ from meliad_like.training.program import Program, lay_out
 from meliad_like.training.step import Objective, StepMetrics, Sums, TrainState, make_step
 
 Feed = Callable[[np.ndarray], Inputs]
-"""From rows of some pairs to what the selector reads."""
+"""A function from rows of some pairs to what the selector reads."""
 
 
 def predict(selector: Selector, params: Params, inputs: Inputs, dropout_key=None) -> Float[Array, " b"]:
@@ -200,9 +200,9 @@ class SelectorTraining:
             return checkpoints.restore(abstract)[0]
         state = program.initialise()
         # The first step reuses the memory of the state, and must not reuse that of the encoder.
-        given = {"standard": standard} if standard else {"encoder": jax.tree.map(jnp.copy, self.encoder)}
-        shardings = jax.tree.map(lambda x: x.sharding, {name: abstract.params[name] for name in given})
-        return state._replace(params={**state.params, **jax.device_put(given, shardings)})
+        initial = {"standard": standard} if standard else {"encoder": jax.tree.map(jnp.copy, self.encoder)}
+        shardings = jax.tree.map(lambda x: x.sharding, {name: abstract.params[name] for name in initial})
+        return state._replace(params={**state.params, **jax.device_put(initial, shardings)})
 
     def report(self, writer: MetricsWriter, step: int, metrics: StepMetrics, state: TrainState) -> None:
         """Logs the averages of the steps since the last log.
