@@ -81,6 +81,8 @@ class Binding:
     rank: Rank = Rank.FILE
     must_be_read: bool = True
     """Whether it is an error if nothing reads it."""
+    replaced: Any = None
+    """The value in a file that a parameter has replaced."""
 
 
 # From `Class.parameter`, or the bare name of a macro, to its binding.
@@ -118,7 +120,9 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
     files = _Files({*parameters, *computed})
     paths = {name: find_file(name) for name in gin_files}
     tables = {path.resolve(): files.read(path, name) for name, path in paths.items()}
-    bindings = base | files.merge(table for path, table in tables.items() if path not in files.included) | parameters
+    of_files = files.merge(table for path, table in tables.items() if path not in files.included)
+    replacing = {key: replace(parameters[key], replaced=of_files[key].value) for key in parameters.keys() & of_files}
+    bindings = base | of_files | parameters | replacing
 
     read: set[str] = set()
     resolved = {

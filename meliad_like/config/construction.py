@@ -114,8 +114,9 @@ class _Builder:
                 raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}")
             choice_key, name = not_chosen[class_name]
             choice = self._bindings.get(choice_key)
-            if choice is not None and choice.rank < binding.rank:
-                # A kind that is chosen with a higher precedence replaces a file's kind together with its fields.
+            replaces = choice is not None and (choice.replaced == name or not choice.must_be_read)
+            if replaces and binding.rank == Rank.FILE:
+                # A parameter that replaces a file's kind replaces its fields, too; so does a kind that a program sets.
                 continue
             _, names, origin = self._choices[choice_key]
             kinds = repr(names[0]) if len(names) == 1 else names
