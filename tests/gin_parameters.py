@@ -50,6 +50,7 @@ PARAMETERS = {
     "block_recurrent/table5/*": FIXED_SKIP,
     "block_recurrent/*": SLIDE,
     "mixer/gated_delta_rule.gin": 189_063_408,
+    "mixer/rg_lru.gin": 177_588_256,
     "melodi/s192_l32.gin": 200_098_888,
     "melodi/s128_l64.gin": 198_719_016,
     "melodi/s192_l96.gin": 200_144_008,

@@ -39,6 +39,7 @@ from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
+from meliad_like.mixers.rg_lru import RGLRU
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import LAYERS, LayerConfig
@@ -70,6 +71,7 @@ EXAMPLES = {
     ),
     "external_memory": Example(ExternalMemory(num_slots=4 * W, num_neighbors=3), "block_recurrent/memorizing_64k.gin"),
     "gated_delta_rule": Example(GatedDeltaRule(), "mixer/gated_delta_rule.gin"),
+    "rg_lru": Example(RGLRU(), "mixer/rg_lru.gin"),
     "melodi": Example(
         Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),
         "melodi/base.gin",

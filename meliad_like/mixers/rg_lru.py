@@ -1,0 +1,190 @@
+"""The recurrent block of Griffin: a gated linear recurrence of each channel, the RG-LRU (De et al. 2024).
+
+Griffin, sections 2.3 and 2.4. One branch passes a short convolution along the document and the RG-LRU; the other one is
+a gate, and the layer's output projection reads the product of the two:
+
+    gate = gelu(x W_y + b_y),    u = convolution(x W_x + b_x),    i = h * gate
+    log a_t = -8 sigmoid(u_t A + a) softplus(lambda),    h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(u_t B + b) u_t
+
+A and B are block-diagonal, with a block for each head. At the first token of a document the square root is replaced by
+1, as in the released code (google-deepmind/recurrentgemma), whose initial values these are as well: the square of
+sigmoid(-lambda) is uniform, where the paper has a uniform sigmoid(-lambda)^8. In shapes `channels` is the width of the
+recurrence, and `taps` the length of the convolution.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from meliad_like.errors import UserError
+from meliad_like.layers.basic import Linear, parameter
+from meliad_like.layers.convolution import convolve
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.sequence import from_left, scan_in_order
+from meliad_like.mixers.base import MIXERS, Mixer, Shape, StatesConfig, Traits, check_taps
+from meliad_like.registry import size
+from meliad_like.validation import check_not_negative, check_positive
+
+EXPONENT = 8.0
+"""The constant c of equation 3."""
+LARGEST_DERIVATIVE = 1000.0
+"""Of the square root, whose argument is close to 0 where a channel hardly forgets."""
+zeros = jax.nn.initializers.zeros
+
+
+class RGLRUCarry(NamedTuple):
+    """What passes from token to token."""
+
+    state: Float[Array, "b channels"]
+    """The states, float32."""
+    recent: Float[Array, "b recent channels"]
+    """The inputs of the convolution of the last `conv_length - 1` tokens."""
+    position: Int[Array, " b"]
+    """The number of tokens of the document that these states have seen."""
+
+
+class RecurrentBlock(Mixer):
+    """A gated linear recurrence of each channel, multiplied by a gate."""
+
+    def __init__(self, config: "RGLRU", shape: Shape, *, rngs: nnx.Rngs):
+        self.config, self.w = config, shape.window_length
+        d, self.channels, blocks = shape.model_width, config.width(shape), shape.num_heads
+        normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+        biased = {"initializer": normal, "bias_initializer": zeros, "rngs": rngs}
+        self.gate = Linear(d, self.channels, ("model", "heads"), **biased)
+        self.input = Linear(d, self.channels, ("model", "heads"), **biased)
+        small = jax.nn.initializers.normal((0.01 / config.conv_length) ** 0.5)
+        self.filters = parameter(rngs.params(), small, (config.conv_length, self.channels), (None, "heads"))
+        self.filter_bias = parameter(rngs.params(), zeros, (self.channels,), ("heads",))
+        self.recurrence_gate, self.input_gate = (BlockLinear(self.channels, blocks, rngs=rngs) for _ in range(2))
+        self.decay = parameter(rngs.params(), _decay_of_released_code, (self.channels,), ("heads",))
+        """lambda."""
+
+    def init_carry(self, b, dtype):
+        recent = jnp.zeros((b, self.config.conv_length - 1, self.channels), dtype)
+        return RGLRUCarry(jnp.zeros((b, self.channels), jnp.float32), recent, jnp.zeros(b, jnp.int32))
+
+    def carry_axes(self, carry):
+        return RGLRUCarry(("lanes", "heads"), ("lanes", None, "heads"), ("lanes",))
+
+    def _coefficients(
+        self, u: Float[Array, "b n channels"], first: Bool[Array, "b n"]
+    ) -> tuple[Float[Array, "b n channels"], Float[Array, "b n channels"]]:
+        """a and b of h_t = a_t h_{t-1} + b_t, float32.
+
+        Args:
+            u: the outputs of the convolution, float32.
+            first: tokens with which a document begins.
+        """
+        first = first[..., None]
+        recurrence, input_gate = (jax.nn.sigmoid(gate(u)) for gate in (self.recurrence_gate, self.input_gate))
+        log_decay = -EXPONENT * recurrence * jax.nn.softplus(self.decay[...])
+        # Not 1 - a^2, which has no correct digit left where a is close to 1.
+        factor = jnp.where(first, 1, bounded_sqrt(-jnp.expm1(2 * log_decay)))
+        return jnp.where(first, 0, jnp.exp(log_decay)), factor * input_gate * u
+
+    def _output(self, states: Float[Array, "b n channels"], x: Float[Array, "b n d"]) -> Float[Array, "b n i"]:
+        return states.astype(x.dtype) * jax.nn.gelu(self.gate(x))
+
+    def __call__(self, x, at, carry, dropout_key):
+        inputs, start = self.input(x), at.start
+        positions, position = at.count(carry.position, self.w)
+        newest = inputs[:, inputs.shape[1] - carry.recent.shape[1] :]
+        (recent,) = from_left((newest,), (carry.recent,))
+        u = convolve(inputs.astype(jnp.float32), recent, self.filters[...], start) + self.filter_bias[...]
+        c, n = positions.shape[1], x.shape[1]
+        first = (jnp.arange(n) % (n // c) == 0) & jnp.repeat(positions == 0, n // c, axis=1)
+        decay, added = jax.lax.associative_scan(_compose, self._coefficients(u, first), axis=1)
+
+        def scan(state):
+            states = decay * state[:, None] + added
+            return states[:, -1], states
+
+        state, states = scan_in_order(scan, carry.state)
+        return self._output(states, x), RGLRUCarry(state, newest, position)
+
+    def step(self, x, at, carry):
+        x = x[:, None]
+        window = jnp.concatenate([carry.recent, self.input(x)], axis=1)
+        u = jnp.sum(window.astype(jnp.float32) * self.filters[...], axis=1, keepdims=True) + self.filter_bias[...]
+        decay, added = self._coefficients(u, carry.position[:, None] == 0)
+        states = decay * carry.state[:, None] + added
+        return self._output(states, x)[:, 0], RGLRUCarry(states[:, 0], window[:, 1:], carry.position + 1)
+
+
+class BlockLinear(nnx.Module):
+    """`x @ kernel + bias` with a block-diagonal kernel, in float32."""
+
+    def __init__(self, channels: int, blocks: int, *, rngs: nnx.Rngs):
+        size_of_block = channels // blocks
+        normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
+        shape = (blocks, size_of_block, size_of_block)
+        self.kernel = parameter(rngs.params(), normal, shape, ("heads", None, None))
+        self.bias = parameter(rngs.params(), zeros, (channels,), ("heads",))
+
+    def __call__(self, x: Float[Array, "b n channels"]) -> Float[Array, "b n channels"]:
+        kernel = self.kernel[...]
+        product = jnp.einsum("nhi,hio->nho", x.reshape(-1, *kernel.shape[:2]), kernel)
+        return product.reshape(x.shape) + self.bias[...]
+
+
+@jax.custom_jvp
+def bounded_sqrt(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The square root, with a derivative of at most `LARGEST_DERIVATIVE`."""
+    return jnp.sqrt(x)
+
+
+@bounded_sqrt.defjvp
+def _bounded_sqrt_jvp(primals, tangents):
+    y = bounded_sqrt(*primals)
+    return y, tangents[0] / (2 * jnp.maximum(y, 1 / (2 * LARGEST_DERIVATIVE)))
+
+
+def _compose(first, second):
+    """h -> a h + b of earlier tokens, and then of later ones."""
+    (a, b), (later_a, later_b) = first, second
+    return a * later_a, later_a * b + later_b
+
+
+def _decay_of_released_code(key, shape, dtype):
+    """softplus(lambda) = -log R, with R^2 uniform between 0.9^2 and 0.999^2."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 0.9**2, 0.999**2) ** -0.5 - 1)
+
+
+@MIXERS.register("rg_lru")
+@dataclasses.dataclass(frozen=True)
+class RGLRU(StatesConfig):
+    """Layers with Griffin's recurrent block, the RG-LRU."""
+
+    channels: int = size(0, "width")
+    """The number of channels of the recurrence, a multiple of `num_heads`; 0: `model_width`."""
+    conv_length: int = size(4, "fixed")
+    """The number of tokens that the short convolution sees, the token itself included."""
+
+    def __post_init__(self):
+        check_not_negative(self, ("channels",))
+        check_positive(self, ("conv_length",))
+
+    def check(self, shape):
+        check_taps(self, shape)
+        if self.width(shape) % shape.num_heads:
+            name = "RGLRU.channels" if self.channels else "model_width"
+            raise UserError(f"{name}={self.width(shape)} must be a multiple of num_heads={shape.num_heads}")
+
+    def build(self, shape, *, rngs):
+        return RecurrentBlock(self, shape, rngs=rngs)
+
+    def width(self, shape):
+        return self.channels or shape.model_width
+
+    def flops(self, shape):
+        """Two projections, and two gates in blocks."""
+        channels = self.width(shape)
+        return Flops.of_products(4 * channels * shape.model_width + 4 * channels**2 / shape.num_heads)
+
+    def traits(self, shape):
+        return Traits(states=("state",), needs_segments=self.needs_segments, output_bias=True)
