@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meliad_like.mixers.gated_delta_rule import Rule, convolve, inverse_of_unit_triangular, read_chunks, update
+from meliad_like.layers.convolution import convolve
+from meliad_like.mixers.gated_delta_rule import Rule, inverse_of_unit_triangular, read_chunks, update
 
 B, H, N, K = 2, 3, 24, 4
 BLOCK = 8

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from meliad_like.layers.sequence import from_left
+
 
 def convolve(
     inputs: Float[Array, "b n channels"],
@@ -28,3 +30,28 @@ def convolve(
         same = padded_document[:, i : i + n] == document
         result += jnp.where(same[..., None], padded[:, i : i + n], 0) * filters[i]
     return result
+
+
+def convolve_segment(
+    inputs: Float[Array, "b n channels"],
+    recent: Float[Array, "b recent channels"],
+    filters: Float[Array, "taps channels"],
+    start: Bool[Array, "b c"],
+) -> tuple[Float[Array, "b n channels"], Float[Array, "b recent channels"]]:
+    """`convolve` for a device's tokens of a segment, and the inputs of the last tokens, for the next segment.
+
+    `recent` are the inputs of the last tokens before the whole segment.
+    """
+    newest = inputs[:, inputs.shape[1] - recent.shape[1] :].astype(recent.dtype)
+    (before,) = from_left((newest,), (recent,))
+    return convolve(inputs, before, filters, start), newest
+
+
+def convolve_token(
+    inputs: Float[Array, "b 1 channels"],
+    recent: Float[Array, "b recent channels"],
+    filters: Float[Array, "taps channels"],
+) -> tuple[Float[Array, "b 1 channels"], Float[Array, "b recent channels"]]:
+    """As `convolve_segment`, for one token of the same document."""
+    window = jnp.concatenate([recent, inputs], axis=1)
+    return jnp.sum(window.astype(jnp.float32) * filters, axis=1, keepdims=True), window[:, 1:]

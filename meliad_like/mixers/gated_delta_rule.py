@@ -26,9 +26,9 @@ from jaxtyping import Array, Bool, Float
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads, split_heads, unit
 from meliad_like.layers.basic import Linear, over_root_mean_square, parameter
-from meliad_like.layers.convolution import convolve
+from meliad_like.layers.convolution import convolve_segment, convolve_token
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.sequence import from_left, scan_in_order
+from meliad_like.layers.sequence import scan_in_order
 from meliad_like.mixers.base import MIXERS, Mixer, Shape, StatesConfig, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
@@ -109,21 +109,20 @@ class DeltaRule(Mixer):
         return merge_heads((read * gate).astype(x.dtype))
 
     def __call__(self, x, at, carry, dropout_key):
-        inputs, start = self._inputs(x), at.start
-        newest = inputs[:, inputs.shape[1] - carry.recent.shape[1] :]
-        (recent,) = from_left((newest,), (carry.recent,))
-        rule = self._rule(x, convolve(inputs, recent, self._filters(), start))
+        start = at.start
+        convolved, recent = convolve_segment(self._inputs(x), carry.recent, self._filters(), start)
+        rule = self._rule(x, convolved)
         chunk = math.gcd(self.w, self.config.chunk_length)
         matrix, read = scan_in_order(lambda matrix: read_chunks(rule, matrix, start, chunk), carry.matrix)
-        return self._output(read, x), DeltaCarry(matrix, newest)
+        return self._output(read, x), DeltaCarry(matrix, recent)
 
     def step(self, x, at, carry):
         x = x[:, None]
-        window = jnp.concatenate([carry.recent, self._inputs(x)], axis=1)
-        rule = self._rule(x, jnp.sum(window * self._filters(), axis=1, keepdims=True))
+        convolved, recent = convolve_token(self._inputs(x), carry.recent, self._filters())
+        rule = self._rule(x, convolved)
         matrix = update(carry.matrix, jax.tree.map(lambda y: y[:, :, 0], rule))
         read = jnp.einsum("bhpk,bhnk->bhnp", matrix, rule.query)
-        return self._output(read, x)[:, 0], DeltaCarry(matrix, window[:, 1:])
+        return self._output(read, x)[:, 0], DeltaCarry(matrix, recent)
 
 
 def update(matrix: Float[Array, "b h p k"], rule: Rule) -> Float[Array, "b h p k"]:

@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Linear, parameter
-from meliad_like.layers.convolution import convolve
+from meliad_like.layers.convolution import convolve_segment, convolve_token
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.sequence import from_left, scan_in_order
+from meliad_like.layers.sequence import scan_in_order
 from meliad_like.mixers.base import MIXERS, Mixer, Shape, StatesConfig, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive
@@ -93,9 +93,8 @@ class RecurrentBlock(Mixer):
     def __call__(self, x, at, carry, dropout_key):
         inputs, start = self.input(x), at.start
         positions, position = at.count(carry.position, self.w)
-        newest = inputs[:, inputs.shape[1] - carry.recent.shape[1] :]
-        (recent,) = from_left((newest,), (carry.recent,))
-        u = convolve(inputs.astype(jnp.float32), recent, self.filters[...], start) + self.filter_bias[...]
+        convolved, recent = convolve_segment(inputs.astype(jnp.float32), carry.recent, self.filters[...], start)
+        u = convolved + self.filter_bias[...]
         c, n = positions.shape[1], x.shape[1]
         first = (jnp.arange(n) % (n // c) == 0) & jnp.repeat(positions == 0, n // c, axis=1)
         decay, added = jax.lax.associative_scan(_compose, self._coefficients(u, first), axis=1)
@@ -105,15 +104,15 @@ class RecurrentBlock(Mixer):
             return states[:, -1], states
 
         state, states = scan_in_order(scan, carry.state)
-        return self._output(states, x), RGLRUCarry(state, newest, position)
+        return self._output(states, x), RGLRUCarry(state, recent, position)
 
     def step(self, x, at, carry):
         x = x[:, None]
-        window = jnp.concatenate([carry.recent, self.input(x)], axis=1)
-        u = jnp.sum(window.astype(jnp.float32) * self.filters[...], axis=1, keepdims=True) + self.filter_bias[...]
+        convolved, recent = convolve_token(self.input(x), carry.recent, self.filters[...])
+        u = convolved + self.filter_bias[...]
         decay, added = self._coefficients(u, carry.position[:, None] == 0)
         states = decay * carry.state[:, None] + added
-        return self._output(states, x)[:, 0], RGLRUCarry(states[:, 0], window[:, 1:], carry.position + 1)
+        return self._output(states, x)[:, 0], RGLRUCarry(states[:, 0], recent, carry.position + 1)
 
 
 class BlockLinear(nnx.Module):
