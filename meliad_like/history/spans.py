@@ -2,7 +2,7 @@
 
 Ancient History Language Models (Koncel-Kedziorski and Smith 2021), section 2. A window of `window_length` tokens
 predicts `stride` targets at a time. Where it no longer reaches back to the document's beginning, its first
-`history_length` tokens make room for the best spans of `span_length` tokens out of all the text before its last
+`history_length` tokens are replaced by the best spans of `span_length` tokens out of all the text before its last
 `recent_length` = `window_length - history_length` tokens:
 
     document    0 ......................... begin ............ recent_start ........... first ......... end

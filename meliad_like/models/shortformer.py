@@ -197,8 +197,8 @@ class ShortformerLayer(Layer):
         """Projects what is cached, once for the block whose first token is at `position`."""
         config, dtype, b = self.config, jnp.dtype(self.config.activation_dtype), len(position)
         m, w, d = config.cache_length, config.window_length, config.model_width
-        room = jnp.zeros((b, config.num_heads, w, config.head_size), dtype)
-        key, value, recent = room, room, jnp.zeros((b, w, d), dtype)
+        zeros = jnp.zeros((b, config.num_heads, w, config.head_size), dtype)
+        key, value, recent = zeros, zeros, jnp.zeros((b, w, d), dtype)
         if carry is not None:
             old_key = self._key(carry, jnp.minimum(m, position)[:, None] + np.arange(-m, 0))
             old_value = split_heads(self.value(carry), config.num_heads)
