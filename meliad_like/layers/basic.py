@@ -197,6 +197,25 @@ class Linear(nnx.Module):
         return checkpoint_name(y, LINEAR).reshape(*x.shape[:-1], -1)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copies(x: Array, number: int) -> tuple[Array, ...]:
+    return (x,) * number
+
+
+def _sum_of_cotangents(_, saved, cotangents):
+    del saved
+    total = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in cotangents))
+    return (total.astype(cotangents[0].dtype),)
+
+
+_copies.defvjp(lambda x, number: (_copies(x, number), None), _sum_of_cotangents)
+
+
+def project(x: Float[Array, "... i"], *projections: Callable[[Array], Array]) -> list[Array]:
+    """The results of several projections of the same numbers, whose gradients are added in float32."""
+    return [projection(copy) for projection, copy in zip(projections, _copies(x, len(projections)))]
+
+
 def over_root_mean_square(x: Float[Array, "... d"], epsilon: float) -> Float[Array, "... d"]:
     """Each vector divided by its root mean square, in float32."""
     y = x.astype(jnp.float32)
