@@ -38,6 +38,7 @@ from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
+from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.mixers.rg_lru import RGLRU
@@ -79,6 +80,7 @@ EXAMPLES = {
     "external_memory": Example(ExternalMemory(num_slots=4 * W, num_neighbors=3), "block_recurrent/memorizing_64k.gin"),
     "gated_delta_rule": Example(GatedDeltaRule(), "mixer/gated_delta_rule.gin", sizes=FEWER_HEADS),
     "rg_lru": Example(RGLRU(), "mixer/rg_lru.gin"),
+    "kimi_delta_attention": Example(KimiDeltaAttention(), "mixer/kimi_delta_attention.gin", sizes=FEWER_HEADS),
     "mamba2": Example(Mamba2(head_size=4, state_size=4, num_groups=2), "mixer/mamba2.gin"),
     "melodi": Example(
         Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),

@@ -1,0 +1,66 @@
+"""Kimi Delta Attention: the gated delta rule with a decay for each channel of a key (Kimi Linear, 2025).
+
+    S_t = S_{t-1} Diag(alpha_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t / sqrt(k),
+
+with alpha_t = exp(-exp(a) softplus(f_t + b)), where f_t and the sigmoid gate of a head's normed outputs are projections
+of the token of low rank. All else is as in `gated_delta_rule.py`; with equal decays in all channels of a head the two
+rules are the same.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from meliad_like.layers.attention import split_heads
+from meliad_like.layers.basic import Linear, parameter
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.linear_recurrence import inverse_softplus_step
+from meliad_like.mixers.base import MIXERS, Shape
+from meliad_like.mixers.gated_delta_rule import DeltaRule, DeltaRuleConfig
+
+
+class LowRank(nnx.Module):
+    """Two projections, one after the other: `d` to the size of a head, and from there to all heads."""
+
+    def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
+        self.first = Linear(shape.model_width, shape.head_size, ("model", None), rngs=rngs)
+        self.second = Linear(shape.head_size, shape.inner_width, (None, "heads"), rngs=rngs)
+        self.num_heads = shape.num_heads
+
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b h n k"]:
+        return split_heads(self.second(self.first(x)), self.num_heads)
+
+
+class KimiDelta(DeltaRule):
+    """The delta rule with a decay for each channel, and a sigmoid as gate."""
+
+    epsilon = 1e-5
+
+    def __init__(self, config: "KimiDeltaAttention", shape: Shape, *, rngs: nnx.Rngs):
+        super().__init__(config, shape, LowRank(shape, rngs=rngs), LowRank(shape, rngs=rngs), rngs=rngs)
+        channels = (shape.num_heads, shape.head_size)
+        self.step_bias = parameter(rngs.params(), inverse_softplus_step, channels, ("heads", None))
+
+    def log_decay(self, x):
+        step = jax.nn.softplus(x.astype(jnp.float32) + self.step_bias[...][:, None])
+        return -jnp.exp(self.log_rate[...])[:, None, None] * step
+
+    def gated(self, y, x):
+        return y * jax.nn.sigmoid(x.astype(jnp.float32))
+
+
+@MIXERS.register("kimi_delta_attention")
+@dataclasses.dataclass(frozen=True)
+class KimiDeltaAttention(DeltaRuleConfig):
+    """Layers with matrices that are written to by the delta rule and forget channel by channel."""
+
+    def build(self, shape, *, rngs):
+        return KimiDelta(self, shape, rngs=rngs)
+
+    def flops(self, shape):
+        """The rule, and two projections of low rank."""
+        low_rank = 2 * shape.head_size * (shape.model_width + shape.inner_width)
+        return Flops.of_products(self.flops_of(shape, by_channel=True) + 2 * low_rank)
