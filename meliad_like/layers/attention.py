@@ -167,24 +167,30 @@ def _average_jvp(dtype, primals, tangents):
 
 def attend(
     query: Float[Array, "*batch h t k"],
-    key: Float[Array, "*batch h s k"],
-    value: Float[Array, "*batch h s k"],
+    key: Float[Array, "*batch h s k"] | tuple[Float[Array, "*batch h _ k"], ...],
+    value: Float[Array, "*batch h s k"] | tuple[Float[Array, "*batch h _ k"], ...],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
     multiplier: Float[Array, "..."] | None = None,
 ) -> Float[Array, "*batch h t k"]:
     """Dense attention. The attention scale must already be part of `query`.
 
-    `bias`, `mask` (True: visible) and `multiplier` (dropout of the weights) broadcast to [*batch, h, t, s].
+    `bias`, `mask` (True: visible) and `multiplier` (dropout of the weights) broadcast to [*batch, h, t, s]. Keys and
+    values may be in several arrays, so that within a scan those that stay the same are not copied in every iteration.
     """
-    scores = jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
+    keys, values = (x if isinstance(x, tuple) else (x,) for x in (key, value))
+    products = [jnp.einsum("...htk,...hsk->...hts", query, x, preferred_element_type=jnp.float32) for x in keys]
+    scores = jnp.concatenate(products, axis=-1)
     if bias is not None:
         scores += without_largest(bias, mask)
     if mask is not None:
         scores = jnp.where(mask, scores, MASKED)
-    weights, total = weigh(scores, value.dtype, multiplier)
-    mixed = jnp.einsum("...hts,...hsk->...htk", weights, value, preferred_element_type=jnp.float32)
-    return average(mixed, total, value.dtype)
+    weights, total = weigh(scores, values[0].dtype, multiplier)
+    parts = jnp.split(weights, np.cumsum([x.shape[-2] for x in values])[:-1], axis=-1)
+    mixed = [
+        jnp.einsum("...hts,...hsk->...htk", *pair, preferred_element_type=jnp.float32) for pair in zip(parts, values)
+    ]
+    return average(functools.reduce(jnp.add, mixed), total, values[0].dtype)
 
 
 def attend_unit(query: Float[Array, "*batch h t k"], *parts: KeysAndValues) -> Float[Array, "*batch h t k"]:

@@ -82,8 +82,7 @@ GATES = {"fixed": FixedGate, "lstm": LstmGate}
 class StateHeads(NamedTuple):
     """The heads of the states before a block, [b, h, r, k] each: keys of unit length, queries by `unit_query`."""
 
-    key: Array
-    value: Array
+    keys: KeysAndValues
     query: Array
     cross_query: Array
 
@@ -158,8 +157,7 @@ class StateCell(nnx.Module):
         projections = self.key, self.value, self.query, self.cross_query
         key, value, query, cross_query = (split_heads(project(x), self.num_heads) for project in projections)
         return StateHeads(
-            key=unit(key),
-            value=value,
+            keys=KeysAndValues(unit(key), value),
             query=unit_query(query, self.attention_scale),
             cross_query=unit_query(cross_query, self.cross_attention_scale),
         )
@@ -180,7 +178,7 @@ class StateCell(nnx.Module):
         Returns:
             The states, and the input of each gate, for `gate_values`.
         """
-        among_states = attend_unit(heads.query, KeysAndValues(heads.key, heads.value))
+        among_states = attend_unit(heads.query, heads.keys)
         cross = attend_unit(heads.cross_query, *tokens)
         mixed = merge_heads(among_states, cross)
         inputs = {}

@@ -29,13 +29,6 @@ from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
 
-class StateKeys(NamedTuple):
-    """The keys and values of states, which tokens attend to."""
-
-    key: Float[Array, "b h r k"]
-    value: Float[Array, "b h r k"]
-
-
 class StatesCarry(NamedTuple):
     """What a layer with states remembers."""
 
@@ -63,12 +56,12 @@ class StateAttention(nnx.Module):
         scale = jax.nn.initializers.constant(attention_scale)
         self.attention_scale = parameter(rngs.params(), scale, (shape.num_heads,), ("heads",))
 
-    def __call__(self, x: Float[Array, "b n d"], keys: StateKeys) -> Float[Array, "*batch h t k"]:
+    def __call__(self, x: Float[Array, "b n d"], keys: KeysAndValues) -> Float[Array, "*batch h t k"]:
         """The results by head; separately for each block if the states' keys have a block axis."""
         query = unit_query(split_heads(self.query(x), self.num_heads), self.attention_scale)
         if keys.key.ndim == 5:
             query = rearrange(query, "b h (c w) k -> b c h w k", c=keys.key.shape[1])
-        return attend_unit(query, KeysAndValues(*keys))
+        return attend_unit(query, keys)
 
     @staticmethod
     def flops(shape: Shape, num_states: int) -> Flops:
@@ -128,7 +121,7 @@ class StateRecurrence(Mixer):
         def step(states, block):
             start, tile = block
             states, heads = self.begin(states, start)
-            return self.cell.update(states, heads, *tile)[0], StateKeys(heads.key, heads.value)
+            return self.cell.update(states, heads, *tile)[0], heads.keys
 
         if start.shape[1] == num_parts() == 1:
             # No loop, so that the compiler finds the projections that `publish` has computed already.
@@ -144,8 +137,7 @@ class StateRecurrence(Mixer):
         return states, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), keys)
 
     def publish(self, carry, start):
-        heads = carry.heads if isinstance(carry, DecodingStates) else self.begin(carry.states, start)[1]
-        return StateKeys(heads.key, heads.value)
+        return (carry.heads if isinstance(carry, DecodingStates) else self.begin(carry.states, start)[1]).keys
 
     def begin_decoding(self, carry):
         visible = (carry.window.position > 0) | (not self.shape.mask_empty_cache)
@@ -158,7 +150,7 @@ class StateRecurrence(Mixer):
 
     def step(self, x, at, carry):
         window, _, cache = self.window.attend_token(x, carry.window)
-        read = self.reader(x[:, None], StateKeys(carry.heads.key, carry.heads.value))
+        read = self.reader(x[:, None], carry.heads.keys)
         return merge_heads(window, read)[:, 0], carry._replace(window=cache)
 
     def end_block(self, carry):
@@ -233,7 +225,7 @@ class FeedbackReader(Mixer):
     def init_carry(self, b, dtype):
         return ()
 
-    def _keys(self, at) -> StateKeys:
+    def _keys(self, at) -> KeysAndValues:
         published = at.published["recurrent_states"]
         if self.which == "last":
             return published[-1]

@@ -29,7 +29,7 @@ class WindowAttention(Mixer):
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs, with_positions: bool = True):
         self.shape = shape
         self.heads = TokenHeads(shape, rngs=rngs, with_positions=with_positions)
-        self.acts_at_blocks = self.heads.position.places_blocks
+        self.acts_at_blocks = self.heads.position.changes_keys
 
     def init_carry(self, b, dtype):
         return self.heads.init_cache(b, dtype)
@@ -65,8 +65,7 @@ class WindowAttention(Mixer):
             multiplier = dropout_multiplier(dropout_key, shape.dropout_rate, (h, w, w), jnp.float32)
         if shape.attention_kernel != "none":
             return self._attend_in_kernel(tile, multiplier), tile, cache
-        placed = tile.placed
-        blocks = (placed.query, placed.key, tile.value, placed.previous_key, tile.previous_value)
+        blocks = (tile.placed_query, tile.placed_key, tile.value, tile.placed_previous_key, tile.previous_value)
         return attend_window(*blocks, tile.bias, tile.previous_valid, multiplier), tile, cache
 
     def _attend_in_kernel(self, tile: Tile, multiplier) -> Float[Array, "b c h w k"]:
@@ -74,7 +73,7 @@ class WindowAttention(Mixer):
         interpret = shape.attention_kernel == "interpreted"
         w, k = shape.window_length, shape.head_size
         instead = "set it to 'none' (--gin_param=\"DecoderConfig.attention_kernel = 'none'\")"
-        if tile.projected is None:
+        if self.heads.position.changes_keys:
             raise UserError(
                 f"DecoderConfig.attention_kernel={shape.attention_kernel!r} needs a DecoderConfig.position that is "
                 f"none, t5, alibi or another bias, because the others change keys: {instead}"

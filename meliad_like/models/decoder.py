@@ -20,7 +20,6 @@ from meliad_like.layers.basic import RMSNorm, embed, parameter, rows, tiled_drop
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import num_parts
 from meliad_like.layers.sharding import constrain
-from meliad_like.layers.windows import with_summaries, without_summaries
 from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, Traits, layer_indices
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow
@@ -200,18 +199,11 @@ class Decoder(Skeleton):
         # Rounded after the lookup, so that the gradient of a frequent token, a sum of many small terms, is float32.
         return embed(table if tokens.ndim == 1 else constrain(table, vocabulary, None), tokens).astype(self.dtype)
 
-    def summaries(self, *shape):
+    def summaries(self, b, c):
         if self.summary_embedding is None:
             return None
         # Rounded after they are repeated, so that their gradients are float32 sums over lanes and blocks.
-        table = self.summary_embedding[...]
-        return jnp.broadcast_to(table, (*shape, *table.shape)).astype(self.dtype)
-
-    def enter(self, x, c):
-        return with_summaries(x, self.summaries(x.shape[0], c))
-
-    def leave(self, x, c):
-        return without_summaries(x, c, self.config.window_length)[0]
+        return jnp.tile(self.summary_embedding[...], (b, c, 1)).astype(self.dtype)
 
     def finish(self, x, dropout_key):
         x = self.final_norm(x)
@@ -225,6 +217,6 @@ class Decoder(Skeleton):
 
     def published(self, carry, start) -> dict[str, Any]:
         return {
-            name: [self.layers[i].publish(name, carry.layers[i], start) for i in indices]
+            name: [self.layers[i].mixers[name].publish(carry.layers[i][name], start) for i in indices]
             for name, indices in self.config.publishers().items()
         }

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, tiled_dropout
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.windows import with_summaries, without_summaries
 from meliad_like.mixers.base import MIXERS, Shape
 from meliad_like.mixers.token_heads import DecodingCache, TokenCache
 from meliad_like.models.layer import Layer
@@ -84,13 +83,9 @@ class DecoderLayer(Layer):
     def end_block(self, summaries, carry, position):
         return summaries, {name: self.mixers[name].end_block(carry[name]) for name in self.names}
 
-    def publish(self, name, carry, start):
-        return self.mixers[name].publish(carry[name], start)
-
     def __call__(self, x, at, carry, dropout_key=None):
         num_keys = 2 + len(self.names)
         keys = [None] * num_keys if dropout_key is None else list(jax.random.split(dropout_key, num_keys))
-        x, summaries = without_summaries(x, at.start.shape[1], self.shape.window_length)
         if self.names:
             normed, results, carry = tiled_dropout(self.norm(x), self.shape.dropout_rate, keys[0]), [], dict(carry)
             for name, key in zip(self.names, keys[2:], strict=True):
@@ -98,9 +93,7 @@ class DecoderLayer(Layer):
                     result, carry[name] = self.mixers[name](normed, at, carry[name], key)
                 results.append(result)
             x = x + self.output(jnp.concatenate(results, axis=-1))
-        if self.feedforward is not None:
-            x = self.feedforward(x, keys[1])
-        return with_summaries(x, summaries), carry
+        return x if self.feedforward is None else self.feedforward(x, keys[1]), carry
 
     def decode_step(self, x, at, carry):
         if self.names:

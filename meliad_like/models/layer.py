@@ -9,13 +9,17 @@ from typing import Any, ClassVar
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.flops import Flops
 from meliad_like.mixers.base import At, Carry, Shape, Traits
 from meliad_like.registry import Registry, size
 
 LAYERS = Registry("kind of layer", "meliad_like.models.melodi", "meliad_like.models.repeated_input")
+
+
+Stream = tuple[Float[Array, "b n d"], Float[Array, "b u2 d"] | None]
+"""What goes up the stack: the vectors of the tokens, and those of the summary tokens of all blocks if there are any."""
 
 
 class Layer(nnx.Module):
@@ -26,6 +30,8 @@ class Layer(nnx.Module):
 
     acts_at_blocks = False
     """Whether decoding has to call `end_block`."""
+    takes_summaries = False
+    """Whether `x` in `__call__`, and its result, are the vectors of the tokens and of the summary tokens (`Stream`)."""
 
     def init_carry(self, b: int, dtype: Any) -> Carry:
         """The carry of `b` lanes before their first token: a pytree of arrays with the lane axis first."""
@@ -83,10 +89,6 @@ class Layer(nnx.Module):
         """
         del position
         return summaries, carry
-
-    def publish(self, name: str, carry: Carry, start: Bool[Array, " b"]) -> Any:
-        """What the named mixer publishes for other layers before a block (`Mixer.publish`)."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

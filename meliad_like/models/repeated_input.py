@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from meliad_like.layers.windows import with_summaries, without_summaries
 from meliad_like.models.decoder_layer import DecoderLayer
 from meliad_like.models.layer import LAYERS, LayerConfig
 
@@ -12,9 +11,7 @@ class RepeatedInputLayer(DecoderLayer):
 
     def __call__(self, x, at, carry, dropout_key=None):
         y, carry = super().__call__(x, at, carry, dropout_key)
-        c, w = at.start.shape[1], self.shape.window_length
-        (x, _), (y, summaries) = without_summaries(x, c, w), without_summaries(y, c, w)
-        return with_summaries(x + y, summaries), carry
+        return x + y, carry
 
     def decode_step(self, x, at, carry):
         y, carry = super().decode_step(x, at, carry)

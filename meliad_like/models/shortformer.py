@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.adaptive import AdaptiveVocabulary
 from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.losses import TokenLosses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.layer import Layer
@@ -271,12 +270,7 @@ class Shortformer(Skeleton):
         """Log-probabilities of the next token, float32."""
         return self.vocabulary.log_probabilities(hidden)
 
-    def target_scores(
-        self,
-        hidden: Float[Array, "b n d"],
-        targets: Int[Array, "b n"],
-        slice_length: int,
-        dropout_key: PRNGKeyArray | None = None,
-    ) -> TokenLosses:
-        """The loss of every target, without the logits of the whole vocabulary."""
-        return self.vocabulary.score(hidden, targets, slice_length, dropout_key)
+    @property
+    def target_scores(self):
+        """The losses of targets, without the logits of the whole vocabulary."""
+        return self.vocabulary.score

@@ -22,6 +22,7 @@ from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence
 from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import At
 from meliad_like.models.base import ModelConfig
+from meliad_like.models.layer import Stream
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
 SOFTMAX = 2**32 - 1
@@ -93,14 +94,6 @@ class Skeleton(nnx.Module):
         """The logits of the next token, float32."""
         raise NotImplementedError
 
-    def enter(self, x: Float[Array, "b n d"], c: int) -> Float[Array, "b n2 d"]:
-        """The input of the first layer, from the embedding vectors of `c` blocks."""
-        return x
-
-    def leave(self, x: Float[Array, "b n2 d"], c: int) -> Float[Array, "b n d"]:
-        """The vectors of the tokens alone, from the output of the last layer for `c` blocks."""
-        return x
-
     def published(self, carry: Any, start: Bool[Array, " b"]) -> dict[str, Any]:
         """What layers read of the carry in addition to their own before a block, by name (`At.published`).
 
@@ -111,9 +104,10 @@ class Skeleton(nnx.Module):
         del carry, start
         return {}
 
-    def summaries(self, *shape: int) -> Float[Array, "*batch u d"] | None:
-        """The summary tokens before the first layer, which are the same for all blocks; None if there are none."""
-        return None
+    def summaries(self, b: int, c: int) -> Float[Array, "b u2 d"] | None:
+        """The summary tokens of `c` blocks before the first layer, one block's after the other's; None if there are
+        none."""
+        del b, c
 
     @property
     def dtype(self):
@@ -177,8 +171,7 @@ class Skeleton(nnx.Module):
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
         keys = self._keys(dropout_key)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
-        c = tokens.shape[1] // w
-        x = constrain(self.enter(x, c), "lanes", None, None)
+        x = constrain(x, "lanes", None, None), self.summaries(len(x), tokens.shape[1] // w)
         positions, position = self.block_positions(carry.position, start)
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
@@ -189,7 +182,7 @@ class Skeleton(nnx.Module):
         groups, at = groups_of(self.layers[k:], self.scan_layers), At(positions, published)
         (_, *above), layers = self._stack(outputs[-1], layers[k:], at, keys[k:-2], groups)
         outputs, layers = [*outputs, *above], [*below, *layers]
-        outputs = [self.leave(x, c) for x in (outputs if every_layer else outputs[-1:])]
+        outputs = [x for x, _ in (outputs if every_layer else outputs[-1:])]
         return outputs, carry._replace(position=position, layers=from_rightmost(layers))
 
     def losses(
@@ -241,13 +234,8 @@ class Skeleton(nnx.Module):
         return read + overlap * (read > 0), read[:, -1] + stride + overlap
 
     def _stack(
-        self,
-        x: Float[Array, "b n d"],
-        layers: list[Any],
-        at: At,
-        keys: list[PRNGKeyArray | None],
-        groups: list[Group],
-    ) -> tuple[list[Float[Array, "b n d"]], list[Any]]:
+        self, x: Stream, layers: list[Any], at: At, keys: list[PRNGKeyArray | None], groups: list[Group]
+    ) -> tuple[list[Stream], list[Any]]:
         """Applies the layers one after the other to the whole segment: returns `x` and each layer's output.
 
         A group of several layers is a `jax.lax.scan`, which the compiler compiles once for all of them. Parameters and
@@ -258,8 +246,12 @@ class Skeleton(nnx.Module):
             layer, one, key = inputs
             call = rematerialise(type(layer).__call__, self.config.remat, inside_scan=inside_scan)
             with jax.named_scope("attention"):
-                x, one = call(layer, x, at, one, key)
-            x = constrain(x, "lanes", None, None)
+                if layer.takes_summaries:
+                    x, one = call(layer, x, at, one, key)
+                else:
+                    tokens, one = call(layer, x[0], at, one, key)
+                    x = tokens, x[1]
+            x = jax.tree.map(lambda y: constrain(y, "lanes", None, None), x)
             return x, (x, one)
 
         outputs, new_layers, others = [x], [], zip(layers, keys, strict=True)
@@ -278,12 +270,12 @@ class Skeleton(nnx.Module):
 
     def _scan_blocks(
         self,
-        x: Float[Array, "b n d"],
+        x: Stream,
         layers: list[Any],
         positions: Int[Array, "b c"],
         keys: list[PRNGKeyArray | None],
         every_layer: bool,
-    ) -> tuple[list[Float[Array, "b n d"]], list[Any], dict[str, Any]]:
+    ) -> tuple[list[Stream], list[Any], dict[str, Any]]:
         """Applies the first layers to a block before the next block.
 
         Args:
@@ -310,7 +302,8 @@ class Skeleton(nnx.Module):
         if c == 1:
             layers, (outputs, published) = step(layers, (x, positions[:, 0], 0))
             return outputs, layers, published
-        blocks = rearrange(x, "b (c w) d -> c b w d", c=c), positions.T, jnp.arange(c)
+        x = jax.tree.map(lambda y: rearrange(y, "b (c w) d -> c b w d", c=c), x)
+        blocks = x, positions.T, jnp.arange(c)
         layers, results = jax.lax.scan(rematerialise_iteration(step, self.config.remat), layers, blocks)
         outputs, published = jax.tree.map(lambda y: rearrange(y, "c b n ... -> b (c n) ..."), results)
         return outputs, layers, published
@@ -344,7 +337,7 @@ class Skeleton(nnx.Module):
             return carries
 
         def end(acting):
-            summaries, ended = self.summaries(len(position)), {}
+            summaries, ended = self.summaries(len(position), 1), {}
             for i, one in acting.items():
                 summaries, ended[i] = self.layers[i].end_block(summaries, one, position)
             return ended

@@ -136,7 +136,7 @@ class PretrainedDecoder(Skeleton):
         keys = self._keys(dropout_key)
         x = constrain(self.embed(tokens, jnp.arange(t), keys[-2]), "lanes", None, None)
         at, groups = At(position[:, None], {"inserted": inserted}), groups_of(self.layers, self.scan_layers)
-        return self._stack(x, [None] * len(self.blocks), at, keys[:-2], groups)[0]
+        return [x for x, _ in self._stack((x, None), [None] * len(self.blocks), at, keys[:-2], groups)[0]]
 
     def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
         """Reads a segment, as `Skeleton.read_segment`; every window begins with the tokens that it repeats."""
@@ -228,6 +228,6 @@ class PretrainedDecoder(Skeleton):
         tokens = jnp.pad(carry.tokens[:, -o:], ((0, 0), (0, w - o)))
         x, keys = self.embed(tokens, jnp.arange(w), None), [None] * len(self.blocks)
         at, groups = At(carry.position[:, None], {"inserted": carry.inserted}), groups_of(self.layers, self.scan_layers)
-        outputs, layers = self._stack(x, carry.layers, at, keys, groups)
-        weighed = None if self.recurrence is None else self._weigh(outputs)
+        outputs, layers = self._stack((x, None), carry.layers, at, keys, groups)
+        weighed = None if self.recurrence is None else self._weigh([x for x, _ in outputs])
         return carry._replace(tokens=tokens, layers=layers, weighed=weighed)

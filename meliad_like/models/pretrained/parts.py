@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import merge_heads, split_heads
-from meliad_like.layers.basic import ACTIVATIONS, LayerNorm, Linear, RMSNorm, dropout
+from meliad_like.layers.attention import attend, merge_heads, split_heads
+from meliad_like.layers.basic import ACTIVATIONS, LayerNorm, Linear, RMSNorm, dropout, dropout_multiplier
 from meliad_like.layers.positions import rotate
 from meliad_like.models.layer import Layer
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -130,7 +130,14 @@ class Block(Layer):
             value = jnp.concatenate([split_heads(self.value(vectors), g), value], axis=2)
             present = jnp.broadcast_to(present[:, None, None], (*visible.shape[:2], vectors.shape[1]))
             visible = jnp.concatenate([present, visible], axis=2)
-        return merge_heads(attend(query, key, value, visible, self.config.dropout_rate, dropout_key))
+        # Each head of keys serves consecutive heads of queries.
+        g, (b, h, t, k), rate = key.shape[1], query.shape, self.config.dropout_rate
+        query = (query * k**-0.5).reshape(b, g, h // g * t, k)
+        multiplier = None
+        if dropout_key is not None and rate > 0.0:
+            multiplier = dropout_multiplier(dropout_key, rate, (b, g, h // g * t, key.shape[2]), jnp.float32)
+        mask = jnp.tile(visible, (1, h // g, 1))[:, None]
+        return merge_heads(attend(query, key, value, mask=mask, multiplier=multiplier).reshape(b, h, t, k))
 
     def _finish(self, x, mixed, attention_key, feedforward_key):
         rate, activation = self.config.dropout_rate, ACTIVATIONS[self.config.activation]
@@ -141,23 +148,3 @@ class Block(Layer):
             gate = self.feedforward_gate
             hidden = activation(hidden) if gate is None else activation(gate(y)) * hidden
             return x + dropout(self.feedforward_output(hidden), rate, feedforward_key)
-
-
-def attend(
-    query: Float[Array, "b h t k"],
-    key: Float[Array, "b g s k"],
-    value: Float[Array, "b g s k"],
-    visible: Bool[Array, "b t s"],
-    dropout_rate: float = 0.0,
-    dropout_key: PRNGKeyArray | None = None,
-) -> Float[Array, "b h t k"]:
-    """Scaled dot-product attention, in which each head of keys serves h / g consecutive heads of queries.
-
-    The softmax is float32. Every query must see a key.
-    """
-    h, k = query.shape[1], query.shape[-1]
-    grouped = rearrange(query, "b (g q) t k -> b g q t k", g=key.shape[1])
-    scores = jnp.einsum("bgqtk,bgsk->bgqts", grouped, key, preferred_element_type=jnp.float32) * k**-0.5
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1).astype(value.dtype)
-    weights = dropout(weights, dropout_rate, dropout_key)
-    return rearrange(jnp.einsum("bgqts,bgsk->bgqtk", weights, value), "b g q t k -> b (g q) t k", q=h // key.shape[1])
