@@ -53,8 +53,7 @@ def part_names(config: ModelConfig, carry: Any) -> list[str]:
     of other families the whole.
     """
     if not all(isinstance(layer, dict) for layer in carry.layers):
-        whole = config.memory_name if jax.tree.leaves(carry._replace(position=None)) else None
-        return [] if whole is None else [whole]
+        return [] if config.memory_name is None else [config.memory_name]
     names = {}
     for layer in carry.layers:
         for name, one in layer.items():

@@ -261,30 +261,33 @@ class FeedForward(nnx.Module):
         return finish(self.output, self.hidden(x))
 
 
-def dropout_multiplier(key: PRNGKeyArray, rate: float, shape: tuple[int, ...], dtype) -> Array:
-    """A random array of 0 and 1 / (1 - rate), by which dropout multiplies."""
+def dropout_multiplier(
+    key: PRNGKeyArray | None, rate: float, shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> Array | None:
+    """A random array of 0 and 1 / (1 - rate), by which dropout multiplies; None without a key."""
+    if key is None or rate == 0.0:
+        return None
     keep = jax.random.bernoulli(key, 1.0 - rate, shape)
     return jnp.where(keep, 1.0 / (1.0 - rate), 0.0).astype(dtype)
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
     """Dropout with an independent mask value for every element of `x`; without a key, `x` itself."""
-    if key is None or rate == 0.0:
-        return x
-    return x * dropout_multiplier(key, rate, x.shape, x.dtype)
+    multiplier = dropout_multiplier(key, rate, x.shape, x.dtype)
+    return x if multiplier is None else x * multiplier
 
 
-def tiled_dropout(x: Float[Array, "b n d"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "b n d"]:
+def tiled_dropout(x: Float[Array, "*batch n d"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*batch n d"]:
     """Dropout whose mask is a tile of at most 128 tokens, shared by all lanes and repeated along the segment.
 
     The reference does the same: far fewer random numbers are drawn than there are activations.
     """
-    if key is None or rate == 0.0:
-        return x
-    n, d = x.shape[1:]
+    n, d = x.shape[-2:]
     whole = num_parts() * n
     tile = math.gcd(whole, 128)
     mask = dropout_multiplier(key, rate, (1, 1, tile, d), x.dtype)
+    if mask is None:
+        return x
     if n % tile:
         # A device's part of a segment begins and ends within a tile.
         return x * own_blocks(jnp.tile(mask[0], (1, whole // tile, 1)))

@@ -102,8 +102,9 @@ class Mixer(nnx.Module):
 
     def carry_axes(self, carry: Carry) -> Any:
         """The logical axes of each array of a carry in either form: the same tree, with tuples of names of
-        `layers/sharding.py`, from the first axis; axes that are not listed are not sharded."""
-        return jax.tree.map(lambda _: ("lanes",), carry)
+        `layers/sharding.py`, from the first axis; axes that are not listed are not sharded. By default arrays with four
+        axes, [b, h, ...], are sharded by heads."""
+        return jax.tree.map(lambda leaf: ("lanes", "heads") if leaf.ndim == 4 else ("lanes",), carry)
 
     def __call__(
         self, x: Float[Array, "b n d"], at: At, carry: Carry, dropout_key: PRNGKeyArray | None
@@ -227,11 +228,6 @@ def layer_indices(name: str, layers: tuple[int, ...] | None, num_layers: int) ->
     if len(indices := frozenset(layer % num_layers for layer in layers)) != len(layers):
         raise UserError(f"{name}={layers} names a layer twice")
     return indices
-
-
-def heads_of_lanes(carry: Any) -> Any:
-    """The logical axes of a carry whose arrays with four axes, [b, h, ...], are sharded by heads."""
-    return jax.tree.map(lambda leaf: ("lanes", "heads") if leaf.ndim == 4 else ("lanes",), carry)
 
 
 def check_taps(config: Any, shape: Shape) -> None:

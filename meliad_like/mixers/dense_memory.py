@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from meliad_like.layers.attention import LOWEST, MASKED, attend, average, merge_heads
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import PIECE, Memory, remember
-from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits, heads_of_lanes
+from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits
 from meliad_like.mixers.sliding_window import tokens_of
 from meliad_like.mixers.token_heads import TokenHeads
 from meliad_like.registry import size
@@ -47,9 +47,6 @@ class DenseAttention(Mixer):
         empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)
         return DenseCarry(Memory(empty, empty), jnp.zeros((b,), jnp.int32))
 
-    def carry_axes(self, carry):
-        return heads_of_lanes(carry)
-
     def __call__(self, x, at, carry, dropout_key):
         w, m = self.shape.window_length, self.config.num_slots
         positions, position = at.count(carry.position, w)
@@ -72,7 +69,9 @@ class DenseAttention(Mixer):
 
         blocks = rearrange(query, "b h (c w) k -> c b h w k", w=w), positions.T, jnp.arange(c)
         _, result = jax.lax.scan(read, None, blocks)
-        memory = self._remember(carry.memory, key, value, positions)
+        # Only the last m are written: of two writes to a slot either may be the last.
+        token = (positions[:, -1:] + np.arange(w - c * w, w))[:, -m:]
+        memory = remember(carry.memory, key[:, :, -m:], value[:, :, -m:], token, token >= 0)
         return tokens_of(jnp.moveaxis(result, 0, 1)), DenseCarry(memory, position)
 
     def _attend(
@@ -120,13 +119,6 @@ class DenseAttention(Mixer):
         state = highest, jnp.zeros_like(highest), jnp.zeros(query.shape, jnp.float32)
         (_, total, mixed), _ = jax.lax.scan(add, state, jnp.arange(-(-count // size)))
         return average(mixed, total, value.dtype)
-
-    def _remember(self, memory: Memory, key, value, positions: Int[Array, "b c"]) -> Memory:
-        """The ring after a segment: of the last document's tokens the last m."""
-        c, w, m = positions.shape[1], self.shape.window_length, self.config.num_slots
-        token = positions[:, -1:] + np.arange(w - c * w, w)
-        # Only the last m are written: of two writes to a slot either may be the last.
-        return remember(memory, key[:, :, -m:], value[:, :, -m:], token[:, -m:], token[:, -m:] >= 0)
 
     def step(self, x, at, carry):
         m, position, (key, value, query) = self.config.num_slots, carry.position, self.heads.of(x[:, None])

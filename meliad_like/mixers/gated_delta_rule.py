@@ -83,9 +83,6 @@ class DeltaRule(Mixer):
             matrix, jnp.zeros((b, self.config.conv_length - 1, 3 * self.num_heads * self.head_size), dtype)
         )
 
-    def carry_axes(self, carry):
-        return DeltaCarry(("lanes", "heads"), ("lanes",))
-
     def _inputs(self, x: Float[Array, "b n d"]) -> Float[Array, "b n channels"]:
         """What the convolutions read."""
         return jnp.concatenate([linear(x) for linear in (self.query, self.key, self.value)], axis=-1)

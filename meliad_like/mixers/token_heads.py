@@ -26,14 +26,8 @@ class TokenCache(NamedTuple):
     value: Float[Array, "b h w k"]
     position: Int[Array, " b"]
     """The number of tokens of the document that have been read."""
-
-
-class DecodingCache(NamedTuple):
-    """The cache while decoding."""
-
-    tokens: TokenCache
-    placed_key: Float[Array, "b h w k"] | None
-    """The keys with their places in the tile of the current block; None if positions don't change keys."""
+    placed_key: Float[Array, "b h w k"] | None = None
+    """While decoding, if positions change keys: the keys with their places in the tile of the current block."""
 
 
 class Tile(NamedTuple):
@@ -185,41 +179,43 @@ class TokenHeads(nnx.Module):
         """The cache's keys of unit length, without positions, and its values."""
         return KeysAndValues(self.position.plain(cache.key), cache.value, visible)
 
-    def begin_block(self, cache: TokenCache) -> DecodingCache:
+    def begin_block(self, cache: TokenCache) -> TokenCache:
         """The cache before the first token of a block is decoded: the keys get the places of the block before."""
-        changed = self.position.changes_keys
-        return DecodingCache(cache, self.placed_key(cache.key, np.arange(self.w)) if changed else None)
+        if not self.position.changes_keys:
+            return cache
+        return cache._replace(placed_key=self.placed_key(cache.key, np.arange(self.w)))
 
-    def token(self, y: Float[Array, "b d"], cache: DecodingCache) -> tuple[TokenTile, DecodingCache]:
+    def token(self, y: Float[Array, "b d"], cache: TokenCache) -> tuple[TokenTile, TokenCache]:
         """The heads of one token of every lane, and the cache with it.
 
         Args:
             y: the layer's input, after its norm.
             cache: the cache of the tokens before.
         """
-        (key, value, query), tokens = self.project(y[:, None]), cache.tokens
-        offset, lanes = tokens.position % self.w, jnp.arange(len(y))
+        key, value, query = self.project(y[:, None])
+        offset, lanes = cache.position % self.w, jnp.arange(len(y))
         place, placed = (self.w + offset)[:, None, None], cache.placed_key
         if placed is not None:
             placed = placed.at[lanes, :, offset].set(self.placed_key(key, place)[:, :, 0])
         # The distance of the token in ring column s is (offset - s - 1) % w + 1.
         column = (offset[:, None] - jnp.arange(self.w) - 1) % self.w
-        seen = (jnp.arange(self.w) < offset[:, None]) | (tokens.position >= self.w)[:, None]
+        seen = (jnp.arange(self.w) < offset[:, None]) | (cache.position >= self.w)[:, None]
         tile = TokenTile(
             query=self.scaled(self.position.plain(query)),
             placed_query=self.placed_query(query, place),
             # A token doesn't see itself, so the key that it replaces, w tokens before, is still there.
-            placed_key=tokens.key if cache.placed_key is None else cache.placed_key,
-            value=tokens.value,
+            placed_key=cache.key if cache.placed_key is None else cache.placed_key,
+            value=cache.value,
             bias=jnp.moveaxis(jnp.take(self.bias(self.w), column, axis=1), 0, 1),
             seen=seen | (not self.mask_empty_cache),
         )
-        tokens = TokenCache(
-            key=tokens.key.at[lanes, :, offset].set(key[:, :, 0]),
-            value=tokens.value.at[lanes, :, offset].set(value[:, :, 0]),
-            position=tokens.position + 1,
+        cache = TokenCache(
+            key=cache.key.at[lanes, :, offset].set(key[:, :, 0]),
+            value=cache.value.at[lanes, :, offset].set(value[:, :, 0]),
+            position=cache.position + 1,
+            placed_key=placed,
         )
-        return tile, DecodingCache(tokens, placed)
+        return tile, cache
 
 
 def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:

@@ -151,7 +151,7 @@ class ModelConfig:
 
         A decoder's carry has the memories of its mixers instead (`evaluation/interventions.py`).
         """
-        return "window"
+        return None
 
     def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
         """The config of the same model for reading independent sequences of this number of tokens.

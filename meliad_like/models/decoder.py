@@ -206,8 +206,7 @@ class Decoder(Skeleton):
         return jnp.tile(self.summary_embedding[...], (b, c, 1)).astype(self.dtype)
 
     def finish(self, x, dropout_key):
-        x = self.final_norm(x)
-        return x if dropout_key is None else tiled_dropout(x, self.config.dropout_rate, dropout_key)
+        return tiled_dropout(self.final_norm(x), self.config.dropout_rate, dropout_key)
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
         """The logits of the next token, float32; the softmax shares the embedding's parameters."""

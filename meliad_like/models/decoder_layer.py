@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, tiled_dropout
 from meliad_like.layers.flops import Flops
 from meliad_like.mixers.base import MIXERS, Shape
-from meliad_like.mixers.token_heads import DecodingCache, TokenCache
+from meliad_like.mixers.token_heads import TokenCache
 from meliad_like.models.layer import Layer
 
 zeros = jax.nn.initializers.zeros
@@ -29,8 +29,7 @@ class ResidualFeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "*batch d"]:
         with jax.named_scope("feedforward"):
-            y = self.network(self.norm(x))
-            return x + (y if dropout_key is None else tiled_dropout(y, self.dropout_rate, dropout_key))
+            return x + tiled_dropout(self.network(self.norm(x)), self.dropout_rate, dropout_key)
 
     @staticmethod
     def flops(shape: Shape) -> Flops:
@@ -74,41 +73,38 @@ class DecoderLayer(Layer):
         cleared = {name: self.mixers[name] for name in self.clearing}
         return carry | {name: empty_but_window(mixer, carry[name]) for name, mixer in cleared.items()}
 
-    def begin_decoding(self, carry, position):
+    def begin_decoding(self, carry):
         return {name: self.mixers[name].begin_decoding(carry[name]) for name in self.names}
 
     def end_decoding(self, carry):
         return {name: self.mixers[name].end_decoding(carry[name]) for name in self.names}
 
-    def end_block(self, summaries, carry, position):
-        return summaries, {name: self.mixers[name].end_block(carry[name]) for name in self.names}
+    def end_block(self, carry):
+        return {name: self.mixers[name].end_block(carry[name]) for name in self.names}
 
     def __call__(self, x, at, carry, dropout_key=None):
+        return self._read(x, carry, dropout_key, lambda mixer, x, carry, key: mixer(x, at, carry, key))
+
+    def step(self, x, at, carry):
+        return self._read(x, carry, None, lambda mixer, x, carry, key: mixer.step(x, at, carry))
+
+    def _read(self, x, carry, dropout_key, read):
+        """The layer's output, and the carry; `read(mixer, x, carry, key)` returns those of a mixer."""
         num_keys = 2 + len(self.names)
         keys = [None] * num_keys if dropout_key is None else list(jax.random.split(dropout_key, num_keys))
         if self.names:
             normed, results, carry = tiled_dropout(self.norm(x), self.shape.dropout_rate, keys[0]), [], dict(carry)
             for name, key in zip(self.names, keys[2:], strict=True):
                 with jax.named_scope(name):
-                    result, carry[name] = self.mixers[name](normed, at, carry[name], key)
+                    result, carry[name] = read(self.mixers[name], normed, carry[name], key)
                 results.append(result)
             x = x + self.output(jnp.concatenate(results, axis=-1))
         return x if self.feedforward is None else self.feedforward(x, keys[1]), carry
 
-    def decode_step(self, x, at, carry):
-        if self.names:
-            normed, results, carry = self.norm(x), [], dict(carry)
-            for name in self.names:
-                with jax.named_scope(name):
-                    result, carry[name] = self.mixers[name].step(normed, at, carry[name])
-                results.append(result)
-            x = x + self.output(jnp.concatenate(results, axis=-1))
-        return x if self.feedforward is None else self.feedforward(x, None), carry
-
 
 def is_window(node: Any) -> bool:
     """Whether a part of a carry is the cache of attention to a window."""
-    return isinstance(node, (TokenCache, DecodingCache))
+    return isinstance(node, TokenCache)
 
 
 def empty_but_window(mixer: Any, carry: Any) -> Any:

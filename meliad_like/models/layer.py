@@ -7,12 +7,11 @@ A kind of layer changes the order of what happens inside of a layer. What a laye
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from meliad_like.layers.flops import Flops
-from meliad_like.mixers.base import At, Carry, Shape, Traits
+from meliad_like.mixers.base import Carry, Mixer, Shape, Traits
 from meliad_like.registry import Registry, size
 
 LAYERS = Registry("kind of layer", "meliad_like.models.melodi", "meliad_like.models.repeated_input")
@@ -22,73 +21,31 @@ Stream = tuple[Float[Array, "b n d"], Float[Array, "b u2 d"] | None]
 """What goes up the stack: the vectors of the tokens, and those of the summary tokens of all blocks if there are any."""
 
 
-class Layer(nnx.Module):
-    """A layer, with the methods that a layer without a carry need not override.
+class Layer(Mixer):
+    """A layer, with the methods of a mixer: it reads the output of the layer below, and its results are its own output.
 
-    As that of a mixer, its carry may have another form while decoding.
+    In a pretrained decoder `At.published` has the vectors that are inserted.
     """
 
-    acts_at_blocks = False
-    """Whether decoding has to call `end_block`."""
     takes_summaries = False
-    """Whether `x` in `__call__`, and its result, are the vectors of the tokens and of the summary tokens (`Stream`)."""
+    """Whether it reads and returns a `Stream`, with `end_window` instead of `end_block`."""
 
     def init_carry(self, b: int, dtype: Any) -> Carry:
-        """The carry of `b` lanes before their first token: a pytree of arrays with the lane axis first."""
+        """The carry of `b` lanes before their first token: nothing."""
         del b, dtype
-
-    def carry_axes(self, carry: Carry) -> Any:
-        """As in `Mixer`."""
-        return jax.tree.map(lambda _: ("lanes",), carry)
 
     def begin_segment(self, carry: Carry) -> Carry:
         """The carry at the beginning of a segment."""
         return carry
 
-    def __call__(
-        self, x: Float[Array, "b n d"], at: At, carry: Carry, dropout_key: PRNGKeyArray | None = None
-    ) -> tuple[Float[Array, "b n d"], Carry]:
-        """Reads a segment of `c` blocks.
-
-        Args:
-            x: the hidden vectors of the tokens.
-            at: where documents begin, and what other layers have published before each block; in a pretrained decoder
-                the vectors that are inserted.
-            carry: the carry after the segment before.
-            dropout_key: random key; None: no dropout.
-        """
-        raise NotImplementedError
-
-    def begin_decoding(self, carry: Carry, position: Int[Array, " b"]) -> Carry:
-        """The carry's form for decoding.
-
-        Args:
-            carry: the carry between two segments.
-            position: the number of tokens of the document that have been read, whole blocks.
-        """
-        del position
-        return carry
-
-    def end_decoding(self, carry: Carry) -> Carry:
-        """The carry's form for segments, at the beginning of a block."""
-        return carry
-
-    def decode_step(self, x: Float[Array, "b d"], at: At, carry: Carry) -> tuple[Float[Array, "b d"], Carry]:
-        """Reads one token of every lane, with the carry's form for decoding."""
-        raise NotImplementedError
-
-    def end_block(
-        self, summaries: Float[Array, "b u d"] | None, carry: Carry, position: Int[Array, " b"]
-    ) -> tuple[Float[Array, "b u d"] | None, Carry]:
+    def end_window(self, carry: Carry, summaries: Float[Array, "b u d"]) -> tuple[Carry, Float[Array, "b u d"]]:
         """The carry after a block whose last token has been decoded, and the block's summary tokens for the next layer.
 
         Args:
-            summaries: the summary tokens from the layer below; None in a stack without them.
-            carry: the carry after the last token.
-            position: the number of tokens of the document that have been read.
+            carry: the carry after the last token, in its form for decoding.
+            summaries: the summary tokens from the layer below.
         """
-        del position
-        return summaries, carry
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from meliad_like.layers.flops import Flops
 from meliad_like.layers.windows import SequenceMix, toeplitz
 from meliad_like.mixers.base import Shape, Traits, layer_indices
 from meliad_like.mixers.positions import POSITIONS
-from meliad_like.mixers.token_heads import DecodingCache, TokenHeads
+from meliad_like.mixers.token_heads import TokenCache, TokenHeads
 from meliad_like.models.decoder_layer import ResidualFeedForward
 from meliad_like.models.layer import LAYERS, Layer, LayerConfig, Stream
 from meliad_like.registry import size
@@ -50,7 +50,7 @@ class DecodingMelodi(NamedTuple):
     """The same while decoding."""
 
     memory: MelodiCarry
-    window: DecodingCache
+    window: TokenCache
     """The tokens of the current window so far."""
     short: tuple[Float[Array, "b h r k"], ...]
     """The keys and values of the short-term memory."""
@@ -179,10 +179,7 @@ class MelodiLayer(Layer):
         return toeplitz(self.heads.bias(r + rows - 1), rows, r)
 
     def _multiplier(self, dropout_key, num_rows: int, num_keys: int):
-        rate = self.shape.dropout_rate
-        if dropout_key is None or rate == 0.0:
-            return None
-        return dropout_multiplier(dropout_key, rate, (self.shape.num_heads, num_rows, num_keys), jnp.float32)
+        return dropout_multiplier(dropout_key, self.shape.dropout_rate, (self.shape.num_heads, num_rows, num_keys))
 
     def _shown(self, age: Int[Array, " b"], num_columns: int) -> Bool[Array, "b columns"]:
         """Whether a query may see what is in a column; the short-term memory, in the first ones, may be empty."""
@@ -269,8 +266,8 @@ class MelodiLayer(Layer):
         short = made["short"] + summaries if self.config.short_length == self.config.num_summaries else made["short"]
         return summaries + made.get("summary", 0), short, made.get("long")
 
-    def begin_decoding(self, carry, position):
-        memory, b = carry[NAME], len(position)
+    def begin_decoding(self, carry):
+        memory, b = carry[NAME], len(carry[NAME].position)
         empty = self.heads.init_cache(b, memory.short.dtype)._replace(position=memory.position)
         filled = self._filled(memory.position // self.shape.window_length)[:, :, None]
         long = self._memory_heads(jnp.where(filled, memory.long, 0), None) if self.long else ()
@@ -288,9 +285,9 @@ class MelodiLayer(Layer):
         shown = self._filled(age) | (not self.shape.mask_empty_cache)
         return self._mix_long(result, query, (*carry.long, shown), None)
 
-    def decode_step(self, x, at, carry):
+    def step(self, x, at, carry):
         carry, r, w, heads = carry[NAME], self.config.short_length, self.shape.window_length, self.heads
-        position = carry.window.tokens.position
+        position = carry.window.position
         offset, age = position % w, position // w
         tile, window = heads.token(self.norm(x), carry.window)
         distance = r + offset[:, None] - np.arange(r + w)
@@ -306,11 +303,10 @@ class MelodiLayer(Layer):
         mixed = {name: carry.mixed[name] + mix.of_token(x, offset) for name, mix in self._mixes.items()}
         return x, {NAME: carry._replace(window=window, mixed=mixed)}
 
-    def end_block(self, summaries, carry, position):
+    def end_window(self, carry, summaries):
         carry, w, heads = carry[NAME], self.shape.window_length, self.heads
-        memory, tokens = carry.memory, carry.window.tokens
+        memory, tokens = carry.memory, carry.window
         age = memory.position // w
-        assert summaries is not None
         key, value, query = heads.of(self.norm(summaries))
         place = 2 * w + np.arange(summaries.shape[1])
         of_tokens = heads.placed_key(tokens.key, np.arange(w, 2 * w))
@@ -322,7 +318,7 @@ class MelodiLayer(Layer):
         result = self._mix_stored(result, query, carry, age)
         summaries, short, extracted = self._make(self._finish(summaries, result, None), carry.mixed)
         long = self._remember(memory.long, extracted[:, None], age[:, None]) if self.long else None
-        return summaries, self.begin_decoding({NAME: MelodiCarry(short, long, position)}, position)
+        return self.begin_decoding({NAME: MelodiCarry(short, long, memory.position + w)}), summaries
 
 
 @LAYERS.register(NAME)

@@ -9,12 +9,8 @@ from meliad_like.models.layer import LAYERS, LayerConfig
 class RepeatedInputLayer(DecoderLayer):
     """A standard layer whose input is added to its output once more."""
 
-    def __call__(self, x, at, carry, dropout_key=None):
-        y, carry = super().__call__(x, at, carry, dropout_key)
-        return x + y, carry
-
-    def decode_step(self, x, at, carry):
-        y, carry = super().decode_step(x, at, carry)
+    def _read(self, x, carry, dropout_key, read):
+        y, carry = super()._read(x, carry, dropout_key, read)
         return x + y, carry
 
 

@@ -125,7 +125,7 @@ class Skeleton(nnx.Module):
     def begin_decoding(self, carry: Any) -> Any:
         """The carry in its form for `decode_step`: with the arrays that only decoding needs."""
         both = zip(self.layers, carry.layers, strict=True)
-        return carry._replace(layers=[layer.begin_decoding(one, carry.position) for layer, one in both])
+        return carry._replace(layers=[layer.begin_decoding(one) for layer, one in both])
 
     def end_decoding(self, carry: Any) -> Any:
         """The carry in its form for segments, from that for decoding; all lanes are at the beginning of a block."""
@@ -324,22 +324,25 @@ class Skeleton(nnx.Module):
         outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, carry.layers, strict=True):
             with jax.named_scope("attention"):
-                x, one = layer.decode_step(outputs[-1], at, one)
+                x, one = layer.step(outputs[-1], at, one)
             outputs.append(x)
             layers.append(one)
-        layers = self._end_block(offset == self.config.window_length - 1, layers, position + 1)
+        layers = self._end_block(offset == self.config.window_length - 1, layers)
         return outputs, carry._replace(position=position + 1, layers=layers)
 
-    def _end_block(self, flags: Bool[Array, " b"], carries: list[Any], position: Int[Array, " b"]) -> list[Any]:
+    def _end_block(self, flags: Bool[Array, " b"], carries: list[Any]) -> list[Any]:
         """The carries of the layers after the last token of a block, in the flagged lanes."""
         acting = {i: one for i, one in enumerate(carries) if self.layers[i].acts_at_blocks}
         if not acting:
             return carries
 
         def end(acting):
-            summaries, ended = self.summaries(len(position), 1), {}
+            summaries, ended = self.summaries(len(flags), 1), {}
             for i, one in acting.items():
-                summaries, ended[i] = self.layers[i].end_block(summaries, one, position)
+                if self.layers[i].takes_summaries:
+                    ended[i], summaries = self.layers[i].end_window(one, summaries)
+                else:
+                    ended[i] = self.layers[i].end_block(one)
             return ended
 
         acted = at_lanes(flags, end, acting)

@@ -29,24 +29,14 @@ class PretrainedCarry(NamedTuple):
 
     position: Int[Array, " b"]
     """The number of tokens of the lane's document read so far; those that a window repeats are not counted again."""
-    layers: list[None]
-    """Nothing: layers see their own window alone."""
+    layers: list[KeyValueCache | None]
+    """The keys and values of the current window while decoding, otherwise None: layers see their own window alone."""
     inserted: Float[Array, "b e d"] | None = None
-    """The vectors for the next window, if there is a recurrence."""
-
-
-class DecodingPretrained(NamedTuple):
-    """The same while decoding."""
-
-    position: Int[Array, " b"]
-    layers: list[KeyValueCache]
-    """The keys and values of the current window."""
-    inserted: Float[Array, "b e d"] | None
-    """The vectors for the current window, if there is a recurrence."""
-    tokens: Int[Array, "b w"]
-    """The tokens of the current window, of which the next one may repeat the last."""
-    weighed: Float[Array, "b w d"] | None
-    """The weighted outputs of the layers, which the recurrence pools at the window's end."""
+    """With a recurrence: the vectors for the next window; while decoding, for the current one."""
+    tokens: Int[Array, "b w"] | None = None
+    """While decoding: the tokens of the current window, of which the next one may repeat the last."""
+    weighed: Float[Array, "b w d"] | None = None
+    """While decoding with a recurrence: the weighted outputs of the layers, which are pooled at the window's end."""
 
 
 class PretrainedDecoder(Skeleton):
@@ -107,10 +97,10 @@ class PretrainedDecoder(Skeleton):
         return {"inserted": carry.inserted}
 
     def begin_decoding(self, carry):
-        position, layers, inserted = super().begin_decoding(carry)
-        b, w, d = len(position), self.config.window_length, self.config.model_width
+        b, w, d = len(carry.position), self.config.window_length, self.config.model_width
         weighed = None if self.recurrence is None else jnp.zeros((b, w, d), self.dtype)
-        return DecodingPretrained(position, layers, inserted, jnp.zeros((b, w), jnp.int32), weighed)
+        caches = [block.init_cache(b) for block in self.blocks]
+        return carry._replace(layers=caches, tokens=jnp.zeros((b, w), jnp.int32), weighed=weighed)
 
     def end_decoding(self, carry):
         return PretrainedCarry(carry.position, [None] * len(self.blocks), carry.inserted)
@@ -153,7 +143,7 @@ class PretrainedDecoder(Skeleton):
             return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
 
-        def read(carry: DecodingPretrained, token):
+        def read(carry: PretrainedCarry, token):
             token, begins = token
             outputs, carry = self.read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
             return carry, outputs if every_layer else outputs[-1:]
@@ -217,13 +207,14 @@ class PretrainedDecoder(Skeleton):
             carry = carry._replace(weighed=carry.weighed.at[lanes, offset].set(self._weigh(outputs)))
         return outputs, at_lanes(offset == self.config.window_length - 1, self._begin_window, carry)
 
-    def _begin_window(self, carry: DecodingPretrained) -> DecodingPretrained:
+    def _begin_window(self, carry: PretrainedCarry) -> PretrainedCarry:
         """The carry at the beginning of the next window."""
         w, o = self.config.window_length, self.config.overlap
         if self.recurrence is not None:
             carry = carry._replace(inserted=self.recurrence(carry.weighed))
         if not o:
             return carry
+        assert carry.tokens is not None
         # Later tokens replace the padding, and no token sees what comes after it.
         tokens = jnp.pad(carry.tokens[:, -o:], ((0, 0), (0, w - o)))
         x, keys = self.embed(tokens, jnp.arange(w), None), [None] * len(self.blocks)

@@ -66,14 +66,12 @@ class Block(Layer):
         self.feedforward_hidden = linear(d, f, "model", "feedforward")
         self.feedforward_output = linear(f, d, "feedforward", "model")
 
-    def begin_decoding(self, carry, position):
+    def init_cache(self, b: int) -> KeyValueCache:
+        """An empty cache, for decoding."""
         config = self.config
-        shape = len(position), config.num_key_value_heads, config.window_length, config.head_size
+        shape = b, config.num_key_value_heads, config.window_length, config.head_size
         empty = jnp.zeros(shape, config.activation_dtype)
         return KeyValueCache(empty, empty)
-
-    def end_decoding(self, carry):
-        return None
 
     def __call__(self, x, at, carry, dropout_key=None):
         """As of `Layer`; with the carry's form for decoding it holds the keys and values of the last window."""
@@ -91,7 +89,7 @@ class Block(Layer):
         mixed = self._attend(query, key, value, visible, at, positions.reshape(-1) > 0, keys[0])
         return self._finish(x, rearrange(mixed, "(b c) w i -> b (c w) i", c=c), keys[1], keys[2]), carry
 
-    def decode_step(self, x, at, carry: KeyValueCache):
+    def step(self, x, at, carry: KeyValueCache):
         position = at.positions
         w, offset, lanes = self.config.window_length, self.config.offset(position), jnp.arange(len(x))
         query, key, value = self._heads(self.attention_norm(x)[:, None], offset[:, None])

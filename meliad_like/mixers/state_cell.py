@@ -3,7 +3,7 @@
 Block-Recurrent Transformers, sections 3.2 to 3.4.
 """
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,10 @@ from jaxtyping import Array, Float
 from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit, unit_query
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
 from meliad_like.layers.sharding import constrain
+from meliad_like.mixers.base import Shape
+
+if TYPE_CHECKING:
+    from meliad_like.mixers.recurrent_states import RecurrentStates
 
 GateKind = Literal["fixed", "lstm"]
 CellKind = Literal["skip", "single", "dual"]
@@ -95,45 +99,31 @@ class StateCell(nnx.Module):
     the attention and another after the network, as the two residual connections of a transformer layer.
     """
 
-    def __init__(
-        self,
-        *,
-        num_states: int,
-        model_width: int,
-        num_heads: int,
-        head_size: int,
-        feedforward_width: int,
-        gate: GateKind,
-        cell: CellKind,
-        attention_scale: float,
-        time_constants: TimeConstants,
-        rngs: nnx.Rngs,
-    ):
-        self.num_heads = num_heads
-        inner = num_heads * head_size
+    def __init__(self, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
+        self.num_heads, self.cell = shape.num_heads, config.cell
+        num_states, d, f, inner = config.num_states, shape.model_width, shape.feedforward_width, shape.inner_width
         normal = jax.nn.initializers.normal
-        self.initial = parameter(rngs.params(), normal(0.1), (num_states, model_width), ("states", "model"))
-        self.identity = parameter(rngs.params(), normal(1.0), (num_states, model_width), ("states", "model"))
-        self.norm = RMSNorm(model_width, rngs=rngs)
-        self.key = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
-        self.value = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
-        self.query = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
-        self.cross_query = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
-        scale = jax.nn.initializers.constant(attention_scale)
-        self.attention_scale = parameter(rngs.params(), scale, (num_heads,), ("heads",))
-        self.cross_attention_scale = parameter(rngs.params(), scale, (num_heads,), ("heads",))
-        gate_class = GATES[gate]
-        if cell in ("skip", "dual"):
-            self.output = Linear(2 * inner, model_width, ("heads", "model"), rngs=rngs)
-            self.attention_gate = gate_class(2 * inner, model_width, "heads", time_constants, rngs=rngs)
-        if cell == "dual":
-            self.feedforward_norm = RMSNorm(model_width, rngs=rngs)
-            self.feedforward = FeedForward(model_width, feedforward_width, model_width, rngs=rngs)
-        if cell == "single":
-            self.feedforward = FeedForward(2 * inner, feedforward_width, model_width, rngs=rngs)
-        if cell in ("single", "dual"):
-            self.feedforward_gate = gate_class(feedforward_width, model_width, "feedforward", time_constants, rngs=rngs)
-        self.cell = cell
+        self.initial = parameter(rngs.params(), normal(0.1), (num_states, d), ("states", "model"))
+        self.identity = parameter(rngs.params(), normal(1.0), (num_states, d), ("states", "model"))
+        self.norm = RMSNorm(d, rngs=rngs)
+        self.key = Linear(d, inner, ("model", "heads"), rngs=rngs)
+        self.value = Linear(d, inner, ("model", "heads"), rngs=rngs)
+        self.query = Linear(d, inner, ("model", "heads"), rngs=rngs)
+        self.cross_query = Linear(d, inner, ("model", "heads"), rngs=rngs)
+        scale = jax.nn.initializers.constant(config.attention_scale)
+        self.attention_scale = parameter(rngs.params(), scale, (self.num_heads,), ("heads",))
+        self.cross_attention_scale = parameter(rngs.params(), scale, (self.num_heads,), ("heads",))
+        gate_class = GATES[config.gate]
+        if config.cell in ("skip", "dual"):
+            self.output = Linear(2 * inner, d, ("heads", "model"), rngs=rngs)
+            self.attention_gate = gate_class(2 * inner, d, "heads", config.time_constants, rngs=rngs)
+        if config.cell == "dual":
+            self.feedforward_norm = RMSNorm(d, rngs=rngs)
+            self.feedforward = FeedForward(d, f, d, rngs=rngs)
+        if config.cell == "single":
+            self.feedforward = FeedForward(2 * inner, f, d, rngs=rngs)
+        if config.cell in ("single", "dual"):
+            self.feedforward_gate = gate_class(f, d, "feedforward", config.time_constants, rngs=rngs)
 
     def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:
         """For each gate, the share of each channel that it keeps, and the share of the update that it takes in.
