@@ -194,12 +194,7 @@ def attend(
 
 
 def attend_unit(query: Float[Array, "*batch h t k"], *parts: KeysAndValues) -> Float[Array, "*batch h t k"]:
-    """Attention to keys in parts, of which at least one is visible; no part is copied.
-
-    Args:
-        query: the result of `unit_query`.
-        parts: keys and values, in one array or several.
-    """
+    """Attention of results of `unit_query` to keys in parts, of which at least one is visible; no part is copied."""
     scores = [
         jnp.einsum("...htk,...hsk->...hts", query, part.key, preferred_element_type=jnp.float32) for part in parts
     ]

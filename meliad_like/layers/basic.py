@@ -32,14 +32,9 @@ REMAT_POLICIES = {
     "layers": jax.checkpoint_policies.nothing_saveable,
 }
 
-LINEAR = "linear"
-"""The name of the outputs of linear maps, for the policies of `jax.checkpoint`."""
-SOFTMAX = "softmax"
-"""The name of the maxima and sums of a softmax, for the same policies."""
-RELU = "relu"
-"""The name of the results of `relu`, for the same policies."""
-UNIT = "unit"
-"""The name of vectors of unit length and of the factors that gave it to them, for the same policies."""
+# Names of values that policies of `jax.checkpoint` keep: the outputs of linear maps, the maxima and sums of a softmax,
+# the results of `relu`, and vectors of unit length with the factors that gave it to them.
+LINEAR, SOFTMAX, RELU, UNIT = "linear", "softmax", "relu", "unit"
 
 
 def fan_in_scaled(scale: float) -> jax.nn.initializers.Initializer:
@@ -69,14 +64,9 @@ def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
 def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None) -> Float[Array, "n o"]:
     """`x @ kernel`; on a CPU the gradient for a kernel with more rows than columns is computed as its transpose.
 
-    A function with its own backward pass has no forward-mode derivative (`jax.jvp`) in JAX; so on other platforms only
-    a rounded product is such a function.
-
-    Args:
-        x: array of any float dtype, which is also the dtype of the result.
-        kernel: array of the dtype of `x`.
-        dtype: both factors are rounded to it, here and for the gradient of `x`; sums and the kernel's gradient are
-            not rounded. None: no rounding.
+    With a `dtype`, both factors are rounded to it, here and for the gradient of `x`; sums and the kernel's gradient are
+    not. A function with its own backward pass has no forward-mode derivative (`jax.jvp`) in JAX; so on other platforms
+    only a rounded product is such a function.
     """
     if dtype is None and not transposes_gradients_of_products():
         return x @ kernel

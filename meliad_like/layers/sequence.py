@@ -54,8 +54,7 @@ def is_leftmost() -> Array | bool:
 def from_left(last: tuple[Array, ...], first: tuple[Array, ...]) -> tuple[Array, ...]:
     """The value of `last` on the device to the left; on the leftmost device, `first`.
 
-    Args:
-        last, first: arrays of the same shape and dtype, which are sent as one array.
+    The arrays of both have the same shape and dtype, and are sent as one array.
     """
     parts = num_parts()
     if parts == 1:
@@ -71,13 +70,6 @@ def scan_in_order(scan: Callable[[Any], tuple[Any, Any]], state: Any) -> tuple[A
     After `i` rounds the device with index `i` starts from the right state, so its next results are the right ones.
     No tokens are moved. The backward pass computes all rounds but the last again, so that the memory of one round is
     enough.
-
-    Args:
-        scan: maps the state before a device's blocks to the state after them, and their results.
-        state: a tree of arrays, before the segment.
-
-    Returns:
-        The state after the device's own blocks, and their results.
     """
     first = state
 

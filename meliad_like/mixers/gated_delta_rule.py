@@ -123,12 +123,7 @@ class DeltaRule(Mixer):
 
 
 def update(matrix: Float[Array, "b h p k"], rule: Rule) -> Float[Array, "b h p k"]:
-    """The states after one token, by the rule as it stands (equation 10).
-
-    Args:
-        matrix: the states before it.
-        rule: of the token, without the axis of tokens.
-    """
+    """The states after one token, by the rule of this token as it stands (equation 10)."""
     decayed = matrix * jnp.exp(rule.log_decay)[..., None, None]
     error = rule.value - jnp.einsum("bhpk,bhk->bhp", decayed, rule.key)
     return decayed + jnp.einsum("bh,bhp,bhk->bhpk", rule.strength, error, rule.key)
@@ -137,17 +132,11 @@ def update(matrix: Float[Array, "b h p k"], rule: Rule) -> Float[Array, "b h p k
 def read_chunks(
     rule: Rule, matrix: Float[Array, "b h p k"], start: Bool[Array, "b c"], chunk: int
 ) -> tuple[Float[Array, "b h p k"], Float[Array, "b h n p"]]:
-    """The states after a segment, and what every token reads.
+    """The states after a segment, and what every token reads, in chunks whose length divides a block.
 
     With g_t, the decay of a chunk's tokens up to t, the state is S_t = g_t S_0 + sum_{s <= t} g_t / g_s u_s k_s^T. The
     corrections u solve u_t + beta_t sum_{s < t} g_t / g_s (k_t k_s) u_s = beta_t (v_t - g_t S_0 k_t), a triangular
     system for each chunk. Its solutions for the v_t and the g_t k_t need no S_0 and are found for all chunks at once.
-
-    Args:
-        rule: of the segment's tokens.
-        matrix: the states before it.
-        start: blocks with which a document begins.
-        chunk: tokens of a chunk; divides a block.
     """
     n = rule.query.shape[2]
     query, key, value, log_decay, strength = (x.reshape(*x.shape[:2], n // chunk, chunk, *x.shape[3:]) for x in rule)

@@ -45,7 +45,7 @@ class Position(nnx.Module):
     def placed(
         self,
         kept: Float[Array, "*batch h s k"],
-        place: Int[Array, "*#batch s"] | np.ndarray,
+        place: Int[Array, "... s"] | np.ndarray,
         projection: Linear | None = None,
     ) -> Float[Array, "*batch h s k"]:
         """Queries or keys of unit length with their positions.
@@ -113,11 +113,7 @@ class PositionConfig:
     """Whether `Position.placed` can give places to vectors that are not tokens."""
 
     def check(self, model_width: int, head_size: int, mask_empty_cache: bool) -> None:
-        """Checks that a decoder of these sizes can have the strategy.
-
-        Raises:
-          UserError: a decoder of these sizes can't have the strategy.
-        """
+        """Raises a UserError if a decoder of these sizes can't have the strategy."""
 
     def build(self, w: int, num_heads: int, model_width: int, *, rngs: nnx.Rngs) -> Position:
         """The strategy's module for one layer."""

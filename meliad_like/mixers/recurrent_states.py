@@ -86,15 +86,9 @@ class StateRecurrence(Mixer):
         return states, self.cell.heads(states)
 
     def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[KeysAndValues, ...]):
-        """Runs the states over the blocks.
+        """Runs the states over the blocks, and resets them where a document starts.
 
-        Args:
-            states: the states after the segment before.
-            start: blocks before which the states are reset to the initial states.
-            tiles: the blocks before, and the blocks, each with the axes `b` and `c`.
-
-        Returns:
-            The last states, and the keys and values of the states before each block.
+        `tiles` are the blocks before, and the blocks. Returns the last states, and keys and values before each block.
         """
 
         def step(states, block):

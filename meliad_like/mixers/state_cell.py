@@ -128,8 +128,7 @@ class StateCell(nnx.Module):
     def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:
         """For each gate, the share of each channel that it keeps, and the share of the update that it takes in.
 
-        Args:
-            read: the input of each gate, as `update` returns it.
+        `read` is the input of each gate, as `update` returns it.
         """
         d = self.initial.shape[1]
         return {
@@ -160,13 +159,7 @@ class StateCell(nnx.Module):
     ) -> tuple[Float[Array, "b r d"], dict[str, Float[Array, "b r _"]]]:
         """The next states: attention among the states and to the tokens of the block and the one before, then gates.
 
-        Args:
-            states: the states before the block.
-            heads: `self.heads(states)`.
-            tokens: those of the block before, and those of the block.
-
-        Returns:
-            The states, and the input of each gate, for `gate_values`.
+        Returns the states, and the input of each gate, for `gate_values`. `heads` is `self.heads(states)`.
         """
         among_states = attend_unit(heads.query, heads.keys)
         cross = attend_unit(heads.cross_query, *tokens)

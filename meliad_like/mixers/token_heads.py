@@ -127,13 +127,7 @@ class TokenHeads(nnx.Module):
         return self.position.kept(key), value, self.position.kept(query)
 
     def tile(self, y: Float[Array, "b n d"], at: At, cache: TokenCache) -> tuple[Tile, TokenCache]:
-        """The heads of a segment, and the cache after it.
-
-        Args:
-            y: the layer's input, after its norm.
-            at: where documents begin.
-            cache: the cache after the segment before.
-        """
+        """The heads of a segment, from the layer's input after its norm, and the cache after the segment."""
         projected = self.key(y), self.value(y), self.query(y)
         # Kept before they are cut into blocks: an axis for the lengths of the blocks costs XLA two copies a layer.
         key, value, query = (rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in self._kept(*projected))
@@ -186,12 +180,7 @@ class TokenHeads(nnx.Module):
         return cache._replace(placed_key=self.placed_key(cache.key, np.arange(self.w)))
 
     def token(self, y: Float[Array, "b d"], cache: TokenCache) -> tuple[TokenTile, TokenCache]:
-        """The heads of one token of every lane, and the cache with it.
-
-        Args:
-            y: the layer's input, after its norm.
-            cache: the cache of the tokens before.
-        """
+        """The heads of one token of every lane, and the cache with it."""
         key, value, query = self.project(y[:, None])
         offset, lanes = cache.position % self.w, jnp.arange(len(y))
         place, placed = (self.w + offset)[:, None, None], cache.placed_key

@@ -116,11 +116,7 @@ class ModelConfig:
         return "its windows are read one after the other"
 
     def check_sequence(self, segment_length: int, parts: int) -> None:
-        """Checks that segments of this length can be sharded over `parts` devices (`MeshConfig.sequence`).
-
-        Raises:
-          UserError: the model does not allow it, or the number of blocks is not a multiple of `parts`.
-        """
+        """Raises a UserError if such segments can't be sharded over `parts` devices (`MeshConfig.sequence`)."""
         if parts == 1:
             return
         if self.sequential_because is not None:

@@ -39,12 +39,7 @@ class Layer(Mixer):
         return carry
 
     def end_window(self, carry: Carry, summaries: Float[Array, "b u d"]) -> tuple[Carry, Float[Array, "b u d"]]:
-        """The carry after a block whose last token has been decoded, and the block's summary tokens for the next layer.
-
-        Args:
-            carry: the carry after the last token, in its form for decoding.
-            summaries: the summary tokens from the layer below.
-        """
+        """As `end_block`, with the block's summary tokens: those from the layer below, and those for the next layer."""
         raise NotImplementedError
 
 
@@ -65,11 +60,7 @@ class LayerConfig:
         return 0
 
     def check(self, shape: Shape) -> None:
-        """Checks that a decoder of this shape can have layers of this kind.
-
-        Raises:
-            UserError: it can't.
-        """
+        """Raises a UserError if a decoder of this shape can't have layers of this kind."""
 
     def build(self, shape: Shape, index: int, *, rngs: nnx.Rngs) -> Layer:
         """The module of layer `index`."""

@@ -203,10 +203,7 @@ class MelodiLayer(Layer):
     def _mix_long(self, result, query, seen, dropout_key):
         """Mixes a result with attention to the long-term memory, by a learned share of each head and channel.
 
-        Args:
-            result: the result of attention to the window and the short-term memory.
-            query: the queries without positions.
-            seen: keys and values of the memory, and which of them are visible.
+        `query` has no positions; `seen` are the memory's keys and values, and which of them are visible.
         """
         assert self.gate is not None
         keys, values, shown = seen

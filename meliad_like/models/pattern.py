@@ -50,13 +50,7 @@ def named_mixers(mixers: Sequence[MixerConfig], pattern: Sequence[str]) -> Itera
 def place_mixers(
     mixers: Sequence[MixerConfig], pattern: Sequence[str], num_layers: int, bare: frozenset[int]
 ) -> tuple[tuple[MixerConfig, ...], ...]:
-    """The mixers of each layer.
-
-    Args:
-        mixers: the result of `named_mixers`.
-        pattern: of the decoder.
-        num_layers: the number of layers.
-        bare: the layers that can't have mixers.
+    """The mixers of each layer, from the result of `named_mixers`; layers that are `bare` can't have any.
 
     Raises:
         UserError: a layer can't have the mixers that it has, or has nothing.

@@ -95,11 +95,9 @@ class Skeleton(nnx.Module):
         raise NotImplementedError
 
     def published(self, carry: Any, start: Bool[Array, " b"]) -> dict[str, Any]:
-        """What layers read of the carry in addition to their own before a block, by name (`At.published`).
+        """What layers read of the carry, in either form, in addition to their own before a block (`At.published`).
 
-        Args:
-            carry: the carry in either form.
-            start: lanes in which a document begins with the block.
+        `start` are the lanes in which a document begins with the block.
         """
         del carry, start
         return {}
@@ -195,12 +193,9 @@ class Skeleton(nnx.Module):
         *,
         slice_length: int,
     ) -> tuple[TokenLosses, Any]:
-        """Reads a segment: returns the loss of every target, and the carry for the next segment.
+        """Reads a segment, as `__call__`: returns the loss of every target, and the carry for the next segment.
 
-        Args:
-            tokens, carry, start, dropout_key: as for `__call__`.
-            targets: the tokens that come next.
-            slice_length: number of tokens of a lane whose logits exist at the same time (`layers/losses.py`).
+        `slice_length` is the number of tokens of a lane whose logits exist at the same time (`layers/losses.py`).
         """
 
         def read(by_token, others):
@@ -221,9 +216,7 @@ class Skeleton(nnx.Module):
     ) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
         """The position of each block's first new token in its document, and the position after the segment.
 
-        Args:
-            position: position of the segment's first token, if the lane's document continues.
-            start: blocks with which a document begins.
+        `position` is that of the segment's first token, if the lane's document continues.
         """
         overlap, block = self.config.overlap, jnp.arange(start.shape[1])
         stride = self.config.window_length - overlap
@@ -276,15 +269,9 @@ class Skeleton(nnx.Module):
         keys: list[PRNGKeyArray | None],
         every_layer: bool,
     ) -> tuple[list[Stream], list[Any], dict[str, Any]]:
-        """Applies the first layers to a block before the next block.
+        """Applies the first layers, which have these carries and keys, to a block before the next block.
 
-        Args:
-            x, positions: of the whole segment.
-            layers, keys: the carries and dropout keys of these layers.
-            every_layer: whether to return `x` and each layer's output, or only the last.
-
-        Returns:
-            The outputs, the carries after the segment, and what these layers publish before each block.
+        Returns the outputs as `_stack` (or only the last), the carries, and what the layers publish before each block.
         """
         # Here parameters are stacked once, not in every iteration.
         groups = groups_of(self.layers[: len(layers)], self.scan_layers)

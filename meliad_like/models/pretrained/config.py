@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Activation
@@ -145,12 +145,6 @@ class PretrainedConfig(ModelConfig):
     @property
     def memory_name(self) -> str | None:
         return RECURRENCES.name_of(self.summary) if self.summary else None
-
-    @property
-    def wavelengths(self) -> Float[np.ndarray, " half"]:
-        """`llama`: the scaled wavelengths of the rotary embedding, over 2 pi."""
-        sizes = (self.head_size, self.rotary_base, self.window_length, self.max_positions)
-        return self.rotary_scaling.wavelengths(*sizes)
 
     @property
     def summary(self) -> WindowSummary | None:

@@ -112,14 +112,12 @@ class PretrainedDecoder(Skeleton):
         inserted: Float[Array, "b e d"] | None = None,
         dropout_key: PRNGKeyArray | None = None,
     ) -> list[Float[Array, "b t d"]]:
-        """Reads one window: returns the embedding and each layer's output, without the final norm.
+        """Reads one window of at most w tokens: returns the embedding and each layer's output, without the final norm.
 
         Args:
-            tokens: at most w.
             position: position in the document of the window's first new token; inserted vectors are present where it is
                 not 0. None: 0.
             inserted: the vectors from the window before; None: none are inserted.
-            dropout_key: random key in training; None: no dropout.
         """
         b, t = tokens.shape
         position = jnp.zeros((b,), jnp.int32) if position is None else position

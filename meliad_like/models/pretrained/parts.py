@@ -111,7 +111,8 @@ class Block(Layer):
         query, key, value = self.query(y), self.key(y), self.value(y)
         query, key, value = split_heads(query, config.num_heads), split_heads(key, g), split_heads(value, g)
         if config.architecture == "llama":
-            wavelength, scale = config.wavelengths, config.rotary_scaling.attention_scale
+            scaling = config.rotary_scaling
+            wavelength, scale = scaling.wavelengths(config), scaling.attention_scale
             query, key = (scale * rotate(x, offset[:, None], wavelength) for x in (query, key))
         return query, key, value
 

@@ -113,11 +113,7 @@ class Recurrence(nnx.Module):
         return {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max}[self.config.pooling](y, axis=1)
 
     def __call__(self, weighed: Float[Array, "b w d"]) -> Float[Array, "b e d"]:
-        """The vectors for the next window (h_prev): a feed-forward network of the pooled vector, float32.
-
-        Args:
-            weighed: the result of `weigh` for all tokens of a window.
-        """
+        """The vectors for the next window (h_prev), float32, from the results of `weigh` for a window's tokens."""
         x = self.pool(weighed)
         for i, layer in enumerate(self.layers):
             x = layer(x)
