@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Linear, check_tokens, dropout, embed, parameter, product, rows
@@ -160,15 +160,7 @@ class AdaptiveVocabulary(nnx.Module):
         scores = jnp.einsum("ni,vi->nv", rows(x), table, preferred_element_type=jnp.float32)
         return scores.reshape(*x.shape[:-1], -1)
 
-    def _score_needed(
-        self,
-        i: int,
-        needed: Bool[Array, "b n"],
-        piece: int,
-        hidden: Float[Array, "b n d"],
-        index: Int[Array, "b n"],
-        key: PRNGKeyArray | None,
-    ) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
+    def _score_needed(self, i: int, needed, piece: int, hidden, index, key) -> tuple[Array, Array]:
         """Log-probabilities in the softmax of band `i`: of each target, and of the most likely token.
 
         Those of tokens that are not `needed` are finite and have no meaning.

@@ -5,7 +5,7 @@ window, so both have no positions.
 """
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,9 +107,8 @@ class MemoryAttention(Mixer):
         w = self.shape.window_length
         per_turn = positions.shape[1] if self.config.update == "segment" else 1
 
-        def write(memory, block):
-            key, value, position, keep = block
-            return remember_block(memory, key, value, position, keep), None
+        def write(memory, block: Any):
+            return remember_block(memory, *block), None
 
         def step(memory, turn):
             query, key, value, position = turn

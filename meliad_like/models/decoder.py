@@ -24,7 +24,6 @@ from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, Traits, layer_in
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.base import MODELS, ModelConfig
-from meliad_like.models.decoder_layer import DecoderLayer
 from meliad_like.models.layer import LAYERS, LayerConfig
 from meliad_like.models.pattern import FEEDFORWARD, distinct_entries, named_mixers, names_of, place_mixers
 from meliad_like.models.skeleton import Skeleton
@@ -158,7 +157,7 @@ class DecoderConfig(ModelConfig):
     def flops(self, vocabulary_size: int) -> Flops:
         flops = Flops.of_products(2 * self.model_width * vocabulary_size)
         for index in range(self.total_layers):
-            flops += self.kinds.get(index, DecoderLayer).flops(self.shape, index)
+            flops += self.kinds.get(index, LayerConfig()).flops(self.shape, index)
         return flops
 
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
@@ -181,16 +180,13 @@ class Decoder(Skeleton):
         self.logit_scale = config.model_width**-0.5 if config.logit_scale is None else config.logit_scale
         shape = (vocabulary_size, config.model_width)
         self.embedding = parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"))
-        self.layers = nnx.List(self._layer(index, rngs) for index in range(config.total_layers))
+        self.layers = nnx.List(
+            config.kinds.get(i, LayerConfig()).build(config.shape, i, rngs=rngs) for i in range(config.total_layers)
+        )
         initializer, u = jax.nn.initializers.truncated_normal(0.25), sum(x.summary_tokens for x in config.layer_kinds)
         summaries = parameter(rngs.params(), initializer, (u, config.model_width), (None, "model")) if u else None
         self.summary_embedding = summaries
         self.final_norm = RMSNorm(config.model_width, rngs=rngs)
-
-    def _layer(self, index: int, rngs: nnx.Rngs) -> nnx.Module:
-        if (kind := self.config.kinds.get(index)) is not None:
-            return kind.build(self.config.shape, index, rngs=rngs)
-        return DecoderLayer(self.config.shape, index, rngs=rngs)
 
     def embed(self, tokens, position, dropout_key):
         # XLA crashes on a lookup along the vocabulary, sharded over `tensor`, inside of `over_sequence`.

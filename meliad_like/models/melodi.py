@@ -27,8 +27,7 @@ from meliad_like.layers.windows import SequenceMix, toeplitz
 from meliad_like.mixers.base import Shape, Traits, layer_indices
 from meliad_like.mixers.positions import POSITIONS
 from meliad_like.mixers.token_heads import TokenCache, TokenHeads
-from meliad_like.models.decoder_layer import ResidualFeedForward
-from meliad_like.models.layer import LAYERS, Layer, LayerConfig, Stream
+from meliad_like.models.layer import LAYERS, Layer, LayerConfig, ResidualFeedForward, Stream
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
 
@@ -338,6 +337,8 @@ class Melodi(LayerConfig):
     """The number of vectors in a long-term memory (m); the oldest are overwritten."""
     clear_states: bool = False
     """Begin every segment with empty memories, which measures their value beyond a segment."""
+
+    takes_mixers = False
 
     def __post_init__(self):
         check_positive(self, ("num_summaries", "short_length", "long_length"))

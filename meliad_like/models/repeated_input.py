@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from meliad_like.models.decoder_layer import DecoderLayer
-from meliad_like.models.layer import LAYERS, LayerConfig
+from meliad_like.models.layer import LAYERS, DecoderLayer, LayerConfig
 
 
 class RepeatedInputLayer(DecoderLayer):
@@ -19,10 +18,5 @@ class RepeatedInputLayer(DecoderLayer):
 class RepeatedInput(LayerConfig):
     """Layers whose input is added to their output once more, as that with the reference's dense memory."""
 
-    takes_mixers = True
-
     def build(self, shape, index, *, rngs):
         return RepeatedInputLayer(shape, index, rngs=rngs)
-
-    def flops(self, shape, index):
-        return DecoderLayer.flops(shape, index)

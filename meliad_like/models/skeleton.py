@@ -262,12 +262,7 @@ class Skeleton(nnx.Module):
         return outputs, new_layers
 
     def _scan_blocks(
-        self,
-        x: Stream,
-        layers: list[Any],
-        positions: Int[Array, "b c"],
-        keys: list[PRNGKeyArray | None],
-        every_layer: bool,
+        self, x: Stream, layers: list[Any], positions: Int[Array, "b c"], keys, every_layer: bool
     ) -> tuple[list[Stream], list[Any], dict[str, Any]]:
         """Applies the first layers, which have these carries and keys, to a block before the next block.
 
