@@ -190,6 +190,7 @@ class Evaluator:
         document = np.repeat(np.arange(len(self._targets)), self._targets)
         # Bin 0 is a document's first block, 1 the next, 2 the next two, and so on.
         bins = np.frexp((np.arange(len(nats)) - self._starts[document]) // self._window)[1]
+        edges = (self._window * (2 ** np.arange(bins.max() + 2) // 2)).tolist()
         texts = zip(self._split.names, self._split.num_bytes.tolist(), self._split.num_words.tolist(), strict=True)
         by_document = zip(sums(document, len(self._targets)), texts, strict=True)
         return Evaluation.of(
@@ -199,8 +200,8 @@ class Evaluator:
             ),
             split=self.name,
             positions=tuple(
-                PositionScore(**row, start=self._bin_start(i), stop=self._bin_start(i + 1))
-                for i, row in enumerate(sums(bins, bins.max() + 1))
+                PositionScore(**row, start=start, stop=stop)
+                for row, start, stop in zip(sums(bins, len(edges) - 1), edges, edges[1:])
             ),
             documents_in_split=self._documents_in_split,
             seconds=seconds,
@@ -254,9 +255,6 @@ class Evaluator:
         if done != total or (seen != self._counted).any():
             raise AssertionError("the reader did not deliver every target of every document exactly once")
         return nats, correct, time.perf_counter() - began
-
-    def _bin_start(self, index: int) -> int:
-        return self._window * (2**index // 2)
 
 
 def make_evaluator(

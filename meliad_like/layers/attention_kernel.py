@@ -79,12 +79,9 @@ def attend_window_in_kernel(
     Args:
         projected: a segment of n = c w tokens, with heads of i / h numbers each.
         scale: the attention scale of each head, not negative.
-        bias: scaled bias at the distances 1 to w.
-        previous_valid: whether the block before each block belongs to the same document.
-        multiplier: dropout of the weights, shared by lanes and blocks.
+        bias, previous_valid, multiplier: as for `attend_window`.
         mask_previous: whether a block before that is not valid is masked; otherwise its keys and values are 0.
-        rows: the number of queries in each row of the ring, of which `w` must be a multiple. None: 128, or `w` if it
-            is not a multiple.
+        rows: the number of queries in each row of the ring; a divisor of `w`. None: 128, or `w` if 128 is none.
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU.
     """
     w = bias.shape[1]

@@ -46,11 +46,6 @@ def own_blocks(x: Array) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * size, size, axis=1)
 
 
-def is_leftmost() -> Array | bool:
-    """Whether the segment begins with this device's blocks."""
-    return num_parts() == 1 or jax.lax.axis_index(AXIS) == 0
-
-
 def from_left(last: tuple[Array, ...], first: tuple[Array, ...]) -> tuple[Array, ...]:
     """The value of `last` on the device to the left; on the leftmost device, `first`.
 
@@ -60,7 +55,7 @@ def from_left(last: tuple[Array, ...], first: tuple[Array, ...]) -> tuple[Array,
     if parts == 1:
         return first
     received = jax.lax.ppermute(jnp.stack(last), AXIS, [(i, i + 1) for i in range(parts - 1)])
-    return tuple(jnp.where(is_leftmost(), jnp.stack(first), received))
+    return tuple(jnp.where(jax.lax.axis_index(AXIS) == 0, jnp.stack(first), received))
 
 
 def scan_in_order(scan: Callable[[Any], tuple[Any, Any]], state: Any) -> tuple[Any, Any]:
