@@ -50,8 +50,7 @@ def cleared(model: ModelConfig) -> ModelConfig | None:
 def part_names(config: ModelConfig, carry: Any) -> list[str]:
     """The parts of a carry for segments that can be exchanged.
 
-    Of a decoder these are the window, which is the caches of all layers, and the memories of its mixers by their names;
-    of other families the whole.
+    Of a decoder these are the window, and the memories of its mixers by their names; of other families the whole.
     """
     if not all(isinstance(layer, dict) for layer in carry.layers):
         return [] if config.memory_name is None else [config.memory_name]

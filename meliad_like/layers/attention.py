@@ -79,8 +79,7 @@ def merge_heads(*mixed: Float[Array, "*batch h n k"]) -> Float[Array, "*batch n 
 def scaled(query: Float[Array, "*batch h t k"], scale: nnx.Param) -> Float[Array, "*batch h t k"]:
     """Queries times the absolute value of the learned attention scale of their head.
 
-    The product is computed in float32 and then rounded, so that the scale's gradient, a sum over all numbers of all
-    queries, is a float32 sum.
+    The product is computed in float32 and then rounded, so that the scale's gradient is a float32 sum.
     """
     return (query.astype(jnp.float32) * jnp.abs(scale[...])[:, None, None]).astype(query.dtype)
 
@@ -105,8 +104,7 @@ def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
 def without_largest(bias: Float[Array, "..."], mask: Bool[Array, "..."] | None = None) -> Float[Array, "..."]:
     """`bias` minus the largest visible bias of each query, which changes no weight of a softmax.
 
-    The scores that compete for the largest weights then differ by more than float32 rounds them to, even where a large
-    scale has multiplied all biases.
+    Scores that compete for the largest weights then differ by more than float32 rounds them to, at any scale.
     """
     visible = bias if mask is None else jnp.where(mask, bias, MASKED)
     return bias - _largest(visible)

@@ -55,8 +55,7 @@ def parameter(key: PRNGKeyArray, initializer, shape: tuple[int, ...], axes: tupl
 def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
     """`x` with one leading axis.
 
-    Gradients of parameters are sums over tokens: over one axis XLA makes them plain matrix products and fast reductions
-    on a CPU, over several it does not.
+    Gradients of parameters are sums over tokens: only over one axis XLA makes them fast reductions on a CPU.
     """
     return x.reshape(-1, x.shape[-1])
 
@@ -126,8 +125,7 @@ def rematerialise(function: Callable[..., Any], remat: str, *, inside_scan: bool
     """`function` with a rematerialisation policy: the backward pass computes nothing again (`none`), everything except
     matrix products (`dots`), or everything (`layers`).
 
-    `inside_scan` leaves out the barriers that keep the compiler from merging the forward and the backward pass, which
-    are two loops there.
+    `inside_scan` leaves out the barriers between the forward and the backward pass, which are two loops there.
     """
     if remat == "none":
         return function

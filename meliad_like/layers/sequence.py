@@ -63,8 +63,7 @@ def scan_in_order(scan: Callable[[Any], tuple[Any, Any]], state: Any) -> tuple[A
 
     All devices scan their own blocks once per device of the axis, and send their state to the right after each scan.
     After `i` rounds the device with index `i` starts from the right state, so its next results are the right ones.
-    No tokens are moved. The backward pass computes all rounds but the last again, so that the memory of one round is
-    enough.
+    No tokens are moved. The backward pass computes all rounds but the last again.
     """
     first = state
 

@@ -151,8 +151,7 @@ class Traits(NamedTuple):
     sequential_because: str | None = None
     """The reason why the blocks of a segment can't be sharded over devices (`MeshConfig.sequence`); None: they can."""
     needs_segments: str | None = None
-    """The setting by which the carry depends on where segments end, so that the model can't write text token by token;
-    None if it doesn't."""
+    """The setting by which the carry depends on where segments end, so that the model can't write text; or None."""
     states: tuple[str, ...] = ()
     """The fields of the carry that are states, which pass from block to block."""
     output_bias: bool = False

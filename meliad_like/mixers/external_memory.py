@@ -1,7 +1,6 @@
 """External memory: attention to the nearest few of a document's past keys (Memorizing Transformers, section 3).
 
-This is a baseline of Block-Recurrent Transformers (table 1). A layer with a memory compares its memories with its
-window, so both have no positions.
+This is a baseline of Block-Recurrent Transformers (table 1). The layer's window has no positions either.
 """
 
 import dataclasses
@@ -175,8 +174,7 @@ class ExternalMemory(MixerConfig):
         return MemoryAttention(self, shape, rngs=rngs)
 
     def flops(self, shape):
-        """The operations of the window, of the search, which has no gradient, and of attention, whose memories have
-        none."""
+        """The operations of the window, the search and the attention, whose memories have no gradient."""
         searching = 2 * self.num_slots * shape.inner_width
         attention = 2 * 2 * self.num_neighbors * shape.inner_width
         return WindowAttention.flops(shape) + Flops(searching + attention, attention)

@@ -14,10 +14,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
+from meliad_like.layers import positions
 from meliad_like.layers.attention import split_heads, unit
 from meliad_like.layers.basic import Linear
-from meliad_like.layers.position_biases import AlibiBias, FourierBias, NetworkBias, OrthogonalBias
-from meliad_like.layers.positions import T5Bias, rotate, sinusoids, wavelengths
 from meliad_like.registry import Registry
 from meliad_like.validation import check_above_zero, check_choices
 
@@ -77,7 +76,7 @@ class RotaryPosition(Position):
         self.unit = unit
 
     def placed(self, kept, place, projection=None):
-        return rotate(kept, place, wavelengths(kept.shape[-1]) / np.float32(self.unit))
+        return positions.rotate(kept, place, positions.wavelengths(kept.shape[-1]) / np.float32(self.unit))
 
 
 class InfusedPosition(Position):
@@ -100,7 +99,7 @@ class InfusedPosition(Position):
 
     def placed(self, kept, place, projection=None):
         assert projection is not None
-        table = jnp.asarray(sinusoids(2 * self.w, self.model_width), kept.dtype)
+        table = jnp.asarray(positions.sinusoids(2 * self.w, self.model_width), kept.dtype)
         infused = projection(table[place if place.ndim == 1 else place[:, 0]])
         return unit(kept + split_heads(infused, kept.shape[-3]))
 
@@ -135,7 +134,7 @@ class T5(PositionConfig):
     """T5's bias by distance: one table of 32 buckets for each layer."""
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return BiasPosition(T5Bias(num_heads, rngs=rngs))
+        return BiasPosition(positions.T5Bias(num_heads, rngs=rngs))
 
 
 @POSITIONS.register("fourier")
@@ -144,7 +143,7 @@ class Fourier(PositionConfig):
     """A Fourier series of the distance for each head and layer."""
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return BiasPosition(FourierBias(w, num_heads, rngs=rngs))
+        return BiasPosition(positions.FourierBias(w, num_heads, rngs=rngs))
 
 
 @POSITIONS.register("alibi")
@@ -158,8 +157,7 @@ class Alibi(PositionConfig):
     learned_slope: bool = False
     """Whether a factor on the slopes of a layer is learned."""
     bound: Literal["none", "learned", "by_head", "fixed"] = "none"
-    """The number at which the bias stops falling: none, a learned one for each layer, one for each head, or a `fixed`
-    one."""
+    """The number at which the bias stops falling: none, learned for each layer or head, or `fixed`."""
     fixed_bound: float = 2.0
     """The bound, if `bound` is `fixed`."""
 
@@ -168,8 +166,7 @@ class Alibi(PositionConfig):
         check_above_zero(self, ("fixed_bound",))
 
     def build(self, w, num_heads, model_width, *, rngs):
-        bound = {"none": None, "fixed": self.fixed_bound}.get(self.bound, self.bound)
-        return BiasPosition(AlibiBias(num_heads, self.learned_slope, bound, rngs=rngs))
+        return BiasPosition(positions.AlibiBias(num_heads, self.learned_slope, self.bound, self.fixed_bound, rngs=rngs))
 
 
 @POSITIONS.register("network")
@@ -178,7 +175,7 @@ class Network(PositionConfig):
     """A small network of the distance for each layer."""
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return BiasPosition(NetworkBias(num_heads, rngs=rngs))
+        return BiasPosition(positions.NetworkBias(num_heads, rngs=rngs))
 
 
 @POSITIONS.register("orthogonal")
@@ -187,7 +184,7 @@ class Orthogonal(PositionConfig):
     """A learned combination of seven orthogonal functions of the distance for each head and layer."""
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return BiasPosition(OrthogonalBias(num_heads, rngs=rngs))
+        return BiasPosition(positions.OrthogonalBias(num_heads, rngs=rngs))
 
 
 @POSITIONS.register("rotary")

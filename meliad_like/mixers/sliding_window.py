@@ -47,8 +47,7 @@ class WindowAttention(Mixer):
     def end_decoding(self, carry: TokenCache) -> TokenCache:
         return carry._replace(placed_key=None)
 
-    def end_block(self, carry: TokenCache) -> TokenCache:
-        return self.heads.begin_block(carry)
+    end_block = begin_decoding
 
     def attend(
         self, x: Float[Array, "b n d"], at: At, cache: TokenCache, dropout_key: PRNGKeyArray | None

@@ -106,13 +106,13 @@ class StateCell(nnx.Module):
         self.initial = parameter(rngs.params(), normal(0.1), (num_states, d), ("states", "model"))
         self.identity = parameter(rngs.params(), normal(1.0), (num_states, d), ("states", "model"))
         self.norm = RMSNorm(d, rngs=rngs)
-        self.key = Linear(d, inner, ("model", "heads"), rngs=rngs)
-        self.value = Linear(d, inner, ("model", "heads"), rngs=rngs)
-        self.query = Linear(d, inner, ("model", "heads"), rngs=rngs)
-        self.cross_query = Linear(d, inner, ("model", "heads"), rngs=rngs)
+        self.key, self.value, self.query, self.cross_query = (
+            Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(4)
+        )
         scale = jax.nn.initializers.constant(config.attention_scale)
-        self.attention_scale = parameter(rngs.params(), scale, (self.num_heads,), ("heads",))
-        self.cross_attention_scale = parameter(rngs.params(), scale, (self.num_heads,), ("heads",))
+        self.attention_scale, self.cross_attention_scale = (
+            parameter(rngs.params(), scale, (self.num_heads,), ("heads",)) for _ in range(2)
+        )
         gate_class = GATES[config.gate]
         if config.cell in ("skip", "dual"):
             self.output = Linear(2 * inner, d, ("heads", "model"), rngs=rngs)
@@ -152,18 +152,13 @@ class StateCell(nnx.Module):
         )
 
     def update(
-        self,
-        states: Float[Array, "b r d"],
-        heads: StateHeads,
-        *tokens: KeysAndValues,
+        self, states: Float[Array, "b r d"], heads: StateHeads, *tokens: KeysAndValues
     ) -> tuple[Float[Array, "b r d"], dict[str, Float[Array, "b r _"]]]:
         """The next states: attention among the states and to the tokens of the block and the one before, then gates.
 
         Returns the states, and the input of each gate, for `gate_values`. `heads` is `self.heads(states)`.
         """
-        among_states = attend_unit(heads.query, heads.keys)
-        cross = attend_unit(heads.cross_query, *tokens)
-        mixed = merge_heads(among_states, cross)
+        mixed = merge_heads(attend_unit(heads.query, heads.keys), attend_unit(heads.cross_query, *tokens))
         inputs = {}
         if self.cell in ("skip", "dual"):
             inputs["attention_gate"] = mixed

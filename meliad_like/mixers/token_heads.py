@@ -80,9 +80,7 @@ class TokenHeads(nnx.Module):
         self.num_heads, self.head_size, self.w = shape.num_heads, shape.head_size, shape.window_length
         self.mask_empty_cache, self.for_kernel = shape.mask_empty_cache, shape.attention_kernel != "none"
         d, inner = shape.model_width, shape.inner_width
-        self.key = Linear(d, inner, ("model", "heads"), rngs=rngs)
-        self.value = Linear(d, inner, ("model", "heads"), rngs=rngs)
-        self.query = Linear(d, inner, ("model", "heads"), rngs=rngs)
+        self.key, self.value, self.query = (Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(3))
         self.attention_scale = parameter(rngs.params(), jax.nn.initializers.ones, (self.num_heads,), ("heads",))
         position = shape.position if with_positions else NoPosition()
         self.position: Position = position.build(self.w, self.num_heads, d, rngs=rngs)

@@ -50,14 +50,12 @@ class DecoderConfig(ModelConfig):
     pattern: tuple[str, ...] = size((), "pattern")
     """What each layer has, repeated from the first layer to the last: the names of its mixers, and `feedforward`,
     joined by +, such as ("rg_lru+feedforward", "rg_lru+feedforward", "sliding_window+feedforward"). Mixers that it does
-    not name are in the layers that they name themselves. (): every layer has a feed-forward network, and mixers name
-    their layers."""
+    not name are in the layers that they name themselves. (): all layers have a feed-forward network."""
     layer_kinds: tuple[LayerConfig, ...] = kind_field(LAYERS, tuple, many=True)
     """The kinds of layers in which things happen in another order than in the standard layer."""
     attention_kernel: Literal["none", "tpu", "interpreted"] = resumable("none")
     """The kernel that computes a segment's attention to the window without its scores in memory
-    (`layers/attention_kernel.py`): none, one compiled for TPUs, or the same interpreted, which is slow, for tests on
-    other platforms."""
+    (`layers/attention_kernel.py`): none, one compiled for TPUs, or the same interpreted, for tests."""
     logit_scale: float | None = None
     """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""
     feedforward_bias: bool = False

@@ -103,8 +103,7 @@ class Skeleton(nnx.Module):
         return {}
 
     def summaries(self, b: int, c: int) -> Float[Array, "b u2 d"] | None:
-        """The summary tokens of `c` blocks before the first layer, one block's after the other's; None if there are
-        none."""
+        """The summary tokens of `c` blocks before the first layer, block by block; None if there are none."""
         del b, c
 
     @property
@@ -293,8 +292,7 @@ class Skeleton(nnx.Module):
     def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
         """Reads one more token per lane at a cost that does not depend on the number of tokens read before.
 
-        Lanes may be at different positions. The carry is in the form of `begin_decoding`. Returns the logits of the
-        next token.
+        Lanes may be at different positions. Returns the logits of the next token.
         """
         (*_, x), carry = self.read_token(token, carry)
         return self.logits(self.finish(x, None)), carry

@@ -28,8 +28,7 @@ class OptimizerConfig:
     base_rate: float = 1.0
     """Factor on the schedule's learning rate."""
     weight_decay: float = 0.0
-    """The share of a parameter that a step removes, times the learning rate. Parameters with fewer than two dimensions
-    (norms and biases) have no weight decay."""
+    """The share of a parameter that a step removes, times the learning rate. Norms and biases have none."""
     clip_norm: float | None = None
     """Largest norm of the whole gradient (of the loss per position); None: no clipping."""
 

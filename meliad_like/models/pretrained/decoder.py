@@ -119,12 +119,16 @@ class PretrainedDecoder(Skeleton):
                 not 0. None: 0.
             inserted: the vectors from the window before; None: none are inserted.
         """
-        b, t = tokens.shape
-        position = jnp.zeros((b,), jnp.int32) if position is None else position
+        position = jnp.zeros(len(tokens), jnp.int32) if position is None else position
+        return self._read_window(tokens, position, inserted, [None] * len(self.blocks), dropout_key)[0]
+
+    def _read_window(self, tokens, position, inserted, caches, dropout_key):
+        """As `read_window`, with the caches that the window fills while decoding."""
         keys = self._keys(dropout_key)
-        x = constrain(self.embed(tokens, jnp.arange(t), keys[-2]), "lanes", None, None)
+        x = constrain(self.embed(tokens, jnp.arange(tokens.shape[1]), keys[-2]), "lanes", None, None)
         at, groups = At(position[:, None], {"inserted": inserted}), groups_of(self.layers, self.scan_layers)
-        return [x for x, _ in self._stack((x, None), [None] * len(self.blocks), at, keys[:-2], groups)[0]]
+        outputs, caches = self._stack((x, None), caches, at, keys[:-2], groups)
+        return [x for x, _ in outputs], caches
 
     def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
         """Reads a segment, as `Skeleton.read_segment`; every window begins with the tokens that it repeats."""
@@ -135,8 +139,7 @@ class PretrainedDecoder(Skeleton):
         return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], carry
 
     def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
-        """As `Skeleton.read_while_decoding`. Tokens are not repeated, so windows that overlap begin within the blocks
-        of w, and tokens are read one by one."""
+        """As `Skeleton.read_while_decoding`. Where windows overlap, tokens are read one by one."""
         if not self.config.overlap:
             return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
@@ -215,8 +218,6 @@ class PretrainedDecoder(Skeleton):
         assert carry.tokens is not None
         # Later tokens replace the padding, and no token sees what comes after it.
         tokens = jnp.pad(carry.tokens[:, -o:], ((0, 0), (0, w - o)))
-        x, keys = self.embed(tokens, jnp.arange(w), None), [None] * len(self.blocks)
-        at, groups = At(carry.position[:, None], {"inserted": carry.inserted}), groups_of(self.layers, self.scan_layers)
-        outputs, layers = self._stack((x, None), carry.layers, at, keys, groups)
-        weighed = None if self.recurrence is None else self._weigh([x for x, _ in outputs])
+        outputs, layers = self._read_window(tokens, carry.position, carry.inserted, carry.layers, None)
+        weighed = None if self.recurrence is None else self._weigh(outputs)
         return carry._replace(tokens=tokens, layers=layers, weighed=weighed)

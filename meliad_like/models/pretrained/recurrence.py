@@ -32,8 +32,7 @@ class WindowSummary:
     """The recurrence, by default that of the paper where it states its settings."""
 
     layers: tuple[int, ...] = size((1,), "layer_indices")
-    """The layers, counted from 0, whose attention receives the vectors; negative numbers count from the end. The
-    paper's layer 2 is (1,)."""
+    """The layers, counted from 0, or from the end below 0, whose attention receives the vectors."""
     insertion_point: Literal["before_norm", "after_norm"] = "before_norm"
     """Whether the inserted vectors pass that layer's attention norm, as the tokens do."""
     num_inserted: int = size(1, "fixed")

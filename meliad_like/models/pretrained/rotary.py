@@ -118,8 +118,7 @@ class Llama3Scaling(ScalingByParts):
 class YarnScaling(ScalingByParts):
     """YaRN (Peng et al. 2023, section 3.4).
 
-    As in the authors' code, the share between the two limits is linear in the number of the pair; in the paper it is
-    linear in the number of turns.
+    As in the authors' code, the share between the two limits is linear in the pair, in the paper in the turns.
     """
 
     fast_turns: float = 32.0
