@@ -14,7 +14,6 @@ from einops import rearrange
 from meliad_like.layers.attention import KeysAndValues, attend, attend_unit, attend_window, unit
 from meliad_like.layers.attention_kernel import Projected, attend_window_in_kernel
 from meliad_like.layers.memory_search import attend_memories
-from meliad_like.layers.windows import attend_parts
 
 B, C, H, W, K = 2, 2, 2, 16, 8
 VALID = jnp.array([[False, True], [True, False]])
@@ -122,9 +121,7 @@ def test_decoding(scale, bias, opposed):
     mask = (np.arange(W) < np.array([[3], [W]]))[:, None, None]
     actual, expected = attend(query, key, value, bias, mask), softmax(query, key, value, bias, mask)
     np.testing.assert_array_less(np.abs(actual - expected), limit(scale) * np.abs(value).max())
-    parts = attend_parts(
-        query, (key[:, :, :5], key[:, :, 5:]), (value[:, :, :5], value[:, :, 5:]), mask, np.ones((B, W), bool), bias
-    )
+    parts = attend(query, (key[:, :, :5], key[:, :, 5:]), (value[:, :, :5], value[:, :, 5:]), bias, mask)
     np.testing.assert_array_less(np.abs(parts - expected), limit(scale) * np.abs(value).max())
 
     check_gradients(attend, query, key, value, bias, mask)

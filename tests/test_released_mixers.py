@@ -20,7 +20,7 @@ from meliad_like.mixers.gated_delta_rule import DeltaCarry, GatedDeltaRule
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
 from meliad_like.mixers.mamba2 import Mamba2, Mamba2Carry
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.decoder_layer import DecoderLayer
+from meliad_like.models.layer import DecoderLayer
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

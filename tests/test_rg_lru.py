@@ -14,7 +14,7 @@ from meliad_like.errors import UserError
 from meliad_like.mixers.base import At
 from meliad_like.mixers.rg_lru import RGLRU, RGLRUCarry
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.decoder_layer import DecoderLayer
+from meliad_like.models.layer import DecoderLayer
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 NAMES = {

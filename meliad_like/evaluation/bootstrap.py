@@ -12,9 +12,8 @@ def intervals(
 ) -> Float[np.ndarray, "2 ..."]:
     """The ends of the intervals of sum(numerators) / sum(denominators) when documents are resampled with replacement.
 
-    Args:
-        drawn: how often each document is in each resample. Resamples without a denominator are left out.
-        level: share of the resamples that are in an interval.
+    `drawn` is how often each document is in each resample, and `level` the share of the resamples that are in an
+    interval. Resamples without a denominator are left out.
     """
     below = drawn @ denominators
     ratios = np.where(below != 0, drawn @ numerators / np.where(below != 0, below, 1), np.nan)

@@ -26,8 +26,9 @@ from meliad_like.evaluation.perplexity import Evaluator, Losses, ReadingMode
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.mesh import lane_shards
 from meliad_like.models.base import ModelConfig
-from meliad_like.models.decoder_layer import is_window
+from meliad_like.models.layer import is_window
 from meliad_like.models.model import Model
+from meliad_like.registry import configs_in
 
 WINDOW = "window"
 """The part of a decoder's carry that is the caches of its attention to windows."""
@@ -35,26 +36,24 @@ WINDOW = "window"
 
 def cleared(model: ModelConfig) -> ModelConfig | None:
     """The same model, in which every segment begins with empty states; None if it has no states."""
-    changes = {}
-    for field in dataclasses.fields(model):
-        value = getattr(model, field.name)
-        if isinstance(value, tuple) and any(hasattr(part, "clear_states") for part in value):
-            clear = {"clear_states": True}
-            changes[field.name] = tuple(
-                dataclasses.replace(part, **clear) if hasattr(part, "clear_states") else part for part in value
-            )
-    return dataclasses.replace(model, **changes) if changes else None
+
+    def clear(part):
+        return dataclasses.replace(part, clear_states=True) if hasattr(part, "clear_states") else part
+
+    if not any(hasattr(part, "clear_states") for part in configs_in(model)):
+        return None
+    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    parts = {name: tuple(map(clear, value)) for name, value in values.items() if isinstance(value, tuple)}
+    return dataclasses.replace(model, **parts)
 
 
 def part_names(config: ModelConfig, carry: Any) -> list[str]:
     """The parts of a carry for segments that can be exchanged.
 
-    Of a decoder these are the window, which is the caches of all layers, and the memories of its mixers by their names;
-    of other families the whole.
+    Of a decoder these are the window, and the memories of its mixers by their names; of other families the whole.
     """
     if not all(isinstance(layer, dict) for layer in carry.layers):
-        whole = config.memory_name if jax.tree.leaves(carry._replace(position=None)) else None
-        return [] if whole is None else [whole]
+        return [] if config.memory_name is None else [config.memory_name]
     names = {}
     for layer in carry.layers:
         for name, one in layer.items():
@@ -136,13 +135,8 @@ def losses_after(
 ) -> list[np.ndarray]:
     """The loss of every target in nats, by document; up to target `every` of a document nothing is changed.
 
-    Args:
-        run: the config of the model, with the number of lanes and the length of slices.
-        documents: to be read, each of them longer than `every`; at least two if they are `shuffled`.
-        kind: the name of the intervention in KINDS.
-        parts: the names of the parts of the carry that are exchanged (`part_names`).
-        every: tokens from one intervention to the next, whole windows.
-        on_progress: a callback with the numbers of tokens predicted so far and in all.
+    `documents` are longer than `every`, the number of tokens from one intervention to the next, and at least two to be
+    `shuffled`. `parts` are the names of the parts of the carry that are exchanged (`part_names`).
     """
     window, shards = model.config.window_length, lane_shards(mesh)
     # The evaluator has fewer lanes if documents are of unequal lengths; here the others' memories are needed.

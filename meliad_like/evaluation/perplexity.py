@@ -53,8 +53,7 @@ class ReadingMode:
     """`step(model, loss_slice, params, carry, batch)` reads a segment of every lane. Returns the carry after it, and
     its losses. `loss_slice` is the number of tokens of a lane whose logits exist at the same time."""
     init_carry: Callable[[Any, int], Any] = lambda module, b: module.init_carry(b)
-    """`init_carry(module, b)`, with the module that `model.bind(params)` gives, is the carry of `b` lanes before their
-    first segment."""
+    """`init_carry(module, b)`, with `model.bind(params)`, is the carry of `b` lanes at first."""
     carry_axes: Callable[[Model, Any], Any] = Model.carry_axes
     """`carry_axes(model, carry)` is the logical axes of the carry's arrays, as those of `Model.carry_axes`."""
     repeats_windows: bool = True
@@ -94,8 +93,7 @@ TOKEN_BY_TOKEN = ReadingMode(
 class Evaluator:
     """Evaluates a model on a split. It is compiled once for any number of evaluations.
 
-    The losses of all tokens are summed on the host in float64, so the results don't depend on the number of lanes, the
-    segment length or the mesh.
+    The losses of all tokens are summed on the host in float64, whatever the lanes, segments or mesh.
     """
 
     def __init__(
@@ -120,11 +118,9 @@ class Evaluator:
           max_lanes: the largest number of documents read in parallel, rounded up to a multiple that the mesh needs.
           max_tokens: evaluate a random subset of whole documents, always the same, with at most this number of tokens.
           loss_slice: number of tokens of a lane whose logits exist at the same time.
-          whole_segments: every document begins at a segment boundary, so that what depends on segments is the same at
-            equal positions of every document.
+          whole_segments: documents begin at segment boundaries, so that equal positions have equal segments.
           reading_mode: how segments are read, such as `TOKEN_BY_TOKEN`.
-          read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order. The
-            report marks results of a reader whose attribute `leaks_the_future` is true.
+          read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order.
         """
         self.model = model
         self.name = name
@@ -190,6 +186,7 @@ class Evaluator:
         document = np.repeat(np.arange(len(self._targets)), self._targets)
         # Bin 0 is a document's first block, 1 the next, 2 the next two, and so on.
         bins = np.frexp((np.arange(len(nats)) - self._starts[document]) // self._window)[1]
+        edges = (self._window * (2 ** np.arange(bins.max() + 2) // 2)).tolist()
         texts = zip(self._split.names, self._split.num_bytes.tolist(), self._split.num_words.tolist(), strict=True)
         by_document = zip(sums(document, len(self._targets)), texts, strict=True)
         return Evaluation.of(
@@ -199,8 +196,8 @@ class Evaluator:
             ),
             split=self.name,
             positions=tuple(
-                PositionScore(**row, start=self._bin_start(i), stop=self._bin_start(i + 1))
-                for i, row in enumerate(sums(bins, bins.max() + 1))
+                PositionScore(**row, start=start, stop=stop)
+                for row, start, stop in zip(sums(bins, len(edges) - 1), edges, edges[1:])
             ),
             documents_in_split=self._documents_in_split,
             seconds=seconds,
@@ -254,9 +251,6 @@ class Evaluator:
         if done != total or (seen != self._counted).any():
             raise AssertionError("the reader did not deliver every target of every document exactly once")
         return nats, correct, time.perf_counter() - began
-
-    def _bin_start(self, index: int) -> int:
-        return self._window * (2**index // 2)
 
 
 def make_evaluator(

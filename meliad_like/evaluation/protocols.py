@@ -106,14 +106,12 @@ def evaluate(
     loss_slice: int = 1024,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ProtocolScore:
-    """Predicts every token of every document once.
+    """Predicts every token of every document once (`Documents.concatenated` turns them into one, without resets).
 
     Args:
-        split: the documents; `Documents.concatenated` turns them into one document, without resets.
         segment_length: number of tokens read at once, or length of a sliding window; a multiple of the window length.
         stride: number of new tokens of a sliding window.
         num_windows: number of sliding windows that are read in parallel, rounded up to what the mesh needs.
-        loss_slice, on_progress: arguments of `Evaluator` and of its call.
     """
     _check(model, protocol, segment_length, stride)
     targets = np.maximum(np.asarray(split.lengths, np.int64) - 1, 0)

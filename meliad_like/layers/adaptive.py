@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Linear, check_tokens, dropout, embed, parameter, product, rows
@@ -55,16 +55,9 @@ class AdaptiveVocabulary(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        """
-        Args:
-            vocabulary_size: the number of token ids.
-            model_width: width of the embedded vectors, and of the hidden vectors that the softmax scores.
-            cutoffs: first ids of the bands after the first.
-            factor: ratio of the widths of a band and the band after it.
-            dropout_rate: rate for the input of the softmax, and for its projection to each narrower band.
+        """`cutoffs` are the first ids of the bands after the first, and `factor` the ratio of neighbouring widths.
 
-        Raises:
-            UserError: a cutoff is not in the vocabulary.
+        Dropout applies to the input of the softmax, and to its projection to each narrower band.
         """
         if cutoffs and cutoffs[-1] >= vocabulary_size:
             raise UserError(
@@ -114,13 +107,8 @@ class AdaptiveVocabulary(nnx.Module):
         """The loss of each target, without the logits of the whole vocabulary.
 
         A band's logits are needed only for tokens whose target, or possibly whose most likely token, lies in the band.
-        Each lane is sorted so that these tokens come first; a piece in which no lane has such a token is skipped.
-
-        Args:
-            hidden: one vector for each token.
-            targets: the tokens that come next.
-            slice_length: the largest number of tokens of a lane whose logits exist at the same time.
-            dropout_key: random key of dropout in training; None: no dropout.
+        Each lane is sorted so that these tokens come first; a piece in which no lane has such a token is skipped. The
+        logits of at most `slice_length` tokens of a lane exist at the same time.
         """
         keys = (None,) * (len(self.bands) + 1)
         if dropout_key is not None:
@@ -172,15 +160,7 @@ class AdaptiveVocabulary(nnx.Module):
         scores = jnp.einsum("ni,vi->nv", rows(x), table, preferred_element_type=jnp.float32)
         return scores.reshape(*x.shape[:-1], -1)
 
-    def _score_needed(
-        self,
-        i: int,
-        needed: Bool[Array, "b n"],
-        piece: int,
-        hidden: Float[Array, "b n d"],
-        index: Int[Array, "b n"],
-        key: PRNGKeyArray | None,
-    ) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
+    def _score_needed(self, i: int, needed, piece: int, hidden, index, key) -> tuple[Array, Array]:
         """Log-probabilities in the softmax of band `i`: of each target, and of the most likely token.
 
         Those of tokens that are not `needed` are finite and have no meaning.

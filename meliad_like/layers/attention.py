@@ -79,8 +79,7 @@ def merge_heads(*mixed: Float[Array, "*batch h n k"]) -> Float[Array, "*batch n 
 def scaled(query: Float[Array, "*batch h t k"], scale: nnx.Param) -> Float[Array, "*batch h t k"]:
     """Queries times the absolute value of the learned attention scale of their head.
 
-    The product is computed in float32 and then rounded, so that the scale's gradient, a sum over all numbers of all
-    queries, is a float32 sum.
+    The product is computed in float32 and then rounded, so that the scale's gradient is a float32 sum.
     """
     return (query.astype(jnp.float32) * jnp.abs(scale[...])[:, None, None]).astype(query.dtype)
 
@@ -105,8 +104,7 @@ def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
 def without_largest(bias: Float[Array, "..."], mask: Bool[Array, "..."] | None = None) -> Float[Array, "..."]:
     """`bias` minus the largest visible bias of each query, which changes no weight of a softmax.
 
-    The scores that compete for the largest weights then differ by more than float32 rounds them to, even where a large
-    scale has multiplied all biases.
+    Scores that compete for the largest weights then differ by more than float32 rounds them to, at any scale.
     """
     visible = bias if mask is None else jnp.where(mask, bias, MASKED)
     return bias - _largest(visible)
@@ -167,33 +165,34 @@ def _average_jvp(dtype, primals, tangents):
 
 def attend(
     query: Float[Array, "*batch h t k"],
-    key: Float[Array, "*batch h s k"],
-    value: Float[Array, "*batch h s k"],
+    key: Float[Array, "*batch h s k"] | tuple[Float[Array, "*batch h _ k"], ...],
+    value: Float[Array, "*batch h s k"] | tuple[Float[Array, "*batch h _ k"], ...],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
     multiplier: Float[Array, "..."] | None = None,
 ) -> Float[Array, "*batch h t k"]:
     """Dense attention. The attention scale must already be part of `query`.
 
-    `bias`, `mask` (True: visible) and `multiplier` (dropout of the weights) broadcast to [*batch, h, t, s].
+    `bias`, `mask` (True: visible) and `multiplier` (dropout of the weights) broadcast to [*batch, h, t, s]. Keys and
+    values may be in several arrays, so that within a scan those that stay the same are not copied in every iteration.
     """
-    scores = jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
+    keys, values = (x if isinstance(x, tuple) else (x,) for x in (key, value))
+    products = [jnp.einsum("...htk,...hsk->...hts", query, x, preferred_element_type=jnp.float32) for x in keys]
+    scores = jnp.concatenate(products, axis=-1)
     if bias is not None:
         scores += without_largest(bias, mask)
     if mask is not None:
         scores = jnp.where(mask, scores, MASKED)
-    weights, total = weigh(scores, value.dtype, multiplier)
-    mixed = jnp.einsum("...hts,...hsk->...htk", weights, value, preferred_element_type=jnp.float32)
-    return average(mixed, total, value.dtype)
+    weights, total = weigh(scores, values[0].dtype, multiplier)
+    parts = jnp.split(weights, np.cumsum([x.shape[-2] for x in values])[:-1], axis=-1)
+    mixed = [
+        jnp.einsum("...hts,...hsk->...htk", *pair, preferred_element_type=jnp.float32) for pair in zip(parts, values)
+    ]
+    return average(functools.reduce(jnp.add, mixed), total, values[0].dtype)
 
 
 def attend_unit(query: Float[Array, "*batch h t k"], *parts: KeysAndValues) -> Float[Array, "*batch h t k"]:
-    """Attention to keys in parts, of which at least one is visible; no part is copied.
-
-    Args:
-        query: the result of `unit_query`.
-        parts: keys and values, in one array or several.
-    """
+    """Attention of results of `unit_query` to keys in parts, of which at least one is visible; no part is copied."""
     scores = [
         jnp.einsum("...htk,...hsk->...hts", query, part.key, preferred_element_type=jnp.float32) for part in parts
     ]

@@ -79,12 +79,9 @@ def attend_window_in_kernel(
     Args:
         projected: a segment of n = c w tokens, with heads of i / h numbers each.
         scale: the attention scale of each head, not negative.
-        bias: scaled bias at the distances 1 to w.
-        previous_valid: whether the block before each block belongs to the same document.
-        multiplier: dropout of the weights, shared by lanes and blocks.
+        bias, previous_valid, multiplier: as for `attend_window`.
         mask_previous: whether a block before that is not valid is masked; otherwise its keys and values are 0.
-        rows: the number of queries in each row of the ring, of which `w` must be a multiple. None: 128, or `w` if it
-            is not a multiple.
+        rows: the number of queries in each row of the ring; a divisor of `w`. None: 128, or `w` if 128 is none.
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU.
     """
     w = bias.shape[1]
@@ -107,44 +104,31 @@ def attend_window_in_kernel(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: Options, projected: Projected, scale, bias, valid, multiplier) -> Array:
-    return _attend_forward(options, projected, scale, bias, valid, multiplier)[0]
+def _attend(options: Options, *inputs) -> Array:
+    return _attend_forward(options, *inputs)[0]
 
 
-def _attend_forward(options, projected, scale, bias, valid, multiplier):
-    grid = _Grid(projected, bias, options, backward=False)
-    mixed, log_totals = grid.call(
-        forward_kernel,
-        (valid, scale, bias, multiplier, projected),
-        (),
-        outputs=(projected.value, grid.log_totals),
-        output_specs=(grid.block_spec, grid.log_totals_spec),
-        scratch=(),
-    )
-    return mixed, (valid, scale, bias, multiplier, projected, mixed, log_totals)
+def _attend_forward(options, *inputs):
+    grid = _Grid(options, inputs, backward=False)
+    mixed, log_totals = grid.call(forward_kernel, (), ((inputs[0].value, grid.block), grid.log_totals), ())
+    return mixed, (inputs, mixed, log_totals)
 
 
 def _attend_backward(options, saved, cotangent):
-    *inputs, projected, mixed, log_totals = saved
-    _, scale, bias, _ = inputs
-    grid = _Grid(projected, bias, options, backward=True)
+    inputs, mixed, log_totals = saved
+    projected, scale, bias, *_ = inputs
+    grid = _Grid(options, inputs, backward=True)
     gradients, scale_gradient, bias_gradient = grid.call(
         backward_kernel,
-        (*inputs, projected),
         (
-            (projected.key, grid.previous_spec),
-            (projected.value, grid.previous_spec),
-            (mixed, grid.block_spec),
-            (log_totals, grid.log_totals_spec),
-            (cotangent, grid.block_spec),
+            (projected.key, grid.previous),
+            (projected.value, grid.previous),
+            (mixed, grid.block),
+            (log_totals, grid.log_totals[1]),
+            (cotangent, grid.block),
         ),
-        outputs=(projected, jax.ShapeDtypeStruct((grid.h, 1, grid.k), jnp.float32), grid.bias),
-        output_specs=(grid.specs, pl.BlockSpec((None, 1, grid.k), lambda h, b, c: (h, 0, 0)), grid.bias_spec),
-        scratch=(
-            pltpu.VMEM((1, grid.k), jnp.float32),
-            grid.bias_row,
-            Sums(*[pltpu.VMEM((grid.w, grid.k), jnp.float32)] * 4),
-        ),
+        ((projected, grid.projected), grid.by_head(1, grid.k), grid.by_head(1, grid.w)),
+        (pltpu.VMEM((1, grid.k), jnp.float32), grid.bias_row, Projected(None, *[grid.scratch(jnp.float32)] * 4)),
     )
     scale_gradient = jnp.sum(scale_gradient, axis=(1, 2)).astype(scale.dtype)
     return gradients, scale_gradient, bias_gradient[:, 0, ::-1].astype(bias.dtype), None, None
@@ -160,11 +144,12 @@ class _Grid:
     one. The backward pass goes from last to first; each leaves there the gradient of the keys and values before it.
     """
 
-    def __init__(self, projected: Projected, bias: Array, options: Options, backward: bool):
-        self.options, (self.h, self.w) = options, bias.shape
-        self.b, n, inner = projected.query.shape
+    def __init__(self, options: Options, inputs: tuple, backward: bool):
+        self.options, self.inputs = options, inputs
+        projected, _, bias, *_ = inputs
+        (self.h, self.w), (self.b, n, inner) = bias.shape, projected.query.shape
         self.c, self.k = n // self.w, inner // self.h
-        shape = (self.w // options.rows, options.rows)
+        rows = (self.w // options.rows, options.rows)
 
         def at(c):
             return self.c - 1 - c if backward else c
@@ -172,41 +157,44 @@ class _Grid:
         def spec(block):
             return pl.BlockSpec((None, self.w, self.k), lambda h, b, c: (b, block(c), h))
 
-        self.block_spec, before = spec(at), spec(lambda c: 0)
-        self.specs = Projected(self.block_spec, self.block_spec, self.block_spec, before, before)
-        self.previous_spec = spec(lambda c: jnp.maximum(at(c) - 1, 0))
-        self.log_totals = jax.ShapeDtypeStruct((self.b, self.c, self.h, *shape), jnp.float32)
-        self.log_totals_spec = pl.BlockSpec((None, None, None, *shape), lambda h, b, c: (b, at(c), h, 0, 0))
-        self.bias = jax.ShapeDtypeStruct((self.h, 1, self.w), jnp.float32)
-        self.bias_spec = pl.BlockSpec((None, 1, self.w), lambda h, b, c: (h, 0, 0))
-        # The largest of the arrays, and constant for all blocks of a head, so a second buffer would be useless.
-        self.multiplier_spec = pl.BlockSpec(
-            (None, self.w, self.w), lambda h, b, c: (h, 0, 0), pipeline_mode=pl.Buffered(1)
+        self.block, before, self.previous = spec(at), spec(lambda c: 0), spec(lambda c: jnp.maximum(at(c) - 1, 0))
+        self.projected = Projected(self.block, self.block, self.block, before, before)
+        self.log_totals = (
+            jax.ShapeDtypeStruct((self.b, self.c, self.h, *rows), jnp.float32),
+            pl.BlockSpec((None, None, None, *rows), lambda h, b, c: (b, at(c), h, 0, 0)),
         )
         self.bias_row = pltpu.VMEM((options.rows, self.w), jnp.float32)
-        self.heads = Projected(*[pltpu.VMEM((self.w, self.k), projected.query.dtype)] * 5)
 
-    def call(self, kernel, inputs, others, *, outputs, output_specs, scratch):
-        """Runs a kernel on the whole grid.
+    def by_head(self, *shape: int, **options):
+        """An array that is the same for all blocks of a head, and the part of it that a run sees."""
+        spec = pl.BlockSpec((None, *shape), lambda h, b, c: (h, 0, 0), **options)
+        return jax.ShapeDtypeStruct((self.h, *shape), jnp.float32), spec
+
+    def scratch(self, dtype):
+        """Memory for the vectors of one block."""
+        return pltpu.VMEM((self.w, self.k), dtype)
+
+    def call(self, kernel, others, outputs, scratch):
+        """Runs a kernel, a function of the references to inputs, others, outputs and scratch, on the whole grid.
 
         Args:
-            kernel: a function of the references to inputs, others, outputs and scratch.
-            inputs: `previous_valid`, the scale, the bias by distance, the multiplier or None, and the projections.
             others: more inputs with their specs.
-            outputs: arrays of the shapes and dtypes of the outputs.
+            outputs: arrays of the shapes and dtypes of the outputs, with their specs.
         """
-        valid, scale, bias, multiplier, projected = inputs
+        projected, scale, bias, valid, multiplier = self.inputs
         # Reversed, because a column further on the ring is a distance less.
-        bias = bias[:, None, ::-1].astype(jnp.float32)
-        scalars, of_multiplier = pl.BlockSpec(memory_space=pltpu.SMEM), self.multiplier_spec
-        specs = (scalars, scalars, self.bias_spec, None if multiplier is None else of_multiplier, self.specs)
+        bias, scalars = bias[:, None, ::-1].astype(jnp.float32), pl.BlockSpec(memory_space=pltpu.SMEM)
+        # The largest of the arrays, and constant for all blocks of a head, so a second buffer would be useless.
+        of_multiplier = self.by_head(self.w, self.w, pipeline_mode=pl.Buffered(1))[1]
+        specs = scalars, scalars, self.by_head(1, self.w)[1], None if multiplier is None else of_multiplier
+        heads = Projected(*[self.scratch(projected.query.dtype)] * 5)
         return pl.pallas_call(
             functools.partial(kernel, self.options),
             grid=(self.h, self.b, self.c),
-            in_specs=[*specs, *(spec for _, spec in others)],
-            out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs),
-            out_specs=output_specs,
-            scratch_shapes=[self.bias_row, self.heads, *scratch],
+            in_specs=[*specs, self.projected, *(spec for _, spec in others)],
+            out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), [x for x, _ in outputs]),
+            out_specs=[spec for _, spec in outputs],
+            scratch_shapes=[self.bias_row, heads, *scratch],
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
             ),
@@ -246,7 +234,13 @@ def backward_kernel(
     last_turn = pl.num_programs(2) - 1
     is_first = turn == last_turn
     is_valid = valid[lane, last_turn - turn] > 0
-    pl.when((lane == 0) & (turn == 0))(lambda: _begin_head(bias, bias_row, bias_sums, scale_sums))
+
+    @pl.when((lane == 0) & (turn == 0))
+    def _():
+        _lay_out(bias, bias_row)
+        for one in (bias_sums, scale_sums):
+            one[...] = jnp.zeros(one.shape, jnp.float32)
+
     _begin_block(sums, turn)
 
     @pl.when(~is_first)
@@ -282,25 +276,11 @@ def backward_kernel(
     @pl.when((lane == pl.num_programs(1) - 1) & is_first)
     def _():
         scale_gradient[...] = scale_sums[...]
-        _sum_by_distance(bias_sums, bias_gradient)
+        # The transpose of `_lay_out`: the gradient is summed over the queries, by distance.
+        bias_gradient[...] = jnp.sum(_sheared(bias_sums[...], right=False), axis=0, keepdims=True)
 
 
-class Sums(NamedTuple):
-    """Sums of gradients of the keys and values of a block and of the one before, [w, k]."""
-
-    key: Any
-    value: Any
-    before_key: Any
-    before_value: Any
-
-
-def _begin_head(bias, bias_row, bias_sums, scale_sums) -> None:
-    _lay_out(bias, bias_row)
-    bias_sums[...] = jnp.zeros(bias_sums.shape, jnp.float32)
-    scale_sums[...] = jnp.zeros(scale_sums.shape, jnp.float32)
-
-
-def _begin_block(sums: Sums, turn: Array) -> None:
+def _begin_block(sums: Projected, turn: Array) -> None:
     """Begins the sums of a block. The turn before, of the block after it, has left its part of them as those of the
     block before; they become the block's own, and the others start again at 0."""
     for one, left in ((sums.key, sums.before_key), (sums.value, sums.before_value)):
@@ -425,8 +405,3 @@ def _sheared(x: Array, right: bool) -> Array:
 def _lay_out(bias, bias_row) -> None:
     """Fills the ring's first row: column `s` of query `t` gets entry `(s - t) % w` of the reversed bias."""
     bias_row[...] = _sheared(jnp.broadcast_to(bias[...], bias_row.shape), right=True)
-
-
-def _sum_by_distance(bias_sums, bias_gradient) -> None:
-    """The transpose of `_lay_out`: sums the gradient over the queries, by distance."""
-    bias_gradient[...] = jnp.sum(_sheared(bias_sums[...], right=False), axis=0, keepdims=True)

@@ -21,8 +21,7 @@ def platform() -> str:
 def transposes_gradients_of_products() -> bool:
     """CPU: the gradient of a kernel with more rows than columns is computed as its transpose.
 
-    A product that sums over the first axis of both sides is what XLA does worst on a CPU, by a third when the left side
-    is the wider one.
+    A product that sums over the first axis of both sides is what XLA does worst on a CPU.
     """
     return platform() == "cpu"
 

@@ -32,14 +32,9 @@ REMAT_POLICIES = {
     "layers": jax.checkpoint_policies.nothing_saveable,
 }
 
-LINEAR = "linear"
-"""The name of the outputs of linear maps, for the policies of `jax.checkpoint`."""
-SOFTMAX = "softmax"
-"""The name of the maxima and sums of a softmax, for the same policies."""
-RELU = "relu"
-"""The name of the results of `relu`, for the same policies."""
-UNIT = "unit"
-"""The name of vectors of unit length and of the factors that gave it to them, for the same policies."""
+# Names of values that policies of `jax.checkpoint` keep: the outputs of linear maps, the maxima and sums of a softmax,
+# the results of `relu`, and vectors of unit length with the factors that gave it to them.
+LINEAR, SOFTMAX, RELU, UNIT = "linear", "softmax", "relu", "unit"
 
 
 def fan_in_scaled(scale: float) -> jax.nn.initializers.Initializer:
@@ -60,8 +55,7 @@ def parameter(key: PRNGKeyArray, initializer, shape: tuple[int, ...], axes: tupl
 def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
     """`x` with one leading axis.
 
-    Gradients of parameters are sums over tokens: over one axis XLA makes them plain matrix products and fast reductions
-    on a CPU, over several it does not.
+    Gradients of parameters are sums over tokens: only over one axis XLA makes them fast reductions on a CPU.
     """
     return x.reshape(-1, x.shape[-1])
 
@@ -69,14 +63,9 @@ def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
 def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None) -> Float[Array, "n o"]:
     """`x @ kernel`; on a CPU the gradient for a kernel with more rows than columns is computed as its transpose.
 
-    A function with its own backward pass has no forward-mode derivative (`jax.jvp`) in JAX; so on other platforms only
-    a rounded product is such a function.
-
-    Args:
-        x: array of any float dtype, which is also the dtype of the result.
-        kernel: array of the dtype of `x`.
-        dtype: both factors are rounded to it, here and for the gradient of `x`; sums and the kernel's gradient are
-            not rounded. None: no rounding.
+    With a `dtype`, both factors are rounded to it, here and for the gradient of `x`; sums and the kernel's gradient are
+    not. A function with its own backward pass has no forward-mode derivative (`jax.jvp`) in JAX; so on other platforms
+    only a rounded product is such a function.
     """
     if dtype is None and not transposes_gradients_of_products():
         return x @ kernel
@@ -136,8 +125,7 @@ def rematerialise(function: Callable[..., Any], remat: str, *, inside_scan: bool
     """`function` with a rematerialisation policy: the backward pass computes nothing again (`none`), everything except
     matrix products (`dots`), or everything (`layers`).
 
-    `inside_scan` leaves out the barriers that keep the compiler from merging the forward and the backward pass, which
-    are two loops there.
+    `inside_scan` leaves out the barriers between the forward and the backward pass, which are two loops there.
     """
     if remat == "none":
         return function
@@ -280,30 +268,33 @@ class FeedForward(nnx.Module):
         return finish(self.output, self.hidden(x))
 
 
-def dropout_multiplier(key: PRNGKeyArray, rate: float, shape: tuple[int, ...], dtype) -> Array:
-    """A random array of 0 and 1 / (1 - rate), by which dropout multiplies."""
+def dropout_multiplier(
+    key: PRNGKeyArray | None, rate: float, shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> Array | None:
+    """A random array of 0 and 1 / (1 - rate), by which dropout multiplies; None without a key."""
+    if key is None or rate == 0.0:
+        return None
     keep = jax.random.bernoulli(key, 1.0 - rate, shape)
     return jnp.where(keep, 1.0 / (1.0 - rate), 0.0).astype(dtype)
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
     """Dropout with an independent mask value for every element of `x`; without a key, `x` itself."""
-    if key is None or rate == 0.0:
-        return x
-    return x * dropout_multiplier(key, rate, x.shape, x.dtype)
+    multiplier = dropout_multiplier(key, rate, x.shape, x.dtype)
+    return x if multiplier is None else x * multiplier
 
 
-def tiled_dropout(x: Float[Array, "b n d"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "b n d"]:
+def tiled_dropout(x: Float[Array, "*batch n d"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*batch n d"]:
     """Dropout whose mask is a tile of at most 128 tokens, shared by all lanes and repeated along the segment.
 
     The reference does the same: far fewer random numbers are drawn than there are activations.
     """
-    if key is None or rate == 0.0:
-        return x
-    n, d = x.shape[1:]
+    n, d = x.shape[-2:]
     whole = num_parts() * n
     tile = math.gcd(whole, 128)
     mask = dropout_multiplier(key, rate, (1, 1, tile, d), x.dtype)
+    if mask is None:
+        return x
     if n % tile:
         # A device's part of a segment begins and ends within a tile.
         return x * own_blocks(jnp.tile(mask[0], (1, whole // tile, 1)))

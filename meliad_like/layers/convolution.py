@@ -14,11 +14,7 @@ def convolve(
 ) -> Float[Array, "b n channels"]:
     """A causal convolution of every channel, which sees no token of another document; sums and result are float32.
 
-    Args:
-        inputs: of the tokens.
-        recent: those of the tokens before them, one fewer than filters.
-        filters: the last one is that of the token itself.
-        start: blocks with which a document begins.
+    `recent` are the inputs of the tokens before, one fewer than filters; the last filter is that of the token itself.
     """
     n, length = inputs.shape[1], len(filters)
     padded = jnp.concatenate([recent.astype(inputs.dtype), inputs], axis=1)

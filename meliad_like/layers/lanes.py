@@ -34,13 +34,7 @@ def choose_lanes(flags: Bool[Array, " b"], chosen: Any, others: Any) -> Any:
 
 
 def at_lanes(flags: Bool[Array, " b"], function: Callable[[Any], Any], carry: Any) -> Any:
-    """`function(carry)` for the flagged lanes, and `carry` for the others. Without a flagged lane it is not computed.
-
-    Args:
-        flags: one for each lane.
-        function: maps a carry to one of the same shape.
-        carry: the carry of all lanes.
-    """
+    """`function(carry)` for the flagged lanes, and `carry` for the others; not computed without a flagged lane."""
     return jax.lax.cond(
         jnp.any(flags), lambda carry: choose_lanes(flags, function(carry), carry), lambda carry: carry, carry
     )

@@ -33,10 +33,9 @@ def token_losses(
 
     Args:
         module: has `logits(hidden) -> [..., v]`, or `target_scores`, which does not compute the logits of all tokens.
-        hidden: one vector for each token.
-        targets: the tokens that come next.
+        hidden, targets: one vector for each token, and the tokens that come next.
         slice_length: number of tokens of a lane whose logits exist at the same time; rounded down to a divisor of n.
-        dropout_key: random key of dropout in training; None: no dropout. Only `target_scores` uses it.
+        dropout_key: random key of dropout in training, for `target_scores`.
     """
     if hasattr(module, "target_scores"):
         return module.target_scores(hidden, targets, slice_length, dropout_key)

@@ -127,12 +127,9 @@ def remember(
     position: Int[Array, "b n"],
     keep: Bool[Array, "b n"],
 ) -> Memory:
-    """Overwrites the oldest memories with the keys and values of tokens.
+    """Overwrites the oldest memories with the keys and values of at most m tokens at these positions in a document.
 
-    Args:
-        key, value: keys and values of the tokens, of which there are at most m.
-        position: position of each token in its document.
-        keep: which tokens to write.
+    `keep` tells which tokens to write.
     """
     num_slots = memory.key.shape[2]
     lanes = jnp.arange(key.shape[0])[:, None]
@@ -154,10 +151,7 @@ def remember_block(
 ) -> Memory:
     """Overwrites the oldest memories with the keys and values of a block, whose length divides m.
 
-    Args:
-        key, value: keys and values of the tokens.
-        position: position of the block's first token in its document, a multiple of the block's length.
-        keep: the lanes in which to write.
+    `position` is that of the block's first token in its document, and `keep` tells the lanes in which to write.
     """
     start = position % memory.key.shape[2]
 

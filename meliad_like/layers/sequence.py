@@ -46,22 +46,16 @@ def own_blocks(x: Array) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * size, size, axis=1)
 
 
-def is_leftmost() -> Array | bool:
-    """Whether the segment begins with this device's blocks."""
-    return num_parts() == 1 or jax.lax.axis_index(AXIS) == 0
-
-
 def from_left(last: tuple[Array, ...], first: tuple[Array, ...]) -> tuple[Array, ...]:
     """The value of `last` on the device to the left; on the leftmost device, `first`.
 
-    Args:
-        last, first: arrays of the same shape and dtype, which are sent as one array.
+    The arrays of both have the same shape and dtype, and are sent as one array.
     """
     parts = num_parts()
     if parts == 1:
         return first
     received = jax.lax.ppermute(jnp.stack(last), AXIS, [(i, i + 1) for i in range(parts - 1)])
-    return tuple(jnp.where(is_leftmost(), jnp.stack(first), received))
+    return tuple(jnp.where(jax.lax.axis_index(AXIS) == 0, jnp.stack(first), received))
 
 
 def scan_in_order(scan: Callable[[Any], tuple[Any, Any]], state: Any) -> tuple[Any, Any]:
@@ -69,15 +63,7 @@ def scan_in_order(scan: Callable[[Any], tuple[Any, Any]], state: Any) -> tuple[A
 
     All devices scan their own blocks once per device of the axis, and send their state to the right after each scan.
     After `i` rounds the device with index `i` starts from the right state, so its next results are the right ones.
-    No tokens are moved. The backward pass computes all rounds but the last again, so that the memory of one round is
-    enough.
-
-    Args:
-        scan: maps the state before a device's blocks to the state after them, and their results.
-        state: a tree of arrays, before the segment.
-
-    Returns:
-        The state after the device's own blocks, and their results.
+    No tokens are moved. The backward pass computes all rounds but the last again.
     """
     first = state
 

@@ -1,37 +1,11 @@
-"""Parts of layers that make summaries of windows: the order of tokens and summary tokens, maps along the sequence, and
-attention to memories.
-
-Between the layers of a stack, the u summary tokens of each window stand behind its w tokens: n2 = c (w + u) vectors.
-"""
-
-from collections.abc import Sequence
+"""Parts of layers that make summaries of windows: maps along the sequence, and biases by distance."""
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from meliad_like.layers.attention import MASKED, average, weigh, without_largest
 from meliad_like.layers.basic import RMSNorm, fan_in, parameter
-
-
-def with_summaries(x: Float[Array, "b n d"], summaries: Float[Array, "b c u d"] | None) -> Float[Array, "b n2 d"]:
-    """Tokens with the summary tokens of each window behind it; None: there are none."""
-    if summaries is None:
-        return x
-    windows = rearrange(x, "b (c w) d -> b c w d", c=summaries.shape[1])
-    return rearrange(jnp.concatenate([windows, summaries], axis=2), "b c s d -> b (c s) d")
-
-
-def without_summaries(
-    x: Float[Array, "b n2 d"], c: int, w: int
-) -> tuple[Float[Array, "b n d"], Float[Array, "b c u d"] | None]:
-    """The tokens of `c` windows of `w` tokens, and their summary tokens; the inverse of `with_summaries`."""
-    if x.shape[1] == c * w:
-        return x, None
-    windows = rearrange(x, "b (c s) d -> b c s d", c=c)
-    return rearrange(windows[:, :, :w], "b c w d -> b (c w) d"), windows[:, :, w:]
 
 
 class SequenceMix(nnx.Module):
@@ -83,39 +57,3 @@ def toeplitz(by_distance: Float[Array, "h length"], rows: int, lead: int) -> Flo
     # A row begins one place further left in the cycle than the row above it.
     by_row = jnp.tile(cycle, (1, rows))[:, : rows * (columns + rows - 2)]
     return by_row.reshape(h, rows, -1)[..., :columns]
-
-
-def attend_parts(
-    query: Float[Array, "b h t k"],
-    keys: Sequence[Float[Array, "b h _ k"]],
-    values: Sequence[Float[Array, "b h _ k"]],
-    shown: Bool[Array, "..."],
-    real: Bool[Array, "b s"],
-    bias: Float[Array, "..."] | None = None,
-    multiplier: Float[Array, "..."] | None = None,
-) -> Float[Array, "b h t k"]:
-    """Attention to keys of which some are read as zeros: those that are shown although they are not `real`.
-
-    The keys are in several arrays, so that within a scan those that stay the same are not copied in every iteration.
-
-    Args:
-        query: queries, with the attention scale.
-        keys, values: `s` of each in all arrays together.
-        shown: broadcasts to [b, h, t, s].
-        real: whether there is anything at this place.
-        bias, multiplier: as for `layers/attention.attend`.
-    """
-    real = real[:, None, None]
-    products = [jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=jnp.float32) for key in keys]
-    scores = jnp.where(real, jnp.concatenate(products, axis=-1), 0.0)
-    if bias is not None:
-        scores += without_largest(bias, shown)
-    # Neither zeros nor what dropout removes is added to the result.
-    multiplier = real.astype(jnp.float32) if multiplier is None else real * multiplier
-    weights, total = weigh(jnp.where(shown, scores, MASKED), query.dtype, multiplier)
-    mixed, first = jnp.zeros((), jnp.float32), 0
-    for value in values:
-        some = weights[..., first : first + value.shape[2]]
-        mixed += jnp.einsum("bhts,bhsk->bhtk", some, value, preferred_element_type=jnp.float32)
-        first += value.shape[2]
-    return average(mixed, total, query.dtype)

@@ -7,7 +7,7 @@ layer is
     x = x + output(concatenate(mixer(norm(x)) for mixer in mixers))
     x = x + feedforward(norm(x))
 
-and has nothing that its mixers don't bring (`models/decoder_layer.py`).
+and has nothing that its mixers don't bring (`models/layer.py`).
 """
 
 import dataclasses
@@ -75,9 +75,7 @@ class At(NamedTuple):
     def count(self, read: Int[Array, " b"], window_length: int) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
         """The number of tokens of the document before each block of this device, and after the segment.
 
-        Args:
-            read: the number of tokens of the document that a mixer has read before the segment.
-            window_length: the number of tokens in a block.
+        `read` is the number of tokens of the document that a mixer has read before the segment.
         """
         block = jnp.arange(self.positions.shape[1])
         last_start = jax.lax.cummax(jnp.where(self.positions == 0, block, -1), axis=1)
@@ -102,8 +100,9 @@ class Mixer(nnx.Module):
 
     def carry_axes(self, carry: Carry) -> Any:
         """The logical axes of each array of a carry in either form: the same tree, with tuples of names of
-        `layers/sharding.py`, from the first axis; axes that are not listed are not sharded."""
-        return jax.tree.map(lambda _: ("lanes",), carry)
+        `layers/sharding.py`, from the first axis; axes that are not listed are not sharded. By default arrays with four
+        axes, [b, h, ...], are sharded by heads."""
+        return jax.tree.map(lambda leaf: ("lanes", "heads") if leaf.ndim == 4 else ("lanes",), carry)
 
     def __call__(
         self, x: Float[Array, "b n d"], at: At, carry: Carry, dropout_key: PRNGKeyArray | None
@@ -112,7 +111,7 @@ class Mixer(nnx.Module):
 
         Args:
             x: the layer's input, after its norm.
-            at: where documents begin.
+            at: where documents begin, and what other layers publish.
             carry: the carry after the segment before.
             dropout_key: random key in training; None: no dropout.
         """
@@ -136,11 +135,9 @@ class Mixer(nnx.Module):
         return carry
 
     def publish(self, carry: Carry, start: Bool[Array, " b"]) -> Any:
-        """What mixers of other layers may read of the carry before a block: a pytree with the lane axis first.
+        """What mixers of other layers may read of the carry, in either form, before a block: a pytree, lanes first.
 
-        Args:
-            carry: the carry in either form.
-            start: lanes in which a document begins with the block; never while decoding.
+        `start` are the lanes in which a document begins with the block; never while decoding.
         """
         raise NotImplementedError
 
@@ -154,8 +151,7 @@ class Traits(NamedTuple):
     sequential_because: str | None = None
     """The reason why the blocks of a segment can't be sharded over devices (`MeshConfig.sequence`); None: they can."""
     needs_segments: str | None = None
-    """The setting by which the carry depends on where segments end, so that the model can't write text token by token;
-    None if it doesn't."""
+    """The setting by which the carry depends on where segments end, so that the model can't write text; or None."""
     states: tuple[str, ...] = ()
     """The fields of the carry that are states, which pass from block to block."""
     output_bias: bool = False
@@ -178,11 +174,7 @@ class MixerConfig:
     The layers up to the last one with that mixer read a block before the next block."""
 
     def check(self, shape: Shape) -> None:
-        """Checks that a decoder of this shape can have the mixer.
-
-        Raises:
-            UserError: the decoder can't have it.
-        """
+        """Raises a UserError if a decoder of this shape can't have the mixer."""
 
     def build(self, shape: Shape, *, rngs: nnx.Rngs) -> Mixer:
         """The module of one layer."""
@@ -229,17 +221,8 @@ def layer_indices(name: str, layers: tuple[int, ...] | None, num_layers: int) ->
     return indices
 
 
-def heads_of_lanes(carry: Any) -> Any:
-    """The logical axes of a carry whose arrays with four axes, [b, h, ...], are sharded by heads."""
-    return jax.tree.map(lambda leaf: ("lanes", "heads") if leaf.ndim == 4 else ("lanes",), carry)
-
-
 def check_taps(config: Any, shape: Shape) -> None:
-    """Checks that the convolution of a mixer, `conv_length` tokens long, needs no more than the block before a block.
-
-    Raises:
-        UserError: it is too long.
-    """
+    """Raises a UserError if the convolution of a mixer, `conv_length` tokens long, sees more than the block before."""
     if config.conv_length > shape.window_length + 1:
         name = f"{type(config).__name__}.conv_length"
         raise UserError(f"{name}={config.conv_length} must be at most window_length={shape.window_length} and 1")

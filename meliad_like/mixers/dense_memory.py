@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from meliad_like.layers.attention import LOWEST, MASKED, attend, average, merge_heads
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import PIECE, Memory, remember
-from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits, heads_of_lanes
+from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits
 from meliad_like.mixers.sliding_window import tokens_of
 from meliad_like.mixers.token_heads import TokenHeads
 from meliad_like.registry import size
@@ -47,9 +47,6 @@ class DenseAttention(Mixer):
         empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)
         return DenseCarry(Memory(empty, empty), jnp.zeros((b,), jnp.int32))
 
-    def carry_axes(self, carry):
-        return heads_of_lanes(carry)
-
     def __call__(self, x, at, carry, dropout_key):
         w, m = self.shape.window_length, self.config.num_slots
         positions, position = at.count(carry.position, w)
@@ -72,26 +69,16 @@ class DenseAttention(Mixer):
 
         blocks = rearrange(query, "b h (c w) k -> c b h w k", w=w), positions.T, jnp.arange(c)
         _, result = jax.lax.scan(read, None, blocks)
-        memory = self._remember(carry.memory, key, value, positions)
+        # Only the last m are written: of two writes to a slot either may be the last.
+        token = (positions[:, -1:] + np.arange(w - c * w, w))[:, -m:]
+        memory = remember(carry.memory, key[:, :, -m:], value[:, :, -m:], token, token >= 0)
         return tokens_of(jnp.moveaxis(result, 0, 1)), DenseCarry(memory, position)
 
-    def _attend(
-        self,
-        query: Float[Array, "b h t k"],
-        key: Float[Array, "b h s k"],
-        value: Float[Array, "b h s k"],
-        first: Int[Array, ""] | int,
-        count: int,
-        limits: tuple[Int[Array, " t"], Int[Array, " t"]],
-        begin: Int[Array, " b"],
-    ) -> Float[Array, "b h t k"]:
-        """Attention to `count` columns from `first` on, one piece of them at a time, with a running maximum and sum.
+    def _attend(self, query, keys, values, first, count: int, limits, begin) -> Float[Array, "b h w k"]:
+        """Attention of a block to `count` columns from `first` on, a piece of them at a time, with a running maximum.
 
-        Args:
-            query, key, value: queries with the attention scale; keys and values by column.
-            first, count: the columns to read.
-            limits: each query sees the columns from the first limit to the one before the second.
-            begin: the column with which each lane's document begins.
+        A query sees the columns from the first of its `limits` to the one before the second. A lane's document begins
+        with the column `begin`.
         """
         size = min(PIECE, count)
 
@@ -101,7 +88,7 @@ class DenseAttention(Mixer):
             highest, total, mixed = state
             # The last piece ends with the columns, and may overlap the piece before it.
             start = first + jnp.minimum(index * size, count - size)
-            some_key, some_value = (jax.lax.dynamic_slice_in_dim(y, start, size, axis=2) for y in (key, value))
+            some_key, some_value = (jax.lax.dynamic_slice_in_dim(y, start, size, axis=2) for y in (keys, values))
             column = start + jnp.arange(size)
             new = column >= first + index * size
             seen = new & (column >= limits[0][:, None]) & (column < limits[1][:, None])
@@ -112,21 +99,14 @@ class DenseAttention(Mixer):
             scores = jnp.where(seen, jnp.where(real, scores, 0.0), MASKED)
             now = jax.lax.stop_gradient(jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True)))
             weights, before = jnp.exp(scores - now), jnp.exp(highest - now)
-            weighed = (weights * real).astype(value.dtype)
+            weighed = (weights * real).astype(query.dtype)
             more = jnp.einsum("bhts,bhsk->bhtk", weighed, some_value, preferred_element_type=jnp.float32)
             return (now, before * total + jnp.sum(weights, axis=-1, keepdims=True), before * mixed + more), None
 
         highest = jnp.full((*query.shape[:3], 1), LOWEST)
         state = highest, jnp.zeros_like(highest), jnp.zeros(query.shape, jnp.float32)
         (_, total, mixed), _ = jax.lax.scan(add, state, jnp.arange(-(-count // size)))
-        return average(mixed, total, value.dtype)
-
-    def _remember(self, memory: Memory, key, value, positions: Int[Array, "b c"]) -> Memory:
-        """The ring after a segment: of the last document's tokens the last m."""
-        c, w, m = positions.shape[1], self.shape.window_length, self.config.num_slots
-        token = positions[:, -1:] + np.arange(w - c * w, w)
-        # Only the last m are written: of two writes to a slot either may be the last.
-        return remember(memory, key[:, :, -m:], value[:, :, -m:], token[:, -m:], token[:, -m:] >= 0)
+        return average(mixed, total, query.dtype)
 
     def step(self, x, at, carry):
         m, position, (key, value, query) = self.config.num_slots, carry.position, self.heads.of(x[:, None])

@@ -1,11 +1,10 @@
 """External memory: attention to the nearest few of a document's past keys (Memorizing Transformers, section 3).
 
-This is a baseline of Block-Recurrent Transformers (table 1). A layer with a memory compares its memories with its
-window, so both have no positions.
+This is a baseline of Block-Recurrent Transformers (table 1). The layer's window has no positions either.
 """
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,9 @@ from meliad_like.layers.attention import merge_heads
 from meliad_like.layers.basic import parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import Memory, MemorySearch, attend_memories, recall, remember_block, search
-from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, heads_of_lanes
+from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape
 from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
-from meliad_like.mixers.token_heads import DecodingCache, TokenCache
+from meliad_like.mixers.token_heads import TokenCache
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
@@ -30,8 +29,7 @@ Update = Literal["block", "segment"]
 class MemoryCarry(NamedTuple):
     """What a layer with a memory remembers."""
 
-    window: TokenCache | DecodingCache
-    """Attention to the window; its form for decoding while decoding."""
+    window: TokenCache
     memory: Memory
     position: Int[Array, " b"]
     """The number of tokens of the document that have been remembered, or overwritten since."""
@@ -51,15 +49,11 @@ class MemoryAttention(Mixer):
         empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)
         return MemoryCarry(self.window.init_carry(b, dtype), Memory(empty, empty), jnp.zeros((b,), jnp.int32))
 
-    def carry_axes(self, carry):
-        return heads_of_lanes(carry)
-
     def __call__(self, x, at, carry, dropout_key):
         window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
         positions, position = at.count(carry.position, self.shape.window_length)
         memory, memories = self._scan(carry.memory, tile.query, tile.key, tile.value, positions)
-        mixed = self._mix(window, self._attend(tile.query, *memories))
-        return tokens_of(mixed), MemoryCarry(cache, memory, position)
+        return tokens_of(self._mix(window, tile.query, *memories)), MemoryCarry(cache, memory, position)
 
     def begin_decoding(self, carry):
         return carry._replace(window=self.window.begin_decoding(carry.window))
@@ -69,17 +63,28 @@ class MemoryAttention(Mixer):
 
     def step(self, x, at, carry):
         window, tile, cache = self.window.attend_token(x, carry.window)
-        memories = self._find(carry.memory, tile.query, carry.position)
-        mixed = self._mix(window, self._attend(tile.query, *memories))
+        mixed = self._mix(window, tile.query, *self._find(carry.memory, tile.query, carry.position))
         return merge_heads(mixed)[:, 0], carry._replace(window=cache)
 
     def end_block(self, carry):
-        key, value, _ = self.window.heads.keys_and_values(self.window.end_decoding(carry.window))
+        key, value, _ = self.window.heads.keys_and_values(carry.window)
         everywhere = jnp.ones_like(carry.position, bool)
         memory = remember_block(carry.memory, key, value, carry.position, everywhere)
         return MemoryCarry(self.window.end_block(carry.window), memory, carry.position + self.shape.window_length)
 
-    def _mix(self, window: Float[Array, "*batch h t k"], read: Float[Array, "*batch h t k"]):
+    def _mix(
+        self,
+        window: Float[Array, "*batch h t k"],
+        query: Float[Array, "*batch h t k"],
+        key: Float[Array, "*batch h t j k"],
+        value: Float[Array, "*batch h t j k"],
+        valid: Bool[Array, "*batch h t j"],
+    ) -> Float[Array, "*batch h t k"]:
+        """Mixes the results of attention to the window with those of attention to the memories of each query."""
+        if not self.shape.mask_empty_cache:
+            key, value = (jnp.where(valid[..., None], y, 0) for y in (key, value))
+            valid = jnp.ones_like(valid)
+        read = attend_memories(query, key, value, valid)
         share = jax.nn.sigmoid(self.gate[...])[:, None, None]
         # In float32, because the gate's gradient is a sum over all tokens and channels of a head.
         mixed = (1 - share) * window.astype(jnp.float32) + share * read.astype(jnp.float32)
@@ -101,9 +106,8 @@ class MemoryAttention(Mixer):
         w = self.shape.window_length
         per_turn = positions.shape[1] if self.config.update == "segment" else 1
 
-        def write(memory, block):
-            key, value, position, keep = block
-            return remember_block(memory, key, value, position, keep), None
+        def write(memory, block: Any):
+            return remember_block(memory, *block), None
 
         def step(memory, turn):
             query, key, value, position = turn
@@ -129,18 +133,6 @@ class MemoryAttention(Mixer):
     def _find(self, memory: Memory, query: Float[Array, "b h t k"], filled: Int[Array, " b"]):
         found = search(query, memory.key, filled, self.config.num_neighbors, self.config.search)
         return *recall(memory, found.slot), found.valid
-
-    def _attend(
-        self,
-        query: Float[Array, "*batch h t k"],
-        key: Float[Array, "*batch h t j k"],
-        value: Float[Array, "*batch h t j k"],
-        valid: Bool[Array, "*batch h t j"],
-    ) -> Float[Array, "*batch h t k"]:
-        if not self.shape.mask_empty_cache:
-            key, value = (jnp.where(valid[..., None], y, 0) for y in (key, value))
-            valid = jnp.ones_like(valid)
-        return attend_memories(query, key, value, valid)
 
 
 @MIXERS.register("external_memory")
@@ -182,8 +174,7 @@ class ExternalMemory(MixerConfig):
         return MemoryAttention(self, shape, rngs=rngs)
 
     def flops(self, shape):
-        """The operations of the window, of the search, which has no gradient, and of attention, whose memories have
-        none."""
+        """The operations of the window, the search and the attention, whose memories have no gradient."""
         searching = 2 * self.num_slots * shape.inner_width
         attention = 2 * 2 * self.num_neighbors * shape.inner_width
         return WindowAttention.flops(shape) + Flops(searching + attention, attention)

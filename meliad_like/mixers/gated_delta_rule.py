@@ -99,9 +99,6 @@ class DeltaRule(Mixer):
         matrix = jnp.zeros((b, self.num_heads, self.value_size, self.head_size), jnp.float32)
         return DeltaCarry(matrix, jnp.zeros((b, self.config.conv_length - 1, self._filters().shape[1]), dtype))
 
-    def carry_axes(self, carry):
-        return DeltaCarry(("lanes", "heads"), ("lanes",))
-
     def _project(self, x: Float[Array, "b n d"]) -> tuple[Float[Array, "b n channels"], Array, Array, Array]:
         """What the convolutions read, and the projections to strengths, decays and gates."""
         *inputs, strength, decay, gate = project(

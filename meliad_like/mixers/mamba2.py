@@ -76,9 +76,6 @@ class Mamba2Block(Mixer):
         matrix = jnp.zeros((b, self.num_heads, self.config.head_size, self.config.state_size), jnp.float32)
         return Mamba2Carry(matrix, jnp.zeros((b, self.config.conv_length - 1, self.filters.shape[1]), dtype))
 
-    def carry_axes(self, carry):
-        return Mamba2Carry(("lanes", "heads"), ("lanes",))
-
     def _project(self, x: Float[Array, "b n d"]) -> tuple[Float[Array, "b n channels"], Array, Array]:
         """What the convolution reads, and the projections to steps and gates."""
         *inputs, step, gate = project(x, self.value, self.key, self.query, self.step_size, self.gate)

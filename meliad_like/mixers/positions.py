@@ -6,44 +6,28 @@ any length. Each is a config under a registered name (`DecoderConfig.position`) 
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.layers.attention import ring_distance, split_heads, unit
+from meliad_like.layers import positions
+from meliad_like.layers.attention import split_heads, unit
 from meliad_like.layers.basic import Linear
-from meliad_like.layers.position_biases import AlibiBias, FourierBias, NetworkBias, OrthogonalBias
-from meliad_like.layers.positions import T5Bias, rotate, sinusoids, wavelengths
 from meliad_like.registry import Registry
 from meliad_like.validation import check_above_zero, check_choices
 
 POSITIONS = Registry("position")
 
 
-class Placed(NamedTuple):
-    """Queries of unit length times the attention scale, and keys of unit length, both with their positions."""
-
-    query: Float[Array, "b c h w k"]
-    key: Float[Array, "b c h w k"]
-    previous_key: Float[Array, "b c h w k"]
-
-
 class Position(nnx.Module):
     """The strategy without positions, and the base class of the other strategies."""
 
     changes_keys: ClassVar[bool] = False
-    """Whether positions change queries or keys, instead of only adding a bias to the scores."""
-    places_blocks: ClassVar[bool] = False
-    """Whether decoding keeps keys with their positions for a block, which `begin_block` makes."""
-
-    def __init__(self, w: int):
-        self.w = w
+    """Whether positions change queries and keys, instead of only adding a bias to the scores."""
 
     def kept(self, projected: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
         """The form in which projected queries and keys are kept, keys also in the cache: by default of unit length."""
@@ -58,63 +42,25 @@ class Position(nnx.Module):
         return jnp.zeros((num_heads, longest), jnp.float32)
 
     def placed(
-        self, x: Float[Array, "*batch s k"], place: Int[Array, "*#batch s"] | np.ndarray
-    ) -> Float[Array, "*batch s k"]:
-        """Keys or queries of unit length with their positions, in the places of a tile whose block begins at w."""
-        return x
-
-    def place(
         self,
-        projections: tuple[Linear, Linear],
-        scale: Callable[[Array], Array],
-        query: Float[Array, "b c h w k"],
-        kept: Float[Array, "b c h w k"],
-        previous_kept: Float[Array, "b c h w k"],
-    ) -> Placed:
-        """Queries and keys of a segment's tiles, with their positions.
+        kept: Float[Array, "*batch h s k"],
+        place: Int[Array, "... s"] | np.ndarray,
+        projection: Linear | None = None,
+    ) -> Float[Array, "*batch h s k"]:
+        """Queries or keys of unit length with their positions.
 
         Args:
-            projections: the layer's query and key projections.
-            scale: multiplies queries with the attention scale.
-            query: the queries, in the form in which they are kept.
-            kept, previous_kept: keys of each block and of the block before it, in that form.
+            kept: queries or keys, in the form in which they are kept.
+            place: their places, [s] or [b, 1, s], in a tile of `2w` tokens whose block begins at w.
+            projection: the layer's projection that made them.
         """
-        return Placed(scale(query), kept, previous_kept)
-
-    def begin_block(
-        self, projections: tuple[Linear, Linear], kept: Float[Array, "b h w k"]
-    ) -> Float[Array, "b h w k"] | None:
-        """The cached keys with the positions of the block before; None unless `places_blocks`."""
-        return None
-
-    def place_token(
-        self,
-        projections: tuple[Linear, Linear],
-        scale: Callable[[Array], Array],
-        query: Float[Array, "b h 1 k"],
-        key: Float[Array, "b h 1 k"],
-        ring: tuple[Float[Array, "b h w k"], Float[Array, "b h w k"] | None],
-        offset: Int[Array, " b"],
-    ) -> tuple[Float[Array, "b h 1 k"], Float[Array, "b h w k"], Float[Array, "b h w k"] | None]:
-        """A token's query and the keys that it sees, with their positions.
-
-        Args:
-            projections, scale: as in `place`.
-            query, key: the query and key of the token, in the form in which they are kept.
-            ring: the last w keys as they are kept, and with their positions (`begin_block`).
-            offset: the token's offset in its block.
-
-        Returns:
-            The query, the keys, and the placed keys with the token's own.
-        """
-        return scale(query), ring[0], None
+        return kept
 
 
 class BiasPosition(Position):
     """A bias by distance: a module that maps distances to the biases of each head (`layers/positions.py`)."""
 
-    def __init__(self, w: int, by_distance: nnx.Module):
-        super().__init__(w)
+    def __init__(self, by_distance: nnx.Module):
         self.by_distance = by_distance
 
     def bias(self, num_heads, longest):
@@ -126,21 +72,11 @@ class RotaryPosition(Position):
 
     changes_keys = True
 
-    def __init__(self, w: int, unit: float):
-        super().__init__(w)
+    def __init__(self, unit: float):
         self.unit = unit
 
-    def placed(self, x, place):
-        return rotate(x, place, wavelengths(x.shape[-1]) / np.float32(self.unit))
-
-    def place(self, projections, scale, query, kept, previous_kept) -> Placed:
-        here, before = np.arange(self.w, 2 * self.w), np.arange(self.w)
-        placed = (self.placed(x, place) for x, place in ((kept, here), (previous_kept, before)))
-        return Placed(self.placed(scale(query), here), *placed)
-
-    def place_token(self, projections, scale, query, key, ring, offset):
-        distance = jnp.asarray(ring_distance(self.w))[offset]
-        return self.placed(scale(query), np.full(1, self.w)), self.placed(ring[0], (self.w - distance)[:, None]), None
+    def placed(self, kept, place, projection=None):
+        return positions.rotate(kept, place, positions.wavelengths(kept.shape[-1]) / np.float32(self.unit))
 
 
 class InfusedPosition(Position):
@@ -151,11 +87,9 @@ class InfusedPosition(Position):
     """
 
     changes_keys = True
-    places_blocks = True
 
     def __init__(self, w: int, model_width: int):
-        super().__init__(w)
-        self.model_width = model_width
+        self.w, self.model_width = w, model_width
 
     def kept(self, projected):
         return projected
@@ -163,31 +97,11 @@ class InfusedPosition(Position):
     def plain(self, kept):
         return unit(kept)
 
-    def _infused(self, projection: Linear, place: Int[Array, " n"] | np.ndarray, like: Array) -> Float[Array, "h n k"]:
-        table = jnp.asarray(sinusoids(2 * self.w, self.model_width), like.dtype)
-        return split_heads(projection(table[place]), like.shape[-3])
-
-    def place(self, projections, scale, query, kept, previous_kept) -> Placed:
-        of_query, of_key = projections
-        here, before = np.arange(self.w, 2 * self.w), np.arange(self.w)
-        return Placed(
-            scale(unit(query + self._infused(of_query, here, query))),
-            unit(kept + self._infused(of_key, here, kept)),
-            unit(previous_kept + self._infused(of_key, before, kept)),
-        )
-
-    def begin_block(self, projections, kept):
-        return unit(kept + self._infused(projections[1], np.arange(self.w), kept))
-
-    def place_token(self, projections, scale, query, key, ring, offset):
-        of_query, of_key = (
-            rearrange(self._infused(linear, self.w + offset, query), "h b k -> b h 1 k") for linear in projections
-        )
-        placed = ring[1]
-        assert placed is not None
-        new = placed.at[jnp.arange(len(offset)), :, offset].set(unit(key + of_key)[:, :, 0])
-        # The token doesn't see itself, so the key that it replaces, w tokens before, is still there.
-        return scale(unit(query + of_query)), placed, new
+    def placed(self, kept, place, projection=None):
+        assert projection is not None
+        table = jnp.asarray(positions.sinusoids(2 * self.w, self.model_width), kept.dtype)
+        infused = projection(table[place if place.ndim == 1 else place[:, 0]])
+        return unit(kept + split_heads(infused, kept.shape[-3]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +112,7 @@ class PositionConfig:
     """Whether `Position.placed` can give places to vectors that are not tokens."""
 
     def check(self, model_width: int, head_size: int, mask_empty_cache: bool) -> None:
-        """Checks that a decoder of these sizes can have the strategy.
-
-        Raises:
-          UserError: a decoder of these sizes can't have the strategy.
-        """
+        """Raises a UserError if a decoder of these sizes can't have the strategy."""
 
     def build(self, w: int, num_heads: int, model_width: int, *, rngs: nnx.Rngs) -> Position:
         """The strategy's module for one layer."""
@@ -215,7 +125,7 @@ class NoPosition(PositionConfig):
     """No positions: a window is a set of tokens without an order."""
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return Position(w)
+        return Position()
 
 
 @POSITIONS.register("t5")
@@ -224,7 +134,7 @@ class T5(PositionConfig):
     """T5's bias by distance: one table of 32 buckets for each layer."""
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return BiasPosition(w, T5Bias(num_heads, rngs=rngs))
+        return BiasPosition(positions.T5Bias(num_heads, rngs=rngs))
 
 
 @POSITIONS.register("fourier")
@@ -233,7 +143,7 @@ class Fourier(PositionConfig):
     """A Fourier series of the distance for each head and layer."""
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return BiasPosition(w, FourierBias(w, num_heads, rngs=rngs))
+        return BiasPosition(positions.FourierBias(w, num_heads, rngs=rngs))
 
 
 @POSITIONS.register("alibi")
@@ -247,8 +157,7 @@ class Alibi(PositionConfig):
     learned_slope: bool = False
     """Whether a factor on the slopes of a layer is learned."""
     bound: Literal["none", "learned", "by_head", "fixed"] = "none"
-    """The number at which the bias stops falling: none, a learned one for each layer, one for each head, or a `fixed`
-    one."""
+    """The number at which the bias stops falling: none, learned for each layer or head, or `fixed`."""
     fixed_bound: float = 2.0
     """The bound, if `bound` is `fixed`."""
 
@@ -257,8 +166,7 @@ class Alibi(PositionConfig):
         check_above_zero(self, ("fixed_bound",))
 
     def build(self, w, num_heads, model_width, *, rngs):
-        bound = {"none": None, "fixed": self.fixed_bound}.get(self.bound, self.bound)
-        return BiasPosition(w, AlibiBias(num_heads, self.learned_slope, bound, rngs=rngs))
+        return BiasPosition(positions.AlibiBias(num_heads, self.learned_slope, self.bound, self.fixed_bound, rngs=rngs))
 
 
 @POSITIONS.register("network")
@@ -267,7 +175,7 @@ class Network(PositionConfig):
     """A small network of the distance for each layer."""
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return BiasPosition(w, NetworkBias(num_heads, rngs=rngs))
+        return BiasPosition(positions.NetworkBias(num_heads, rngs=rngs))
 
 
 @POSITIONS.register("orthogonal")
@@ -276,7 +184,7 @@ class Orthogonal(PositionConfig):
     """A learned combination of seven orthogonal functions of the distance for each head and layer."""
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return BiasPosition(w, OrthogonalBias(num_heads, rngs=rngs))
+        return BiasPosition(positions.OrthogonalBias(num_heads, rngs=rngs))
 
 
 @POSITIONS.register("rotary")
@@ -295,7 +203,7 @@ class Rotary(PositionConfig):
             raise UserError(f"head_size={head_size} must be even for position=rotary")
 
     def build(self, w, num_heads, model_width, *, rngs):
-        return RotaryPosition(w, {"1": 1.0, "pi": math.pi}[self.unit])
+        return RotaryPosition({"1": 1.0, "pi": math.pi}[self.unit])
 
 
 @POSITIONS.register("infused")

@@ -21,36 +21,22 @@ from meliad_like.layers.backend import unrolls_blocks
 from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration, row_major
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import num_parts, scan_in_order
-from meliad_like.layers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
-from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, StatesConfig, Traits, heads_of_lanes
+from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, StatesConfig, Traits
 from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
-from meliad_like.mixers.token_heads import DecodingCache, TokenCache
+from meliad_like.mixers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
+from meliad_like.mixers.token_heads import TokenCache
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
 
-class StateKeys(NamedTuple):
-    """The keys and values of states, which tokens attend to."""
-
-    key: Float[Array, "b h r k"]
-    value: Float[Array, "b h r k"]
-
-
 class StatesCarry(NamedTuple):
-    """What a layer with states remembers."""
+    """What a layer with states remembers; the last two only while decoding."""
 
     window: TokenCache
     states: Float[Array, "b r d"]
-
-
-class DecodingStates(NamedTuple):
-    """The same while decoding."""
-
-    window: DecodingCache
-    states: Float[Array, "b r d"]
-    heads: StateHeads
+    heads: StateHeads | None = None
     """The projections of the states, which stay the same for a block."""
-    previous: KeysAndValues
+    previous: KeysAndValues | None = None
     """The block before, which the ring of the window's cache overwrites."""
 
 
@@ -63,12 +49,12 @@ class StateAttention(nnx.Module):
         scale = jax.nn.initializers.constant(attention_scale)
         self.attention_scale = parameter(rngs.params(), scale, (shape.num_heads,), ("heads",))
 
-    def __call__(self, x: Float[Array, "b n d"], keys: StateKeys) -> Float[Array, "*batch h t k"]:
+    def __call__(self, x: Float[Array, "b n d"], keys: KeysAndValues) -> Float[Array, "*batch h t k"]:
         """The results by head; separately for each block if the states' keys have a block axis."""
         query = unit_query(split_heads(self.query(x), self.num_heads), self.attention_scale)
         if keys.key.ndim == 5:
             query = rearrange(query, "b h (c w) k -> b c h w k", c=keys.key.shape[1])
-        return attend_unit(query, KeysAndValues(*keys))
+        return attend_unit(query, keys)
 
     @staticmethod
     def flops(shape: Shape, num_states: int) -> Flops:
@@ -84,24 +70,10 @@ class StateRecurrence(Mixer):
         self.shape = shape
         self.window = WindowAttention(shape, rngs=rngs)
         self.reader = StateAttention(shape, config.attention_scale, rngs=rngs)
-        self.cell = StateCell(
-            num_states=config.num_states,
-            model_width=shape.model_width,
-            num_heads=shape.num_heads,
-            head_size=shape.head_size,
-            feedforward_width=shape.feedforward_width,
-            gate=config.gate,
-            cell=config.cell,
-            attention_scale=config.attention_scale,
-            time_constants=config.time_constants,
-            rngs=rngs,
-        )
+        self.cell = StateCell(config, shape, rngs=rngs)
 
     def init_carry(self, b, dtype):
         return StatesCarry(self.window.init_carry(b, dtype), self.cell.initial_states(b, dtype))
-
-    def carry_axes(self, carry):
-        return heads_of_lanes(carry)
 
     def __call__(self, x, at, carry, dropout_key):
         window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
@@ -114,21 +86,15 @@ class StateRecurrence(Mixer):
         return states, self.cell.heads(states)
 
     def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[KeysAndValues, ...]):
-        """Runs the states over the blocks.
+        """Runs the states over the blocks, and resets them where a document starts.
 
-        Args:
-            states: the states after the segment before.
-            start: blocks before which the states are reset to the initial states.
-            tiles: the blocks before, and the blocks, each with the axes `b` and `c`.
-
-        Returns:
-            The last states, and the keys and values of the states before each block.
+        `tiles` are the blocks before, and the blocks. Returns the last states, and keys and values before each block.
         """
 
         def step(states, block):
             start, tile = block
             states, heads = self.begin(states, start)
-            return self.cell.update(states, heads, *tile)[0], StateKeys(heads.key, heads.value)
+            return self.cell.update(states, heads, *tile)[0], heads.keys
 
         if start.shape[1] == num_parts() == 1:
             # No loop, so that the compiler finds the projections that `publish` has computed already.
@@ -144,28 +110,26 @@ class StateRecurrence(Mixer):
         return states, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), keys)
 
     def publish(self, carry, start):
-        heads = carry.heads if isinstance(carry, DecodingStates) else self.begin(carry.states, start)[1]
-        return StateKeys(heads.key, heads.value)
+        return (carry.heads or self.begin(carry.states, start)[1]).keys
 
     def begin_decoding(self, carry):
         visible = (carry.window.position > 0) | (not self.shape.mask_empty_cache)
         previous = self.window.heads.keys_and_values(carry.window, visible)
         window = self.window.begin_decoding(carry.window)
-        return DecodingStates(window, carry.states, self.cell.heads(carry.states), previous)
+        return StatesCarry(window, carry.states, self.cell.heads(carry.states), previous)
 
     def end_decoding(self, carry):
         return StatesCarry(self.window.end_decoding(carry.window), carry.states)
 
     def step(self, x, at, carry):
         window, _, cache = self.window.attend_token(x, carry.window)
-        read = self.reader(x[:, None], StateKeys(carry.heads.key, carry.heads.value))
+        read = self.reader(x[:, None], carry.heads.keys)
         return merge_heads(window, read)[:, 0], carry._replace(window=cache)
 
     def end_block(self, carry):
-        tokens = self.window.end_decoding(carry.window)
-        block = self.window.heads.keys_and_values(tokens)
+        block = self.window.heads.keys_and_values(carry.window)
         states, _ = self.cell.update(carry.states, carry.heads, carry.previous, block)
-        return self.begin_decoding(StatesCarry(tokens, states))
+        return self.begin_decoding(StatesCarry(carry.window, states))
 
 
 @MIXERS.register("recurrent_states")
@@ -178,7 +142,7 @@ class RecurrentStates(StatesConfig):
     gate: GateKind = "fixed"
     """`fixed`: a learned moving average. `lstm`: forget and input gates computed from the states' attention."""
     cell: CellKind = "skip"
-    """The positions of the feed-forward network and the gates in the cell (section 3.3; `layers/state_cell.py`)."""
+    """The positions of the feed-forward network and the gates in the cell (section 3.3; `mixers/state_cell.py`)."""
     attention_scale: float = 1.0
     """The scale of all attention to and of states at the start of training (section 3.1: learned, from 1)."""
     time_constants: TimeConstants = None
@@ -233,7 +197,7 @@ class FeedbackReader(Mixer):
     def init_carry(self, b, dtype):
         return ()
 
-    def _keys(self, at) -> StateKeys:
+    def _keys(self, at) -> KeysAndValues:
         published = at.published["recurrent_states"]
         if self.which == "last":
             return published[-1]

@@ -74,12 +74,7 @@ class RecurrentBlock(Mixer):
     def _coefficients(
         self, u: Float[Array, "b n channels"], first: Bool[Array, "b n"]
     ) -> tuple[Float[Array, "b n channels"], Float[Array, "b n channels"]]:
-        """a and b of h_t = a_t h_{t-1} + b_t, float32.
-
-        Args:
-            u: the outputs of the convolution, float32.
-            first: tokens with which a document begins.
-        """
+        """a and b of h_t = a_t h_{t-1} + b_t, from the outputs of the convolution and the documents' first tokens."""
         first = first[..., None]
         recurrence, input_gate = (jax.nn.sigmoid(gate(u)) for gate in (self.recurrence_gate, self.input_gate))
         log_decay = -EXPONENT * recurrence * jax.nn.softplus(self.decay[...])

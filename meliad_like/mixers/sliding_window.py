@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
@@ -15,8 +14,8 @@ from meliad_like.layers.attention_kernel import ROWS, attend_window_in_kernel
 from meliad_like.layers.backend import compiles_tpu_kernels, platform
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.layers.flops import Flops
-from meliad_like.mixers.base import MIXERS, At, Mixer, MixerConfig, Shape, Traits, heads_of_lanes
-from meliad_like.mixers.token_heads import DecodingCache, Tile, TokenCache, TokenHeads, TokenTile
+from meliad_like.mixers.base import MIXERS, At, Mixer, MixerConfig, Shape, Traits
+from meliad_like.mixers.token_heads import Tile, TokenCache, TokenHeads, TokenTile
 from meliad_like.registry import size
 
 
@@ -29,13 +28,10 @@ class WindowAttention(Mixer):
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs, with_positions: bool = True):
         self.shape = shape
         self.heads = TokenHeads(shape, rngs=rngs, with_positions=with_positions)
-        self.acts_at_blocks = self.heads.position.places_blocks
+        self.acts_at_blocks = self.heads.position.changes_keys
 
     def init_carry(self, b, dtype):
         return self.heads.init_cache(b, dtype)
-
-    def carry_axes(self, carry):
-        return heads_of_lanes(carry)
 
     def __call__(self, x, at, carry, dropout_key):
         mixed, _, carry = self.attend(x, at, carry, dropout_key)
@@ -45,28 +41,24 @@ class WindowAttention(Mixer):
         mixed, _, carry = self.attend_token(x, carry)
         return merge_heads(mixed)[:, 0], carry
 
-    def begin_decoding(self, carry: TokenCache) -> DecodingCache:
+    def begin_decoding(self, carry: TokenCache) -> TokenCache:
         return self.heads.begin_block(carry)
 
-    def end_decoding(self, carry: DecodingCache) -> TokenCache:
-        return carry.tokens
+    def end_decoding(self, carry: TokenCache) -> TokenCache:
+        return carry._replace(placed_key=None)
 
-    def end_block(self, carry: DecodingCache) -> DecodingCache:
-        return self.heads.begin_block(carry.tokens)
+    end_block = begin_decoding
 
     def attend(
         self, x: Float[Array, "b n d"], at: At, cache: TokenCache, dropout_key: PRNGKeyArray | None
     ) -> tuple[Float[Array, "b c h w k"], Tile, TokenCache]:
         """The results of the tokens of a segment, by head, their tile, and the cache after them."""
         tile, cache = self.heads.tile(x, at, cache)
-        shape, multiplier = self.shape, None
-        h, w = shape.num_heads, shape.window_length
-        if dropout_key is not None and shape.dropout_rate > 0.0:
-            multiplier = dropout_multiplier(dropout_key, shape.dropout_rate, (h, w, w), jnp.float32)
-        if shape.attention_kernel != "none":
+        w = self.shape.window_length
+        multiplier = dropout_multiplier(dropout_key, self.shape.dropout_rate, (self.shape.num_heads, w, w))
+        if self.shape.attention_kernel != "none":
             return self._attend_in_kernel(tile, multiplier), tile, cache
-        placed = tile.placed
-        blocks = (placed.query, placed.key, tile.value, placed.previous_key, tile.previous_value)
+        blocks = (tile.placed_query, tile.placed_key, tile.value, tile.placed_previous_key, tile.previous_value)
         return attend_window(*blocks, tile.bias, tile.previous_valid, multiplier), tile, cache
 
     def _attend_in_kernel(self, tile: Tile, multiplier) -> Float[Array, "b c h w k"]:
@@ -74,7 +66,7 @@ class WindowAttention(Mixer):
         interpret = shape.attention_kernel == "interpreted"
         w, k = shape.window_length, shape.head_size
         instead = "set it to 'none' (--gin_param=\"DecoderConfig.attention_kernel = 'none'\")"
-        if tile.projected is None:
+        if self.heads.position.changes_keys:
             raise UserError(
                 f"DecoderConfig.attention_kernel={shape.attention_kernel!r} needs a DecoderConfig.position that is "
                 f"none, t5, alibi or another bias, because the others change keys: {instead}"
@@ -96,8 +88,8 @@ class WindowAttention(Mixer):
         return rearrange(mixed, "b (c w) (h k) -> b c h w k", h=shape.num_heads, w=w)
 
     def attend_token(
-        self, x: Float[Array, "b d"], cache: DecodingCache
-    ) -> tuple[Float[Array, "b h 1 k"], TokenTile, DecodingCache]:
+        self, x: Float[Array, "b d"], cache: TokenCache
+    ) -> tuple[Float[Array, "b h 1 k"], TokenTile, TokenCache]:
         """The same as `attend` for one token of every lane."""
         tile, cache = self.heads.token(x, cache)
         seen = tile.seen[:, None, None]

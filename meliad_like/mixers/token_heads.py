@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -14,7 +15,7 @@ from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import from_left
 from meliad_like.mixers.base import At, Shape
-from meliad_like.mixers.positions import NoPosition, Placed, Position
+from meliad_like.mixers.positions import NoPosition, Position
 
 
 class TokenCache(NamedTuple):
@@ -25,14 +26,8 @@ class TokenCache(NamedTuple):
     value: Float[Array, "b h w k"]
     position: Int[Array, " b"]
     """The number of tokens of the document that have been read."""
-
-
-class DecodingCache(NamedTuple):
-    """The cache while decoding."""
-
-    tokens: TokenCache
-    placed_key: Float[Array, "b h w k"] | None
-    """The keys with their positions in the current block; None with strategies that don't keep these (`Position`)."""
+    placed_key: Float[Array, "b h w k"] | None = None
+    """While decoding, if positions change keys: the keys with their places in the tile of the current block."""
 
 
 class Tile(NamedTuple):
@@ -49,12 +44,14 @@ class Tile(NamedTuple):
     """Whether the block before is visible: it belongs to the same document, or empty places are not masked."""
     positions: Int[Array, "b c"]
     """The number of tokens of the document before each block."""
-    placed: Placed
-    """Queries and keys with positions."""
+    placed_query: Float[Array, "b c h w k"]
+    """With positions, as the next two."""
+    placed_key: Float[Array, "b c h w k"]
+    placed_previous_key: Float[Array, "b c h w k"]
     bias: Float[Array, "h w"]
     """The bias of the scores at the distances 1 to w, times the attention scale."""
-    projected: Projected | None = None
-    """Queries, keys and values as they are projected, for a kernel; None without one, or if positions change keys."""
+    projected: Projected
+    """Queries, keys and values as they are projected, for a kernel."""
 
     def both_blocks(self) -> tuple[KeysAndValues, KeysAndValues]:
         """The block before, which may be invisible, and the block."""
@@ -83,9 +80,7 @@ class TokenHeads(nnx.Module):
         self.num_heads, self.head_size, self.w = shape.num_heads, shape.head_size, shape.window_length
         self.mask_empty_cache, self.for_kernel = shape.mask_empty_cache, shape.attention_kernel != "none"
         d, inner = shape.model_width, shape.inner_width
-        self.key = Linear(d, inner, ("model", "heads"), rngs=rngs)
-        self.value = Linear(d, inner, ("model", "heads"), rngs=rngs)
-        self.query = Linear(d, inner, ("model", "heads"), rngs=rngs)
+        self.key, self.value, self.query = (Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(3))
         self.attention_scale = parameter(rngs.params(), jax.nn.initializers.ones, (self.num_heads,), ("heads",))
         position = shape.position if with_positions else NoPosition()
         self.position: Position = position.build(self.w, self.num_heads, d, rngs=rngs)
@@ -130,13 +125,7 @@ class TokenHeads(nnx.Module):
         return self.position.kept(key), value, self.position.kept(query)
 
     def tile(self, y: Float[Array, "b n d"], at: At, cache: TokenCache) -> tuple[Tile, TokenCache]:
-        """The heads of a segment, and the cache after it.
-
-        Args:
-            y: the layer's input, after its norm.
-            at: where documents begin.
-            cache: the cache after the segment before.
-        """
+        """The heads of a segment, from the layer's input after its norm, and the cache after the segment."""
         projected = self.key(y), self.value(y), self.query(y)
         # Kept before they are cut into blocks: an axis for the lengths of the blocks costs XLA two copies a layer.
         key, value, query = (rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in self._kept(*projected))
@@ -146,21 +135,15 @@ class TokenHeads(nnx.Module):
             last_key, last_value, _ = self._kept(*(x[:, -self.w :] for x in projected))
         before_key, before_value = from_left((last_key, last_value), (cache.key, cache.value))
         positions, read = at.count(cache.position, self.w)
-        tile = self._tile(query, key, value, before_key, before_value, positions)
-        if self.for_kernel and not self.position.changes_keys:
-            of_key, of_value, of_query = projected
-            of_before = [merge_heads(x.astype(of_key.dtype)) for x in (before_key, before_value)]
-            tile = tile._replace(projected=Projected(of_query, of_key, of_value, *of_before))
-        return tile, TokenCache(last_key, last_value, read)
-
-    def _tile(self, query, key, value, before_key, before_value, positions) -> Tile:
         previous_valid = positions > 0
         previous_key, previous_value = _block_before(key, before_key), _block_before(value, before_value)
         if not self.mask_empty_cache:
             empty = ~previous_valid[:, :, None, None, None]
             previous_key, previous_value = jnp.where(empty, 0, previous_key), jnp.where(empty, 0, previous_value)
             previous_valid = jnp.ones_like(previous_valid)
-        return Tile(
+        of_before = [merge_heads(x.astype(y.dtype)) for x, y in zip((before_key, before_value), projected)]
+        before, block = np.arange(self.w), np.arange(self.w, 2 * self.w)
+        tile = Tile(
             query=self.scaled(self.position.plain(query)),
             key=self.position.plain(key),
             value=value,
@@ -168,47 +151,58 @@ class TokenHeads(nnx.Module):
             previous_value=previous_value,
             previous_valid=previous_valid,
             positions=positions,
-            placed=self.position.place((self.query, self.key), self.scaled, query, key, previous_key),
+            placed_query=self.placed_query(query, block),
+            placed_key=self.placed_key(key, block),
+            placed_previous_key=self.placed_key(previous_key, before),
             bias=self.bias(self.w),
+            projected=Projected(projected[2], *projected[:2], *of_before),
         )
+        return tile, TokenCache(last_key, last_value, read)
+
+    def placed_query(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
+        """Queries with their positions (`Position.placed`), times the attention scale."""
+        return self.scaled(self.position.placed(kept, place, self.query))
+
+    def placed_key(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
+        """Keys with their positions (`Position.placed`)."""
+        return self.position.placed(kept, place, self.key)
 
     def keys_and_values(self, cache: TokenCache, visible: Bool[Array, " b"] | None = None) -> KeysAndValues:
         """The cache's keys of unit length, without positions, and its values."""
         return KeysAndValues(self.position.plain(cache.key), cache.value, visible)
 
-    def begin_block(self, cache: TokenCache) -> DecodingCache:
-        """The cache before the first token of a block is decoded: the keys get the positions of the block before."""
-        return DecodingCache(cache, self.position.begin_block((self.query, self.key), cache.key))
+    def begin_block(self, cache: TokenCache) -> TokenCache:
+        """The cache before the first token of a block is decoded: the keys get the places of the block before."""
+        if not self.position.changes_keys:
+            return cache
+        return cache._replace(placed_key=self.placed_key(cache.key, np.arange(self.w)))
 
-    def token(self, y: Float[Array, "b d"], cache: DecodingCache) -> tuple[TokenTile, DecodingCache]:
-        """The heads of one token of every lane, and the cache with it.
-
-        Args:
-            y: the layer's input, after its norm.
-            cache: the cache of the tokens before.
-        """
-        (key, value, query), tokens = self.project(y[:, None]), cache.tokens
-        offset, lanes = tokens.position % self.w, jnp.arange(len(y))
-        placed_query, placed_key, new_placed = self.position.place_token(
-            (self.query, self.key), self.scaled, query, key, (tokens.key, cache.placed_key), offset
-        )
+    def token(self, y: Float[Array, "b d"], cache: TokenCache) -> tuple[TokenTile, TokenCache]:
+        """The heads of one token of every lane, and the cache with it."""
+        key, value, query = self.project(y[:, None])
+        offset, lanes = cache.position % self.w, jnp.arange(len(y))
+        place, placed = (self.w + offset)[:, None, None], cache.placed_key
+        if placed is not None:
+            placed = placed.at[lanes, :, offset].set(self.placed_key(key, place)[:, :, 0])
         # The distance of the token in ring column s is (offset - s - 1) % w + 1.
         column = (offset[:, None] - jnp.arange(self.w) - 1) % self.w
-        seen = (jnp.arange(self.w) < offset[:, None]) | (tokens.position >= self.w)[:, None]
+        seen = (jnp.arange(self.w) < offset[:, None]) | (cache.position >= self.w)[:, None]
         tile = TokenTile(
             query=self.scaled(self.position.plain(query)),
-            placed_query=placed_query,
-            placed_key=placed_key,
-            value=tokens.value,
+            placed_query=self.placed_query(query, place),
+            # A token doesn't see itself, so the key that it replaces, w tokens before, is still there.
+            placed_key=cache.key if cache.placed_key is None else cache.placed_key,
+            value=cache.value,
             bias=jnp.moveaxis(jnp.take(self.bias(self.w), column, axis=1), 0, 1),
             seen=seen | (not self.mask_empty_cache),
         )
-        tokens = TokenCache(
-            key=tokens.key.at[lanes, :, offset].set(key[:, :, 0]),
-            value=tokens.value.at[lanes, :, offset].set(value[:, :, 0]),
-            position=tokens.position + 1,
+        cache = TokenCache(
+            key=cache.key.at[lanes, :, offset].set(key[:, :, 0]),
+            value=cache.value.at[lanes, :, offset].set(value[:, :, 0]),
+            position=cache.position + 1,
+            placed_key=placed,
         )
-        return tile, DecodingCache(tokens, new_placed)
+        return tile, cache
 
 
 def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:

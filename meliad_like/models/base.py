@@ -23,8 +23,7 @@ Remat = Literal["none", "dots", "layers"]
 
 
 def _resumed(old: Any, new: Any) -> Any:
-    """The old config with the values of the new one where fields may change (`may_change`), also in the configs of
-    mixers and others within it."""
+    """The old config with the values of the new one where fields may change (`may_change`), also within it."""
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
         return tuple(map(_resumed, old, new))
     if not dataclasses.is_dataclass(old) or type(old) is not type(new):
@@ -51,8 +50,7 @@ class ModelConfig:
     feedforward_width: int = size(4096, "width")
     """The width of the hidden layer of the feed-forward networks (f)."""
     window_length: int = size(512, "length")
-    """The number of tokens in a block (w): documents begin on block boundaries, and a segment is a whole number of
-    blocks."""
+    """The number of tokens in a block (w): documents and segments begin on block boundaries."""
     dropout_rate: float = 0.0
     """The dropout rate of the layers."""
     activation_dtype: ActivationDtype = "float32"
@@ -116,11 +114,7 @@ class ModelConfig:
         return "its windows are read one after the other"
 
     def check_sequence(self, segment_length: int, parts: int) -> None:
-        """Checks that segments of this length can be sharded over `parts` devices (`MeshConfig.sequence`).
-
-        Raises:
-          UserError: the model does not allow it, or the number of blocks is not a multiple of `parts`.
-        """
+        """Raises a UserError if such segments can't be sharded over `parts` devices (`MeshConfig.sequence`)."""
         if parts == 1:
             return
         if self.sequential_because is not None:
@@ -151,13 +145,12 @@ class ModelConfig:
 
         A decoder's carry has the memories of its mixers instead (`evaluation/interventions.py`).
         """
-        return "window"
+        return None
 
     def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
         """The config of the same model for reading independent sequences of this number of tokens.
 
-        A pretrained decoder reads each sequence as one window. Other models keep their own windows, of which the last
-        may extend beyond the sequence.
+        A pretrained decoder reads each sequence as one window. Other models keep their windows.
         """
         del num_tokens
         return self

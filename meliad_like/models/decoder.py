@@ -20,12 +20,10 @@ from meliad_like.layers.basic import RMSNorm, embed, parameter, rows, tiled_drop
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import num_parts
 from meliad_like.layers.sharding import constrain
-from meliad_like.layers.windows import with_summaries, without_summaries
 from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, Traits, layer_indices
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.base import MODELS, ModelConfig
-from meliad_like.models.decoder_layer import DecoderLayer
 from meliad_like.models.layer import LAYERS, LayerConfig
 from meliad_like.models.pattern import FEEDFORWARD, distinct_entries, named_mixers, names_of, place_mixers
 from meliad_like.models.skeleton import Skeleton
@@ -52,14 +50,12 @@ class DecoderConfig(ModelConfig):
     pattern: tuple[str, ...] = size((), "pattern")
     """What each layer has, repeated from the first layer to the last: the names of its mixers, and `feedforward`,
     joined by +, such as ("rg_lru+feedforward", "rg_lru+feedforward", "sliding_window+feedforward"). Mixers that it does
-    not name are in the layers that they name themselves. (): every layer has a feed-forward network, and mixers name
-    their layers."""
+    not name are in the layers that they name themselves. (): all layers have a feed-forward network."""
     layer_kinds: tuple[LayerConfig, ...] = kind_field(LAYERS, tuple, many=True)
     """The kinds of layers in which things happen in another order than in the standard layer."""
     attention_kernel: Literal["none", "tpu", "interpreted"] = resumable("none")
     """The kernel that computes a segment's attention to the window without its scores in memory
-    (`layers/attention_kernel.py`): none, one compiled for TPUs, or the same interpreted, which is slow, for tests on
-    other platforms."""
+    (`layers/attention_kernel.py`): none, one compiled for TPUs, or the same interpreted, for tests."""
     logit_scale: float | None = None
     """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""
     feedforward_bias: bool = False
@@ -159,7 +155,7 @@ class DecoderConfig(ModelConfig):
     def flops(self, vocabulary_size: int) -> Flops:
         flops = Flops.of_products(2 * self.model_width * vocabulary_size)
         for index in range(self.total_layers):
-            flops += self.kinds.get(index, DecoderLayer).flops(self.shape, index)
+            flops += self.kinds.get(index, LayerConfig()).flops(self.shape, index)
         return flops
 
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
@@ -182,16 +178,13 @@ class Decoder(Skeleton):
         self.logit_scale = config.model_width**-0.5 if config.logit_scale is None else config.logit_scale
         shape = (vocabulary_size, config.model_width)
         self.embedding = parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"))
-        self.layers = nnx.List(self._layer(index, rngs) for index in range(config.total_layers))
+        self.layers = nnx.List(
+            config.kinds.get(i, LayerConfig()).build(config.shape, i, rngs=rngs) for i in range(config.total_layers)
+        )
         initializer, u = jax.nn.initializers.truncated_normal(0.25), sum(x.summary_tokens for x in config.layer_kinds)
         summaries = parameter(rngs.params(), initializer, (u, config.model_width), (None, "model")) if u else None
         self.summary_embedding = summaries
         self.final_norm = RMSNorm(config.model_width, rngs=rngs)
-
-    def _layer(self, index: int, rngs: nnx.Rngs) -> nnx.Module:
-        if (kind := self.config.kinds.get(index)) is not None:
-            return kind.build(self.config.shape, index, rngs=rngs)
-        return DecoderLayer(self.config.shape, index, rngs=rngs)
 
     def embed(self, tokens, position, dropout_key):
         # XLA crashes on a lookup along the vocabulary, sharded over `tensor`, inside of `over_sequence`.
@@ -200,22 +193,14 @@ class Decoder(Skeleton):
         # Rounded after the lookup, so that the gradient of a frequent token, a sum of many small terms, is float32.
         return embed(table if tokens.ndim == 1 else constrain(table, vocabulary, None), tokens).astype(self.dtype)
 
-    def summaries(self, *shape):
+    def summaries(self, b, c):
         if self.summary_embedding is None:
             return None
         # Rounded after they are repeated, so that their gradients are float32 sums over lanes and blocks.
-        table = self.summary_embedding[...]
-        return jnp.broadcast_to(table, (*shape, *table.shape)).astype(self.dtype)
-
-    def enter(self, x, c):
-        return with_summaries(x, self.summaries(x.shape[0], c))
-
-    def leave(self, x, c):
-        return without_summaries(x, c, self.config.window_length)[0]
+        return jnp.tile(self.summary_embedding[...], (b, c, 1)).astype(self.dtype)
 
     def finish(self, x, dropout_key):
-        x = self.final_norm(x)
-        return x if dropout_key is None else tiled_dropout(x, self.config.dropout_rate, dropout_key)
+        return tiled_dropout(self.final_norm(x), self.config.dropout_rate, dropout_key)
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
         """The logits of the next token, float32; the softmax shares the embedding's parameters."""
@@ -225,6 +210,6 @@ class Decoder(Skeleton):
 
     def published(self, carry, start) -> dict[str, Any]:
         return {
-            name: [self.layers[i].publish(name, carry.layers[i], start) for i in indices]
+            name: [self.layers[i].mixers[name].publish(carry.layers[i][name], start) for i in indices]
             for name, indices in self.config.publishers().items()
         }

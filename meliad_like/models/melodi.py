@@ -20,15 +20,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
-from meliad_like.layers.attention import merge_heads
+from meliad_like.layers.attention import attend, merge_heads
 from meliad_like.layers.basic import Linear, RMSNorm, dropout_multiplier, parameter, tiled_dropout
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.windows import SequenceMix, attend_parts, toeplitz, with_summaries, without_summaries
+from meliad_like.layers.windows import SequenceMix, toeplitz
 from meliad_like.mixers.base import Shape, Traits, layer_indices
 from meliad_like.mixers.positions import POSITIONS
-from meliad_like.mixers.token_heads import DecodingCache, TokenHeads
-from meliad_like.models.decoder_layer import ResidualFeedForward
-from meliad_like.models.layer import LAYERS, Layer, LayerConfig
+from meliad_like.mixers.token_heads import TokenCache, TokenHeads
+from meliad_like.models.layer import LAYERS, Layer, LayerConfig, ResidualFeedForward, Stream
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
 
@@ -50,7 +49,7 @@ class DecodingMelodi(NamedTuple):
     """The same while decoding."""
 
     memory: MelodiCarry
-    window: DecodingCache
+    window: TokenCache
     """The tokens of the current window so far."""
     short: tuple[Float[Array, "b h r k"], ...]
     """The keys and values of the short-term memory."""
@@ -79,6 +78,7 @@ class MelodiLayer(Layer):
     """A layer that reads one window after the other, because its memories are made of its output."""
 
     acts_at_blocks = True
+    takes_summaries = True
 
     def __init__(self, config: "Melodi", shape: Shape, index: int, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
@@ -116,8 +116,8 @@ class MelodiLayer(Layer):
         positions, position = at.count(carry.position, w)
         (b, c), written = positions.shape, positions // w
         keys = [None] * 4 if dropout_key is None else list(jax.random.split(dropout_key, 4))
-        windows = self._windows(*without_summaries(x, c, w), written, keys)
-        old = self._memory_heads(carry.long, keys[2]) if self.long else None
+        windows = self._windows(x, written, keys)
+        old = self._memory_heads(carry.long, keys[2]) if self.long else ()
         bias = self._bias()
 
         def step(state, window: Window):
@@ -125,11 +125,11 @@ class MelodiLayer(Layer):
             key_of = [None] * 4
             if keys[3] is not None:
                 key_of = list(jax.random.split(jax.random.fold_in(keys[3], window.number), 4))
-            memory = self._memory_heads(short, key_of[0])
+            memory = self._memory_heads(jnp.where((window.age > 0)[:, None, None], short, 0), key_of[0])
             result = self._attend_window(bias, window, memory, key_of[1])
             if self.long:
-                seen = self._seen(written[:, 0], window.age, window.number, c)
-                result = self._mix_long(result, window.query, zip(old, made), seen, key_of[2])
+                seen = self._long_term(old, made, written[:, 0], window, c)
+                result = self._mix_long(result, window.query, seen, key_of[2])
             y = self._finish(window.x, result, key_of[3])
             x, summaries = y[:, :w], y[:, w:]
             mixed = {name: mix.of_tokens(x) for name, mix in self._mixes.items()}
@@ -142,23 +142,25 @@ class MelodiLayer(Layer):
             return (short, made), (x, summaries, extracted)
 
         heads = (b, self.shape.num_heads, c * e, self.shape.head_size)
-        made = (jnp.zeros(heads, x.dtype),) * 2 if self.long else ()
+        made = (jnp.zeros(heads, x[0].dtype),) * 2 if self.long else ()
         (short, _), (x, summaries, extracted) = jax.lax.scan(step, (carry.short, made), windows)
         long = self._remember(carry.long, jnp.moveaxis(extracted, 0, 1), written) if self.long else None
-        x = with_summaries(rearrange(x, "c b w d -> b (c w) d"), jnp.moveaxis(summaries, 0, 1))
-        return x, {NAME: MelodiCarry(short, long, position)}
+        x, summaries = (rearrange(y, "c b s d -> b (c s) d") for y in (x, summaries))
+        return (x, summaries), {NAME: MelodiCarry(short, long, position)}
 
-    def _windows(self, x: Float[Array, "b n d"], summaries: Float[Array, "b c u d"], age, keys) -> Window:
+    def _windows(self, stream: Stream, age: Int[Array, "b c"], keys) -> Window:
         """All windows of a segment, along a new first axis."""
-        c, w, position = summaries.shape[1], self.shape.window_length, self.heads.position
-        normed = [self._normed(x, keys[0]), self._normed(rearrange(summaries, "b c u d -> b (c u) d"), keys[1])]
-        normed = jnp.concatenate([rearrange(y, "b (c s) d -> b c s d", c=c) for y in normed], axis=2)
+        c, w, position = age.shape[1], self.shape.window_length, self.heads.position
+
+        def by_window(*parts, axes="b (c s) d -> c b s d"):
+            return jnp.concatenate([rearrange(y, axes, c=c) for y in parts], axis=2)
+
+        normed = by_window(*map(self._normed, stream, keys), axes="b (c s) d -> b c s d")
         heads = self.heads.of(rearrange(normed, "b c s d -> b (c s) d"))
         key, value, query = (rearrange(y, "b h (c s) k -> c b h s k", c=c) for y in heads)
         place = w + np.arange(normed.shape[2])
-        x = jnp.concatenate([rearrange(x, "b (c w) d -> c b w d", c=c), jnp.moveaxis(summaries, 1, 0)], axis=2)
-        placed_query, placed_key = position.placed(query, place), position.placed(key, place)
-        return Window(jnp.arange(c), x, placed_query, query, placed_key, value, age.T)
+        placed = position.placed(query, place), query, position.placed(key, place), value
+        return Window(jnp.arange(c), by_window(*stream), *placed, age.T)
 
     def _normed(self, x: Float[Array, "b n d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "b n d"]:
         return tiled_dropout(self.norm(x), self.shape.dropout_rate, dropout_key)
@@ -167,7 +169,7 @@ class MelodiLayer(Layer):
         return self.feedforward(x + self.output(merge_heads(result)), dropout_key)
 
     def _memory_heads(self, memory: Float[Array, "b s d"], dropout_key) -> tuple[Float[Array, "b h s k"], ...]:
-        """Keys and values of a memory."""
+        """Keys and values of a memory; those of zeros are zeros."""
         return self.heads.of(self._normed(memory, dropout_key))[:2]
 
     def _bias(self) -> Float[Array, "h rows columns"]:
@@ -176,66 +178,64 @@ class MelodiLayer(Layer):
         return toeplitz(self.heads.bias(r + rows - 1), rows, r)
 
     def _multiplier(self, dropout_key, num_rows: int, num_keys: int):
-        rate = self.shape.dropout_rate
-        if dropout_key is None or rate == 0.0:
-            return None
-        return dropout_multiplier(dropout_key, rate, (self.shape.num_heads, num_rows, num_keys), jnp.float32)
+        return dropout_multiplier(dropout_key, self.shape.dropout_rate, (self.shape.num_heads, num_rows, num_keys))
+
+    def _shown(self, age: Int[Array, " b"], num_columns: int) -> Bool[Array, "b columns"]:
+        """Whether a query may see what is in a column; the short-term memory, in the first ones, may be empty."""
+        is_token = jnp.arange(num_columns) >= self.config.short_length
+        return is_token | (age > 0)[:, None] | (not self.shape.mask_empty_cache)
 
     def _attend_window(self, bias, window: Window, memory, dropout_key):
         """Attention of a window's last queries to the short-term memory and the earlier ones of its vectors."""
         r, w = self.config.short_length, self.shape.window_length
         num_rows, num_columns = window.placed_query.shape[2], bias.shape[2]
         earlier = np.tri(bias.shape[1], num_columns, r - 1, dtype=bool)[-num_rows:]
-        real = jnp.where(np.arange(num_columns) < r, (window.age > 0)[:, None], True)
-        return attend_parts(
+        return attend(
             window.placed_query,
             (self.heads.position.placed(memory[0], np.arange(w - r, w)), window.placed_key),
             (memory[1], window.value),
-            earlier & self._shown(real)[:, None, None],
-            real,
             bias[:, -num_rows:],
+            earlier & self._shown(window.age, num_columns)[:, None, None],
             self._multiplier(dropout_key, num_rows, num_columns),
         )
 
-    def _shown(self, real: Bool[Array, "b s"]) -> Bool[Array, "b s"]:
-        return real if self.shape.mask_empty_cache else jnp.ones_like(real)
-
-    def _mix_long(self, result, query, stored, seen, dropout_key):
+    def _mix_long(self, result, query, seen, dropout_key):
         """Mixes a result with attention to the long-term memory, by a learned share of each head and channel.
 
-        Args:
-            result: the result of attention to the window and the short-term memory.
-            query: the queries without positions.
-            stored: keys and values of the memory, each in several arrays.
-            seen: which of them are shown, and which hold something.
+        `query` has no positions; `seen` are the memory's keys and values, and which of them are visible.
         """
         assert self.gate is not None
-        (keys, values), (shown, real) = stored, seen
-        shown = shown & self._shown(real)
-        multiplier = self._multiplier(dropout_key, query.shape[2], real.shape[1])
-        read = attend_parts(query, keys, values, shown[:, None, None], real, multiplier=multiplier)
+        keys, values, shown = seen
+        multiplier = self._multiplier(dropout_key, query.shape[2], shown.shape[1])
+        read = attend(query, keys, values, mask=shown[:, None, None], multiplier=multiplier)
         share = jax.nn.sigmoid(self.gate[...])[:, None]
         # In float32, because the gate's gradient is a sum over all tokens.
         mixed = share * result.astype(jnp.float32) + (1 - share) * read.astype(jnp.float32)
         return mixed.astype(result.dtype)
 
-    def _seen(self, written: Int[Array, " b"], age: Int[Array, " b"], number: Int[Array, ""], c: int):
-        """Which vectors are among the last m before window `number`, and which of them are of its document.
+    def _long_term(self, old, made, written: Int[Array, " b"], window: Window, c: int):
+        """The keys and values of the long-term memory before a window, and which of them are visible: of the last m
+        those of its document, or with an empty memory that is not masked all, with zeros for the rest.
 
         Args:
+            old, made: the keys and values of the ring before the segment, and of the vectors of its `c` windows.
             written: the number of the document's windows before the segment.
-            age: the number of the document's windows before this one.
-            number, c: the window's number in the segment, and the number of windows.
-
-        Returns:
-            shown, real: for the ring's slots before the segment, and then for the vectors of the segment's windows.
         """
         e, m = self.config.long_length, self.config.long_slots
         # Vectors are counted from the beginning of the segment: -1 is the newest in the ring.
         in_ring = (jnp.arange(m) - e * written[:, None]) % m - m
-        in_segment = jnp.broadcast_to(jnp.arange(c * e), (len(age), c * e))
-        vector, end = jnp.concatenate([in_ring, in_segment], axis=1), e * number
-        return (vector >= end - m) & (vector < end), vector >= end - e * age[:, None]
+        in_segment = jnp.broadcast_to(jnp.arange(c * e), (len(written), c * e))
+        vector, end = jnp.concatenate([in_ring, in_segment], axis=1), e * window.number
+        last, real = (vector >= end - m) & (vector < end), vector >= end - e * window.age[:, None]
+        both = zip(old, made)
+        if self.shape.mask_empty_cache:
+            return *both, last & real
+        halves = real[:, None, :m, None], real[:, None, m:, None]
+        return *(tuple(jnp.where(*half, 0) for half in zip(halves, parts)) for parts in both), last
+
+    def _filled(self, age: Int[Array, " b"]) -> Bool[Array, "b m"]:
+        """The slots that hold vectors of a document after `age` windows."""
+        return jnp.arange(self.config.long_slots) < self.config.long_length * age[:, None]
 
     def _remember(self, long: Float[Array, "b m d"], new: Float[Array, "b c e d"], written: Int[Array, "b c"]):
         """The ring after a segment: with the vectors of the last document's windows, of which the last m are left."""
@@ -262,10 +262,11 @@ class MelodiLayer(Layer):
         short = made["short"] + summaries if self.config.short_length == self.config.num_summaries else made["short"]
         return summaries + made.get("summary", 0), short, made.get("long")
 
-    def begin_decoding(self, carry, position):
-        memory, b = carry[NAME], len(position)
+    def begin_decoding(self, carry):
+        memory, b = carry[NAME], len(carry[NAME].position)
         empty = self.heads.init_cache(b, memory.short.dtype)._replace(position=memory.position)
-        long = self._memory_heads(memory.long, None) if self.long else ()
+        filled = self._filled(memory.position // self.shape.window_length)[:, :, None]
+        long = self._memory_heads(jnp.where(filled, memory.long, 0), None) if self.long else ()
         mixed = {name: jnp.zeros((b, mix.out, self.shape.model_width)) for name, mix in self._mixes.items()}
         window, short = self.heads.begin_block(empty), self._memory_heads(memory.short, None)
         return {NAME: DecodingMelodi(memory, window, short, long, mixed)}
@@ -273,58 +274,47 @@ class MelodiLayer(Layer):
     def end_decoding(self, carry):
         return {NAME: carry[NAME].memory}
 
-    def decode_step(self, x, at, carry):
+    def _mix_stored(self, result, query, carry: DecodingMelodi, age: Int[Array, " b"]):
+        """As `_mix_long`, while decoding."""
+        if not self.long:
+            return result
+        shown = self._filled(age) | (not self.shape.mask_empty_cache)
+        return self._mix_long(result, query, (*carry.long, shown), None)
+
+    def step(self, x, at, carry):
         carry, r, w, heads = carry[NAME], self.config.short_length, self.shape.window_length, self.heads
-        position = carry.window.tokens.position
+        position = carry.window.position
         offset, age = position % w, position // w
         tile, window = heads.token(self.norm(x), carry.window)
-        distance = offset[:, None] + r - np.arange(r)
-        bias = jnp.take(heads.bias(r + w + self.config.num_summaries - 1), distance - 1, axis=1)
-        real = jnp.where(np.arange(r + w) < r, (age > 0)[:, None], True)
-        earlier = jnp.arange(r + w) < r + offset[:, None]
-        # A query has place w, wherever it stands in its window.
-        short_key = heads.position.placed(carry.short[0], (w - distance)[:, None])
-        result = attend_parts(
+        distance = r + offset[:, None] - np.arange(r + w)
+        bias = jnp.moveaxis(jnp.take(heads.bias(r + w), distance - 1, axis=1, mode="clip"), 0, 1)
+        result = attend(
             tile.placed_query,
-            (short_key, tile.placed_key),
+            (heads.position.placed(carry.short[0], np.arange(w - r, w)), tile.placed_key),
             (carry.short[1], tile.value),
-            (earlier & self._shown(real))[:, None, None],
-            real,
-            jnp.concatenate([jnp.moveaxis(bias, 0, 1), tile.bias], axis=2)[:, :, None],
+            bias[:, :, None],
+            ((distance > 0) & self._shown(age, r + w))[:, None, None],
         )
-        if self.long:
-            result = self._mix_long(result, tile.query, _stored(carry), (True, self._filled(age)), None)
-        x = self._finish(x[:, None], result, None)[:, 0]
+        x = self._finish(x[:, None], self._mix_stored(result, tile.query, carry, age), None)[:, 0]
         mixed = {name: carry.mixed[name] + mix.of_token(x, offset) for name, mix in self._mixes.items()}
         return x, {NAME: carry._replace(window=window, mixed=mixed)}
 
-    def _filled(self, age: Int[Array, " b"]) -> Bool[Array, "b m"]:
-        return jnp.arange(self.config.long_slots) < self.config.long_length * age[:, None]
-
-    def end_block(self, summaries, carry, position):
+    def end_window(self, carry, summaries):
         carry, w, heads = carry[NAME], self.shape.window_length, self.heads
-        memory, tokens = carry.memory, carry.window.tokens
+        memory, tokens = carry.memory, carry.window
         age = memory.position // w
-        assert summaries is not None
         key, value, query = heads.of(self.norm(summaries))
         place = 2 * w + np.arange(summaries.shape[1])
-        of_tokens = heads.position.placed(heads.position.plain(tokens.key), np.arange(w, 2 * w))
+        of_tokens = heads.placed_key(tokens.key, np.arange(w, 2 * w))
         keys = jnp.concatenate([of_tokens, heads.position.placed(key, place)], axis=2)
         values = jnp.concatenate([tokens.value, value], axis=2)
         placed_query = heads.position.placed(query, place)
         window = Window(jnp.zeros((), jnp.int32), summaries, placed_query, query, keys, values, age)
         result = self._attend_window(self._bias(), window, carry.short, None)
-        if self.long:
-            result = self._mix_long(result, query, _stored(carry), (True, self._filled(age)), None)
+        result = self._mix_stored(result, query, carry, age)
         summaries, short, extracted = self._make(self._finish(summaries, result, None), carry.mixed)
         long = self._remember(memory.long, extracted[:, None], age[:, None]) if self.long else None
-        return summaries, self.begin_decoding({NAME: MelodiCarry(short, long, position)}, position)
-
-
-def _stored(carry: DecodingMelodi):
-    """The keys and values of the long-term memory, as `_mix_long` receives them."""
-    key, value = carry.long
-    return (key,), (value,)
+        return self.begin_decoding({NAME: MelodiCarry(short, long, memory.position + w)}), summaries
 
 
 @LAYERS.register(NAME)
@@ -347,6 +337,8 @@ class Melodi(LayerConfig):
     """The number of vectors in a long-term memory (m); the oldest are overwritten."""
     clear_states: bool = False
     """Begin every segment with empty memories, which measures their value beyond a segment."""
+
+    takes_mixers = False
 
     def __post_init__(self):
         check_positive(self, ("num_summaries", "short_length", "long_length"))

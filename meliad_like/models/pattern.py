@@ -50,13 +50,7 @@ def named_mixers(mixers: Sequence[MixerConfig], pattern: Sequence[str]) -> Itera
 def place_mixers(
     mixers: Sequence[MixerConfig], pattern: Sequence[str], num_layers: int, bare: frozenset[int]
 ) -> tuple[tuple[MixerConfig, ...], ...]:
-    """The mixers of each layer.
-
-    Args:
-        mixers: the result of `named_mixers`.
-        pattern: of the decoder.
-        num_layers: the number of layers.
-        bare: the layers that can't have mixers.
+    """The mixers of each layer, from the result of `named_mixers`; layers that are `bare` can't have any.
 
     Raises:
         UserError: a layer can't have the mixers that it has, or has nothing.
@@ -64,12 +58,12 @@ def place_mixers(
     if len(pattern) > num_layers:
         raise UserError(f"DecoderConfig.pattern has {len(pattern)} entries, and the decoder has {num_layers} layers")
     entries = [names_of(pattern[i % len(pattern)]) if pattern else frozenset() for i in range(num_layers)]
-    named = {MIXERS.name_of(mixer): _named_layers(mixer, entries, bare) for mixer in mixers}
+    names = [MIXERS.name_of(mixer) for mixer in mixers]
     layers: list[list[MixerConfig]] = [[] for _ in range(num_layers)]
     for mixer in mixers:
-        if mixer.reads is not None and mixer.reads not in named:
+        if mixer.reads is not None and mixer.reads not in names:
             raise UserError(f"{type(mixer).__name__} reads what {MIXERS[mixer.reads].__name__} publishes: add it too")
-        for i in named[MIXERS.name_of(mixer)] - _left_out(mixer, mixers, named, entries):
+        for i in _layers_of(mixer, mixers, entries, bare):
             layers[i].append(mixer)
     for i, (here, entry) in enumerate(zip(layers, entries)):
         windows = [type(mixer).__name__ for mixer in here if mixer.has_window]
@@ -83,26 +77,22 @@ def place_mixers(
     return tuple(map(tuple, layers))
 
 
-def _named_layers(mixer: MixerConfig, entries: Sequence[frozenset[str]], bare: frozenset[int]) -> frozenset[int]:
-    """The layers that the pattern or the mixer names; of all layers those that can have mixers."""
+def _layers_of(
+    mixer: MixerConfig, mixers: Sequence[MixerConfig], entries: Sequence[frozenset[str]], bare: frozenset[int]
+) -> frozenset[int]:
+    """The layers that the pattern or the mixer names.
+
+    A mixer of all layers leaves out those that can't have mixers, and leaves some to others: the window those with
+    attention to it, and a reader of published values those that publish them.
+    """
     name = MIXERS.name_of(mixer)
     if any(name in entry for entry in entries):
         return frozenset(i for i, entry in enumerate(entries) if name in entry)
     indices = layer_indices(f"{type(mixer).__name__}.layers", mixer.layers, len(entries))
-    return indices - bare if mixer.layers is None else indices
-
-
-def _left_out(
-    mixer: MixerConfig,
-    mixers: Sequence[MixerConfig],
-    named: dict[str, frozenset[int]],
-    entries: Sequence[frozenset[str]],
-) -> frozenset[int]:
-    """The layers that a mixer of all layers leaves to others: the window to those with attention to it, and a reader of
-    published values to those that publish them."""
-    name = MIXERS.name_of(mixer)
-    if mixer.layers is not None or any(name in entry for entry in entries):
-        return frozenset()
-    others = (MIXERS.name_of(other) for other in mixers if other.has_window and other is not mixer)
-    left_to = others if isinstance(mixer, SlidingWindow) else filter(None, [mixer.reads])
-    return frozenset().union(*(named[other] for other in left_to))
+    if mixer.layers is not None:
+        return indices
+    if isinstance(mixer, SlidingWindow):
+        left_to = [other for other in mixers if other.has_window and other is not mixer]
+    else:
+        left_to = [other for other in mixers if MIXERS.name_of(other) == mixer.reads]
+    return indices.difference(bare, *(_layers_of(other, mixers, entries, bare) for other in left_to))

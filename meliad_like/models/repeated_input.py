@@ -2,22 +2,14 @@
 
 import dataclasses
 
-from meliad_like.layers.windows import with_summaries, without_summaries
-from meliad_like.models.decoder_layer import DecoderLayer
-from meliad_like.models.layer import LAYERS, LayerConfig
+from meliad_like.models.layer import LAYERS, DecoderLayer, LayerConfig
 
 
 class RepeatedInputLayer(DecoderLayer):
     """A standard layer whose input is added to its output once more."""
 
-    def __call__(self, x, at, carry, dropout_key=None):
-        y, carry = super().__call__(x, at, carry, dropout_key)
-        c, w = at.start.shape[1], self.shape.window_length
-        (x, _), (y, summaries) = without_summaries(x, c, w), without_summaries(y, c, w)
-        return with_summaries(x + y, summaries), carry
-
-    def decode_step(self, x, at, carry):
-        y, carry = super().decode_step(x, at, carry)
+    def _read(self, x, carry, dropout_key, read):
+        y, carry = super()._read(x, carry, dropout_key, read)
         return x + y, carry
 
 
@@ -26,10 +18,5 @@ class RepeatedInputLayer(DecoderLayer):
 class RepeatedInput(LayerConfig):
     """Layers whose input is added to their output once more, as that with the reference's dense memory."""
 
-    takes_mixers = True
-
     def build(self, shape, index, *, rngs):
         return RepeatedInputLayer(shape, index, rngs=rngs)
-
-    def flops(self, shape, index):
-        return DecoderLayer.flops(shape, index)

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.adaptive import AdaptiveVocabulary
 from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.losses import TokenLosses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.layer import Layer
@@ -95,6 +94,10 @@ class ShortformerConfig(ModelConfig):
         softmax = sum(2 * d * width for width in widths) + 2 * d * (edges[1] + len(self.cutoffs))
         return Flops.of_products(layers + softmax)
 
+    @property
+    def memory_name(self):
+        return "window" if self.cache_length else None
+
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
         """The cache at the beginning of the block, and the block up to the token."""
         offset = position % self.window_length
@@ -107,23 +110,27 @@ def uniform_bias(fan_in: int):
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-class DecodingCarry(NamedTuple):
-    """The carry of one layer while decoding."""
+class ShortformerCarry(NamedTuple):
+    """The carry of one layer; the last three only while decoding."""
 
     cache: Float[Array, "b m d"] | None
-    recent: Float[Array, "b w d"]
+    """The layer's inputs, after its norm, at the last m tokens; the newest come last, and the first may be empty."""
+    position: Int[Array, " b"]
+    """The number of tokens of the document before the block."""
+    recent: Float[Array, "b w d"] | None = None
     """The layer's inputs, after its norm, of the block's tokens so far."""
-    key: Float[Array, "b h s k"]
+    key: Float[Array, "b h s k"] | None = None
     """The keys of the cached tokens, then of the block's."""
-    value: Float[Array, "b h s k"]
+    value: Float[Array, "b h s k"] | None = None
 
 
 class ShortformerLayer(Layer):
     """Attention and feed-forward, each after a norm and added to the residual stream."""
 
+    acts_at_blocks = True
+
     def __init__(self, config: ShortformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.acts_at_blocks = config.cache_length > 0
         d, f, inner = config.model_width, config.feedforward_width, config.num_heads * config.head_size
         zeros = jax.nn.initializers.zeros
 
@@ -143,10 +150,8 @@ class ShortformerLayer(Layer):
         )
 
     def init_carry(self, b, dtype):
-        """The layer's inputs, after its norm, at the last m tokens; the newest come last, and the first may be empty.
-        None without a cache."""
         m, d = self.config.cache_length, self.config.model_width
-        return jnp.zeros((b, m, d), dtype) if m else None
+        return ShortformerCarry(jnp.zeros((b, m, d), dtype) if m else None, jnp.zeros(b, jnp.int32))
 
     def __call__(self, x, at, carry, dropout_key=None):
         config, (b, w) = self.config, x.shape[:2]
@@ -155,12 +160,8 @@ class ShortformerLayer(Layer):
         keys = (None,) * 4 if dropout_key is None else jax.random.split(dropout_key, 4)
         inputs = self.attention_norm(x)
         seen = inputs
-        if carry is not None:
-            seen = jnp.concatenate([jax.lax.stop_gradient(carry).astype(inputs.dtype), inputs], axis=1)
-        multiplier = None
-        if keys[1] is not None and config.attention_dropout_rate > 0.0:
-            shape = (b, config.num_heads, w, m + w)
-            multiplier = dropout_multiplier(keys[1], config.attention_dropout_rate, shape, jnp.float32)
+        if m:
+            seen = jnp.concatenate([jax.lax.stop_gradient(carry.cache).astype(inputs.dtype), inputs], axis=1)
         place = num_cached[:, None] + np.arange(-m, w)
         own = np.arange(-m, w) <= np.arange(w)[:, None]
         mixed = attend(
@@ -168,12 +169,12 @@ class ShortformerLayer(Layer):
             self._key(seen, place),
             split_heads(self.value(seen), config.num_heads),
             mask=own & (place >= 0)[:, None, None, :],
-            multiplier=multiplier,
+            multiplier=dropout_multiplier(keys[1], config.attention_dropout_rate, (b, config.num_heads, w, m + w)),
         )
         x = self._finish(x, merge_heads(mixed), (keys[0], keys[2], keys[3]))
-        return x, None if carry is None else seen[:, w:]
+        return x, ShortformerCarry(seen[:, w:] if m else None, at.positions[:, 0] + w)
 
-    def decode_step(self, x, at, carry: DecodingCarry):
+    def step(self, x, at, carry):
         w, m, position = self.config.window_length, self.config.cache_length, at.positions
         offset = position % w
         num_cached = jnp.minimum(m, position - offset)
@@ -182,8 +183,7 @@ class ShortformerLayer(Layer):
         key = self._key(inputs[:, None], place)[:, :, 0]
         value = split_heads(self.value(inputs[:, None]), self.config.num_heads)[:, :, 0]
         lanes = jnp.arange(x.shape[0])
-        carry = DecodingCarry(
-            cache=carry.cache,
+        carry = carry._replace(
             recent=carry.recent.at[lanes, offset].set(inputs),
             key=carry.key.at[lanes, :, m + offset].set(key),
             value=carry.value.at[lanes, :, m + offset].set(value),
@@ -193,25 +193,26 @@ class ShortformerLayer(Layer):
         mixed = attend(self._query(inputs[:, None], place), carry.key, carry.value, mask=visible[:, None, None, :])
         return self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0], carry
 
-    def begin_decoding(self, carry, position):
-        """Projects what is cached, once for the block whose first token is at `position`."""
-        config, dtype, b = self.config, jnp.dtype(self.config.activation_dtype), len(position)
-        m, w, d = config.cache_length, config.window_length, config.model_width
-        zeros = jnp.zeros((b, config.num_heads, w, config.head_size), dtype)
-        key, value, recent = zeros, zeros, jnp.zeros((b, w, d), dtype)
-        if carry is not None:
-            old_key = self._key(carry, jnp.minimum(m, position)[:, None] + np.arange(-m, 0))
-            old_value = split_heads(self.value(carry), config.num_heads)
+    def begin_decoding(self, carry):
+        """Projects what is cached, once for the block."""
+        config, m, b = self.config, self.config.cache_length, len(carry.position)
+        w, d, dtype = config.window_length, config.model_width, jnp.dtype(config.activation_dtype)
+        key = value = jnp.zeros((b, config.num_heads, w, config.head_size), dtype)
+        if m:
+            old_key = self._key(carry.cache, jnp.minimum(m, carry.position)[:, None] + np.arange(-m, 0))
+            old_value = split_heads(self.value(carry.cache), config.num_heads)
             key, value = (jnp.concatenate(pair, axis=2) for pair in ((old_key, key), (old_value, value)))
-        return DecodingCarry(carry, recent, key, value)
+        return carry._replace(recent=jnp.zeros((b, w, d), dtype), key=key, value=value)
 
     def end_decoding(self, carry):
-        return carry.cache
+        return ShortformerCarry(carry.cache, carry.position)
 
-    def end_block(self, summaries, carry, position):
+    def end_block(self, carry):
         """Moves the block into the cache."""
-        seen = jnp.concatenate([carry.cache, carry.recent], axis=1)
-        return summaries, self.begin_decoding(seen[:, self.config.window_length :], position)
+        w, cache = self.config.window_length, None
+        if self.config.cache_length:
+            cache = jnp.concatenate([carry.cache, carry.recent], axis=1)[:, w:]
+        return self.begin_decoding(ShortformerCarry(cache, carry.position + w))
 
     def _placed(self, inputs: Float[Array, "b s d"], place: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """`inputs` with their positions, if those are infused; places below 0 are empty."""
@@ -271,12 +272,7 @@ class Shortformer(Skeleton):
         """Log-probabilities of the next token, float32."""
         return self.vocabulary.log_probabilities(hidden)
 
-    def target_scores(
-        self,
-        hidden: Float[Array, "b n d"],
-        targets: Int[Array, "b n"],
-        slice_length: int,
-        dropout_key: PRNGKeyArray | None = None,
-    ) -> TokenLosses:
-        """The loss of every target, without the logits of the whole vocabulary."""
-        return self.vocabulary.score(hidden, targets, slice_length, dropout_key)
+    @property
+    def target_scores(self):
+        """The losses of targets, without the logits of the whole vocabulary."""
+        return self.vocabulary.score

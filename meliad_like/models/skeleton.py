@@ -22,6 +22,7 @@ from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence
 from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import At
 from meliad_like.models.base import ModelConfig
+from meliad_like.models.layer import Stream
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
 SOFTMAX = 2**32 - 1
@@ -93,27 +94,17 @@ class Skeleton(nnx.Module):
         """The logits of the next token, float32."""
         raise NotImplementedError
 
-    def enter(self, x: Float[Array, "b n d"], c: int) -> Float[Array, "b n2 d"]:
-        """The input of the first layer, from the embedding vectors of `c` blocks."""
-        return x
-
-    def leave(self, x: Float[Array, "b n2 d"], c: int) -> Float[Array, "b n d"]:
-        """The vectors of the tokens alone, from the output of the last layer for `c` blocks."""
-        return x
-
     def published(self, carry: Any, start: Bool[Array, " b"]) -> dict[str, Any]:
-        """What layers read of the carry in addition to their own before a block, by name (`At.published`).
+        """What layers read of the carry, in either form, in addition to their own before a block (`At.published`).
 
-        Args:
-            carry: the carry in either form.
-            start: lanes in which a document begins with the block.
+        `start` are the lanes in which a document begins with the block.
         """
         del carry, start
         return {}
 
-    def summaries(self, *shape: int) -> Float[Array, "*batch u d"] | None:
-        """The summary tokens before the first layer, which are the same for all blocks; None if there are none."""
-        return None
+    def summaries(self, b: int, c: int) -> Float[Array, "b u2 d"] | None:
+        """The summary tokens of `c` blocks before the first layer, block by block; None if there are none."""
+        del b, c
 
     @property
     def dtype(self):
@@ -131,7 +122,7 @@ class Skeleton(nnx.Module):
     def begin_decoding(self, carry: Any) -> Any:
         """The carry in its form for `decode_step`: with the arrays that only decoding needs."""
         both = zip(self.layers, carry.layers, strict=True)
-        return carry._replace(layers=[layer.begin_decoding(one, carry.position) for layer, one in both])
+        return carry._replace(layers=[layer.begin_decoding(one) for layer, one in both])
 
     def end_decoding(self, carry: Any) -> Any:
         """The carry in its form for segments, from that for decoding; all lanes are at the beginning of a block."""
@@ -177,8 +168,7 @@ class Skeleton(nnx.Module):
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
         keys = self._keys(dropout_key)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
-        c = tokens.shape[1] // w
-        x = constrain(self.enter(x, c), "lanes", None, None)
+        x = constrain(x, "lanes", None, None), self.summaries(len(x), tokens.shape[1] // w)
         positions, position = self.block_positions(carry.position, start)
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
@@ -189,7 +179,7 @@ class Skeleton(nnx.Module):
         groups, at = groups_of(self.layers[k:], self.scan_layers), At(positions, published)
         (_, *above), layers = self._stack(outputs[-1], layers[k:], at, keys[k:-2], groups)
         outputs, layers = [*outputs, *above], [*below, *layers]
-        outputs = [self.leave(x, c) for x in (outputs if every_layer else outputs[-1:])]
+        outputs = [x for x, _ in (outputs if every_layer else outputs[-1:])]
         return outputs, carry._replace(position=position, layers=from_rightmost(layers))
 
     def losses(
@@ -202,12 +192,9 @@ class Skeleton(nnx.Module):
         *,
         slice_length: int,
     ) -> tuple[TokenLosses, Any]:
-        """Reads a segment: returns the loss of every target, and the carry for the next segment.
+        """Reads a segment, as `__call__`: returns the loss of every target, and the carry for the next segment.
 
-        Args:
-            tokens, carry, start, dropout_key: as for `__call__`.
-            targets: the tokens that come next.
-            slice_length: number of tokens of a lane whose logits exist at the same time (`layers/losses.py`).
+        `slice_length` is the number of tokens of a lane whose logits exist at the same time (`layers/losses.py`).
         """
 
         def read(by_token, others):
@@ -228,9 +215,7 @@ class Skeleton(nnx.Module):
     ) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
         """The position of each block's first new token in its document, and the position after the segment.
 
-        Args:
-            position: position of the segment's first token, if the lane's document continues.
-            start: blocks with which a document begins.
+        `position` is that of the segment's first token, if the lane's document continues.
         """
         overlap, block = self.config.overlap, jnp.arange(start.shape[1])
         stride = self.config.window_length - overlap
@@ -241,13 +226,8 @@ class Skeleton(nnx.Module):
         return read + overlap * (read > 0), read[:, -1] + stride + overlap
 
     def _stack(
-        self,
-        x: Float[Array, "b n d"],
-        layers: list[Any],
-        at: At,
-        keys: list[PRNGKeyArray | None],
-        groups: list[Group],
-    ) -> tuple[list[Float[Array, "b n d"]], list[Any]]:
+        self, x: Stream, layers: list[Any], at: At, keys: list[PRNGKeyArray | None], groups: list[Group]
+    ) -> tuple[list[Stream], list[Any]]:
         """Applies the layers one after the other to the whole segment: returns `x` and each layer's output.
 
         A group of several layers is a `jax.lax.scan`, which the compiler compiles once for all of them. Parameters and
@@ -258,8 +238,12 @@ class Skeleton(nnx.Module):
             layer, one, key = inputs
             call = rematerialise(type(layer).__call__, self.config.remat, inside_scan=inside_scan)
             with jax.named_scope("attention"):
-                x, one = call(layer, x, at, one, key)
-            x = constrain(x, "lanes", None, None)
+                if layer.takes_summaries:
+                    x, one = call(layer, x, at, one, key)
+                else:
+                    tokens, one = call(layer, x[0], at, one, key)
+                    x = tokens, x[1]
+            x = jax.tree.map(lambda y: constrain(y, "lanes", None, None), x)
             return x, (x, one)
 
         outputs, new_layers, others = [x], [], zip(layers, keys, strict=True)
@@ -277,22 +261,11 @@ class Skeleton(nnx.Module):
         return outputs, new_layers
 
     def _scan_blocks(
-        self,
-        x: Float[Array, "b n d"],
-        layers: list[Any],
-        positions: Int[Array, "b c"],
-        keys: list[PRNGKeyArray | None],
-        every_layer: bool,
-    ) -> tuple[list[Float[Array, "b n d"]], list[Any], dict[str, Any]]:
-        """Applies the first layers to a block before the next block.
+        self, x: Stream, layers: list[Any], positions: Int[Array, "b c"], keys, every_layer: bool
+    ) -> tuple[list[Stream], list[Any], dict[str, Any]]:
+        """Applies the first layers, which have these carries and keys, to a block before the next block.
 
-        Args:
-            x, positions: of the whole segment.
-            layers, keys: the carries and dropout keys of these layers.
-            every_layer: whether to return `x` and each layer's output, or only the last.
-
-        Returns:
-            The outputs, the carries after the segment, and what these layers publish before each block.
+        Returns the outputs as `_stack` (or only the last), the carries, and what the layers publish before each block.
         """
         # Here parameters are stacked once, not in every iteration.
         groups = groups_of(self.layers[: len(layers)], self.scan_layers)
@@ -310,7 +283,8 @@ class Skeleton(nnx.Module):
         if c == 1:
             layers, (outputs, published) = step(layers, (x, positions[:, 0], 0))
             return outputs, layers, published
-        blocks = rearrange(x, "b (c w) d -> c b w d", c=c), positions.T, jnp.arange(c)
+        x = jax.tree.map(lambda y: rearrange(y, "b (c w) d -> c b w d", c=c), x)
+        blocks = x, positions.T, jnp.arange(c)
         layers, results = jax.lax.scan(rematerialise_iteration(step, self.config.remat), layers, blocks)
         outputs, published = jax.tree.map(lambda y: rearrange(y, "c b n ... -> b (c n) ..."), results)
         return outputs, layers, published
@@ -318,8 +292,7 @@ class Skeleton(nnx.Module):
     def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
         """Reads one more token per lane at a cost that does not depend on the number of tokens read before.
 
-        Lanes may be at different positions. The carry is in the form of `begin_decoding`. Returns the logits of the
-        next token.
+        Lanes may be at different positions. Returns the logits of the next token.
         """
         (*_, x), carry = self.read_token(token, carry)
         return self.logits(self.finish(x, None)), carry
@@ -331,22 +304,25 @@ class Skeleton(nnx.Module):
         outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, carry.layers, strict=True):
             with jax.named_scope("attention"):
-                x, one = layer.decode_step(outputs[-1], at, one)
+                x, one = layer.step(outputs[-1], at, one)
             outputs.append(x)
             layers.append(one)
-        layers = self._end_block(offset == self.config.window_length - 1, layers, position + 1)
+        layers = self._end_block(offset == self.config.window_length - 1, layers)
         return outputs, carry._replace(position=position + 1, layers=layers)
 
-    def _end_block(self, flags: Bool[Array, " b"], carries: list[Any], position: Int[Array, " b"]) -> list[Any]:
+    def _end_block(self, flags: Bool[Array, " b"], carries: list[Any]) -> list[Any]:
         """The carries of the layers after the last token of a block, in the flagged lanes."""
         acting = {i: one for i, one in enumerate(carries) if self.layers[i].acts_at_blocks}
         if not acting:
             return carries
 
         def end(acting):
-            summaries, ended = self.summaries(len(position)), {}
+            summaries, ended = self.summaries(len(flags), 1), {}
             for i, one in acting.items():
-                summaries, ended[i] = self.layers[i].end_block(summaries, one, position)
+                if self.layers[i].takes_summaries:
+                    ended[i], summaries = self.layers[i].end_window(one, summaries)
+                else:
+                    ended[i] = self.layers[i].end_block(one)
             return ended
 
         acted = at_lanes(flags, end, acting)

@@ -28,8 +28,7 @@ class OptimizerConfig:
     base_rate: float = 1.0
     """Factor on the schedule's learning rate."""
     weight_decay: float = 0.0
-    """The share of a parameter that a step removes, times the learning rate. Parameters with fewer than two dimensions
-    (norms and biases) have no weight decay."""
+    """The share of a parameter that a step removes, times the learning rate. Norms and biases have none."""
     clip_norm: float | None = None
     """Largest norm of the whole gradient (of the loss per position); None: no clipping."""
 
@@ -99,10 +98,19 @@ class Adam(OptimizerConfig):
         )
 
 
+class NesterovState(NamedTuple):
+    """The state of `Nesterov`."""
+
+    count: Int[Array, ""]
+    """The number of updates so far."""
+    velocity: Any
+    """The velocity: the last update without the extra term of its own gradient; a tree like the parameters."""
+
+
 @OPTIMIZERS.register("nag")
 @dataclass(frozen=True)
 class Nesterov(OptimizerConfig):
-    """Nesterov's accelerated gradient, as in fairseq."""
+    """Nesterov's accelerated gradient as in fairseq, whose velocity is scaled with the learning rate."""
 
     momentum: float = 0.9
 
@@ -111,7 +119,25 @@ class Nesterov(OptimizerConfig):
         check_shares(self, ("momentum",))
 
     def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
-        return nesterov(rate, self.momentum, self.weight_decay)
+        """With gradient g, momentum m, rates r_t, and the velocity v_t = m (r_t / r_{t-1}) v_{t-1} - r_t g, the update
+        is m v_t - r_t g: the step from the point that the velocity leads to (Sutskever et al. 2013, section 2; Bengio
+        et al. 2012, equation 7). So a change of the rate also rescales the momentum, which it doesn't in `optax.sgd`.
+        """
+        momentum = self.momentum
+
+        def init(params):
+            return NesterovState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+        def update(gradient, state, params):
+            now, before = (jnp.asarray(rate(count)) for count in (state.count, jnp.maximum(state.count - 1, 0)))
+            # After a rate of 0 the velocity is 0 as well.
+            factor = momentum * jnp.where(before > 0, now / before, 0.0)
+            velocity = jax.tree.map(lambda v, g: factor * v - now * g, state.velocity, gradient)
+            decay = jax.tree.map(lambda p, has_decay: self.weight_decay * has_decay * p, params, decayed(params))
+            updates = jax.tree.map(lambda v, g, d: momentum * v - now * g - now * d, velocity, gradient, decay)
+            return updates, NesterovState(state.count + 1, velocity)
+
+        return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # its params are optional
 
 
 def applied_rate(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Schedule:
@@ -165,35 +191,3 @@ def scale_by_parameter_size(smallest: float = 1e-3) -> optax.GradientTransformat
         return update * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(param))), smallest)
 
     return optax.stateless(lambda updates, params: jax.tree.map(scale, updates, params))
-
-
-class NesterovState(NamedTuple):
-    """The state of `nesterov`."""
-
-    count: Int[Array, ""]
-    """The number of updates so far."""
-    velocity: Any
-    """The velocity: the last update without the extra term of its own gradient; a tree like the parameters."""
-
-
-def nesterov(rate: optax.Schedule, momentum: float, weight_decay: float) -> optax.GradientTransformation:
-    """Nesterov's accelerated gradient as in fairseq, whose velocity is scaled with the learning rate.
-
-    With gradient g, momentum m, rates r_t, and the velocity v_t = m (r_t / r_{t-1}) v_{t-1} - r_t g, the update is
-    m v_t - r_t g: the step from the point that the velocity leads to (Sutskever et al. 2013, section 2; Bengio et al.
-    2012, equation 7). So a change of the rate also rescales the momentum, which it doesn't in `optax.sgd`.
-    """
-
-    def init(params):
-        return NesterovState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
-
-    def update(gradient, state, params):
-        rate_now, rate_before = (jnp.asarray(rate(count)) for count in (state.count, jnp.maximum(state.count - 1, 0)))
-        # After a rate of 0 the velocity is 0 as well.
-        factor = momentum * jnp.where(rate_before > 0, rate_now / rate_before, 0.0)
-        velocity = jax.tree.map(lambda v, g: factor * v - rate_now * g, state.velocity, gradient)
-        decay = jax.tree.map(lambda p, has_decay: weight_decay * has_decay * p, params, decayed(params))
-        updates = jax.tree.map(lambda v, g, d: momentum * v - rate_now * g - rate_now * d, velocity, gradient, decay)
-        return updates, NesterovState(state.count + 1, velocity)
-
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # its params are optional

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Activation
@@ -63,8 +63,7 @@ class PretrainedConfig(ModelConfig):
     rotary_scaling: RotaryScaling = kind_field(ROTARY_SCALINGS, RotaryScaling)
     """`llama`: the scaling of these wavelengths, for longer windows than the model first learned."""
     sliding_window: int = size(0, "length")
-    """`llama`: the number of tokens, itself included, that a token attends to inside its window, as in Mistral; 0: all
-    up to itself."""
+    """`llama`: the number of tokens, itself included, that a token attends to, as in Mistral; 0: all up to itself."""
     tied_embedding: bool = True
     """Whether the softmax shares the embedding."""
     window_length: int = size(1024, "length")
@@ -75,8 +74,7 @@ class PretrainedConfig(ModelConfig):
     """Dropout of embeddings, attention weights and the outputs of attention and feed-forward networks."""
     matmul_dtype: ActivationDtype | None = None
     """The dtype to which both factors of a linear map or of the logits are rounded; sums, and gradients of parameters,
-    are of `activation_dtype`. None: no rounding. With float32 activations, `bfloat16` is for CPUs that multiply it
-    faster."""
+    are of `activation_dtype`. None: no rounding. `bfloat16` is for CPUs that multiply it faster."""
     remat: Remat = resumable("none")
     """What the backward pass computes again: nothing (`none`), all but the linear maps (`dots`), or the inside of all
     layers (`layers`). With a recurrence `none` and `layers` keep nothing of a window, whose gradient then takes one
@@ -147,12 +145,6 @@ class PretrainedConfig(ModelConfig):
         return RECURRENCES.name_of(self.summary) if self.summary else None
 
     @property
-    def wavelengths(self) -> Float[np.ndarray, " half"]:
-        """`llama`: the scaled wavelengths of the rotary embedding, over 2 pi."""
-        sizes = (self.head_size, self.rotary_base, self.window_length, self.max_positions)
-        return self.rotary_scaling.wavelengths(*sizes)
-
-    @property
     def summary(self) -> WindowSummary | None:
         """The recurrence between windows, if there is one."""
         return next(iter(self.recurrence), None)
@@ -176,8 +168,8 @@ class PretrainedConfig(ModelConfig):
 
         A decoder that is not trained (`train_decoder=False`) has no gradients of kernels, and none at all below the
         first layer with inserted vectors, because nothing there depends on a trained parameter. In that layer the
-        tokens' own queries, keys and values need none either; the gradients of attention's keys and values are
-        computed for all.
+        tokens' own queries, keys and values need none either; the gradients of attention's keys and values are computed
+        for all.
         """
         d, w, queries = self.model_width, self.window_length, self.num_heads * self.head_size
         keys = self.num_key_value_heads * self.head_size

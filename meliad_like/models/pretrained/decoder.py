@@ -29,24 +29,14 @@ class PretrainedCarry(NamedTuple):
 
     position: Int[Array, " b"]
     """The number of tokens of the lane's document read so far; those that a window repeats are not counted again."""
-    layers: list[None]
-    """Nothing: layers see their own window alone."""
+    layers: list[KeyValueCache | None]
+    """The keys and values of the current window while decoding, otherwise None: layers see their own window alone."""
     inserted: Float[Array, "b e d"] | None = None
-    """The vectors for the next window, if there is a recurrence."""
-
-
-class DecodingPretrained(NamedTuple):
-    """The same while decoding."""
-
-    position: Int[Array, " b"]
-    layers: list[KeyValueCache]
-    """The keys and values of the current window."""
-    inserted: Float[Array, "b e d"] | None
-    """The vectors for the current window, if there is a recurrence."""
-    tokens: Int[Array, "b w"]
-    """The tokens of the current window, of which the next one may repeat the last."""
-    weighed: Float[Array, "b w d"] | None
-    """The weighted outputs of the layers, which the recurrence pools at the window's end."""
+    """With a recurrence: the vectors for the next window; while decoding, for the current one."""
+    tokens: Int[Array, "b w"] | None = None
+    """While decoding: the tokens of the current window, of which the next one may repeat the last."""
+    weighed: Float[Array, "b w d"] | None = None
+    """While decoding with a recurrence: the weighted outputs of the layers, which are pooled at the window's end."""
 
 
 class PretrainedDecoder(Skeleton):
@@ -107,10 +97,10 @@ class PretrainedDecoder(Skeleton):
         return {"inserted": carry.inserted}
 
     def begin_decoding(self, carry):
-        position, layers, inserted = super().begin_decoding(carry)
-        b, w, d = len(position), self.config.window_length, self.config.model_width
+        b, w, d = len(carry.position), self.config.window_length, self.config.model_width
         weighed = None if self.recurrence is None else jnp.zeros((b, w, d), self.dtype)
-        return DecodingPretrained(position, layers, inserted, jnp.zeros((b, w), jnp.int32), weighed)
+        caches = [block.init_cache(b) for block in self.blocks]
+        return carry._replace(layers=caches, tokens=jnp.zeros((b, w), jnp.int32), weighed=weighed)
 
     def end_decoding(self, carry):
         return PretrainedCarry(carry.position, [None] * len(self.blocks), carry.inserted)
@@ -122,21 +112,23 @@ class PretrainedDecoder(Skeleton):
         inserted: Float[Array, "b e d"] | None = None,
         dropout_key: PRNGKeyArray | None = None,
     ) -> list[Float[Array, "b t d"]]:
-        """Reads one window: returns the embedding and each layer's output, without the final norm.
+        """Reads one window of at most w tokens: returns the embedding and each layer's output, without the final norm.
 
         Args:
-            tokens: at most w.
             position: position in the document of the window's first new token; inserted vectors are present where it is
                 not 0. None: 0.
             inserted: the vectors from the window before; None: none are inserted.
-            dropout_key: random key in training; None: no dropout.
         """
-        b, t = tokens.shape
-        position = jnp.zeros((b,), jnp.int32) if position is None else position
+        position = jnp.zeros(len(tokens), jnp.int32) if position is None else position
+        return self._read_window(tokens, position, inserted, [None] * len(self.blocks), dropout_key)[0]
+
+    def _read_window(self, tokens, position, inserted, caches, dropout_key):
+        """As `read_window`, with the caches that the window fills while decoding."""
         keys = self._keys(dropout_key)
-        x = constrain(self.embed(tokens, jnp.arange(t), keys[-2]), "lanes", None, None)
+        x = constrain(self.embed(tokens, jnp.arange(tokens.shape[1]), keys[-2]), "lanes", None, None)
         at, groups = At(position[:, None], {"inserted": inserted}), groups_of(self.layers, self.scan_layers)
-        return self._stack(x, [None] * len(self.blocks), at, keys[:-2], groups)[0]
+        outputs, caches = self._stack((x, None), caches, at, keys[:-2], groups)
+        return [x for x, _ in outputs], caches
 
     def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
         """Reads a segment, as `Skeleton.read_segment`; every window begins with the tokens that it repeats."""
@@ -147,13 +139,12 @@ class PretrainedDecoder(Skeleton):
         return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], carry
 
     def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
-        """As `Skeleton.read_while_decoding`. Tokens are not repeated, so windows that overlap begin within the blocks
-        of w, and tokens are read one by one."""
+        """As `Skeleton.read_while_decoding`. Where windows overlap, tokens are read one by one."""
         if not self.config.overlap:
             return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
 
-        def read(carry: DecodingPretrained, token):
+        def read(carry: PretrainedCarry, token):
             token, begins = token
             outputs, carry = self.read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
             return carry, outputs if every_layer else outputs[-1:]
@@ -217,17 +208,16 @@ class PretrainedDecoder(Skeleton):
             carry = carry._replace(weighed=carry.weighed.at[lanes, offset].set(self._weigh(outputs)))
         return outputs, at_lanes(offset == self.config.window_length - 1, self._begin_window, carry)
 
-    def _begin_window(self, carry: DecodingPretrained) -> DecodingPretrained:
+    def _begin_window(self, carry: PretrainedCarry) -> PretrainedCarry:
         """The carry at the beginning of the next window."""
         w, o = self.config.window_length, self.config.overlap
         if self.recurrence is not None:
             carry = carry._replace(inserted=self.recurrence(carry.weighed))
         if not o:
             return carry
+        assert carry.tokens is not None
         # Later tokens replace the padding, and no token sees what comes after it.
         tokens = jnp.pad(carry.tokens[:, -o:], ((0, 0), (0, w - o)))
-        x, keys = self.embed(tokens, jnp.arange(w), None), [None] * len(self.blocks)
-        at, groups = At(carry.position[:, None], {"inserted": carry.inserted}), groups_of(self.layers, self.scan_layers)
-        outputs, layers = self._stack(x, carry.layers, at, keys, groups)
+        outputs, layers = self._read_window(tokens, carry.position, carry.inserted, carry.layers, None)
         weighed = None if self.recurrence is None else self._weigh(outputs)
         return carry._replace(tokens=tokens, layers=layers, weighed=weighed)

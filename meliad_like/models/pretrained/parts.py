@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.attention import merge_heads, split_heads
-from meliad_like.layers.basic import ACTIVATIONS, LayerNorm, Linear, RMSNorm, dropout
+from meliad_like.layers.attention import attend, merge_heads, split_heads
+from meliad_like.layers.basic import ACTIVATIONS, LayerNorm, Linear, RMSNorm, dropout, dropout_multiplier
 from meliad_like.layers.positions import rotate
 from meliad_like.models.layer import Layer
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -66,14 +66,12 @@ class Block(Layer):
         self.feedforward_hidden = linear(d, f, "model", "feedforward")
         self.feedforward_output = linear(f, d, "feedforward", "model")
 
-    def begin_decoding(self, carry, position):
+    def init_cache(self, b: int) -> KeyValueCache:
+        """An empty cache, for decoding."""
         config = self.config
-        shape = len(position), config.num_key_value_heads, config.window_length, config.head_size
+        shape = b, config.num_key_value_heads, config.window_length, config.head_size
         empty = jnp.zeros(shape, config.activation_dtype)
         return KeyValueCache(empty, empty)
-
-    def end_decoding(self, carry):
-        return None
 
     def __call__(self, x, at, carry, dropout_key=None):
         """As of `Layer`; with the carry's form for decoding it holds the keys and values of the last window."""
@@ -91,7 +89,7 @@ class Block(Layer):
         mixed = self._attend(query, key, value, visible, at, positions.reshape(-1) > 0, keys[0])
         return self._finish(x, rearrange(mixed, "(b c) w i -> b (c w) i", c=c), keys[1], keys[2]), carry
 
-    def decode_step(self, x, at, carry: KeyValueCache):
+    def step(self, x, at, carry: KeyValueCache):
         position = at.positions
         w, offset, lanes = self.config.window_length, self.config.offset(position), jnp.arange(len(x))
         query, key, value = self._heads(self.attention_norm(x)[:, None], offset[:, None])
@@ -113,7 +111,8 @@ class Block(Layer):
         query, key, value = self.query(y), self.key(y), self.value(y)
         query, key, value = split_heads(query, config.num_heads), split_heads(key, g), split_heads(value, g)
         if config.architecture == "llama":
-            wavelength, scale = config.wavelengths, config.rotary_scaling.attention_scale
+            scaling = config.rotary_scaling
+            wavelength, scale = scaling.wavelengths(config), scaling.attention_scale
             query, key = (scale * rotate(x, offset[:, None], wavelength) for x in (query, key))
         return query, key, value
 
@@ -130,7 +129,14 @@ class Block(Layer):
             value = jnp.concatenate([split_heads(self.value(vectors), g), value], axis=2)
             present = jnp.broadcast_to(present[:, None, None], (*visible.shape[:2], vectors.shape[1]))
             visible = jnp.concatenate([present, visible], axis=2)
-        return merge_heads(attend(query, key, value, visible, self.config.dropout_rate, dropout_key))
+        # Each head of keys serves consecutive heads of queries.
+        g, (b, h, t, k), rate = key.shape[1], query.shape, self.config.dropout_rate
+        query = (query * k**-0.5).reshape(b, g, h // g * t, k)
+        multiplier = None
+        if dropout_key is not None and rate > 0.0:
+            multiplier = dropout_multiplier(dropout_key, rate, (b, g, h // g * t, key.shape[2]), jnp.float32)
+        mask = jnp.tile(visible, (1, h // g, 1))[:, None]
+        return merge_heads(attend(query, key, value, mask=mask, multiplier=multiplier).reshape(b, h, t, k))
 
     def _finish(self, x, mixed, attention_key, feedforward_key):
         rate, activation = self.config.dropout_rate, ACTIVATIONS[self.config.activation]
@@ -141,23 +147,3 @@ class Block(Layer):
             gate = self.feedforward_gate
             hidden = activation(hidden) if gate is None else activation(gate(y)) * hidden
             return x + dropout(self.feedforward_output(hidden), rate, feedforward_key)
-
-
-def attend(
-    query: Float[Array, "b h t k"],
-    key: Float[Array, "b g s k"],
-    value: Float[Array, "b g s k"],
-    visible: Bool[Array, "b t s"],
-    dropout_rate: float = 0.0,
-    dropout_key: PRNGKeyArray | None = None,
-) -> Float[Array, "b h t k"]:
-    """Scaled dot-product attention, in which each head of keys serves h / g consecutive heads of queries.
-
-    The softmax is float32. Every query must see a key.
-    """
-    h, k = query.shape[1], query.shape[-1]
-    grouped = rearrange(query, "b (g q) t k -> b g q t k", g=key.shape[1])
-    scores = jnp.einsum("bgqtk,bgsk->bgqts", grouped, key, preferred_element_type=jnp.float32) * k**-0.5
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1).astype(value.dtype)
-    weights = dropout(weights, dropout_rate, dropout_key)
-    return rearrange(jnp.einsum("bgqts,bgsk->bgqtk", weights, value), "b g q t k -> b (g q) t k", q=h // key.shape[1])

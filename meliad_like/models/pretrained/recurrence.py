@@ -32,8 +32,7 @@ class WindowSummary:
     """The recurrence, by default that of the paper where it states its settings."""
 
     layers: tuple[int, ...] = size((1,), "layer_indices")
-    """The layers, counted from 0, whose attention receives the vectors; negative numbers count from the end. The
-    paper's layer 2 is (1,)."""
+    """The layers, counted from 0, or from the end below 0, whose attention receives the vectors."""
     insertion_point: Literal["before_norm", "after_norm"] = "before_norm"
     """Whether the inserted vectors pass that layer's attention norm, as the tokens do."""
     num_inserted: int = size(1, "fixed")
@@ -69,10 +68,14 @@ class WindowSummary:
         same = {"scale": self.scale, "rate": self.rate}
         return other is not None and dataclasses.replace(other, **same) == self
 
+    def sizes(self, model_width: int) -> list[tuple[int, int]]:
+        """The widths of the input and the output of each layer of the network."""
+        widths = [model_width, *[self.width] * self.depth, self.num_inserted * model_width]
+        return list(itertools.pairwise(widths))
+
     def flops_per_window(self, num_layers: int, model_width: int, window_length: int) -> float:
         """The operations of a window's summary: weighing the layers, pooling by attention, and the network."""
-        sizes = [model_width, *[self.width] * self.depth, self.num_inserted * model_width]
-        network = sum(2 * size_in * size_out for size_in, size_out in itertools.pairwise(sizes))
+        network = sum(2 * size_in * size_out for size_in, size_out in self.sizes(model_width))
         weighing = 2 * num_layers * model_width * window_length
         pooling = 2 * 2 * window_length * model_width if self.pooling == "attention" else 0
         return network + weighing + pooling
@@ -87,12 +90,11 @@ class Recurrence(nnx.Module):
         # Zeros make it an average at the start of training.
         pooled = config.pooling == "attention"
         self.pooling_key = parameter(rngs.params(), zeros, (model_width,), ("model",)) if pooled else None
-        sizes = [model_width, *[config.width] * config.depth, config.num_inserted * model_width]
         scales = [1.0] * config.depth + [config.scale]
         # Small and replicated on all devices, so that its inner sizes need not be multiples of the mesh's.
         self.layers = nnx.List(
             Linear(size_in, size_out, (None, None), rngs=rngs, initializer=fan_in_scaled(scale), bias_initializer=zeros)
-            for (size_in, size_out), scale in zip(itertools.pairwise(sizes), scales, strict=True)
+            for (size_in, size_out), scale in zip(config.sizes(model_width), scales, strict=True)
         )
 
     def weigh(self, outputs: Sequence[Float[Array, "*batch d"]]) -> Float[Array, "*batch d"]:
@@ -113,11 +115,7 @@ class Recurrence(nnx.Module):
         return {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max}[self.config.pooling](y, axis=1)
 
     def __call__(self, weighed: Float[Array, "b w d"]) -> Float[Array, "b e d"]:
-        """The vectors for the next window (h_prev): a feed-forward network of the pooled vector, float32.
-
-        Args:
-            weighed: the result of `weigh` for all tokens of a window.
-        """
+        """The vectors for the next window (h_prev), float32, from the results of `weigh` for a window's tokens."""
         x = self.pool(weighed)
         for i, layer in enumerate(self.layers):
             x = layer(x)

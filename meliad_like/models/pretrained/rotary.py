@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from jaxtyping import Float
@@ -10,6 +10,9 @@ from jaxtyping import Float
 from meliad_like.errors import UserError
 from meliad_like.layers.positions import wavelengths
 from meliad_like.registry import Registry, size
+
+if TYPE_CHECKING:
+    from meliad_like.models.pretrained.config import PretrainedConfig
 
 ROTARY_SCALINGS = Registry("rotary_scaling")
 
@@ -27,19 +30,9 @@ class RotaryScaling:
         """The factor on rotated queries and keys."""
         return 1.0
 
-    def wavelengths(
-        self, head_size: int, base: float, window_length: int, max_positions: int
-    ) -> Float[np.ndarray, " half"]:
-        """The wavelength over 2 pi of each pair of a head's elements, in tokens.
-
-        Args:
-            head_size: the number of elements, twice that of pairs.
-            base: the longest wavelength before scaling, over 2 pi.
-            window_length: the number of tokens in a window.
-            max_positions: the largest number of tokens that the model's file states.
-        """
-        del window_length, max_positions
-        return wavelengths(head_size, base)
+    def wavelengths(self, config: "PretrainedConfig") -> Float[np.ndarray, " half"]:
+        """The wavelength over 2 pi of each pair of a head's elements, in tokens."""
+        return wavelengths(config.head_size, config.rotary_base)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +52,8 @@ class FactorScaling(RotaryScaling):
 class LinearScaling(FactorScaling):
     """Every wavelength times the factor (Chen et al. 2023, Extending Context Window by Positional Interpolation)."""
 
-    def wavelengths(self, head_size, base, window_length, max_positions):
-        return wavelengths(head_size, base) * np.float32(self.factor)
+    def wavelengths(self, config):
+        return super().wavelengths(config) * np.float32(self.factor)
 
 
 @ROTARY_SCALINGS.register("dynamic")
@@ -74,10 +67,10 @@ class DynamicScaling(FactorScaling):
 
     extends_windows: ClassVar[bool] = True
 
-    def wavelengths(self, head_size, base, window_length, max_positions):
-        longer = max(window_length / max_positions, 1.0)
+    def wavelengths(self, config):
+        k, longer = config.head_size, max(config.window_length / config.max_positions, 1.0)
         stretch = self.factor * longer - (self.factor - 1)
-        return wavelengths(head_size, base * stretch ** (head_size / (head_size - 2)))
+        return wavelengths(k, config.rotary_base * stretch ** (k / (k - 2)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +80,13 @@ class ScalingByParts(FactorScaling):
     original_positions: int = size(8192, "fixed")
     """The number of tokens in a window before the extension."""
 
-    def share_kept(self, head_size: int, base: float) -> Float[np.ndarray, " half"]:
+    def share_kept(self, config: "PretrainedConfig") -> Float[np.ndarray, " half"]:
         """The weight of the unscaled frequency of each pair; the rest is that of the scaled one."""
         raise NotImplementedError
 
-    def wavelengths(self, head_size, base, window_length, max_positions):
-        kept = self.share_kept(head_size, base)
-        return (wavelengths(head_size, base) / (kept + (1 - kept) / self.factor)).astype(np.float32)
+    def wavelengths(self, config):
+        kept = self.share_kept(config)
+        return (super().wavelengths(config) / (kept + (1 - kept) / self.factor)).astype(np.float32)
 
 
 @ROTARY_SCALINGS.register("llama3")
@@ -114,8 +107,8 @@ class Llama3Scaling(ScalingByParts):
                 f"high_frequency_factor={self.high_frequency_factor}"
             )
 
-    def share_kept(self, head_size, base):
-        turns = self.original_positions / (2 * np.pi * wavelengths(head_size, base))
+    def share_kept(self, config):
+        turns = self.original_positions / (2 * np.pi * wavelengths(config.head_size, config.rotary_base))
         low, high = self.low_frequency_factor, self.high_frequency_factor
         return np.clip((turns - low) / (high - low), 0, 1)
 
@@ -125,8 +118,7 @@ class Llama3Scaling(ScalingByParts):
 class YarnScaling(ScalingByParts):
     """YaRN (Peng et al. 2023, section 3.4).
 
-    As in the authors' code, the share between the two limits is linear in the number of the pair; in the paper it is
-    linear in the number of turns.
+    As in the authors' code, the share between the two limits is linear in the pair, in the paper in the turns.
     """
 
     fast_turns: float = 32.0
@@ -149,7 +141,9 @@ class YarnScaling(ScalingByParts):
     def attention_scale(self):
         return 0.1 * math.log(self.factor) + 1 if self.scale is None else self.scale
 
-    def share_kept(self, head_size, base):
+    def share_kept(self, config):
+        head_size, base = config.head_size, config.rotary_base
+
         def pair(turns: float) -> float:
             """The number of the pair, with a fraction, that turns so often in the original window."""
             return head_size * math.log(self.original_positions / (2 * math.pi * turns)) / (2 * math.log(base))

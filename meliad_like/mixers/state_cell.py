@@ -3,7 +3,7 @@
 Block-Recurrent Transformers, sections 3.2 to 3.4.
 """
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,10 @@ from jaxtyping import Array, Float
 from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit, unit_query
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
 from meliad_like.layers.sharding import constrain
+from meliad_like.mixers.base import Shape
+
+if TYPE_CHECKING:
+    from meliad_like.mixers.recurrent_states import RecurrentStates
 
 GateKind = Literal["fixed", "lstm"]
 CellKind = Literal["skip", "single", "dual"]
@@ -82,8 +86,7 @@ GATES = {"fixed": FixedGate, "lstm": LstmGate}
 class StateHeads(NamedTuple):
     """The heads of the states before a block, [b, h, r, k] each: keys of unit length, queries by `unit_query`."""
 
-    key: Array
-    value: Array
+    keys: KeysAndValues
     query: Array
     cross_query: Array
 
@@ -96,51 +99,36 @@ class StateCell(nnx.Module):
     the attention and another after the network, as the two residual connections of a transformer layer.
     """
 
-    def __init__(
-        self,
-        *,
-        num_states: int,
-        model_width: int,
-        num_heads: int,
-        head_size: int,
-        feedforward_width: int,
-        gate: GateKind,
-        cell: CellKind,
-        attention_scale: float,
-        time_constants: TimeConstants,
-        rngs: nnx.Rngs,
-    ):
-        self.num_heads = num_heads
-        inner = num_heads * head_size
+    def __init__(self, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
+        self.num_heads, self.cell = shape.num_heads, config.cell
+        num_states, d, f, inner = config.num_states, shape.model_width, shape.feedforward_width, shape.inner_width
         normal = jax.nn.initializers.normal
-        self.initial = parameter(rngs.params(), normal(0.1), (num_states, model_width), ("states", "model"))
-        self.identity = parameter(rngs.params(), normal(1.0), (num_states, model_width), ("states", "model"))
-        self.norm = RMSNorm(model_width, rngs=rngs)
-        self.key = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
-        self.value = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
-        self.query = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
-        self.cross_query = Linear(model_width, inner, ("model", "heads"), rngs=rngs)
-        scale = jax.nn.initializers.constant(attention_scale)
-        self.attention_scale = parameter(rngs.params(), scale, (num_heads,), ("heads",))
-        self.cross_attention_scale = parameter(rngs.params(), scale, (num_heads,), ("heads",))
-        gate_class = GATES[gate]
-        if cell in ("skip", "dual"):
-            self.output = Linear(2 * inner, model_width, ("heads", "model"), rngs=rngs)
-            self.attention_gate = gate_class(2 * inner, model_width, "heads", time_constants, rngs=rngs)
-        if cell == "dual":
-            self.feedforward_norm = RMSNorm(model_width, rngs=rngs)
-            self.feedforward = FeedForward(model_width, feedforward_width, model_width, rngs=rngs)
-        if cell == "single":
-            self.feedforward = FeedForward(2 * inner, feedforward_width, model_width, rngs=rngs)
-        if cell in ("single", "dual"):
-            self.feedforward_gate = gate_class(feedforward_width, model_width, "feedforward", time_constants, rngs=rngs)
-        self.cell = cell
+        self.initial = parameter(rngs.params(), normal(0.1), (num_states, d), ("states", "model"))
+        self.identity = parameter(rngs.params(), normal(1.0), (num_states, d), ("states", "model"))
+        self.norm = RMSNorm(d, rngs=rngs)
+        self.key, self.value, self.query, self.cross_query = (
+            Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(4)
+        )
+        scale = jax.nn.initializers.constant(config.attention_scale)
+        self.attention_scale, self.cross_attention_scale = (
+            parameter(rngs.params(), scale, (self.num_heads,), ("heads",)) for _ in range(2)
+        )
+        gate_class = GATES[config.gate]
+        if config.cell in ("skip", "dual"):
+            self.output = Linear(2 * inner, d, ("heads", "model"), rngs=rngs)
+            self.attention_gate = gate_class(2 * inner, d, "heads", config.time_constants, rngs=rngs)
+        if config.cell == "dual":
+            self.feedforward_norm = RMSNorm(d, rngs=rngs)
+            self.feedforward = FeedForward(d, f, d, rngs=rngs)
+        if config.cell == "single":
+            self.feedforward = FeedForward(2 * inner, f, d, rngs=rngs)
+        if config.cell in ("single", "dual"):
+            self.feedforward_gate = gate_class(f, d, "feedforward", config.time_constants, rngs=rngs)
 
     def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:
         """For each gate, the share of each channel that it keeps, and the share of the update that it takes in.
 
-        Args:
-            read: the input of each gate, as `update` returns it.
+        `read` is the input of each gate, as `update` returns it.
         """
         d = self.initial.shape[1]
         return {
@@ -158,31 +146,19 @@ class StateCell(nnx.Module):
         projections = self.key, self.value, self.query, self.cross_query
         key, value, query, cross_query = (split_heads(project(x), self.num_heads) for project in projections)
         return StateHeads(
-            key=unit(key),
-            value=value,
+            keys=KeysAndValues(unit(key), value),
             query=unit_query(query, self.attention_scale),
             cross_query=unit_query(cross_query, self.cross_attention_scale),
         )
 
     def update(
-        self,
-        states: Float[Array, "b r d"],
-        heads: StateHeads,
-        *tokens: KeysAndValues,
+        self, states: Float[Array, "b r d"], heads: StateHeads, *tokens: KeysAndValues
     ) -> tuple[Float[Array, "b r d"], dict[str, Float[Array, "b r _"]]]:
         """The next states: attention among the states and to the tokens of the block and the one before, then gates.
 
-        Args:
-            states: the states before the block.
-            heads: `self.heads(states)`.
-            tokens: those of the block before, and those of the block.
-
-        Returns:
-            The states, and the input of each gate, for `gate_values`.
+        Returns the states, and the input of each gate, for `gate_values`. `heads` is `self.heads(states)`.
         """
-        among_states = attend_unit(heads.query, KeysAndValues(heads.key, heads.value))
-        cross = attend_unit(heads.cross_query, *tokens)
-        mixed = merge_heads(among_states, cross)
+        mixed = merge_heads(attend_unit(heads.query, heads.keys), attend_unit(heads.cross_query, *tokens))
         inputs = {}
         if self.cell in ("skip", "dual"):
             inputs["attention_gate"] = mixed
