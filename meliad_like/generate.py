@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, reading
 from meliad_like.remote import check_output
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
@@ -102,13 +102,9 @@ def _given_text() -> str | None:
             raise UserError(f"--{flag.name} has no effect without --document: leave it out")
     prompt = PROMPT.value or ""
     if PROMPT_FILE.value is not None:
-        try:
+        with reading(f"--prompt_file={PROMPT_FILE.value}", "text in UTF-8", UnicodeDecodeError):
             # Newlines are not translated, so the vocabulary gets the bytes of the file.
             prompt = Path(PROMPT_FILE.value).read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"--prompt_file={PROMPT_FILE.value} is not UTF-8 (byte {error.start})") from None
-        except OSError as error:
-            raise UserError(f"cannot read --prompt_file={PROMPT_FILE.value}: {error.strerror}") from None
     elif any("\ud800" <= character <= "\udfff" for character in prompt):
         raise UserError("--prompt is not UTF-8")
     if not prompt and LOAD_CARRY.value is None:

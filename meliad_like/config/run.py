@@ -179,13 +179,7 @@ class Changes(NamedTuple):
 def read_changes(
     gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> Changes:
-    """Reads gin files and parameters whose bindings change a saved config; those of base.gin change nothing.
-
-    `values` by `Class.field` win over every file, and not over `gin_params`; kinds have their names.
-    """
-    for text in gin_params:
-        if "." not in text.partition("=")[0]:
-            raise UserError(f"--gin_param={text}: the checkpoint has no macros; bind Class.parameter = value")
+    """Reads, as `parse`, what changes a saved config; base.gin changes nothing."""
     bindings = collect(gin_files, gin_params, values)
     return Changes({key: binding for key, binding in bindings.items() if binding.rank != Rank.DEFAULT})
 

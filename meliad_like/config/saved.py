@@ -64,8 +64,7 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path, flag: str = "--work
     A folder without a checkpoint belongs to nobody.
     """
     path = epath.Path(workdir) / JSON_NAME
-    steps = path.parent / "checkpoints"
-    if not path.exists() or not steps.is_dir() or not any(each.name.isdecimal() for each in steps.iterdir()):
+    if not path.exists() or not any(each.name.isdecimal() for each in path.parent.glob("checkpoints/*")):
         return
     try:
         saved = from_json(path.read_bytes())
