@@ -18,7 +18,7 @@ from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, OptimizerConfig
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
-from meliad_like.registry import kind_field, resumable
+from meliad_like.registry import kind_field, resumable, size
 from meliad_like.trackers import TRACKERS, TensorBoard, TrackerConfig
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds
 
@@ -93,18 +93,18 @@ class StagesConfig:
 
     num_steps: tuple[int, ...] = ()
     """Steps of each stage; the last one has what is left of TrainingConfig.num_steps."""
-    segment_length: tuple[int, ...] = ()
+    segment_length: tuple[int, ...] = size((), "length")
     """In the place of ReaderConfig.segment_length. (): as in the last stage; so in the fields below."""
-    window_length: tuple[int, ...] = ()
+    window_length: tuple[int, ...] = size((), "length")
     """In the place of the model's."""
-    cache_length: tuple[int, ...] = ()
+    cache_length: tuple[int, ...] = size((), "length")
     """In the place of the model's, where it has one (`ShortformerConfig`)."""
 
     def __post_init__(self):
-        for name in ("segment_length", "window_length", "cache_length"):
-            if getattr(self, name) and len(getattr(self, name)) != len(self.num_steps):
+        for name, lengths in vars(self).items():
+            if lengths and len(lengths) != len(self.num_steps):
                 raise UserError(
-                    f"StagesConfig.{name}={getattr(self, name)} and StagesConfig.num_steps={self.num_steps} must have "
+                    f"StagesConfig.{name}={lengths} and StagesConfig.num_steps={self.num_steps} must have "
                     "a number for each stage before the last"
                 )
         if any(steps < 1 for steps in self.num_steps):
@@ -232,15 +232,13 @@ def stages_of(run: RunConfig) -> list[Stage]:
 
 
 def _run_of_stage(run: RunConfig, index: int) -> RunConfig:
-    lengths = {
-        "data.segment_length": run.stages.segment_length,
-        "model.window_length": run.stages.window_length,
-        "model.cache_length": run.stages.cache_length,
-    }
-    if run.stages.cache_length and not hasattr(run.model, "cache_length"):
+    stages = run.stages
+    if stages.cache_length and not hasattr(run.model, "cache_length"):
         raise UserError(f"StagesConfig.cache_length has no effect: {type(run.model).__name__} has no such field")
+    lengths = {"data.segment_length": stages.segment_length, "model.window_length": stages.window_length}
+    lengths["model.cache_length"] = stages.cache_length
     try:
         changes = {path: values[index] for path, values in lengths.items() if values}
         return with_changes(run, {"stages": StagesConfig(), **changes})
     except UserError as error:
-        raise UserError(f"stage {index + 1} of {len(run.stages.num_steps) + 1}: {error}") from None
+        raise UserError(f"stage {index + 1} of {len(stages.num_steps) + 1}: {error}") from None
