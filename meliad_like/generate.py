@@ -43,7 +43,7 @@ CHUNK = COMMAND.integer("chunk", 8, "Number of tokens that are generated before 
 
 def main() -> None:
     prompt = _given_text()
-    if SAVE_CARRY.value is not None:
+    if saves := SAVE_CARRY.value is not None:
         check_output(SAVE_CARRY.value, SAVE_CARRY.name)
     # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
     import jax
@@ -65,27 +65,27 @@ def main() -> None:
     jax.block_until_ready(state.reading.carry)
     read_seconds = time.perf_counter() - began
     moments, counts = [], []
+    options = {"seed": SEED.value, "stop_at_end": STOP_AT_END.value, "chunk": CHUNK.value} | vars(sampling)
     try:
-        options = {"seed": SEED.value, "stop_at_end": STOP_AT_END.value, "chunk": CHUNK.value} | vars(sampling)
         for piece in lm.stream(state, TOKENS.value, **options):
             print(piece.text, end="", flush=True)
             state = piece.state
             moments.append(time.perf_counter())
             counts.append(len(piece.tokens))
-        if SAVE_CARRY.value is None:
+        if not saves:
             print(state.unfinished.decode(errors="replace"), end="", flush=True)
     except BrokenPipeError:
         # The reader of the output, such as `head`, has closed the pipe, to which the exit would write buffered text.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if SAVE_CARRY.value is None:
-            return
-        message = f"the output was closed before its end: nothing is in --save_carry={SAVE_CARRY.value}"
-        raise UserError(message) from None
+        if saves:
+            message = f"the output was closed before its end: nothing is in --save_carry={SAVE_CARRY.value}"
+            raise UserError(message) from None
+        return
     # The first chunk waits for the compiler.
     rate = f", {sum(counts[1:]) / (moments[-1] - moments[0]):.0f} tokens/s" if len(moments) > 1 else ""
     # On stderr, so that the outputs of two runs with a saved carry between them join to the output of one run.
     print(f"\nread {len(tokens)} tokens in {read_seconds:.1f} s, wrote {sum(counts)}{rate}", file=sys.stderr)
-    if SAVE_CARRY.value is not None:
+    if saves:
         state.save(SAVE_CARRY.value)
         print(f"saved the carry in {SAVE_CARRY.value}; --load_carry={SAVE_CARRY.value} resumes here", file=sys.stderr)
 

@@ -90,16 +90,16 @@ def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
 def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any) -> Any:
     """The shardings of a carry, from a tree like it with a tuple of the logical names of each array's first axes."""
     lane_sharding(mesh, num_lanes)  # Raises an error if they don't divide.
-    return jax.tree.map(
-        lambda names: NamedSharding(mesh, PartitionSpec(*(MESH_AXES_OF[name] for name in names))),
-        axes,
-        is_leaf=is_axes,
-    )
+    return jax.tree.map(lambda names: _sharding(mesh, names), axes, is_leaf=_is_axes)
 
 
-def is_axes(node: Any) -> bool:
+def _is_axes(node: Any) -> bool:
     """Whether a node of a tree is a tuple of names of logical axes, and not a named tuple without arrays."""
     return type(node) is tuple and node != () and all(name is None or isinstance(name, str) for name in node)
+
+
+def _sharding(mesh: Mesh, names: Sequence[str | None]) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*(MESH_AXES_OF[name] for name in names)))
 
 
 def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
@@ -116,7 +116,7 @@ def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
                     f"dimension {dimension} ({name}, {size}) of parameter {'/'.join(_names(path))} does not divide by "
                     f"mesh axis {mesh_axis}={mesh.shape[mesh_axis]}: choose another mesh, or another {name} size"
                 )
-        return NamedSharding(mesh, PartitionSpec(*(MESH_AXES_OF[name] for name in names)))
+        return _sharding(mesh, names)
 
     return jax.tree.map_with_path(sharding, axes, abstract_params, is_leaf=lambda node: isinstance(node, tuple))
 

@@ -3,9 +3,7 @@
 Unsupported fields are refused, never ignored.
 """
 
-import functools
 import operator
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +11,7 @@ import gguf
 import numpy as np
 
 from meliad_like.config import field_types, fit
-from meliad_like.conversion.parameters import Place
+from meliad_like.conversion.parameters import places_by_module
 from meliad_like.data.gguf_file import GGUFFile
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -118,62 +116,42 @@ _ROTARY = {
 _ROTARY_REQUIRED = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 
 
-def _linear(ours: str, theirs: str, **how: Any) -> dict[str, Place]:
-    return {
-        f"{ours}/kernel": Place(f"{theirs}.weight", **how),
-        f"{ours}/bias": Place(f"{theirs}.bias", part=how.get("part")),
-    }
-
-
-def _norm(ours: str, theirs: str) -> dict[str, Place]:
-    return {f"{ours}/scale": Place(f"{theirs}.weight"), f"{ours}/bias": Place(f"{theirs}.bias")}
-
-
-# `{}` stands for the layer's number.
-_GPT2 = {
-    "embedding": Place("transformer.wte.weight"),
-    "positions": Place("transformer.wpe.weight"),
-    "output_embedding": Place("lm_head.weight"),
-    **_norm("final_norm", "transformer.ln_f"),
-    **_norm("attention_norm", "transformer.h.{}.ln_1"),
-    **_linear("query", "transformer.h.{}.attn.c_attn", part=0),
-    **_linear("key", "transformer.h.{}.attn.c_attn", part=1),
-    **_linear("value", "transformer.h.{}.attn.c_attn", part=2),
-    **_linear("output", "transformer.h.{}.attn.c_proj"),
-    **_norm("feedforward_norm", "transformer.h.{}.ln_2"),
-    **_linear("feedforward_hidden", "transformer.h.{}.mlp.c_fc"),
-    **_linear("feedforward_output", "transformer.h.{}.mlp.c_proj"),
+# Their modules by ours.
+_GPT2_MODULES = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "output_embedding": "lm_head",
+    "final_norm": "transformer.ln_f",
+    "attention_norm": "transformer.h.{}.ln_1",
+    "query": "transformer.h.{}.attn.c_attn",
+    "key": "transformer.h.{}.attn.c_attn",
+    "value": "transformer.h.{}.attn.c_attn",
+    "output": "transformer.h.{}.attn.c_proj",
+    "feedforward_norm": "transformer.h.{}.ln_2",
+    "feedforward_hidden": "transformer.h.{}.mlp.c_fc",
+    "feedforward_output": "transformer.h.{}.mlp.c_proj",
 }
-_LLAMA = {
-    "embedding": Place("model.embed_tokens.weight"),
-    "output_embedding": Place("lm_head.weight"),
-    **_norm("final_norm", "model.norm"),
-    **_norm("attention_norm", "model.layers.{}.input_layernorm"),
-    **_linear("query", "model.layers.{}.self_attn.q_proj", transposed=True),
-    **_linear("key", "model.layers.{}.self_attn.k_proj", transposed=True),
-    **_linear("value", "model.layers.{}.self_attn.v_proj", transposed=True),
-    **_linear("output", "model.layers.{}.self_attn.o_proj", transposed=True),
-    **_norm("feedforward_norm", "model.layers.{}.post_attention_layernorm"),
-    **_linear("feedforward_gate", "model.layers.{}.mlp.gate_proj", transposed=True),
-    **_linear("feedforward_hidden", "model.layers.{}.mlp.up_proj", transposed=True),
-    **_linear("feedforward_output", "model.layers.{}.mlp.down_proj", transposed=True),
+_LLAMA_MODULES = {
+    "embedding": "model.embed_tokens",
+    "output_embedding": "lm_head",
+    "final_norm": "model.norm",
+    "attention_norm": "model.layers.{}.input_layernorm",
+    "query": "model.layers.{}.self_attn.q_proj",
+    "key": "model.layers.{}.self_attn.k_proj",
+    "value": "model.layers.{}.self_attn.v_proj",
+    "output": "model.layers.{}.self_attn.o_proj",
+    "feedforward_norm": "model.layers.{}.post_attention_layernorm",
+    "feedforward_gate": "model.layers.{}.mlp.gate_proj",
+    "feedforward_hidden": "model.layers.{}.mlp.up_proj",
+    "feedforward_output": "model.layers.{}.mlp.down_proj",
 }
 _IN_GGUF = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
-_GGUF_LLAMA = {
-    ours: where._replace(name=str(_IN_GGUF.get_name(where.name.format(0), (".weight", ".bias"))).replace(".0.", ".{}."))
-    for ours, where in _LLAMA.items()
+_GGUF_MODULES = {
+    ours: str(_IN_GGUF.get_name(theirs.format(0))).replace(".0.", ".{}.") for ours, theirs in _LLAMA_MODULES.items()
 }
-
-
-def _place(table: Mapping[str, Place], path: str) -> Place:
-    if match := re.fullmatch(r"blocks/(\d+)/(.+)", path):
-        place = table[match[2]]
-        return place._replace(name=place.name.format(match[1]))
-    return table[path]
-
-
-GPT2, LLAMA, GGUF_LLAMA = (functools.partial(_place, table) for table in (_GPT2, _LLAMA, _GGUF_LLAMA))
-"""Functions from the path of a parameter of ours to its place in such a file."""
+GPT2 = places_by_module(_GPT2_MODULES, transposed=False, parts=("query", "key", "value"))
+LLAMA = places_by_module(_LLAMA_MODULES)
+GGUF_LLAMA = places_by_module(_GGUF_MODULES)
 PLACES = {"gpt2": GPT2, "llama": LLAMA}
 
 
