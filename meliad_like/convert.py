@@ -19,12 +19,8 @@ from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
 COMMAND = Command(__doc__, subjects=("meliad", "huggingface", "gguf", "fairseq"))
-INPUT = COMMAND.string(
-    "input", None, "The other program's file or folder; with --reverse, our checkpoint folder.", required=True
-)
-OUTPUT = COMMAND.string(
-    "output", None, "Our checkpoint folder; with --reverse, an npz file or a new folder.", required=True
-)
+INPUT = COMMAND.string("input", None, "Their file or folder; with --reverse, our checkpoint folder.", required=True)
+OUTPUT = COMMAND.string("output", None, "Our folder; with --reverse, an npz file or new folder.", required=True)
 REVERSE = COMMAND.bool("reverse", False, "From ours to theirs.")
 
 

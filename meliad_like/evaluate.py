@@ -23,9 +23,7 @@ SPLIT = COMMAND.string("split", "test", "train, validation or test.")
 STORE = COMMAND.string("store", None, "Token store. Default: the one that the model was trained with.")
 PREPARE = COMMAND.bool("prepare", False, "Make the token store first, if it is not there.")
 OUTPUT = COMMAND.string("output", None, "JSON file to write, with a row for each document.")
-MAX_TOKENS = COMMAND.integer(
-    "max_tokens", None, "Evaluate a random subset of the documents, of this number of tokens at most."
-)
+MAX_TOKENS = COMMAND.integer("max_tokens", None, "Evaluate a random subset of the documents, of at most this size.")
 COMPARE = COMMAND.bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
 PROTOCOL = COMMAND.multi_enum(
     "protocol", [], ["segments", "sliding", "token_by_token"],
@@ -33,9 +31,7 @@ PROTOCOL = COMMAND.multi_enum(
 )  # fmt: skip
 STRIDE = COMMAND.integer("stride", None, "New tokens of a window of --protocol=sliding.", lower_bound=1)
 WINDOWS = COMMAND.integer("windows", 1, "Windows of --protocol=sliding that are read side by side.", lower_bound=1)
-CONCATENATED = COMMAND.bool(
-    "concatenated", True, "Whether a --protocol reads all documents as one, without a reset between them."
-)
+CONCATENATED = COMMAND.bool("concatenated", True, "Whether a --protocol reads all documents as one, without resets.")
 DETAILS = COMMAND.bool("details", True, "Whether to show all figures, and the loss by position.")
 
 

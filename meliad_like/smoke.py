@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 COMMAND = Command(__doc__)
 FOLDER = COMMAND.string("folder", None, "A new folder that keeps everything. Default: one that is deleted at the end.")
-VOCABULARY_SIZE = COMMAND.integer(
-    "vocabulary_size", None, "Number of tokens of the full run. Default: as for describe.", lower_bound=1
-)
+VOCABULARY_SIZE = COMMAND.integer("vocabulary_size", None, "Of the full run, as for describe.", lower_bound=1)
 
 NUM_DOCUMENTS = {"train": 12, "validation": 2, "test": 2}
 MOST_CHARACTERS = 20_000

@@ -117,7 +117,6 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
     files, _ = _read(gin_files, parameters.keys() | computed.keys())
     replacing = {key: replace(parameters[key], replaced=files[key].value) for key in parameters.keys() & files}
     bindings = base | files | parameters | replacing
-
     read: set[str] = set()
     resolved = {
         key: replace(binding, value=_resolve(binding.value, bindings, read, binding.origin))
@@ -161,10 +160,8 @@ def _merge(bindings: Iterable[tuple[str, Binding]], settled: Set[str] = frozense
     for key, binding in bindings:
         first = merged.setdefault(key, binding)
         if first.value != binding.value and key not in settled:
-            raise UserError(
-                f"{key} is {first.value!r} in {first.origin} and {binding.value!r} in {binding.origin}: "
-                "leave one of them out, or settle it with --gin_param"
-            )
+            values = " and ".join(f"{each.value!r} in {each.origin}" for each in (first, binding))
+            raise UserError(f"{key} is {values}: leave one of them out, or settle it with --gin_param")
     return merged
 
 

@@ -76,10 +76,8 @@ class _Builder:
 
     def _kinds(self, registry: Registry, many: bool, key: str, binding: Binding | None, default: Any) -> Maker:
         """Makes a config of a kind, or `many`, and notes which kinds they are."""
-        members, origin = (
-            {registry.name_of(member): member for member in (default if many else [default])},
-            "the default",
-        )
+        members = {registry.name_of(member): member for member in (default if many else [default])}
+        origin = "the default"
         if binding is not None:
             names, origin = binding.value, binding.origin
             names = names if many and isinstance(names, (list, tuple)) else [names]

@@ -103,10 +103,8 @@ class StagesConfig:
     def __post_init__(self):
         for name, lengths in vars(self).items():
             if lengths and len(lengths) != len(self.num_steps):
-                raise UserError(
-                    f"StagesConfig.{name}={lengths} and StagesConfig.num_steps={self.num_steps} must have "
-                    "a number for each stage before the last"
-                )
+                steps = f"StagesConfig.num_steps={self.num_steps}"
+                raise UserError(f"StagesConfig.{name}={lengths} must have a number for each stage of {steps}")
         if any(steps < 1 for steps in self.num_steps):
             raise UserError(f"StagesConfig.num_steps={self.num_steps} must all be at least 1")
 
@@ -143,9 +141,8 @@ class RunConfig:
         self.data.check_model(self.model)
         num_lanes, parts = self.data.num_lanes, self.training.gradient_accumulation
         if num_lanes % parts:
-            raise UserError(
-                f"gradient_accumulation={parts} must divide the {num_lanes} lanes (tokens_per_step / segment_length)"
-            )
+            lanes = f"{num_lanes} lanes (tokens_per_step / segment_length)"
+            raise UserError(f"gradient_accumulation={parts} must divide the {lanes}")
         if self.stages.num_steps:
             stages_of(self)
 
@@ -222,11 +219,9 @@ def stages_of(run: RunConfig) -> list[Stage]:
     for index, steps in enumerate(run.stages.num_steps):
         stages.append(Stage(index, first, first + steps, _run_of_stage(run, index)))
         first += steps
-    if first >= run.training.num_steps:
-        raise UserError(
-            f"StagesConfig.num_steps={run.stages.num_steps} leaves none of TrainingConfig.num_steps="
-            f"{run.training.num_steps} to the last stage"
-        )
+    if first >= (steps := run.training.num_steps):
+        stage_steps = f"StagesConfig.num_steps={run.stages.num_steps}"
+        raise UserError(f"{stage_steps} leaves none of TrainingConfig.num_steps={steps} to the last stage")
     last = dataclasses.replace(run, stages=StagesConfig())
     return [*stages, Stage(len(stages), first, run.training.num_steps, last)]
 

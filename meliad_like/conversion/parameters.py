@@ -85,10 +85,8 @@ def fill_parameters(
     largest_first = sorted(leaves, key=lambda path: -leaves[path].size)
     filled = {path: fill(path, leaves[path]) for path in largest_first}
     if left_over := names - {places(path).name for path in leaves}:
-        raise UserError(
-            f"{owner} has a tensor {min(left_over)} that the model of its config has no place for "
-            f"({len(left_over)} such tensors)"
-        )
+        number = f"({len(left_over)} such tensors)"
+        raise UserError(f"{owner} has a tensor {min(left_over)} that the model of its config has no place for {number}")
     return jax.tree.unflatten(jax.tree.structure(template), [filled[path] for path in leaves])
 
 
@@ -115,14 +113,10 @@ def vocabulary_of(run: RunConfig, num_tokens: int, owner: str | Path) -> Vocabul
     elif run.data.store:
         vocabulary = TokenStore(run.data.store).vocabulary
     else:
-        raise UserError(
-            "the vocabulary of the config would have to be trained: set FileVocabularyConfig.model_file, or "
-            "ReaderConfig.store to a token store that has it"
-        )
+        problem = "the vocabulary of the config would have to be trained"
+        raise UserError(f"{problem}: set FileVocabularyConfig.model_file, or ReaderConfig.store to a store that has it")
     if vocabulary.size != num_tokens:
-        raise UserError(
-            f"{owner} has {num_tokens} tokens and the vocabulary of the config {vocabulary.size}: set "
-            f"FileVocabularyConfig.model_file, or VocabularyConfig.size_multiple={num_tokens} if only unused ids are "
-            "missing"
-        )
+        problem = f"{owner} has {num_tokens} tokens and the vocabulary of the config {vocabulary.size}"
+        unused = f"VocabularyConfig.size_multiple={num_tokens} if only unused ids are missing"
+        raise UserError(f"{problem}: set FileVocabularyConfig.model_file, or {unused}")
     return vocabulary

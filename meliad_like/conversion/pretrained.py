@@ -116,10 +116,8 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
     saved = parse_json(metadata.get(RECURRENCE_KEY, "null"), f"{path}: {RECURRENCE_KEY}")
     types = {name: field_types(PretrainedConfig)[name] for name in WINDOW_FIELDS} | field_types(WindowSummary)
     if not isinstance(saved, dict) or saved.keys() != types.keys():
-        raise UserError(
-            f"{path} doesn't say what recurrence it is of: write it again with convert huggingface --reverse, or "
-            "remove it to have the decoder alone"
-        )
+        advice = "write it again with convert huggingface --reverse, or remove it to have the decoder alone"
+        raise UserError(f"{path} doesn't say what recurrence it is of: {advice}")
     fields = {name: fit(value, types[name], f"{path}: {name}") for name, value in saved.items()}
     windows = {name: fields.pop(name) for name in WINDOW_FIELDS}
     config = dataclasses.replace(decoder, **windows, recurrence=(WindowSummary(**fields),))
@@ -134,10 +132,8 @@ def _files(folder: Path) -> dict[str, Path]:
     if (folder / TENSORS_NAME).exists():
         with _opened(folder / TENSORS_NAME) as file:
             return dict.fromkeys(file.keys(), folder / TENSORS_NAME)  # The value is not a mapping.
-    raise UserError(
-        f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: save the model with transformers' "
-        "save_pretrained(folder, safe_serialization=True)"
-    )
+    advice = "save the model with transformers' save_pretrained(folder, safe_serialization=True)"
+    raise UserError(f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: {advice}")
 
 
 @contextmanager

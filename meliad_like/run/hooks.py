@@ -143,10 +143,8 @@ class Reporter:
         """
         metrics = jax.device_get(metrics)
         if not np.isfinite(metrics.parameter_norm):
-            raise UserError(
-                f"the parameters after step {step} are not finite, although loss and gradient were: begin another run "
-                "with a smaller learning rate: --workdir=NEW"
-            )
+            problem = f"the parameters after step {step} are not finite, although loss and gradient were"
+            raise UserError(f"{problem}: begin another run with a smaller learning rate: --workdir=NEW")
         self._gathered.append(metrics)
         training = self._setup.run.training
         if step % training.log_every == 0 or step == self._setup.stage.last_step:

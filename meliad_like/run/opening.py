@@ -102,10 +102,8 @@ def open_checkpoint(
         saved = _config_in(metadata)
         vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
         if vocabulary.fingerprint != metadata["vocabulary_fingerprint"]:
-            raise UserError(
-                f"the vocabulary in {folder / VOCABULARY_FOLDER} ({vocabulary.fingerprint[:12]}) is not the one that "
-                f"the checkpoint was trained with ({metadata['vocabulary_fingerprint'][:12]})"
-            )
+            place = folder / VOCABULARY_FOLDER
+            raise UserError(f"the vocabulary in {place} is not the one that the checkpoint was trained with")
         trained, run = Model(saved.model, vocabulary.size), changes(saved)
         model = Model(run.model, vocabulary.size) if run.model != saved.model else trained
         if model.axes != trained.axes or model.abstract_params != trained.abstract_params:
