@@ -141,15 +141,13 @@ def bound_fields(config: Any) -> Iterator[tuple[str, dataclasses.Field, Any]]:
 
     The value of a field with a kind is the kind's name.
     """
-    for field in dataclasses.fields(config):
-        value, many = getattr(config, field.name), field.metadata.get("many")
-        inside = value if many else (value,) if dataclasses.is_dataclass(value) else ()
-        if (registry := field.metadata.get("registry")) is not None:
-            value = tuple(map(registry.name_of, value)) if many else registry.name_of(value)
-        if registry is not None or not inside:
-            yield f"{type(config).__name__}.{field.name}", field, value
-        for member in inside:
-            yield from bound_fields(member)
+    for part in configs_in(config):
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if (registry := field.metadata.get("registry")) is not None:
+                value = tuple(map(registry.name_of, value)) if field.metadata["many"] else registry.name_of(value)
+            if not dataclasses.is_dataclass(value):
+                yield f"{type(part).__name__}.{field.name}", field, value
 
 
 def bound_values(config: Any) -> dict[str, Any]:

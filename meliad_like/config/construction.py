@@ -12,7 +12,7 @@ import math
 import typing
 from collections.abc import Callable
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any, Literal, Union
 
 from meliad_like.config.bindings import Binding, Bindings, Rank, nearest
 from meliad_like.errors import UserError
@@ -40,7 +40,8 @@ class _Builder:
         self._bindings = bindings
         self._read: set[str] = set()
         self._built: dict[str, type] = {}
-        self._choices: dict[str, _Choice] = {}
+        # The registry, the names of its kinds that a field has, and where they were chosen.
+        self._choices: dict[str, tuple[Registry, tuple[str, ...], str]] = {}
 
     def maker(self, start: Any) -> Maker:
         """Makes a class, or a changed config, with all that is bound of it and of what is inside it."""
@@ -89,7 +90,7 @@ class _Builder:
             bound = {key.rpartition(".")[0] for key, each in self._bindings.items() if each.rank != Rank.DEFAULT}
             added = {name: registry[name] for name in sorted(registry) if registry[name].__name__ in bound}
             members |= {name: config_class for name, config_class in added.items() if name not in members}
-        self._choices[key] = _Choice(registry, tuple(members), origin)
+        self._choices[key] = registry, tuple(members), origin
         makers = list(map(self.maker, members.values()))
         return (lambda: tuple(make() for make in makers)) if many else makers[0]
 
@@ -125,15 +126,6 @@ class _Builder:
             if name not in names
             for class_name in _names_inside(registry[name])
         }
-
-
-class _Choice(NamedTuple):
-    """The kinds that a field has."""
-
-    registry: Registry
-    names: tuple[str, ...]
-    origin: str
-    """Where they were chosen."""
 
 
 def _names_inside(config_class: type) -> set[str]:

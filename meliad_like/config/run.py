@@ -22,13 +22,6 @@ from meliad_like.registry import kind_field, resumable, size
 from meliad_like.trackers import TRACKERS, TensorBoard, TrackerConfig
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds
 
-Nonfinite = Literal["stop", "skip"]
-
-
-def _compares_no_evaluations(old: Any, new: Any) -> bool:
-    """Whether no evaluation of earlier steps is compared with later ones, which would be of other tokens."""
-    return not old.training.keep_best
-
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -44,16 +37,16 @@ class TrainingConfig:
     dropout lane by lane, all parts have the same masks."""
     loss_slice: int = resumable(1024)
     """Tokens of a lane whose logits exist at once."""
-    nonfinite: Nonfinite = resumable("stop", lambda old, new: old.training.nonfinite == "stop")
+    nonfinite: Literal["stop", "skip"] = resumable("stop", lambda old, new: old.training.nonfinite == "stop")
     """After a loss or gradient that is not finite: stop with a saved state, or skip the step and count it. A run that
     has stopped may resume with `skip`; one that may have skipped steps can't resume with `stop`."""
     log_every: int = resumable(10)
     """The number of steps between two logs of the metrics."""
     evaluate_every: int = resumable(0)
     """The number of steps between two evaluations; 0: no evaluation."""
-    evaluate_split: str = resumable("validation", _compares_no_evaluations)
-    """The split that these evaluations read."""
-    evaluate_max_tokens: int | None = resumable(None, _compares_no_evaluations)
+    evaluate_split: str = resumable("validation", lambda old, new: not old.training.keep_best)
+    """The split that these evaluations read. The best so far can't be compared with evaluations of other tokens."""
+    evaluate_max_tokens: int | None = resumable(None, lambda old, new: not old.training.keep_best)
     """These evaluations read a random subset of the split, of this number of tokens at most; None: all of it. If
     every document is longer, they read the beginning of the first one."""
     keep_best: bool = resumable(False)
