@@ -28,9 +28,8 @@ COMMANDS = {
 def usage() -> str:
     """The text of `meliad_like --help`."""
     commands = "".join(f"  {name:<12} {what}\n" for name, what in COMMANDS.items())
-    return (
-        f"meliad_like COMMAND --flag=value ...\n\n{commands}\n--help after a command shows its flags, with an example."
-    )
+    end = "--help after a command shows its flags, with an example."
+    return f"meliad_like COMMAND --flag=value ...\n\n{commands}\n{end}"
 
 
 def main() -> None:

@@ -69,14 +69,10 @@ class Command:
         self.list = functools.partial(flags.DEFINE_list, flag_values=values)
         self.multi_string = functools.partial(flags.DEFINE_multi_string, flag_values=values)
         self.multi_enum = functools.partial(flags.DEFINE_multi_enum, flag_values=values)
-        self.gin_file = self.multi_string(
-            "gin_file", [], "A gin file, by path or as named under gin/ (size/tiny.gin). Repeatable, in any order."
-        )
-        self.gin_param = self.multi_string(
-            "gin_param",
-            [],
-            "One binding on top of the files, such as DecoderConfig.num_layers=3. Repeatable; the last wins.",
-        )
+        text = "A gin file, by path or as in gin/ (size/tiny.gin). Repeatable, in any order."
+        self.gin_file = self.multi_string("gin_file", [], text)
+        text = "One binding on top of the files, such as DecoderConfig.num_layers=3. Repeatable; the last wins."
+        self.gin_param = self.multi_string("gin_param", [], text)
         values["verbosity"] = flags.FLAGS["verbosity"]
 
     def read_config(self) -> "RunConfig":

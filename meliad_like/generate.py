@@ -28,9 +28,7 @@ TOKENS = COMMAND.integer("tokens", 200, "Tokens to write, at most.", lower_bound
 TEMPERATURE = COMMAND.float("temperature", 1.0, "Below 1: more predictable; 0: always the most likely token.")
 TOP_K = COMMAND.integer("top_k", 0, "Sample from this number of most likely tokens; 0: from all.")
 TOP_P = COMMAND.float("top_p", 1.0, "Sample from the most likely tokens that reach this probability together.")
-SEED = COMMAND.integer(
-    "seed", None, "Random seed. Default: 0, or that in --load_carry.", lower_bound=0, upper_bound=2**32 - 1
-)
+SEED = COMMAND.integer("seed", None, "Default: 0, or that in --load_carry.", lower_bound=0, upper_bound=2**32 - 1)
 STOP_AT_END = COMMAND.bool(
     "stop_at_end", True, "Whether the end of the document ends the text. If not, it is never sampled, or ends a line."
 )

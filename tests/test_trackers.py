@@ -22,7 +22,7 @@ from meliad_like.training.metrics import MetricsWriter
 
 WRITTEN: list = []
 KEY = "TrainingConfig.num_steps"
-FEW = ("RunConfig.schedule = 'constant'", "MeshConfig.data = 1", "DecoderConfig.num_layers = 1")
+FEW = ("RunConfig.schedule = 'constant'", "MeshConfig.data = 1")
 
 
 @dataclasses.dataclass

@@ -134,14 +134,11 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
     place = any_path(store or opened.run.data.store)
     if not (place / STORE_NAME).exists():
         if not prepare:
-            source = opened.run.source
-            where = (
-                f" in {source.folder} (elsewhere: --gin_param=FolderSourceConfig.folder=...)" if source.folder else ""
-            )
-            raise UserError(
-                f"there is no token store at {place}: give --store=DIR, or add --prepare to make it from the "
-                f"{SOURCES.name_of(source)} documents{where} that the checkpoint's config names"
-            )
+            documents = f"the {SOURCES.name_of(opened.run.source)} documents that the checkpoint's config names"
+            if named := opened.run.source.folder:
+                documents += f", in {named} or elsewhere: --gin_param=FolderSourceConfig.folder=..."
+            problem = f"there is no token store at {place}"
+            raise UserError(f"{problem}: give --store=DIR, or add --prepare to make it from {documents}")
         # Importing what sources need takes a while.
         from meliad_like.data.preparation import prepare as make_store
 
