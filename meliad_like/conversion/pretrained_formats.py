@@ -44,24 +44,21 @@ MISTRAL_WINDOW = 4096
 """The sliding window of a `mistral` model whose file has no `sliding_window`; one that is null has none."""
 
 
-# The names of our fields in files of GPT-2, of Llama and of Llama in GGUF; None: they have none.
-_NAMES: dict[str, tuple[str | None, str | None, str | None]] = {
+# The names of our fields in files of GPT-2, of Llama and of Llama in GGUF; "": they have none.
+_NAMES: dict[str, tuple[str, str, str]] = {
     "num_layers": ("n_layer", "num_hidden_layers", "llama.block_count"),
     "model_width": ("n_embd", "hidden_size", "llama.embedding_length"),
     "num_heads": ("n_head", "num_attention_heads", "llama.attention.head_count"),
-    "num_key_value_heads": (None, "num_key_value_heads", "llama.attention.head_count_kv"),
-    "head_size": (None, "head_dim", "llama.attention.key_length"),
+    "num_key_value_heads": ("", "num_key_value_heads", "llama.attention.head_count_kv"),
+    "head_size": ("", "head_dim", "llama.attention.key_length"),
     "feedforward_width": ("n_inner", "intermediate_size", "llama.feed_forward_length"),
-    "activation": ("activation_function", "hidden_act", None),
+    "activation": ("activation_function", "hidden_act", ""),
     "max_positions": ("n_positions", "max_position_embeddings", "llama.context_length"),
     "norm_epsilon": ("layer_norm_epsilon", "rms_norm_eps", "llama.attention.layer_norm_rms_epsilon"),
-    "rotary_base": (None, "rope_theta", "llama.rope.freq_base"),
-    "sliding_window": (None, "sliding_window", None),
-    "tied_embedding": ("tie_word_embeddings", "tie_word_embeddings", None),
+    "rotary_base": ("", "rope_theta", "llama.rope.freq_base"),
+    "sliding_window": ("", "sliding_window", ""),
+    "tied_embedding": ("tie_word_embeddings", "tie_word_embeddings", ""),
 }
-_GPT2_NAMES, _LLAMA_NAMES, _GGUF_NAMES = (
-    {ours: theirs for ours, names in _NAMES.items() if (theirs := names[i]) is not None} for i in range(3)
-)
 
 
 class Format(NamedTuple):
@@ -93,15 +90,14 @@ _LLAMA_DEFAULTS = _DEFAULTS | {"norm_epsilon": 1e-6, "tied_embedding": False}
 _MISTRAL_DEFAULTS = {name: default for name, default in _LLAMA_DEFAULTS.items() if name != "num_key_value_heads"}
 _GPT2_FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 _LLAMA_FIXED = {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False}
+_GPT2, _LLAMA, _GGUF = ({ours: names[i] for ours, names in _NAMES.items() if names[i]} for i in range(3))
 FORMATS = {
-    "gpt2": Format("gpt2", _GPT2_NAMES, _GPT2_DEFAULTS, _GPT2_FIXED, "GPT2LMHeadModel"),
-    "llama": Format(
-        "llama", _LLAMA_NAMES, _LLAMA_DEFAULTS, _LLAMA_FIXED | {"sliding_window": None}, "LlamaForCausalLM"
-    ),
-    "mistral": Format("llama", _LLAMA_NAMES, _MISTRAL_DEFAULTS, _LLAMA_FIXED, "MistralForCausalLM"),
+    "gpt2": Format("gpt2", _GPT2, _GPT2_DEFAULTS, _GPT2_FIXED, "GPT2LMHeadModel"),
+    "llama": Format("llama", _LLAMA, _LLAMA_DEFAULTS, _LLAMA_FIXED | {"sliding_window": None}, "LlamaForCausalLM"),
+    "mistral": Format("llama", _LLAMA, _MISTRAL_DEFAULTS, _LLAMA_FIXED, "MistralForCausalLM"),
 }
 """The formats of config.json, by its model_type."""
-_GGUF = Format("llama", _GGUF_NAMES, _DEFAULTS)
+GGUF = Format("llama", _GGUF, _DEFAULTS)
 # The fields of our rotary scalings by those in config.json; those that it must have, if its scaling has them.
 _ROTARY = {
     "factor": "factor",
@@ -202,7 +198,7 @@ def from_gguf(file: GGUFFile) -> PretrainedConfig:
         for key, value in file.values("llama.").items()
     }
     tied = "output.weight" not in file.tensors
-    config = _read(saved, _GGUF, str(file.path), activation="silu", tied_embedding=tied)
+    config = _read(saved, GGUF, str(file.path), activation="silu", tied_embedding=tied)
     for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
         if (value := saved.get(key, config.head_size)) != config.head_size:
             raise UserError(f"{file.path}: we can't honour {key} = {value} with heads of {config.head_size}")
