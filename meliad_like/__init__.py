@@ -27,19 +27,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LanguageModel", "RunConfig", "State", "evaluate", "load", "prepare", "train"]
 
-_HOMES = {
-    "RunConfig": "meliad_like.config",
-    **dict.fromkeys(("LanguageModel", "State", "load"), "meliad_like.library"),
-    **dict.fromkeys(("evaluate", "prepare", "train"), "meliad_like.run.workflow"),
-}
-
 
 def __getattr__(name: str):
     # Imported when it is asked for, because jax takes seconds to import. The commands' modules of the same names are
     # for `python -m`: imported as modules, they would hide these functions.
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'meliad_like' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    home = {"RunConfig": "config", "LanguageModel": "library", "State": "library", "load": "library"}
+    return getattr(importlib.import_module(f"meliad_like.{home.get(name, 'run.workflow')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -3,34 +3,26 @@
 import difflib
 import runpy
 import sys
+from pathlib import Path
 
 from meliad_like.command_line import HELP
 
-COMMANDS = {
-    "prepare": "turns documents into a token store",
-    "train": "trains a model, or resumes its training",
-    "evaluate": "evaluates held-out documents",
-    "generate": "continues a prompt",
-    "plot": "draws the metrics of runs",
-    "convert": "converts checkpoints of other programs, and back",
-    "configs": "lists the gin files and what they do",
-    "describe": "shows a run's config, parameters, memory and cost before it is trained",
-    "smoke": "tries a run in a minute: small, killed, resumed, evaluated",
-    "plan": "plans memory and time on a TPU slice, without one",
-    "experiments": "makes the papers' tables",
-    "studies": "compares models token by token, in pages",
-    "harness": "the tasks of the lm-evaluation-harness",
-    "history": "ancient history: spans of the distant past in a window",
-}
-"""The commands: modules of the package, each imported only when it is called, with what it does."""
+COMMANDS = (
+    *("prepare", "train", "evaluate", "generate", "plot", "convert", "configs", "describe", "smoke", "plan"),
+    *("experiments", "studies", "harness", "history"),
+)
+"""The commands: modules of the package, each imported only when it is called."""
 
 
 def usage() -> str:
-    """The text of `meliad_like --help`."""
-    commands = "".join(f"  {name:<12} {what}\n" for name, what in COMMANDS.items())
-    return (
-        f"meliad_like COMMAND --flag=value ...\n\n{commands}\n--help after a command shows its flags, with an example."
-    )
+    """The text of `meliad_like --help`, with the first line of each command's documentation."""
+    folder, lines = Path(__file__).parent, []
+    for name in COMMANDS:
+        path = folder / name / "__main__.py" if (folder / name).is_dir() else folder / f"{name}.py"
+        what, *_ = path.read_text().removeprefix('"""').splitlines()
+        lines.append(f"  {name:<12} {what}\n")
+    end = "--help after a command shows its flags, with an example."
+    return f"meliad_like COMMAND --flag=value ...\n\n{''.join(lines)}\n{end}"
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from absl import app, flags, logging
 
 from meliad_like.errors import MissingStoreError, UserError, bucket_errors, is_full_disk, out_of_memory
+from meliad_like.remote import one_line
 
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig
@@ -68,14 +69,10 @@ class Command:
         self.list = functools.partial(flags.DEFINE_list, flag_values=values)
         self.multi_string = functools.partial(flags.DEFINE_multi_string, flag_values=values)
         self.multi_enum = functools.partial(flags.DEFINE_multi_enum, flag_values=values)
-        self.gin_file = self.multi_string(
-            "gin_file", [], "A gin file, by path or as named under gin/ (size/tiny.gin). Repeatable, in any order."
-        )
-        self.gin_param = self.multi_string(
-            "gin_param",
-            [],
-            "One binding on top of the files, such as DecoderConfig.num_layers=3. Repeatable; the last wins.",
-        )
+        text = "A gin file, by path or as in gin/ (size/tiny.gin). Repeatable, in any order."
+        self.gin_file = self.multi_string("gin_file", [], text)
+        text = "One binding on top of the files, such as DecoderConfig.num_layers=3. Repeatable; the last wins."
+        self.gin_param = self.multi_string("gin_param", [], text)
         values["verbosity"] = flags.FLAGS["verbosity"]
 
     def read_config(self) -> "RunConfig":
@@ -104,50 +101,52 @@ class Command:
         return "\n".join(lines)
 
     def _report(self, main: Callable[..., int | None], argv: list[str]) -> int | None:
-        taken = len(argv) if self._words else 1 + bool(self._subjects)
-        words, unexpected = argv[1:taken], argv[taken:]
         try:
-            if unexpected:
-                raise UserError(f"unexpected argument {unexpected[0]!r}; flags are written --name=value")
-            if empty := [name for name in PATHS if name in self.flags and self.flags[name].value in ("", [""])]:
-                raise UserError(f"--{empty[0]}= is empty: is the variable set that it should hold?")
-            if self._subjects and (not words or words[0] not in self._subjects):
-                problem = f"not {words[0]!r}" if words else "which is missing"
-                raise UserError(f"the first argument must be {' or '.join(self._subjects)}, {problem}")
-            self._refuse_unused(words[0] if self._subjects else "")
-            return main(*words)
-        except MissingStoreError as error:
-            return _fail(MissingStoreError(error.folder, self.gin_flags))
-        except UserError as error:
-            return _fail(error)
-        except OSError as error:
-            if is_full_disk(error):
-                return _fail(f"the disk is full: {error.filename or 'a file'} could not be written; free some space")
-            if error.errno in REFUSED and error.filename is not None:
-                return _fail(f"{error.filename}: {os.strerror(error.errno)}; name another path")
-            raise
-        except bucket_errors() as error:
-            message = " ".join(str(error).split())
-            return _fail(f"the object store failed: {message}; the same command tries again")
+            return main(*self._arguments(argv[1:]))
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
             # The interpreter's own clean-up crashes, with the report of a segmentation fault, while jax has work left.
             os._exit(INTERRUPTED)
-        except RuntimeError as error:
-            if (message := out_of_memory(error)) is None:
+        except Exception as error:
+            if (message := self._message(error)) is None:
                 raise
             return _fail(message)
 
-    def _refuse_unused(self, subject: str) -> None:
-        """Refuses flags that have no effect."""
+    def _arguments(self, words: list[str]) -> list[str]:
+        """The arguments for `main`. Raises a UserError for one that is not expected, and for flags without effect."""
+        if unexpected := words[len(words) if self._words else bool(self._subjects) :]:
+            raise UserError(f"unexpected argument {unexpected[0]!r}; flags are written --name=value")
+        if empty := [name for name in PATHS if name in self.flags and self.flags[name].value in ("", [""])]:
+            raise UserError(f"--{empty[0]}= is empty: is the variable set that it should hold?")
+        if self._subjects and (not words or words[0] not in self._subjects):
+            problem = f"not {words[0]!r}" if words else "which is missing"
+            raise UserError(f"the first argument must be {' or '.join(self._subjects)}, {problem}")
         for name, reason in self._no_effect.items():
             if self.flags[name].value:
                 raise UserError(f"--{name} has no effect here: {reason}")
         for name, subjects in self._used_by.items():
-            if self.flags[name].present and subject not in subjects:
-                raise UserError(f"--{name} has no effect on {subject}: it is for {' and '.join(subjects)}")
+            if self.flags[name].present and words[0] not in subjects:
+                raise UserError(f"--{name} has no effect on {words[0]}: it is for {' and '.join(subjects)}")
+        return words
+
+    def _message(self, error: Exception) -> object:
+        """What to print of an error; None: it is a defect, whose traceback is needed."""
+        match error:
+            case MissingStoreError():
+                return MissingStoreError(error.folder, self.gin_flags)
+            case UserError():
+                return error
+            case OSError() if is_full_disk(error):
+                return f"the disk is full: {error.filename or 'a file'} could not be written; free some space"
+            case OSError() if error.errno in REFUSED and error.filename is not None:
+                return f"{error.filename}: {os.strerror(error.errno)}; name another path"
+            case RuntimeError():
+                return out_of_memory(error)
+        if isinstance(error, bucket_errors()):
+            return f"the object store failed: {one_line(error)}; the same command tries again"
+        return None
 
     def _parse(self, argv: list[str]) -> list[str]:
         if any(word in HELP for word in argv):
@@ -182,6 +181,6 @@ def _flag_help(flag: flags.Flag, subjects: Sequence[str]) -> list[str]:
     return [f"  {usage}", *textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)]
 
 
-def _fail(error: Exception | str) -> int:
-    print(f"error: {error}", file=sys.stderr)
+def _fail(message: object) -> int:
+    print(f"error: {message}", file=sys.stderr)
     return 2

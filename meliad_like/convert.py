@@ -18,23 +18,16 @@ the documents. Fairseq's word models need gin files for everything: --gin_file=s
 from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
-COMMAND = Command(__doc__, subjects=("meliad", "huggingface", "gguf", "fairseq"))
-INPUT = COMMAND.string(
-    "input", None, "The other program's file or folder; with --reverse, our checkpoint folder.", required=True
-)
-OUTPUT = COMMAND.string(
-    "output", None, "Our checkpoint folder; with --reverse, an npz file or a new folder.", required=True
-)
+SUBJECTS = ("meliad", "huggingface", "gguf", "fairseq")
+COMMAND = Command(__doc__, subjects=SUBJECTS, used_by={"reverse": SUBJECTS[:2]})
+INPUT = COMMAND.string("input", None, "Their file or folder; with --reverse, our checkpoint folder.", required=True)
+OUTPUT = COMMAND.string("output", None, "Our folder; with --reverse, an npz file or new folder.", required=True)
 REVERSE = COMMAND.bool("reverse", False, "From ours to theirs.")
 
 
 def main(subject: str) -> None:
-    if REVERSE.value:
-        if COMMAND.gin_file.value or COMMAND.gin_param.value:
-            raise UserError("--gin_file and --gin_param have no effect with --reverse: the checkpoint has its config")
-        if subject in ("gguf", "fairseq"):
-            way_out = ": convert huggingface --reverse, and then with llama.cpp" if subject == "gguf" else ""
-            raise UserError(f"{subject} checkpoints are read, not written{way_out}")
+    if REVERSE.value and COMMAND.gin_flags:
+        raise UserError("--gin_file and --gin_param have no effect with --reverse: the checkpoint has its config")
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.conversion import fairseq, meliad, pretrained
 

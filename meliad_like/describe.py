@@ -10,9 +10,7 @@ import os
 from meliad_like.command_line import Command
 
 COMMAND = Command(__doc__)
-VOCABULARY_SIZE = COMMAND.integer(
-    "vocabulary_size", None, "Number of tokens. Default: as the token store or the config says.", lower_bound=1
-)
+VOCABULARY_SIZE = COMMAND.integer("vocabulary_size", None, "Default: as store or config say.", lower_bound=1)
 CONFIG = COMMAND.bool("config", True, "Whether to show the config.")
 
 

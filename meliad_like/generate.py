@@ -12,13 +12,11 @@ import time
 from pathlib import Path
 
 from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, reading
 from meliad_like.remote import check_output
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
-CHECKPOINT = COMMAND.string(
-    "checkpoint", None, "Checkpoint folder, --workdir of a training, transformers folder or GGUF file.", required=True
-)
+CHECKPOINT = COMMAND.string("checkpoint", None, "Folder of ours or of transformers, or GGUF file.", required=True)
 STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
 PROMPT = COMMAND.string("prompt", None, "Text to continue.")
 PROMPT_FILE = COMMAND.string("prompt_file", None, "UTF-8 file with the text to continue, of any length.")
@@ -30,9 +28,7 @@ TOKENS = COMMAND.integer("tokens", 200, "Tokens to write, at most.", lower_bound
 TEMPERATURE = COMMAND.float("temperature", 1.0, "Below 1: more predictable; 0: always the most likely token.")
 TOP_K = COMMAND.integer("top_k", 0, "Sample from this number of most likely tokens; 0: from all.")
 TOP_P = COMMAND.float("top_p", 1.0, "Sample from the most likely tokens that reach this probability together.")
-SEED = COMMAND.integer(
-    "seed", None, "Random seed. Default: 0, or that in --load_carry.", lower_bound=0, upper_bound=2**32 - 1
-)
+SEED = COMMAND.integer("seed", None, "Default: 0, or that in --load_carry.", lower_bound=0, upper_bound=2**32 - 1)
 STOP_AT_END = COMMAND.bool(
     "stop_at_end", True, "Whether the end of the document ends the text. If not, it is never sampled, or ends a line."
 )
@@ -43,7 +39,7 @@ CHUNK = COMMAND.integer("chunk", 8, "Number of tokens that are generated before 
 
 def main() -> None:
     prompt = _given_text()
-    if SAVE_CARRY.value is not None:
+    if saves := SAVE_CARRY.value is not None:
         check_output(SAVE_CARRY.value, SAVE_CARRY.name)
     # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
     import jax
@@ -65,27 +61,27 @@ def main() -> None:
     jax.block_until_ready(state.reading.carry)
     read_seconds = time.perf_counter() - began
     moments, counts = [], []
+    options = {"seed": SEED.value, "stop_at_end": STOP_AT_END.value, "chunk": CHUNK.value} | vars(sampling)
     try:
-        options = {"seed": SEED.value, "stop_at_end": STOP_AT_END.value, "chunk": CHUNK.value} | vars(sampling)
         for piece in lm.stream(state, TOKENS.value, **options):
             print(piece.text, end="", flush=True)
             state = piece.state
             moments.append(time.perf_counter())
             counts.append(len(piece.tokens))
-        if SAVE_CARRY.value is None:
+        if not saves:
             print(state.unfinished.decode(errors="replace"), end="", flush=True)
     except BrokenPipeError:
         # The reader of the output, such as `head`, has closed the pipe, to which the exit would write buffered text.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if SAVE_CARRY.value is None:
-            return
-        message = f"the output was closed before its end: nothing is in --save_carry={SAVE_CARRY.value}"
-        raise UserError(message) from None
+        if saves:
+            message = f"the output was closed before its end: nothing is in --save_carry={SAVE_CARRY.value}"
+            raise UserError(message) from None
+        return
     # The first chunk waits for the compiler.
     rate = f", {sum(counts[1:]) / (moments[-1] - moments[0]):.0f} tokens/s" if len(moments) > 1 else ""
     # On stderr, so that the outputs of two runs with a saved carry between them join to the output of one run.
     print(f"\nread {len(tokens)} tokens in {read_seconds:.1f} s, wrote {sum(counts)}{rate}", file=sys.stderr)
-    if SAVE_CARRY.value is not None:
+    if saves:
         state.save(SAVE_CARRY.value)
         print(f"saved the carry in {SAVE_CARRY.value}; --load_carry={SAVE_CARRY.value} resumes here", file=sys.stderr)
 
@@ -102,13 +98,9 @@ def _given_text() -> str | None:
             raise UserError(f"--{flag.name} has no effect without --document: leave it out")
     prompt = PROMPT.value or ""
     if PROMPT_FILE.value is not None:
-        try:
+        with reading(f"--prompt_file={PROMPT_FILE.value}", "text in UTF-8", UnicodeDecodeError):
             # Newlines are not translated, so the vocabulary gets the bytes of the file.
             prompt = Path(PROMPT_FILE.value).read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"--prompt_file={PROMPT_FILE.value} is not UTF-8 (byte {error.start})") from None
-        except OSError as error:
-            raise UserError(f"cannot read --prompt_file={PROMPT_FILE.value}: {error.strerror}") from None
     elif any("\ud800" <= character <= "\udfff" for character in prompt):
         raise UserError("--prompt is not UTF-8")
     if not prompt and LOAD_CARRY.value is None:

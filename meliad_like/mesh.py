@@ -49,10 +49,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     inner = config.fsdp * config.sequence * config.tensor
     data = len(devices) // inner if config.data == -1 else config.data
     if data * inner != len(devices):
-        raise UserError(
-            f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} sequence={config.sequence} does not "
-            f"fit {len(devices)} device(s): the product must be their number (data=-1 takes what the others leave)"
-        )
+        sizes = " ".join(f"{name}={size}" for name, size in vars(config).items())
+        raise UserError(f"mesh {sizes} does not fit {len(devices)} device(s): the product must be their number")
     # jax.make_mesh makes Explicit axes by default.
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
     shape = (data, config.fsdp, config.tensor, config.sequence)
@@ -80,26 +78,24 @@ def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
     Raises a UserError if the number of lanes is not a multiple of the number of shards.
     """
     if num_lanes % (shards := lane_shards(mesh)):
-        raise UserError(
-            f"{num_lanes} lanes (tokens_per_step / segment_length) do not divide by mesh data={mesh.shape['data']} x "
-            f"fsdp={mesh.shape['fsdp']}: choose tokens_per_step so that the number of lanes is a multiple of {shards}"
-        )
+        lanes = f"{num_lanes} lanes (tokens_per_step / segment_length)"
+        raise UserError(f"{lanes} do not divide by mesh data x fsdp: make their number a multiple of {shards}")
     return NamedSharding(mesh, PartitionSpec(MESH_AXES_OF["lanes"]))
 
 
 def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any) -> Any:
     """The shardings of a carry, from a tree like it with a tuple of the logical names of each array's first axes."""
     lane_sharding(mesh, num_lanes)  # Raises an error if they don't divide.
-    return jax.tree.map(
-        lambda names: NamedSharding(mesh, PartitionSpec(*(MESH_AXES_OF[name] for name in names))),
-        axes,
-        is_leaf=is_axes,
-    )
+    return jax.tree.map(lambda names: _sharding(mesh, names), axes, is_leaf=_is_axes)
 
 
-def is_axes(node: Any) -> bool:
+def _is_axes(node: Any) -> bool:
     """Whether a node of a tree is a tuple of names of logical axes, and not a named tuple without arrays."""
     return type(node) is tuple and node != () and all(name is None or isinstance(name, str) for name in node)
+
+
+def _sharding(mesh: Mesh, names: Sequence[str | None]) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*(MESH_AXES_OF[name] for name in names)))
 
 
 def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
@@ -109,14 +105,12 @@ def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
     """
 
     def sharding(path, names: tuple[str | None, ...], array) -> NamedSharding:
-        for dimension, (name, size) in enumerate(zip(names, array.shape, strict=True)):
-            mesh_axis = MESH_AXES_OF[name]
-            if isinstance(mesh_axis, str) and size % mesh.shape[mesh_axis]:
-                raise UserError(
-                    f"dimension {dimension} ({name}, {size}) of parameter {'/'.join(_names(path))} does not divide by "
-                    f"mesh axis {mesh_axis}={mesh.shape[mesh_axis]}: choose another mesh, or another {name} size"
-                )
-        return NamedSharding(mesh, PartitionSpec(*(MESH_AXES_OF[name] for name in names)))
+        for i, (name, size) in enumerate(zip(names, array.shape, strict=True)):
+            axis = MESH_AXES_OF[name]
+            if isinstance(axis, str) and size % mesh.shape[axis]:
+                problem = f"dimension {i} ({name}, {size}) of parameter {'/'.join(_names(path))}"
+                raise UserError(f"{problem} does not divide by mesh axis {axis}={mesh.shape[axis]}")
+        return _sharding(mesh, names)
 
     return jax.tree.map_with_path(sharding, axes, abstract_params, is_leaf=lambda node: isinstance(node, tuple))
 

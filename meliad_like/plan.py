@@ -15,13 +15,10 @@ from meliad_like.command_line import Command
 
 COMMAND = Command(__doc__)
 TOPOLOGY = COMMAND.string("topology", None, "TPU slice by chips (v4:2x2x4, v5e:4x4, v6e:4x4) or cpu:8.", required=True)
-VOCABULARY_SIZE = COMMAND.integer(
-    "vocabulary_size", None, "Number of tokens. Default: as the token store or the config says.", lower_bound=1
-)
+VOCABULARY_SIZE = COMMAND.integer("vocabulary_size", None, "Default: as store or config say.", lower_bound=1)
 SEARCH = COMMAND.bool("search", True, "Whether to search for settings that fit, if these don't.")
-PROGRAMS = COMMAND.multi_enum(
-    "program", ["training", "evaluation", "decoding"], ["training", "evaluation", "decoding"], "What to compile."
-)
+ALL = ["training", "evaluation", "decoding"]
+PROGRAMS = COMMAND.multi_enum("program", ALL, ALL, "What to compile.")
 QUICK = COMMAND.bool("quick", False, "Compile with the least effort: much sooner, activations up to 20 % larger.")
 OUTPUT = COMMAND.string("output", None, "JSON file for the figures.")
 

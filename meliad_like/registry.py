@@ -45,27 +45,22 @@ class Registry(Mapping[str, type]):
 
         return add
 
-    def _load_own(self) -> dict[str, type]:
+    def _load(self) -> dict[str, type]:
         for module in self._modules:
             importlib.import_module(module)
-        return self._classes
-
-    def _load(self) -> dict[str, type]:
         if not self._loaded:
             self._loaded = True
             for entry_point in entry_points(group=ENTRY_POINTS):
                 entry_point.load()
-        return self._load_own()
+        return self._classes
 
     def __getitem__(self, name: str) -> type:
-        # Kinds of this role's own modules are found without importing those of other packages.
-        config_class = self._load_own().get(name) or self._load().get(name)
-        if config_class is None:
+        if name not in self._load():
             raise UserError(f"{self.role}={name!r} is not one of {', '.join(sorted(self._classes))}")
-        return config_class
+        return self._classes[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._load_own() or name in self._load()
+        return name in self._load()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._load())
@@ -146,16 +141,13 @@ def bound_fields(config: Any) -> Iterator[tuple[str, dataclasses.Field, Any]]:
 
     The value of a field with a kind is the kind's name.
     """
-    for field in dataclasses.fields(config):
-        value, many = getattr(config, field.name), field.metadata.get("many")
-        inside = value if many else (value,) if dataclasses.is_dataclass(value) else ()
-        if (registry := field.metadata.get("registry")) is not None:
-            names = tuple(map(registry.name_of, inside))
-            value = names if many else names[0]
-        if registry is not None or not inside:
-            yield f"{type(config).__name__}.{field.name}", field, value
-        for member in inside:
-            yield from bound_fields(member)
+    for part in configs_in(config):
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if (registry := field.metadata.get("registry")) is not None:
+                value = tuple(map(registry.name_of, value)) if field.metadata["many"] else registry.name_of(value)
+            if not dataclasses.is_dataclass(value):
+                yield f"{type(part).__name__}.{field.name}", field, value
 
 
 def bound_values(config: Any) -> dict[str, Any]:
@@ -165,9 +157,8 @@ def bound_values(config: Any) -> dict[str, Any]:
 
 def changed_settings(config: Any, registry: Registry) -> dict[str, Any]:
     """The kind of a config, and its fields that don't have their defaults: new fields with defaults don't change it."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    changed = {f.name: values[f.name] for f in dataclasses.fields(config) if values[f.name] != default_of(f)}
-    return {"kind": registry.name_of(config)} | changed
+    values = {field.name: (getattr(config, field.name), default_of(field)) for field in dataclasses.fields(config)}
+    return {"kind": registry.name_of(config)} | {name: new for name, (new, old) in values.items() if new != old}
 
 
 def fingerprint(plain: Any) -> str:

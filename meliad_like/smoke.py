@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 COMMAND = Command(__doc__)
 FOLDER = COMMAND.string("folder", None, "A new folder that keeps everything. Default: one that is deleted at the end.")
-VOCABULARY_SIZE = COMMAND.integer(
-    "vocabulary_size", None, "Number of tokens of the full run. Default: as for describe.", lower_bound=1
-)
+VOCABULARY_SIZE = COMMAND.integer("vocabulary_size", None, "Of the full run, as for describe.", lower_bound=1)
 
 NUM_DOCUMENTS = {"train": 12, "validation": 2, "test": 2}
 MOST_CHARACTERS = 20_000
@@ -42,8 +40,12 @@ TOKENS_TO_EVALUATE, TOKENS_TO_READ, TOKENS_TO_WRITE = 4000, 64, 32
 
 
 def main() -> None:
-    with _folder() as name:
-        folder = Path(name)
+    if FOLDER.value is not None and Path(FOLDER.value).expanduser().exists():
+        raise UserError(f"--folder={FOLDER.value} exists: name a new folder")
+    with contextlib.ExitStack() as stack:
+        temporary = FOLDER.value or stack.enter_context(tempfile.TemporaryDirectory(prefix="meliad_like_smoke_"))
+        folder = Path(temporary).expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True)
         # Before jax is imported: what one process compiles, the other loads; and XLA optimises less, because compiling
         # takes longer than computing.
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
@@ -54,16 +56,6 @@ def main() -> None:
         try_out(small, folder)
         say(f"everything works at this size: {time.perf_counter() - began:.0f} s")
         tell_needs(run)
-
-
-def _folder() -> contextlib.AbstractContextManager[str]:
-    if FOLDER.value is None:
-        return tempfile.TemporaryDirectory(prefix="meliad_like_smoke_")
-    folder = Path(FOLDER.value).expanduser().absolute()
-    if folder.exists():
-        raise UserError(f"--folder={folder} exists: name a new folder")
-    folder.mkdir(parents=True)
-    return contextlib.nullcontext(str(folder))
 
 
 def say(text: str) -> None:

@@ -72,24 +72,21 @@ class _EventFile(Tracker):
         from tensorboardX.proto import event_pb2, summary_pb2  # type: ignore
         from tensorboardX.record_writer import RecordWriter
 
-        self._event, self._summary = event_pb2, summary_pb2
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # type: ignore
         # Not a `SummaryWriter`, whose thread prints tracebacks when the disk is full.
         self._file = RecordWriter(str(run.folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
+        self.flush = self._file.flush
         self._write(0, file_version="brain.Event:2")
         # Makes TensorBoard drop events of an earlier attempt from this step on.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # type: ignore
         self._write(run.start_step + 1, session_log=start)
 
     def _write(self, step: int, **content: Any) -> None:
-        self._file.write(self._event.Event(step=step, wall_time=time.time(), **content).SerializeToString())  # type: ignore
+        self._file.write(self._event(step=step, wall_time=time.time(), **content).SerializeToString())
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        make = self._summary.Summary  # type: ignore
-        values = [make.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
-        self._write(step, summary=make(value=values))
-
-    def flush(self) -> None:
-        self._file.flush()
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
+        self._write(step, summary=self._summary(value=values))
 
     def close(self, failed: bool) -> None:
         self._file.close()
@@ -110,13 +107,13 @@ class WandbTracker(ProjectTrackerConfig):
 
     def open(self, run: TrackedRun) -> Tracker:
         wandb = _import("wandb")
+        names = {"project": self.project, "name": run.name, "id": run.identity()}
         try:
-            names = {"project": self.project, "name": run.name, "id": run.identity()}
             opened = wandb.init(**names, resume="allow", dir=run.folder, config=dict(run.settings))
         except wandb.Error as error:
             advice = "run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later"
             raise UserError(f"Weights & Biases: {error}; {advice}") from None
-        return _Service(opened.log, lambda failed: opened.finish(exit_code=int(failed)))
+        return _Service(opened, lambda failed: opened.finish(exit_code=int(failed)))
 
 
 @TRACKERS.register("trackio")
@@ -126,21 +123,18 @@ class TrackioTracker(ProjectTrackerConfig):
     `TRACKIO_DIR` names."""
 
     def open(self, run: TrackedRun) -> Tracker:
-        trackio = _import("trackio")
         name = f"{run.name}-{run.identity()}"
-        opened = trackio.init(project=self.project, name=name, resume="allow", config=dict(run.settings))
-        return _Service(opened.log, lambda failed: opened.finish())
+        opened = _import("trackio").init(project=self.project, name=name, resume="allow", config=dict(run.settings))
+        return _Service(opened, lambda failed: opened.finish())
 
 
+@dataclass
 class _Service(Tracker):
-    def __init__(self, log: Callable[..., None], finish: Callable[[bool], None]):
-        self._log, self._finish = log, finish
+    run: Any
+    close: Callable[[bool], None]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._log(dict(metrics), step=step)
-
-    def close(self, failed: bool) -> None:
-        self._finish(failed)
+        self.run.log(dict(metrics), step=step)
 
 
 def _import(name: str) -> ModuleType:

@@ -11,15 +11,9 @@ from meliad_like.command_line import Command
 COMMAND = Command(__doc__)
 WORKDIR = COMMAND.string("workdir", None, "Folder of the run: config, checkpoints, metrics.", required=True)
 LOAD_DIR = COMMAND.string("load_dir", None, "Checkpoint folder whose parameters a fresh run starts with.")
-PROFILE_STEPS = COMMAND.string(
-    "profile_steps", None, "FIRST:LAST, such as 10:15: a trace of these steps, in the folder profile of --workdir."
-)
-DISTRIBUTED = COMMAND.bool(
-    "distributed", False, "One process of several, on a cluster that jax detects: a TPU pod, SLURM, GKE, MPI."
-)
-COORDINATOR_ADDRESS = COMMAND.string(
-    "coordinator_address", None, "One process of several, anywhere: host:port at which process 0 shall listen."
-)
+PROFILE_STEPS = COMMAND.string("profile_steps", None, "FIRST:LAST, such as 10:15: a trace of them in WORKDIR/profile.")
+DISTRIBUTED = COMMAND.bool("distributed", False, "One process of a cluster that jax detects: TPU pod, SLURM, GKE, MPI.")
+COORDINATOR_ADDRESS = COMMAND.string("coordinator_address", None, "host:port at which process 0 listens, elsewhere.")
 NUM_PROCESSES = COMMAND.integer("num_processes", None, "Needed with --coordinator_address.", lower_bound=1)
 JOIN_SECONDS = COMMAND.integer("join_seconds", 300, "How long the processes wait for each other.", lower_bound=1)
 PROCESS_ID = COMMAND.integer("process_id", None, "Needed with --coordinator_address, from 0.", lower_bound=0)

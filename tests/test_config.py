@@ -130,7 +130,7 @@ def test_a_syntax_error_names_file_and_line(tmp_path):
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "latin.gin").write_bytes("# café\n".encode("latin-1"))
-    assert message([str(tmp_path / "latin.gin")]).startswith(f"{tmp_path}/latin.gin is not UTF-8: ")
+    assert message([str(tmp_path / "latin.gin")]).startswith(f"{tmp_path}/latin.gin is damaged, or no text in UTF-8: ")
 
 
 def test_a_users_own_base_file_is_a_file_like_any_other(tmp_path, monkeypatch):

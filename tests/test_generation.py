@@ -365,7 +365,7 @@ def test_who_reads_may_have_enough(folder, tmp_path, place, status):
         (["--prompt=a", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--prompt=a", "--document_tokens=5"], "--document_tokens has no effect without --document"),
         (["--prompt=a", "--gin_file=size/tiny.gin"], "--gin_file has no effect here: the config comes from the"),
-        (["--prompt=a", "--gin_param=SIZE=3"], "--gin_param=SIZE=3: the checkpoint has no macros"),
+        (["--prompt=a", "--gin_param=SIZE=3"], "--gin_param=SIZE=3: nothing reads SIZE"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
@@ -378,4 +378,4 @@ def test_a_prompt_that_is_not_utf8(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"gr\xfcn")
     done = generate("--checkpoint=none", f"--prompt_file={tmp_path / 'latin.txt'}")
     assert done.returncode == 2
-    assert "latin.txt is not UTF-8 (byte 2)" in done.stderr
+    assert "latin.txt is damaged, or no text in UTF-8: " in done.stderr

@@ -169,10 +169,10 @@ def test_what_is_saved_is_read_back():
     values = config.bound_values(made)
     assert list(values.items())[:5] == [
         ("Root.network", "stack"),
+        ("Root.steps", 7),
         ("Stack.width", 5),
         ("Stack.memories", ("states", "window")),
         ("States.layers", (1,)),
-        ("States.number", 4),
     ]
     assert config.rebuild(Root, values) == made
     del values["Gate.bias"]

@@ -22,6 +22,7 @@ from meliad_like.training.metrics import MetricsWriter
 
 WRITTEN: list = []
 KEY = "TrainingConfig.num_steps"
+FEW = ("RunConfig.schedule = 'constant'", "MeshConfig.data = 1")
 
 
 @dataclasses.dataclass
@@ -45,7 +46,7 @@ class ListTracker(TrackerConfig):
 
 @pytest.fixture(scope="module")
 def bindings(tmp_path_factory):
-    return [*tiny_run.make_bindings(tmp_path_factory.mktemp("documents")), "RunConfig.schedule = 'constant'"]
+    return [*tiny_run.make_bindings(tmp_path_factory.mktemp("documents")), *FEW]
 
 
 def test_any_kind_gets_the_metrics_of_the_run_and_of_its_resumption(bindings, tmp_path):

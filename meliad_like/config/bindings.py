@@ -10,7 +10,7 @@ import io
 import itertools
 import re
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from etils import epath
 from gin import config_parser
 
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, reading
 
 BASE = "base.gin"
 _PACKAGE = Path(__file__).parent.parent
@@ -26,10 +26,8 @@ _PACKAGE = Path(__file__).parent.parent
 
 def gin_root() -> epath.Path:
     """The folder of the shipped gin files: `gin/` of the checkout, or its copy inside an installed package."""
-    for folder in (_PACKAGE.parent / "gin", _PACKAGE / "gin_files"):
-        if (folder / BASE).is_file():
-            return epath.Path(folder)
-    raise UserError(f"there is no {BASE} next to {_PACKAGE}: the installation of meliad_like lacks its gin files")
+    installed = _PACKAGE / "gin_files"
+    return epath.Path(installed if installed.is_dir() else _PACKAGE.parent / "gin")
 
 
 def shipped_files() -> list[str]:
@@ -55,21 +53,23 @@ def find_file(name: str) -> epath.Path:
     raise UserError(f"no gin file {name!r}{nearest(name, shipped_files() + in_current_folder)}")
 
 
-def nearest(name: str, candidates: list[str]) -> str:
+def nearest(name: str, candidates: Iterable[str]) -> str:
     """` (nearest: ...)` to close a message about an unknown name."""
     # Folder and suffix are alike for all gin files, so they would drown the difference between the names themselves.
-    match = difflib.get_close_matches(name, candidates, n=1, cutoff=0)
     by_stem = [candidate for candidate in candidates if Path(candidate).stem == Path(name).stem]
-    return f" (nearest: {(by_stem or match)[0]})" if by_stem or match else ""
+    matches = by_stem or difflib.get_close_matches(name, candidates, n=1, cutoff=0)
+    return f" (nearest: {matches[0]})" if matches else ""
 
 
 class Rank(enum.IntEnum):
     """The precedence of bindings, the highest first."""
 
     PARAMETER = 0
-    FILE = 1
-    DEFAULT = 2
-    """A binding of `base.gin`, which is always read."""
+    PROGRAM = 1
+    """A value that a program computes, which nothing needs to read."""
+    FILE = 2
+    DEFAULT = 3
+    """A binding of `base.gin`, which is always read; nothing needs to read the binding."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,6 @@ class Binding:
     value: Any
     origin: str
     rank: Rank = Rank.FILE
-    must_be_read: bool = True
-    """Whether it is an error if nothing reads it."""
     replaced: Any = None
     """The value in a file that a parameter has replaced."""
 
@@ -107,23 +105,18 @@ class _Delegate(config_parser.ParserDelegate):
 def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping[str, Any] | None = None) -> Bindings:
     """All bindings of a run, macros replaced by their values.
 
-    Precedence: (1) `--gin_param`, the last one first; (2) `values` by `Class.field`, which nothing needs to read; (3)
-    `--gin_file`s, whose order does not matter because two that differ are an error, except that a file wins over those
-    that it includes; (4) `base.gin`, which is always read. A macro that is not bound, or that nothing reads, is an
-    error.
+    Precedence: (1) `--gin_param`, the last one first; (2) `values` by `Class.field`; (3) `--gin_file`s, whose order
+    does not matter because two that differ are an error, except that a file wins over those that it includes; (4)
+    `base.gin`. A macro that is not bound, or that nothing reads, is an error.
     """
     parameters: Bindings = {}
     for text in gin_params:
         parameters |= _merge(_parse(text, f"--gin_param={text}", Rank.PARAMETER)[0])
-    computed = {key: Binding(value, "the scale", must_be_read=False) for key, value in (values or {}).items()}
+    computed = {key: Binding(value, "the scale", Rank.PROGRAM) for key, value in (values or {}).items()}
     base = _merge(_parse((gin_root() / BASE).read_text(), BASE, Rank.DEFAULT)[0])
-    files = _Files({*parameters, *computed})
-    paths = {name: find_file(name) for name in gin_files}
-    tables = {path.resolve(): files.read(path, name) for name, path in paths.items()}
-    of_files = files.merge(table for path, table in tables.items() if path not in files.included)
-    replacing = {key: replace(parameters[key], replaced=of_files[key].value) for key in parameters.keys() & of_files}
-    bindings = base | of_files | parameters | replacing
-
+    files, _ = _read(gin_files, parameters.keys() | computed.keys())
+    replacing = {key: replace(parameters[key], replaced=files[key].value) for key in parameters.keys() & files}
+    bindings = base | files | parameters | replacing
     read: set[str] = set()
     resolved = {
         key: replace(binding, value=_resolve(binding.value, bindings, read, binding.origin))
@@ -134,40 +127,31 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
         # Size files set base.gin's macros for rows that may not be there; nobody passes --gin_param for that.
         optional = name in base and name not in parameters
         if "." not in name and name not in read and not optional:
-            known = [key for key in base if "." not in key]
-            hint = "" if name in base else nearest(name, known)
-            raise UserError(f"{binding.origin}: nothing reads {name}{hint}")
+            known = [key for key in base if "." not in key and key != name]
+            raise UserError(f"{binding.origin}: nothing reads {name}{'' if name in base else nearest(name, known)}")
     return resolved | {key: binding for key, binding in computed.items() if key not in parameters}
 
 
-class _Files:
-    """Reads gin files, and the files that they include."""
+def _read(names: Sequence[str], settled: Set[str], including: tuple[str, ...] = ()) -> tuple[Bindings, set[epath.Path]]:
+    """The bindings of files, except those of base.gin, and all files that were read for them.
 
-    def __init__(self, settled: Set[str]):
-        """`settled`: the names about which files may contradict each other, because something else decides."""
-        self._settled = settled
-        self.included: set[epath.Path] = set()
-        """The files that another one has included."""
-
-    def read(self, path: epath.Path, name: str, including: tuple[str, ...] = ()) -> Bindings:
-        """Bindings of a file over those of the files that it includes; none of base.gin, which is read anyway."""
-        if path.resolve() == (gin_root() / BASE).resolve():
-            return {}
+    `settled`: names about which files may contradict each other, because something else decides.
+    """
+    tables: dict[epath.Path, Bindings] = {}
+    included: set[epath.Path] = set()
+    for name in names:
         if name in including:
             raise UserError(f"gin files include each other: {' -> '.join((*including, name))}")
-        try:
-            text = path.read_text()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{name} is not UTF-8: {error}") from None
-        bindings, includes = _parse(text, name, Rank.FILE)
-        paths = {include: find_file(include) for include in includes}
-        self.included.update(path.resolve() for path in paths.values())
-        inner = self.merge(self.read(path, include, (*including, name)) for include, path in paths.items())
-        return inner | _merge(bindings, self._settled)
-
-    def merge(self, tables: Iterable[Bindings]) -> Bindings:
-        """The bindings of several files. Raises a UserError if they contradict each other."""
-        return _merge([item for table in tables for item in table.items()], self._settled)
+        path = find_file(name).resolve()
+        if path == (gin_root() / BASE).resolve():
+            continue
+        with reading(name, "text in UTF-8", UnicodeDecodeError):
+            bindings, includes = _parse(path.read_text(), name, Rank.FILE)
+        inner, inner_files = _read(includes, settled, (*including, name))
+        tables[path] = inner | _merge(bindings, settled)
+        included |= inner_files
+    outermost = (table.items() for path, table in tables.items() if path not in included)
+    return _merge(itertools.chain.from_iterable(outermost), settled), included | tables.keys()
 
 
 def _merge(bindings: Iterable[tuple[str, Binding]], settled: Set[str] = frozenset()) -> Bindings:
@@ -176,23 +160,29 @@ def _merge(bindings: Iterable[tuple[str, Binding]], settled: Set[str] = frozense
     for key, binding in bindings:
         first = merged.setdefault(key, binding)
         if first.value != binding.value and key not in settled:
-            raise UserError(
-                f"{key} is {first.value!r} in {first.origin} and {binding.value!r} in {binding.origin}: "
-                "leave one of them out, or settle it with --gin_param"
-            )
+            values = " and ".join(f"{each.value!r} in {each.origin}" for each in (first, binding))
+            raise UserError(f"{key} is {values}: leave one of them out, or settle it with --gin_param")
     return merged
 
 
 def _parse(text: str, name: str, rank: Rank) -> tuple[list[tuple[str, Binding]], list[str]]:
     """(bindings, included files) of one file or `--gin_param`."""
-    bindings, includes = [], []
-    for statement in _statements(text, name):
+    is_parameter, bindings, includes = rank == Rank.PARAMETER, [], []
+    try:
+        statements = list(config_parser.ConfigParser(io.StringIO(text), _Delegate()))
+    except (SyntaxError, tokenize.TokenError) as error:
+        # Python's message about text without quotes ends with a node of its syntax tree.
+        message = str(error.args[0]).splitlines()[0].partition(": <ast.")[0].rstrip(".")
+        place = name if is_parameter or not isinstance(error, SyntaxError) else f"{name}:{error.lineno}"
+        advice = "expected Class.parameter = value, with text in quotes"
+        raise UserError(f"{place}: bad gin syntax: {message}; {advice}") from None
+    for statement in statements:
         if isinstance(statement, config_parser.IncludeStatement):
-            if rank == Rank.PARAMETER:
+            if is_parameter:
                 raise UserError(f"{name}: pass it as --gin_file={statement.filename}")
             includes.append(statement.filename)
         elif isinstance(statement, config_parser.BindingStatement):
-            origin = name if rank == Rank.PARAMETER else f"{name}:{statement.location.line_num}"
+            origin = name if is_parameter else f"{name}:{statement.location.line_num}"
             if statement.scope:
                 raise UserError(f"{origin}: scopes are not supported: {statement.scope}/{statement.selector}")
             key = f"{statement.selector}.{statement.arg_name}" if statement.arg_name else statement.selector
@@ -200,18 +190,6 @@ def _parse(text: str, name: str, rank: Rank) -> tuple[list[tuple[str, Binding]],
         elif isinstance(statement, config_parser.ImportStatement):
             raise UserError(f"{name}: gin imports are not supported: import {statement.module}")
     return bindings, includes
-
-
-def _statements(text: str, name: str) -> Iterator[Any]:
-    try:
-        yield from config_parser.ConfigParser(io.StringIO(text), _Delegate())
-    except (SyntaxError, tokenize.TokenError) as error:
-        # Python's message about text without quotes ends with a node of its syntax tree.
-        message = str(error.args[0]).splitlines()[0].partition(": <ast.")[0].rstrip(".")
-        place = name if name.startswith("--") or not isinstance(error, SyntaxError) else f"{name}:{error.lineno}"
-        raise UserError(
-            f"{place}: bad gin syntax: {message}; expected Class.parameter = value, with text in quotes"
-        ) from None
 
 
 def _resolve(value: Any, bindings: Bindings, read: set[str], origin: str, inside: tuple[str, ...] = ()) -> Any:

@@ -6,12 +6,13 @@ field made by `kind_field` is bound to the name of a kind (`RunConfig.model = "d
 of all its kinds, and a kind of which anything is bound outside `base.gin` is added to them.
 """
 
+import contextlib
 import dataclasses
 import math
 import typing
 from collections.abc import Callable
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any, Literal, Union
 
 from meliad_like.config.bindings import Binding, Bindings, Rank, nearest
 from meliad_like.errors import UserError
@@ -39,7 +40,8 @@ class _Builder:
         self._bindings = bindings
         self._read: set[str] = set()
         self._built: dict[str, type] = {}
-        self._choices: dict[str, _Choice] = {}
+        # The registry, the names of its kinds that a field has, and where they were chosen.
+        self._choices: dict[str, tuple[Registry, tuple[str, ...], str]] = {}
 
     def maker(self, start: Any) -> Maker:
         """Makes a class, or a changed config, with all that is bound of it and of what is inside it."""
@@ -50,8 +52,7 @@ class _Builder:
             key, binding = self._find(config_class, field.name)
             value = default_of(field) if isinstance(start, type) else getattr(start, field.name)
             if (registry := field.metadata.get("registry")) is not None:
-                make = self._members if field.metadata["many"] else self._kind
-                makers[field.name] = make(registry, key, binding, value)
+                makers[field.name] = self._kinds(registry, field.metadata["many"], key, binding, value)
             elif dataclasses.is_dataclass(types[field.name]):
                 if binding is not None:
                     name = types[field.name].__name__
@@ -74,47 +75,41 @@ class _Builder:
         key = min(bound, key=lambda key: self._bindings[key].rank, default=keys[0])
         return key, self._bindings.get(key)
 
-    def _kind(self, registry: Registry, key: str, binding: Binding | None, default: Any) -> Maker:
-        name, origin = (
-            (registry.name_of(default), "the default") if binding is None else (binding.value, binding.origin)
-        )
-        config_class = _class_of(registry, key, name, origin)
-        self._choices[key] = _Choice(registry, (name,), origin)
-        return self.maker(default if type(default) is config_class else config_class)
-
-    def _members(self, registry: Registry, key: str, binding: Binding | None, default: tuple[Any, ...]) -> Maker:
-        members, origin = {registry.name_of(member): member for member in default}, "the default"
+    def _kinds(self, registry: Registry, many: bool, key: str, binding: Binding | None, default: Any) -> Maker:
+        """Makes a config of a kind, or `many`, and notes which kinds they are."""
+        members = {registry.name_of(member): member for member in (default if many else [default])}
+        origin = "the default"
         if binding is not None:
             names, origin = binding.value, binding.origin
-            names = names if isinstance(names, (list, tuple)) else [names]
-            classes = {name: _class_of(registry, key, name, origin) for name in names}
-            members = {name: members.get(name, config_class) for name, config_class in classes.items()}
-        bound = {key.rpartition(".")[0] for key, binding in self._bindings.items() if binding.rank != Rank.DEFAULT}
-        for name in sorted(registry):
-            if registry[name].__name__ in bound:
-                members.setdefault(name, registry[name])
-        self._choices[key] = _Choice(registry, tuple(members), origin)
+            names = names if many and isinstance(names, (list, tuple)) else [names]
+            for name in names:
+                if not isinstance(name, str) or name not in registry:
+                    raise UserError(f"{origin}: {key} = {name!r} is not one of {', '.join(sorted(registry))}")
+            members = {name: members.get(name, registry[name]) for name in names}
+        if many:
+            bound = {key.rpartition(".")[0] for key, each in self._bindings.items() if each.rank != Rank.DEFAULT}
+            added = {name: registry[name] for name in sorted(registry) if registry[name].__name__ in bound}
+            members |= {name: config_class for name, config_class in added.items() if name not in members}
+        self._choices[key] = registry, tuple(members), origin
         makers = list(map(self.maker, members.values()))
-        return lambda: tuple(make() for make in makers)
+        return (lambda: tuple(make() for make in makers)) if many else makers[0]
 
     def check_all_read(self) -> None:
-        """Raises a UserError if nothing has read a binding that is not one of base.gin."""
+        """Raises a UserError if nothing has read a binding of a file or parameter."""
+        not_chosen = self._not_chosen()
         for key, binding in self._bindings.items():
-            if key in self._read or binding.rank == Rank.DEFAULT or not binding.must_be_read:
+            if key in self._read or binding.rank in (Rank.PROGRAM, Rank.DEFAULT):
                 continue
-            class_name, _, parameter = key.rpartition(".") if "." in key else (key, "", "")
+            class_name, _, parameter = key.rpartition(".")
             if class_name in self._built:
-                parameters = list(self._built[class_name].__dataclass_fields__)
-                raise UserError(
-                    f"{binding.origin}: {class_name} has no parameter {parameter}{nearest(parameter, parameters)}"
-                )
-            not_chosen = self._not_chosen()
+                hint = nearest(parameter, self._built[class_name].__dataclass_fields__)
+                raise UserError(f"{binding.origin}: {class_name} has no parameter {parameter}{hint}")
             if class_name not in not_chosen:
-                known = [*self._built, *not_chosen]
-                raise UserError(f"{binding.origin}: unknown class {class_name}{nearest(class_name, known)}")
+                hint = nearest(class_name, self._built | not_chosen)
+                raise UserError(f"{binding.origin}: unknown class {class_name}{hint}")
             choice_key, name = not_chosen[class_name]
             choice = self._bindings.get(choice_key)
-            replaces = choice is not None and (choice.replaced == name or not choice.must_be_read)
+            replaces = choice is not None and (choice.replaced == name or choice.rank == Rank.PROGRAM)
             if replaces and binding.rank == Rank.FILE:
                 # A parameter that replaces a file's kind replaces its fields, too; so does a kind that a program sets.
                 continue
@@ -131,21 +126,6 @@ class _Builder:
             if name not in names
             for class_name in _names_inside(registry[name])
         }
-
-
-class _Choice(NamedTuple):
-    """The kinds that a field has."""
-
-    registry: Registry
-    names: tuple[str, ...]
-    origin: str
-    """Where they were chosen."""
-
-
-def _class_of(registry: Registry, key: str, name: Any, origin: str) -> type:
-    if not isinstance(name, str) or name not in registry:
-        raise UserError(f"{origin}: {key} = {name!r} is not one of {', '.join(sorted(registry))}")
-    return registry[name]
 
 
 def _names_inside(config_class: type) -> set[str]:
@@ -188,38 +168,25 @@ def _fit(value: Any, expected: Any) -> Any:
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if origin in (Union, UnionType):
         for choice in arguments:
-            try:
+            with contextlib.suppress(TypeError):
                 return _fit(value, choice)
-            except TypeError:
-                continue
-        raise TypeError
-    if origin is Literal:
-        fits = value in arguments
-    elif origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise TypeError
+    elif origin is tuple and isinstance(value, (list, tuple)):
         element_types = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
-        if len(element_types) != len(value):
-            raise TypeError
-        return tuple(map(_fit, value, element_types))
+        if len(element_types) == len(value):
+            return tuple(map(_fit, value, element_types))
     elif expected is float and type(value) in (int, float):
         if not math.isfinite(value):
             raise OverflowError
         return float(value)
-    else:
-        # `type(...) is`: True is an int to isinstance, and num_layers=True is a mistake.
-        fits = expected is Any or type(value) is (origin or expected)
-    if not fits:
-        raise TypeError
-    return value
+    # `type(...) is`: True is an int to isinstance, and num_layers=True is a mistake.
+    elif expected is Any or (value in arguments if origin is Literal else type(value) is (origin or expected)):
+        return value
+    raise TypeError
 
 
 def _describe(expected: Any) -> str:
-    arguments = typing.get_args(expected)
-    if typing.get_origin(expected) is Literal:
-        return " or ".join(map(repr, arguments))
-    if typing.get_origin(expected) in (Union, UnionType):
-        return " or ".join(map(_describe, arguments))
-    if expected is type(None):
-        return "None"
-    return expected.__name__ if isinstance(expected, type) and not arguments else str(expected)
+    if typing.get_origin(expected) in (Literal, Union, UnionType):
+        return " or ".join(map(_describe, typing.get_args(expected)))
+    if isinstance(expected, type):
+        return expected.__name__.replace("NoneType", "None")
+    return repr(expected)

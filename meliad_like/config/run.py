@@ -18,16 +18,9 @@ from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, OptimizerConfig
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
-from meliad_like.registry import kind_field, resumable
+from meliad_like.registry import kind_field, resumable, size
 from meliad_like.trackers import TRACKERS, TensorBoard, TrackerConfig
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds
-
-Nonfinite = Literal["stop", "skip"]
-
-
-def _compares_no_evaluations(old: Any, new: Any) -> bool:
-    """Whether no evaluation of earlier steps is compared with later ones, which would be of other tokens."""
-    return not old.training.keep_best
 
 
 @dataclass(frozen=True)
@@ -44,16 +37,16 @@ class TrainingConfig:
     dropout lane by lane, all parts have the same masks."""
     loss_slice: int = resumable(1024)
     """Tokens of a lane whose logits exist at once."""
-    nonfinite: Nonfinite = resumable("stop", lambda old, new: old.training.nonfinite == "stop")
+    nonfinite: Literal["stop", "skip"] = resumable("stop", lambda old, new: old.training.nonfinite == "stop")
     """After a loss or gradient that is not finite: stop with a saved state, or skip the step and count it. A run that
     has stopped may resume with `skip`; one that may have skipped steps can't resume with `stop`."""
     log_every: int = resumable(10)
     """The number of steps between two logs of the metrics."""
     evaluate_every: int = resumable(0)
     """The number of steps between two evaluations; 0: no evaluation."""
-    evaluate_split: str = resumable("validation", _compares_no_evaluations)
-    """The split that these evaluations read."""
-    evaluate_max_tokens: int | None = resumable(None, _compares_no_evaluations)
+    evaluate_split: str = resumable("validation", lambda old, new: not old.training.keep_best)
+    """The split that these evaluations read. The best so far can't be compared with evaluations of other tokens."""
+    evaluate_max_tokens: int | None = resumable(None, lambda old, new: not old.training.keep_best)
     """These evaluations read a random subset of the split, of this number of tokens at most; None: all of it. If
     every document is longer, they read the beginning of the first one."""
     keep_best: bool = resumable(False)
@@ -93,20 +86,18 @@ class StagesConfig:
 
     num_steps: tuple[int, ...] = ()
     """Steps of each stage; the last one has what is left of TrainingConfig.num_steps."""
-    segment_length: tuple[int, ...] = ()
+    segment_length: tuple[int, ...] = size((), "length")
     """In the place of ReaderConfig.segment_length. (): as in the last stage; so in the fields below."""
-    window_length: tuple[int, ...] = ()
+    window_length: tuple[int, ...] = size((), "length")
     """In the place of the model's."""
-    cache_length: tuple[int, ...] = ()
+    cache_length: tuple[int, ...] = size((), "length")
     """In the place of the model's, where it has one (`ShortformerConfig`)."""
 
     def __post_init__(self):
-        for name in ("segment_length", "window_length", "cache_length"):
-            if getattr(self, name) and len(getattr(self, name)) != len(self.num_steps):
-                raise UserError(
-                    f"StagesConfig.{name}={getattr(self, name)} and StagesConfig.num_steps={self.num_steps} must have "
-                    "a number for each stage before the last"
-                )
+        for name, lengths in vars(self).items():
+            if lengths and len(lengths) != len(self.num_steps):
+                steps = f"StagesConfig.num_steps={self.num_steps}"
+                raise UserError(f"StagesConfig.{name}={lengths} must have a number for each stage of {steps}")
         if any(steps < 1 for steps in self.num_steps):
             raise UserError(f"StagesConfig.num_steps={self.num_steps} must all be at least 1")
 
@@ -143,9 +134,8 @@ class RunConfig:
         self.data.check_model(self.model)
         num_lanes, parts = self.data.num_lanes, self.training.gradient_accumulation
         if num_lanes % parts:
-            raise UserError(
-                f"gradient_accumulation={parts} must divide the {num_lanes} lanes (tokens_per_step / segment_length)"
-            )
+            lanes = f"{num_lanes} lanes (tokens_per_step / segment_length)"
+            raise UserError(f"gradient_accumulation={parts} must divide the {lanes}")
         if self.stages.num_steps:
             stages_of(self)
 
@@ -179,13 +169,7 @@ class Changes(NamedTuple):
 def read_changes(
     gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> Changes:
-    """Reads gin files and parameters whose bindings change a saved config; those of base.gin change nothing.
-
-    `values` by `Class.field` win over every file, and not over `gin_params`; kinds have their names.
-    """
-    for text in gin_params:
-        if "." not in text.partition("=")[0]:
-            raise UserError(f"--gin_param={text}: the checkpoint has no macros; bind Class.parameter = value")
+    """Reads, as `parse`, what changes a saved config; base.gin changes nothing."""
     bindings = collect(gin_files, gin_params, values)
     return Changes({key: binding for key, binding in bindings.items() if binding.rank != Rank.DEFAULT})
 
@@ -228,25 +212,21 @@ def stages_of(run: RunConfig) -> list[Stage]:
     for index, steps in enumerate(run.stages.num_steps):
         stages.append(Stage(index, first, first + steps, _run_of_stage(run, index)))
         first += steps
-    if first >= run.training.num_steps:
-        raise UserError(
-            f"StagesConfig.num_steps={run.stages.num_steps} leaves none of TrainingConfig.num_steps="
-            f"{run.training.num_steps} to the last stage"
-        )
+    if first >= (steps := run.training.num_steps):
+        stage_steps = f"StagesConfig.num_steps={run.stages.num_steps}"
+        raise UserError(f"{stage_steps} leaves none of TrainingConfig.num_steps={steps} to the last stage")
     last = dataclasses.replace(run, stages=StagesConfig())
     return [*stages, Stage(len(stages), first, run.training.num_steps, last)]
 
 
 def _run_of_stage(run: RunConfig, index: int) -> RunConfig:
-    lengths = {
-        "data.segment_length": run.stages.segment_length,
-        "model.window_length": run.stages.window_length,
-        "model.cache_length": run.stages.cache_length,
-    }
-    if run.stages.cache_length and not hasattr(run.model, "cache_length"):
+    stages = run.stages
+    if stages.cache_length and not hasattr(run.model, "cache_length"):
         raise UserError(f"StagesConfig.cache_length has no effect: {type(run.model).__name__} has no such field")
+    lengths = {"data.segment_length": stages.segment_length, "model.window_length": stages.window_length}
+    lengths["model.cache_length"] = stages.cache_length
     try:
         changes = {path: values[index] for path, values in lengths.items() if values}
         return with_changes(run, {"stages": StagesConfig(), **changes})
     except UserError as error:
-        raise UserError(f"stage {index + 1} of {len(run.stages.num_steps) + 1}: {error}") from None
+        raise UserError(f"stage {index + 1} of {len(stages.num_steps) + 1}: {error}") from None

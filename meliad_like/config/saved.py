@@ -64,15 +64,12 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path, flag: str = "--work
     A folder without a checkpoint belongs to nobody.
     """
     path = epath.Path(workdir) / JSON_NAME
-    steps = path.parent / "checkpoints"
-    if not path.exists() or not steps.is_dir() or not any(each.name.isdecimal() for each in steps.iterdir()):
+    if not path.exists() or not any(each.name.isdecimal() for each in path.parent.glob("checkpoints/*")):
         return
     try:
         saved = from_json(path.read_bytes())
     except UserError as error:
-        raise UserError(
-            f"{path}: {error}; if it is damaged, delete it: the same command then resumes, and writes it anew"
-        ) from None
+        raise UserError(f"{path}: {error}; if it is damaged, delete it: the same command writes it anew") from None
     fixed = {name for name, field, _ in bound_fields(saved) if not may_change(field, saved, run)}
     changed = {name: values for name, values in differences(saved, run).items() if name in fixed}
     old, new = ({name: values[i] for name, values in changed.items()} for i in (0, 1))

@@ -42,41 +42,38 @@ class Divisors:
         model, divisor, root = run.model, self.lengths or self.divisor, math.isqrt(self.divisor)
 
         def shorter(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return tuple(map(shorter, value))
             # Of a few tokens one is left: a size of 0 would be another model.
-            return max(value // divisor, min(value, 1))
+            return tuple(map(shorter, value)) if isinstance(value, tuple) else max(value // divisor, min(value, 1))
 
         def fewer(number: int) -> int:
             return max(number // self.layers, model.fewest_layers)
 
-        def named(layers):
+        def named(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+            if self.layers == 1:
+                return layers
             return layers and tuple(layer % model.total_layers // self.layers for layer in layers)
+
+        def pattern(whole: tuple[Any, ...]) -> tuple[Any, ...]:
+            # Where the layers are too few for the whole pattern, they are one of each of its kinds.
+            return whole if fewer(model.num_layers) >= len(whole) else tuple(dict.fromkeys(whole))
 
         rules = {
             "length": shorter,
             "width": lambda value: value // self.divisor,
             "heads": lambda value: value // root,
             "layers": fewer,
-            # Where the layers are too few for the whole pattern, they are one of each of its kinds.
-            "pattern": lambda pattern: (
-                pattern if fewer(model.num_layers) >= len(pattern) else tuple(dict.fromkeys(pattern))
-            ),
-            "layer_indices": named if self.layers > 1 else lambda layers: layers,
+            "pattern": pattern,
+            "layer_indices": named,
         }
         # Configs inside that of the reader have lengths too, such as those of windows with spans.
         _, *inside_reader = configs_in(run.data)
         smaller = {
             f"{type(part).__name__}.{size.name}": rules[rule](getattr(part, size.name))
-            for part in (*configs_in(model), *inside_reader)
+            for part in (*configs_in(model), *inside_reader, run.stages)
             for size in dataclasses.fields(part)
             if (rule := rule_of(type(part), size)) in rules
         }
-        of_stages = {
-            f"StagesConfig.{name}": shorter(getattr(run.stages, name))
-            for name in ("segment_length", "window_length", "cache_length")
-        }
-        return smaller | of_stages | {"ReaderConfig.segment_length": shorter(run.data.segment_length) // self.segments}
+        return smaller | {"ReaderConfig.segment_length": shorter(run.data.segment_length) // self.segments}
 
 
 def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
@@ -151,11 +148,10 @@ def _steps(run: RunConfig) -> dict[str, Any]:
 
 def _small_vocabulary(vocabulary: VocabularyConfig) -> VocabularyConfig:
     """A vocabulary of the same kind that a few documents are enough to learn; bytes, if the kind can't be learned."""
+    changes: dict[str, Any] = {"model_file": ""} if isinstance(vocabulary, FileVocabularyConfig) else {}
+    if (size := vars(vocabulary).get("size")) is not None:
+        changes["size"] = min(size, VOCABULARY_SIZE)
     try:
-        if isinstance(vocabulary, FileVocabularyConfig):
-            vocabulary = dataclasses.replace(vocabulary, model_file="")
+        return dataclasses.replace(vocabulary, **changes)
     except UserError:
         return BytesVocabularyConfig(vocabulary.size_multiple)
-    if (size := vars(vocabulary).get("size")) is None:
-        return vocabulary
-    return dataclasses.replace(vocabulary, size=min(size, VOCABULARY_SIZE))  # type: ignore[call-arg]  # it has one

@@ -14,35 +14,35 @@ from typing import Any
 import numpy as np
 
 from meliad_like.config import RunConfig
-from meliad_like.conversion.parameters import Place, fill_parameters
+from meliad_like.conversion.parameters import Place, fill_parameters, places_by_module
 from meliad_like.errors import UserError, reading
 from meliad_like.models.model import Model
 from meliad_like.models.shortformer import ShortformerConfig
 from meliad_like.run.opening import write_checkpoint
 
-_LAYER = {
-    "attention_norm": "self_attn_layer_norm",
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.out_proj",
-    "feedforward_norm": "final_layer_norm",
-    "feedforward_hidden": "fc1",
-    "feedforward_output": "fc2",
-}
-_LEAF = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+_in_layers = places_by_module(
+    {
+        "attention_norm": "layers.{}.self_attn_layer_norm",
+        "query": "layers.{}.self_attn.q_proj",
+        "key": "layers.{}.self_attn.k_proj",
+        "value": "layers.{}.self_attn.v_proj",
+        "output": "layers.{}.self_attn.out_proj",
+        "feedforward_norm": "layers.{}.final_layer_norm",
+        "feedforward_hidden": "layers.{}.fc1",
+        "feedforward_output": "layers.{}.fc2",
+    }
+)
 # Buffers without learned numbers: versions of modules, and tensors that only mark a device.
 _BUFFER = re.compile(r"(.+\.)?(version|_float_tensor)")
 
 
 def place(path: str) -> Place:
     """The place, without its `decoder.`, of our parameter, for example of `layers/0/key/kernel`."""
-    if match := re.fullmatch(r"layers/(\d+)/(\w+)/(\w+)", path):
-        return Place(f"layers.{match[1]}.{_LAYER[match[2]]}.{_LEAF[match[3]]}", transposed=True)
     if match := re.fullmatch(r"vocabulary/bands/(\d+)/(embedding|projection)", path):
         projection = match[2] == "projection"
         return Place(f"embed_tokens.embeddings.{match[1]}.{int(projection)}.weight", transposed=projection)
-    return {"vocabulary/clusters/kernel": Place("adaptive_softmax.head.class_proj.weight", transposed=True)}[path]
+    clusters = Place("adaptive_softmax.head.class_proj.weight", transposed=True)
+    return clusters if path == "vocabulary/clusters/kernel" else _in_layers(path)
 
 
 def from_fairseq(theirs: Mapping[str, np.ndarray], template: dict[str, Any]) -> dict[str, Any]:

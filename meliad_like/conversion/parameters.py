@@ -1,6 +1,7 @@
 """The places of our parameters in the files of other programs, from which they are filled; and the vocabularies."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,25 @@ class Place(NamedTuple):
 
 Places = Callable[[str], Place]
 """The place of a parameter of ours with a path such as `layers/0/key/kernel`."""
+
+
+def places_by_module(modules: Mapping[str, str], *, transposed: bool = True, parts: Sequence[str] = ()) -> Places:
+    """The places of parameters of modules such as `embedding` or, in layer 3, `layers/3/key`.
+
+    Args:
+      modules: their modules by ours, in which `{}` is the layer's number. All parameters but biases are `weight` there.
+      transposed: whether kernels are [out, in] there.
+      parts: our modules whose arrays are consecutive parts of one array.
+    """
+
+    def place(path: str) -> Place:
+        match = re.fullmatch(r"(?:\w+/(\d+)/)?(\w+?)(?:/(kernel|scale|bias))?", path)
+        assert match is not None
+        layer, module, leaf = match.groups()
+        name = f"{modules[module].format(layer)}.{'bias' if leaf == 'bias' else 'weight'}"
+        return Place(name, transposed and leaf == "kernel", parts.index(module) if module in parts else None)
+
+    return place
 
 
 def fill_parameters(
@@ -65,10 +85,8 @@ def fill_parameters(
     largest_first = sorted(leaves, key=lambda path: -leaves[path].size)
     filled = {path: fill(path, leaves[path]) for path in largest_first}
     if left_over := names - {places(path).name for path in leaves}:
-        raise UserError(
-            f"{owner} has a tensor {min(left_over)} that the model of its config has no place for "
-            f"({len(left_over)} such tensors)"
-        )
+        number = f"({len(left_over)} such tensors)"
+        raise UserError(f"{owner} has a tensor {min(left_over)} that the model of its config has no place for {number}")
     return jax.tree.unflatten(jax.tree.structure(template), [filled[path] for path in leaves])
 
 
@@ -95,14 +113,10 @@ def vocabulary_of(run: RunConfig, num_tokens: int, owner: str | Path) -> Vocabul
     elif run.data.store:
         vocabulary = TokenStore(run.data.store).vocabulary
     else:
-        raise UserError(
-            "the vocabulary of the config would have to be trained: set FileVocabularyConfig.model_file, or "
-            "ReaderConfig.store to a token store that has it"
-        )
+        problem = "the vocabulary of the config would have to be trained"
+        raise UserError(f"{problem}: set FileVocabularyConfig.model_file, or ReaderConfig.store to a store that has it")
     if vocabulary.size != num_tokens:
-        raise UserError(
-            f"{owner} has {num_tokens} tokens and the vocabulary of the config {vocabulary.size}: set "
-            f"FileVocabularyConfig.model_file, or VocabularyConfig.size_multiple={num_tokens} if only unused ids are "
-            "missing"
-        )
+        problem = f"{owner} has {num_tokens} tokens and the vocabulary of the config {vocabulary.size}"
+        unused = f"VocabularyConfig.size_multiple={num_tokens} if only unused ids are missing"
+        raise UserError(f"{problem}: set FileVocabularyConfig.model_file, or {unused}")
     return vocabulary

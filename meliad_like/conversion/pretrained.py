@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +16,7 @@ from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors
 from meliad_like.conversion.pretrained_formats import GGUF_LLAMA, PLACES, from_gguf, from_huggingface, to_huggingface
 from meliad_like.data.gguf_file import open_gguf
 from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
-from meliad_like.data.tokenizers_vocabulary import (
-    TOKENIZER_CONFIG_NAME,
-    TOKENIZER_NAME,
-    TokenizersVocabularyConfig,
-)
+from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, TokenizersVocabularyConfig
 from meliad_like.data.vocabulary import SETTINGS_NAME, saved_vocabulary_config
 from meliad_like.errors import UserError, reading
 from meliad_like.models.model import Model
@@ -65,12 +62,10 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     names = {prefix + name: name for name in files if not name.endswith(CONSTANTS)}
     if config.tied_embedding:
         names.pop("lm_head.weight", None)
-
-    def read(name: str) -> np.ndarray:
-        return _read_tensor(files[names[name]], names[name])
-
-    template = Model(config, size).abstract_params
-    params = fill_parameters(template, names, PLACES[config.architecture], read, str(folder))
+    template, places = Model(config, size).abstract_params, PLACES[config.architecture]
+    params = fill_parameters(
+        template, names, places, lambda name: _read_tensor(files[names[name]], names[name]), str(folder)
+    )
     if (folder / RECURRENCE_NAME).exists():
         config, recurrence = _read_recurrence(folder / RECURRENCE_NAME, config, size)
         params |= {"recurrence": recurrence}
@@ -116,15 +111,13 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
 
 def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[PretrainedConfig, dict[str, Any]]:
     """Reads the recurrence: returns the config with it, and its parameters."""
-    with _open(path) as file:
+    with _opened(path) as file:
         names, metadata = set(file.keys()), file.metadata() or {}
     saved = parse_json(metadata.get(RECURRENCE_KEY, "null"), f"{path}: {RECURRENCE_KEY}")
     types = {name: field_types(PretrainedConfig)[name] for name in WINDOW_FIELDS} | field_types(WindowSummary)
     if not isinstance(saved, dict) or saved.keys() != types.keys():
-        raise UserError(
-            f"{path} doesn't say what recurrence it is of: write it again with convert huggingface --reverse, or "
-            "remove it to have the decoder alone"
-        )
+        advice = "write it again with convert huggingface --reverse, or remove it to have the decoder alone"
+        raise UserError(f"{path} doesn't say what recurrence it is of: {advice}")
     fields = {name: fit(value, types[name], f"{path}: {name}") for name, value in saved.items()}
     windows = {name: fields.pop(name) for name in WINDOW_FIELDS}
     config = dataclasses.replace(decoder, **windows, recurrence=(WindowSummary(**fields),))
@@ -137,22 +130,22 @@ def _files(folder: Path) -> dict[str, Path]:
     if (folder / INDEX_NAME).exists():
         return {name: folder / file for name, file in read_object(folder / INDEX_NAME)["weight_map"].items()}
     if (folder / TENSORS_NAME).exists():
-        with _open(folder / TENSORS_NAME) as file:
+        with _opened(folder / TENSORS_NAME) as file:
             return dict.fromkeys(file.keys(), folder / TENSORS_NAME)  # The value is not a mapping.
-    raise UserError(
-        f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: save the model with transformers' "
-        "save_pretrained(folder, safe_serialization=True)"
-    )
+    advice = "save the model with transformers' save_pretrained(folder, safe_serialization=True)"
+    raise UserError(f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: {advice}")
 
 
-def _open(path: Path) -> Any:
-    with reading(path, "safetensors file", safetensors.SafetensorError):
-        return safetensors.safe_open(path, framework="numpy")
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    error = safetensors.SafetensorError
+    with reading(path, "safetensors file", error), safetensors.safe_open(path, framework="numpy") as file:
+        yield file
 
 
 def _read_tensor(path: Path, name: str) -> np.ndarray:
     # The file is mapped again for each tensor; otherwise the pages of earlier tensors would stay in memory.
-    with reading(path, "safetensors file", safetensors.SafetensorError), _open(path) as file:
+    with _opened(path) as file:
         # Checked first, because numpy lacks some of the types, such as 8 bits.
         if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
             raise UserError(f"{path}: tensor {name} is {dtype}, and not {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
@@ -162,7 +155,7 @@ def _read_tensor(path: Path, name: str) -> np.ndarray:
 def convert_from_pretrained(
     kind: str, path: str | Path, gin_files: Sequence[str], gin_params: Sequence[str], folder: str | Path
 ) -> None:
-    """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning; as `open_pretrained`."""
+    """Writes our checkpoint folder at step 0 from what `open_pretrained` opens."""
     opened = open_pretrained(kind, path, read_changes(gin_files, gin_params))
     write_checkpoint(folder, opened.params, opened.run, opened.vocabulary)
 
@@ -197,8 +190,8 @@ def open_pretrained(kind: str, path: str | Path, changes: Changes) -> OpenedChec
         data=reader(segment_length=segment, tokens_per_step=segment),
     )
     run = changes(start)
-    fixed = {"RunConfig.model", *(f"PretrainedConfig.{name}" for name in DECODER_FIELDS)}
-    fixed |= {*bound_values(model.rotary_scaling)}
+    decoder = (f"PretrainedConfig.{name}" for name in DECODER_FIELDS)
+    fixed = {"RunConfig.model", *decoder, *bound_values(model.rotary_scaling)}
     if model.summary is not None:
         fixed |= {"PretrainedConfig.recurrence", *bound_values(model.summary)}
         fixed -= {"WindowSummary.scale", "WindowSummary.rate"}

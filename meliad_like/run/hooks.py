@@ -40,35 +40,21 @@ def check_hooks(setup: Setup) -> None:
 
     These come before the checkpoint of their step, so that all steps until then would be lost at every start.
     """
-    training = setup.run.training
-    if training.evaluate_every:
+    if setup.run.training.evaluate_every:
         _make_evaluator(setup)
-    if training.sample_every:
-        setup.store.split(training.evaluate_split)
+    if setup.run.training.sample_every:
+        setup.store.split(setup.run.training.evaluate_split)
         _make_generator(setup, None)
 
 
-def _make_evaluator(setup: Setup) -> Evaluator:
-    training = setup.run.training
-    documents = setup.store.split(training.evaluate_split)
-    if _reads_a_beginning(setup):
-        documents = documents.beginnings(setup.store.vocabulary, training.evaluate_max_tokens, sys.maxsize)
-    return make_evaluator(
-        setup.run,
-        setup.model,
-        setup.store,
-        training.evaluate_split,
-        setup.mesh,
-        max_tokens=training.evaluate_max_tokens,
-        documents=documents,
-    )
-
-
-def _reads_a_beginning(setup: Setup) -> bool:
-    """Whether every document is longer than the evaluations may be, such as books."""
-    training = setup.run.training
-    limit = training.evaluate_max_tokens
-    return limit is not None and setup.store.split(training.evaluate_split).lengths.min() > limit
+def _make_evaluator(setup: Setup) -> tuple[Evaluator, bool]:
+    """The evaluator, and whether it reads a beginning, because every document is longer than an evaluation may be."""
+    split, limit = setup.run.training.evaluate_split, setup.run.training.evaluate_max_tokens
+    documents = setup.store.split(split)
+    if reads_a_beginning := limit is not None and bool(documents.lengths.min() > limit):
+        documents = documents.beginnings(setup.store.vocabulary, limit, sys.maxsize)
+    options = {"max_tokens": limit, "documents": documents}
+    return make_evaluator(setup.run, setup.model, setup.store, split, setup.mesh, **options), reads_a_beginning
 
 
 def _make_generator(setup: Setup, params: Any) -> Generator:
@@ -84,13 +70,14 @@ def _make_generator(setup: Setup, params: Any) -> Generator:
 def evaluation_hook(setup: Setup, writer: MetricsWriter, best: epath.Path) -> Callable[[int, TrainState], None]:
     """A hook that evaluates a split and writes its metrics. With `keep_best` it also keeps the best parameters."""
     run = setup.run
-    evaluator = functools.cache(lambda: _make_evaluator(setup))
+    make = functools.cache(lambda: _make_evaluator(setup))
 
     def evaluate(step: int, state: TrainState) -> None:
-        result = evaluator()(state.params)
+        evaluator, reads_a_beginning = make()
+        result = evaluator(state.params)
         figures = {name: getattr(result, name) for name in LOGGED}
         writer.write(step, figures, kind=label(run.training.evaluate_split, result.leaks_the_future))
-        beginning = f", the beginning of {result.documents[0].name}" if _reads_a_beginning(setup) else ""
+        beginning = f", the beginning of {result.documents[0].name}" if reads_a_beginning else ""
         bits = _bits(result.bits_per_token, result.bits_per_byte)
         writer.say(f"step {step}: {bits} on {report.title(result)}{beginning}")
         if run.training.keep_best:
@@ -156,10 +143,8 @@ class Reporter:
         """
         metrics = jax.device_get(metrics)
         if not np.isfinite(metrics.parameter_norm):
-            raise UserError(
-                f"the parameters after step {step} are not finite, although loss and gradient were: begin another run "
-                "with a smaller learning rate: --workdir=NEW"
-            )
+            problem = f"the parameters after step {step} are not finite, although loss and gradient were"
+            raise UserError(f"{problem}: begin another run with a smaller learning rate: --workdir=NEW")
         self._gathered.append(metrics)
         training = self._setup.run.training
         if step % training.log_every == 0 or step == self._setup.stage.last_step:
@@ -168,16 +153,14 @@ class Reporter:
             self._stop(step, metrics, state)
 
     def _write(self, step: int) -> None:
-        now = time.perf_counter()
+        now, last = time.perf_counter(), self._gathered[-1]
         seconds = max(now - self._began - self._seconds_out, 1e-9)
         # Skipped steps don't count in the averages.
         finite_steps = [m for m in self._gathered if m.finite]
         loss, accuracy = (average_by_token(finite_steps, name) for name in ("loss", "accuracy"))
-        bits = loss / math.log(2)
-        bits_per_byte = bits / self._bytes_per_token
+        bits, bits_per_byte = loss / math.log(2), loss / math.log(2) / self._bytes_per_token
         tokens_per_second = self._setup.run.data.tokens_per_step * len(self._gathered) / seconds
         flops = self._setup.model.training_flops_per_token * tokens_per_second
-        last = self._gathered[-1]
         self._writer.write(
             step,
             {
@@ -185,9 +168,7 @@ class Reporter:
                 "bits_per_token": bits,
                 "bits_per_byte": bits_per_byte,
                 "accuracy": accuracy,
-                "gradient_norm": float(last.gradient_norm),
-                "update_norm": float(last.update_norm),
-                "parameter_norm": float(last.parameter_norm),
+                **{name: float(getattr(last, name)) for name in ("gradient_norm", "update_norm", "parameter_norm")},
                 # The optimizer does not count skipped steps.
                 "learning_rate": float(self._learning_rate(step - 1 - int(last.num_skipped))),
                 "num_tokens": sum(int(m.num_tokens) for m in finite_steps),
@@ -200,13 +181,10 @@ class Reporter:
             },
             kind=label("train", self._leaks),
         )
+        speed, epochs = f"{tokens_per_second:,.0f} tokens/s", f"{step * self._epochs_per_step:.1f} epochs"
         skipped = f"  {last.num_skipped} skipped" if last.num_skipped else ""
-        epochs = f"{step * self._epochs_per_step:.1f} epochs"
-        self._writer.show(
-            step,
-            f"{_bits(bits, bits_per_byte)}  {tokens_per_second:,.0f} tokens/s  {epochs}",
-            skipped + ("  leaks the future" if self._leaks else ""),
-        )
+        leaks = "  leaks the future" if self._leaks else ""
+        self._writer.show(step, f"{_bits(bits, bits_per_byte)}  {speed}  {epochs}", skipped + leaks)
         self._gathered, self._seconds_out, self._waited = [], 0.0, self._batches.seconds_waited
         self._began = now
 

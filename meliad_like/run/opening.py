@@ -102,20 +102,16 @@ def open_checkpoint(
         saved = _config_in(metadata)
         vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
         if vocabulary.fingerprint != metadata["vocabulary_fingerprint"]:
-            raise UserError(
-                f"the vocabulary in {folder / VOCABULARY_FOLDER} ({vocabulary.fingerprint[:12]}) is not the one that "
-                f"the checkpoint was trained with ({metadata['vocabulary_fingerprint'][:12]})"
-            )
+            place = folder / VOCABULARY_FOLDER
+            raise UserError(f"the vocabulary in {place} is not the one that the checkpoint was trained with")
         trained, run = Model(saved.model, vocabulary.size), changes(saved)
         model = Model(run.model, vocabulary.size) if run.model != saved.model else trained
         if model.axes != trained.axes or model.abstract_params != trained.abstract_params:
             changed = " ".join(differences(saved.model, run.model)) or "RunConfig.model"
             raise UserError(f"{changed} would need other parameters than those of the checkpoint {folder}")
-        if mesh is None:
-            # Not a mesh of one device: jitted functions would be compiled again for arrays that are not on that mesh.
-            device = SingleDeviceSharding(jax.devices()[0])
-            shardings = jax.tree.map(lambda _: device, model.abstract_params)
-        else:
+        # Not a mesh of one device: jitted functions would be compiled again for arrays that are not on that mesh.
+        shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
+        if mesh is not None:
             mesh = make_mesh(run.mesh) if mesh == "config" else mesh
             shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
         placed = jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
@@ -138,14 +134,11 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
     place = any_path(store or opened.run.data.store)
     if not (place / STORE_NAME).exists():
         if not prepare:
-            source, where, elsewhere = opened.run.source, "", ""
-            if source.folder:
-                where = f" in {source.folder}"
-                elsewhere = "; --gin_param=FolderSourceConfig.folder=... where they lie elsewhere"
-            raise UserError(
-                f"there is no token store at {place}: give --store=DIR, or add --prepare to make it from the "
-                f"{SOURCES.name_of(source)} documents{where} that the checkpoint's config names{elsewhere}"
-            )
+            documents = f"the {SOURCES.name_of(opened.run.source)} documents that the checkpoint's config names"
+            if named := opened.run.source.folder:
+                documents += f", in {named} or elsewhere: --gin_param=FolderSourceConfig.folder=..."
+            problem = f"there is no token store at {place}"
+            raise UserError(f"{problem}: give --store=DIR, or add --prepare to make it from {documents}")
         # Importing what sources need takes a while.
         from meliad_like.data.preparation import prepare as make_store
 

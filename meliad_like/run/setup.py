@@ -31,20 +31,11 @@ class Setup(NamedTuple):
     stage: Stage
     stores: list[TokenStore]
     """All that the training reads; the first is that of the run's documents."""
+    store: TokenStore
     reader: Reader
     program: Program
-
-    @property
-    def store(self) -> TokenStore:
-        return self.stores[0]
-
-    @property
-    def model(self) -> Model:
-        return self.program.model
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.program.mesh
+    model: Model
+    mesh: Mesh
 
     @property
     def abstract_state(self) -> TrainState:
@@ -74,14 +65,13 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None, mesh: Mesh | None =
         each.run.model.check_sequence(each.run.data.segment_length, run.mesh.sequence)
     reader = make_reader(stage, stores)
     program = make_program(run, stores[0].vocabulary.size, make_mesh(run.mesh) if mesh is None else mesh)
-    return Setup(run, whole_run, stage, stores, reader, program)
+    return Setup(run, whole_run, stage, stores, stores[0], reader, program, program.model, program.mesh)
 
 
 def vocabulary_size(run: RunConfig) -> int:
     """Size of the vocabulary: that of the token store, or, where there is no store yet, that of the settings."""
-    if (any_path(run.data.store) / STORE_NAME).exists():
-        return TokenStore(run.data.store).vocabulary.size
-    return run.vocabulary.expected_size
+    has_store = (any_path(run.data.store) / STORE_NAME).exists()
+    return TokenStore(run.data.store).vocabulary.size if has_store else run.vocabulary.expected_size
 
 
 def make_reader(stage: Stage, stores: list[TokenStore]) -> Reader:
@@ -108,9 +98,11 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
     """
     if checkpoints.steps():
         state, saved = checkpoints.restore(setup.abstract_state)
-        fingerprints = ("vocabulary_fingerprint", "store_fingerprint")
-        current = metadata(setup, saved["step"])
-        check_same(checkpoints.folder, {k: saved[k] for k in fingerprints}, {k: current[k] for k in fingerprints})
+        earlier, current = (
+            {name: about[name] for name in ("vocabulary_fingerprint", "store_fingerprint")}
+            for about in (saved, metadata(setup, saved["step"]))
+        )
+        check_same(checkpoints.folder, earlier, current)
         # The saved state is that of the last finite step, so that a halted run can be resumed with another policy.
         return state._replace(halted=jax.device_put(jnp.zeros((), bool), replicated(setup.mesh)))
     state = setup.program.initialise()

@@ -36,11 +36,8 @@ def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
     if UNKNOWN in vocabulary.decode(tokens):
         for character in sorted(set(prompt) - {UNKNOWN}):
             if UNKNOWN in vocabulary.decode(vocabulary.encode(character)):
-                place = prompt.index(character)
-                raise UserError(
-                    f"the checkpoint's vocabulary has no token for {character!r} (U+{ord(character):04X}), which the "
-                    f"prompt has at character {place}: leave it out"
-                )
+                problem = f"the vocabulary has no token for {character!r} (U+{ord(character):04X})"
+                raise UserError(f"{problem}, which the prompt has at character {prompt.index(character)}: leave it out")
     return tokens
 
 
@@ -57,6 +54,5 @@ def read_document(opened: OpenedCheckpoint, store: str | None, name: str, num_to
             index = split.names.index(name)
             tokens = split.tokens(index, 0, min(num_tokens, int(split.lengths[index]) - 1))
             return "".join(map(StreamingDecoder(opened.vocabulary).push, tokens.tolist()))
-    raise UserError(
-        f"the token store {documents.folder} has no document {name!r}; it has {', '.join(splits[0].names[:3])}, ..."
-    )
+    some = ", ".join(splits[0].names[:3])
+    raise UserError(f"the token store {documents.folder} has no document {name!r}; it has {some}, ...")

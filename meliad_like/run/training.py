@@ -44,11 +44,10 @@ def train(
     """
     # --- set-up, of all stages: a mistake in the last one is found now ---
     folder = any_path(workdir, schemes=("gs",))
-    if profile_steps is not None and profile_steps[0] > run.training.num_steps:
-        first, last = profile_steps
-        raise UserError(
-            f"--profile_steps={first}:{last} begins after TrainingConfig.num_steps={run.training.num_steps}"
-        )
+    num_steps = run.training.num_steps
+    if profile_steps is not None and profile_steps[0] > num_steps:
+        flag = f"--profile_steps={profile_steps[0]}:{profile_steps[1]}"
+        raise UserError(f"{flag} begins after TrainingConfig.num_steps={num_steps}")
     setups = [set_up(run, stage, mesh) for stage in stages_of(run)]
     for setup in setups:
         if setup.model.abstract_params != setups[-1].model.abstract_params:
@@ -59,13 +58,11 @@ def train(
     multihost_utils.sync_global_devices("the working folder is this run's")
     keep = {"keep_last": run.training.checkpoints_kept, "keep_every": run.training.checkpoint_keep_every}
     with Ownership(folder) as ownership, Checkpoints(folder / "checkpoints", **keep) as checkpoints:
-        num_steps = run.training.num_steps
         start_step = checkpoints.read_metadata()["step"] if checkpoints.steps() else 0
         if start_step >= num_steps:
+            another = f"--load_dir={folder} starts another run with its parameters"
+            more = another if run.schedule.reads_num_steps else "raise num_steps"
             if jax.process_index() == 0:
-                more = f"--load_dir={folder} starts another run with its parameters"
-                if not run.schedule.reads_num_steps:
-                    more = "raise num_steps"
                 print(f"{folder} is at step {start_step} of {num_steps}: nothing left to do; {more}")
             return 0
         if jax.process_index() == 0:
@@ -97,10 +94,8 @@ def _train_stages(
     for setup in setups:
         if setup is not setups[0]:
             state = setup.begin_stage(state)
-            say(
-                f"step {setup.stage.first_step:,}: {setup.reader.num_lanes} lanes of {setup.run.data.segment_length} "
-                "tokens from here on"
-            )
+            lanes = f"{setup.reader.num_lanes} lanes of {setup.run.data.segment_length} tokens"
+            say(f"step {setup.stage.first_step:,}: {lanes} from here on")
         if int(state.step) < setup.stage.last_step:
             state, stopped = _train_stage(setup, state, session, ownership)
             if stopped:
