@@ -17,7 +17,7 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from meliad_like.layers.basic import SOFTMAX, UNIT
 
@@ -84,14 +84,8 @@ def scaled(query: Float[Array, "*batch h t k"], scale: nnx.Param) -> Float[Array
     return (query.astype(jnp.float32) * jnp.abs(scale[...])[:, None, None]).astype(query.dtype)
 
 
-def ring_distance(window: int) -> Int[np.ndarray, "w w"]:
-    """Distance from the query at offset `t` to the key in ring column `s`: 1 to w."""
-    offset = np.arange(window)
-    return (offset[:, None] - offset[None, :] - 1) % window + 1
-
-
 def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
-    """Values by distance (1 to w) laid out on the ring: `square[h, t, s] = by_distance[h, ring_distance[t, s] - 1]`.
+    """Values by distance (1 to w) laid out on the ring: `square[h, t, s] = by_distance[h, (t - s - 1) % w]`.
 
     It consists of copies and a reshape, so that its gradient is a sum and not a scatter.
     """

@@ -52,7 +52,7 @@ class MemoryAttention(Mixer):
     def __call__(self, x, at, carry, dropout_key):
         window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
         positions, position = at.count(carry.position, self.shape.window_length)
-        memory, memories = self._scan(carry.memory, tile.query, tile.key, tile.value, positions)
+        memory, memories = self._scan(carry.memory, tile.query, *tile.block[:2], positions)
         return tokens_of(self._mix(window, tile.query, *memories)), MemoryCarry(cache, memory, position)
 
     def begin_decoding(self, carry):

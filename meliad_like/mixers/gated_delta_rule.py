@@ -79,9 +79,8 @@ class DeltaRule(Mixer):
 
     def init_carry(self, b, dtype):
         matrix = jnp.zeros((b, self.num_heads, self.head_size, self.head_size), jnp.float32)
-        return DeltaCarry(
-            matrix, jnp.zeros((b, self.config.conv_length - 1, 3 * self.num_heads * self.head_size), dtype)
-        )
+        width = 3 * self.num_heads * self.head_size
+        return DeltaCarry(matrix, jnp.zeros((b, self.config.conv_length - 1, width), dtype))
 
     def _inputs(self, x: Float[Array, "b n d"]) -> Float[Array, "b n channels"]:
         """What the convolutions read."""

@@ -77,7 +77,7 @@ class StateRecurrence(Mixer):
 
     def __call__(self, x, at, carry, dropout_key):
         window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
-        states, keys = self._scan(carry.states, at.start, tile.both_blocks())
+        states, keys = self._scan(carry.states, at.start, (tile.before, tile.block))
         return tokens_of(window, self.reader(x, keys)), StatesCarry(cache, states)
 
     def begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"]) -> tuple[Array, StateHeads]:

@@ -35,13 +35,11 @@ class Tile(NamedTuple):
 
     query: Float[Array, "b c h w k"]
     """Queries of unit length times the attention scale, without positions."""
-    key: Float[Array, "b c h w k"]
-    """Keys of unit length, without positions."""
-    value: Float[Array, "b c h w k"]
-    previous_key: Float[Array, "b c h w k"]
-    previous_value: Float[Array, "b c h w k"]
-    previous_valid: Bool[Array, "b c"]
-    """Whether the block before is visible: it belongs to the same document, or empty places are not masked."""
+    before: KeysAndValues
+    """Keys of unit length, without positions, and values of the block before. It is visible if it belongs to the same
+    document, or if empty places are not masked."""
+    block: KeysAndValues
+    """Those of the block."""
     positions: Int[Array, "b c"]
     """The number of tokens of the document before each block."""
     placed_query: Float[Array, "b c h w k"]
@@ -52,11 +50,6 @@ class Tile(NamedTuple):
     """The bias of the scores at the distances 1 to w, times the attention scale."""
     projected: Projected
     """Queries, keys and values as they are projected, for a kernel."""
-
-    def both_blocks(self) -> tuple[KeysAndValues, KeysAndValues]:
-        """The block before, which may be invisible, and the block."""
-        before = KeysAndValues(self.previous_key, self.previous_value, self.previous_valid)
-        return before, KeysAndValues(self.key, self.value)
 
 
 class TokenTile(NamedTuple):
@@ -145,11 +138,8 @@ class TokenHeads(nnx.Module):
         before, block = np.arange(self.w), np.arange(self.w, 2 * self.w)
         tile = Tile(
             query=self.scaled(self.position.plain(query)),
-            key=self.position.plain(key),
-            value=value,
-            previous_key=self.position.plain(previous_key),
-            previous_value=previous_value,
-            previous_valid=previous_valid,
+            before=KeysAndValues(self.position.plain(previous_key), previous_value, previous_valid),
+            block=KeysAndValues(self.position.plain(key), value),
             positions=positions,
             placed_query=self.placed_query(query, block),
             placed_key=self.placed_key(key, block),

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.layers.basic import RMSNorm, embed, parameter, rows, tiled_dropout
+from meliad_like.layers.basic import RMSNorm, embed, parameter, scores, tiled_dropout
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import num_parts
 from meliad_like.layers.sharding import constrain
@@ -204,9 +204,7 @@ class Decoder(Skeleton):
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
         """The logits of the next token, float32; the softmax shares the embedding's parameters."""
-        table = self.embedding[...].astype(hidden.dtype)
-        logits = self.logit_scale * jnp.einsum("nd,vd->nv", rows(hidden), table, preferred_element_type=jnp.float32)
-        return logits.reshape(*hidden.shape[:-1], -1)
+        return self.logit_scale * scores(hidden, self.embedding[...])
 
     def published(self, carry, start) -> dict[str, Any]:
         return {

@@ -20,7 +20,7 @@ from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence
 from meliad_like.layers.sharding import constrain
-from meliad_like.mixers.base import At
+from meliad_like.mixers.base import At, count_by_block
 from meliad_like.models.base import ModelConfig
 from meliad_like.models.layer import Stream
 
@@ -217,13 +217,10 @@ class Skeleton(nnx.Module):
 
         `position` is that of the segment's first token, if the lane's document continues.
         """
-        overlap, block = self.config.overlap, jnp.arange(start.shape[1])
-        stride = self.config.window_length - overlap
-        last_start = jax.lax.cummax(jnp.where(start, block, -1), axis=1)
+        overlap = self.config.overlap
         # XLA computes positions again in every layer's program. Products with an overlap of 0 cost nothing there.
-        read_before = (position - overlap * (position > 0))[:, None] + block * stride
-        read = jnp.where(last_start >= 0, (block - last_start) * stride, read_before)
-        return read + overlap * (read > 0), read[:, -1] + stride + overlap
+        read, after = count_by_block(position - overlap * (position > 0), start, self.config.window_length - overlap)
+        return read + overlap * (read > 0), after + overlap
 
     def _stack(
         self, x: Stream, layers: list[Any], at: At, keys: list[PRNGKeyArray | None], groups: list[Group]
