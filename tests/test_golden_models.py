@@ -90,8 +90,8 @@ def test_layer_over_segments(name):
     # The first segment's start flags must hide whatever the cache holds.
     zeros = np.zeros((2, W, 2, 16), np.float32)
     poisoned = below(arrays, "state0/")
-    cache = (jnp.swapaxes(poisoned.get(f"previous_{name}_train", zeros), 1, 2) for name in ("keys", "values"))
-    carry = {"sliding_window": TokenCache(*cache, np.full(2, W))}
+    key, value = (jnp.swapaxes(poisoned.get(f"previous_{name}_train", zeros), 1, 2) for name in ("keys", "values"))
+    carry = {"sliding_window": TokenCache(key, value, np.full(2, W))}
 
     def run(params, xs, carry, start):
         return model.bind({**whole, **params}).layers[0](xs, At(jnp.where(start, 0, W), {}), carry)

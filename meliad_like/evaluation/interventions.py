@@ -158,16 +158,7 @@ def _begin(module: Any, b: int) -> Carries:
     return Carries(*(module.init_carry(b) for _ in Carries._fields))
 
 
-def _step(
-    kind: Kind,
-    names: Sequence[str],
-    lengths: Int[np.ndarray, " documents"],
-    model: Model,
-    loss_slice: int,
-    params: Any,
-    carries: Carries,
-    batch: Batch,
-) -> tuple[Carries, Losses]:
+def _step(kind: Kind, names, lengths, model: Model, loss_slice: int, params, carries: Carries, batch: Batch):
     """Reads a segment of every lane twice, block by block: undisturbed, and after the exchange."""
     module, config = model.bind(params), model.config
     begins = batch.start[:, 0]

@@ -11,7 +11,6 @@ system of equations (section 3.2), and only S passes from chunk to chunk. The st
 In shapes `p` is the size of a value, which equals `k`, and `taps` the length of the convolution.
 """
 
-import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -197,7 +196,6 @@ def _inverse_softplus_step(key, shape, dtype):
 
 
 @MIXERS.register("gated_delta_rule")
-@dataclasses.dataclass(frozen=True)
 class GatedDeltaRule(StatesConfig):
     """Layers with matrices that are written to by the gated delta rule."""
 

@@ -120,7 +120,6 @@ class PositionConfig:
 
 
 @POSITIONS.register("none")
-@dataclasses.dataclass(frozen=True)
 class NoPosition(PositionConfig):
     """No positions: a window is a set of tokens without an order."""
 
@@ -129,7 +128,6 @@ class NoPosition(PositionConfig):
 
 
 @POSITIONS.register("t5")
-@dataclasses.dataclass(frozen=True)
 class T5(PositionConfig):
     """T5's bias by distance: one table of 32 buckets for each layer."""
 
@@ -138,7 +136,6 @@ class T5(PositionConfig):
 
 
 @POSITIONS.register("fourier")
-@dataclasses.dataclass(frozen=True)
 class Fourier(PositionConfig):
     """A Fourier series of the distance for each head and layer."""
 
@@ -147,7 +144,6 @@ class Fourier(PositionConfig):
 
 
 @POSITIONS.register("alibi")
-@dataclasses.dataclass(frozen=True)
 class Alibi(PositionConfig):
     """ALiBi (Press et al. 2022): a bias that falls with the distance; by default as published.
 
@@ -170,7 +166,6 @@ class Alibi(PositionConfig):
 
 
 @POSITIONS.register("network")
-@dataclasses.dataclass(frozen=True)
 class Network(PositionConfig):
     """A small network of the distance for each layer."""
 
@@ -179,7 +174,6 @@ class Network(PositionConfig):
 
 
 @POSITIONS.register("orthogonal")
-@dataclasses.dataclass(frozen=True)
 class Orthogonal(PositionConfig):
     """A learned combination of seven orthogonal functions of the distance for each head and layer."""
 
@@ -188,7 +182,6 @@ class Orthogonal(PositionConfig):
 
 
 @POSITIONS.register("rotary")
-@dataclasses.dataclass(frozen=True)
 class Rotary(PositionConfig):
     """Rotary embeddings, with wavelengths from 2 pi to 20,000 pi if the unit is 1."""
 
@@ -207,7 +200,6 @@ class Rotary(PositionConfig):
 
 
 @POSITIONS.register("infused")
-@dataclasses.dataclass(frozen=True)
 class Infused(PositionConfig):
     """Sinusoids added to the inputs of the query and key projections."""
 

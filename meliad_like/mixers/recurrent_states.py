@@ -6,7 +6,6 @@ side is computed for all blocks at once, before the scan (keys and values) and a
 With block feedback (appendix E) the tokens of other layers read the states too (`StateReader`).
 """
 
-import dataclasses
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -133,7 +132,6 @@ class StateRecurrence(Mixer):
 
 
 @MIXERS.register("recurrent_states")
-@dataclasses.dataclass(frozen=True)
 class RecurrentStates(StatesConfig):
     """The recurrent layers of a Block-Recurrent Transformer, with their attention to the window."""
 
@@ -211,7 +209,6 @@ class FeedbackReader(Mixer):
 
 
 @MIXERS.register("state_reader")
-@dataclasses.dataclass(frozen=True)
 class StateReader(MixerConfig):
     """Block feedback (appendix E): layers without states read those of the layers with `RecurrentStates`."""
 

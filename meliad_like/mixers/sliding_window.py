@@ -1,6 +1,5 @@
 """Sliding-window attention: every token sees the `w` tokens before it (Block-Recurrent Transformers, section 3)."""
 
-import dataclasses
 from typing import ClassVar
 
 import numpy as np
@@ -115,7 +114,6 @@ def window_traits(shape: Shape) -> Traits:
 
 
 @MIXERS.register("sliding_window")
-@dataclasses.dataclass(frozen=True)
 class SlidingWindow(MixerConfig):
     """Attention to the `window_length` tokens before each token."""
 

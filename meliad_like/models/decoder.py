@@ -34,7 +34,6 @@ AnyMixer = TypeVar("AnyMixer", bound=MixerConfig)
 
 
 @MODELS.register("decoder")
-@dataclasses.dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
     """A stack of layers that see earlier tokens through mixers.
 

@@ -9,7 +9,6 @@ The memory of a window is made of the layer's output, so a layer reads one windo
 projections of the tokens, the summary tokens and the long-term memory before the segment are outside of the scan.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -318,7 +317,6 @@ class MelodiLayer(Layer):
 
 
 @LAYERS.register(NAME)
-@dataclasses.dataclass(frozen=True)
 class Melodi(LayerConfig):
     """MELODI's memories: by default those of the reference's code, `configs/base_melodi.gin`."""
 

@@ -1,7 +1,5 @@
 """The layer of the reference's dense memory, whose input counts twice (google-research/meliad, `memory2/`)."""
 
-import dataclasses
-
 from meliad_like.models.layer import LAYERS, DecoderLayer, LayerConfig
 
 
@@ -14,7 +12,6 @@ class RepeatedInputLayer(DecoderLayer):
 
 
 @LAYERS.register("repeated_input")
-@dataclasses.dataclass(frozen=True)
 class RepeatedInput(LayerConfig):
     """Layers whose input is added to their output once more, as that with the reference's dense memory."""
 

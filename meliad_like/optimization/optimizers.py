@@ -42,7 +42,6 @@ class OptimizerConfig:
 
 
 @OPTIMIZERS.register("adafactor")
-@dataclass(frozen=True)
 class Adafactor(OptimizerConfig):
     """Adafactor, whose steps are also scaled by each parameter's own size. Weight decay is not scaled by the rate."""
 
@@ -74,7 +73,6 @@ class Adafactor(OptimizerConfig):
 
 
 @OPTIMIZERS.register("adam")
-@dataclass(frozen=True)
 class Adam(OptimizerConfig):
     """AdamW."""
 
@@ -108,7 +106,6 @@ class NesterovState(NamedTuple):
 
 
 @OPTIMIZERS.register("nag")
-@dataclass(frozen=True)
 class Nesterov(OptimizerConfig):
     """Nesterov's accelerated gradient as in fairseq, whose velocity is scaled with the learning rate."""
 
