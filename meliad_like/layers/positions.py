@@ -152,9 +152,7 @@ def wavelengths(head_size: int, base: float = 10_000.0) -> Float[np.ndarray, " h
 
 
 def rotate(
-    x: Float[Array, "*batch s k"],
-    position: Int[Array, "*#batch s"],
-    wavelength: Float[np.ndarray, " half"],
+    x: Float[Array, "*batch s k"], position: Int[Array, "*#batch s"], wavelength: Float[np.ndarray, " half"]
 ) -> Float[Array, "*batch s k"]:
     """Rotary embedding (Su et al. 2021) of the two halves of each head by `position`.
 

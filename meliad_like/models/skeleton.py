@@ -130,11 +130,7 @@ class Skeleton(nnx.Module):
         return carry._replace(layers=[layer.end_decoding(one) for layer, one in both])
 
     def __call__(
-        self,
-        tokens: Int[Array, "b n"],
-        carry: Any,
-        start: Bool[Array, "b c"],
-        dropout_key: PRNGKeyArray | None = None,
+        self, tokens: Int[Array, "b n"], carry: Any, start: Bool[Array, "b c"], dropout_key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "b n d"], Any]:
         """Reads a segment.
 
