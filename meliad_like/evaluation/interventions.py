@@ -48,10 +48,8 @@ def cleared(model: ModelConfig) -> ModelConfig | None:
 
 
 def part_names(config: ModelConfig, carry: Any) -> list[str]:
-    """The parts of a carry for segments that can be exchanged.
-
-    Of a decoder these are the window, and the memories of its mixers by their names; of other families the whole.
-    """
+    """The parts of a carry for segments that can be exchanged. Of a decoder these are the window, and the memories of
+    its mixers by their names; of other families the whole."""
     if not all(isinstance(layer, dict) for layer in carry.layers):
         return [] if config.memory_name is None else [config.memory_name]
     names = {}
@@ -63,10 +61,8 @@ def part_names(config: ModelConfig, carry: Any) -> list[str]:
 
 
 def exchange(config: ModelConfig, carry: Any, source: Any, names: Sequence[str]) -> Any:
-    """A carry with the named parts of another one.
-
-    That may be from any place of any document, because mixers count the tokens of their memories themselves.
-    """
+    """A carry with the named parts of another one. That may be from any place of any document, because mixers count the
+    tokens of their memories themselves."""
     if set(names) == set(part_names(config, carry)):
         return source
 

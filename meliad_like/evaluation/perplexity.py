@@ -264,9 +264,7 @@ def make_evaluator(
     **options: Any,
 ) -> Evaluator:
     """An evaluator that reads a split, or `documents` of it, as a run does: with its reader, segment length and lanes.
-
-    `options` are arguments of `Evaluator`.
-    """
+    `options` are arguments of `Evaluator`."""
     return Evaluator(
         model,
         store.split(split) if documents is None else documents,

@@ -56,9 +56,7 @@ class AdaptiveVocabulary(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """`cutoffs` are the first ids of the bands after the first, and `factor` the ratio of neighbouring widths.
-
-        Dropout applies to the input of the softmax, and to its projection to each narrower band.
-        """
+        Dropout applies to the input of the softmax, and to its projection to each narrower band."""
         if cutoffs and cutoffs[-1] >= vocabulary_size:
             raise UserError(
                 f"cutoffs={cutoffs} must be below the vocabulary's size of {vocabulary_size}; () for one shared table"
@@ -157,10 +155,8 @@ class AdaptiveVocabulary(nnx.Module):
         return scores(narrow, band.table)
 
     def _score_needed(self, i: int, needed, piece: int, hidden, index, key) -> tuple[Array, Array]:
-        """Log-probabilities in the softmax of band `i`: of each target, and of the most likely token.
-
-        Those of tokens that are not `needed` are finite and have no meaning.
-        """
+        """Log-probabilities in the softmax of band `i`: of each target, and of the most likely token. Those of tokens
+        that are not `needed` are finite and have no meaning."""
 
         def compute(hidden, index, number):
             key_of_piece = None if key is None else jax.random.fold_in(key, number[0, 0])

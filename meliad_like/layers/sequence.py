@@ -47,10 +47,8 @@ def own_blocks(x: Array) -> Array:
 
 
 def from_left(last: tuple[Array, ...], first: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The value of `last` on the device to the left; on the leftmost device, `first`.
-
-    The arrays of both have the same shape and dtype, and are sent as one array.
-    """
+    """The value of `last` on the device to the left; on the leftmost device, `first`. The arrays of both have the same
+    shape and dtype, and are sent as one array."""
     parts = num_parts()
     if parts == 1:
         return first

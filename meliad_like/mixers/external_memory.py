@@ -90,10 +90,8 @@ class MemoryAttention(Mixer):
         return mixed.astype(read.dtype)
 
     def _scan(self, memory: Memory, tile: Tile, positions: Int[Array, "b c"]):
-        """Searches the memory and adds to it, block by block or all at once (`config.update`).
-
-        Returns the memory, and keys [b, c, h, w, j, k], values and validity of the memories for each query.
-        """
+        """Searches the memory and adds to it, block by block or all at once (`config.update`). Returns the memory, and
+        keys [b, c, h, w, j, k], values and validity of the memories for each query."""
         w = self.shape.window_length
         per_turn = positions.shape[1] if self.config.update == "segment" else 1
 

@@ -47,12 +47,9 @@ class Position(nnx.Module):
         place: Int[Array, "... s"] | np.ndarray,
         projection: Linear | None = None,
     ) -> Float[Array, "*batch h s k"]:
-        """Queries or keys of unit length with their positions.
+        """Queries or keys of unit length with their positions, from the form in which they are kept.
 
-        Args:
-            kept: queries or keys, in the form in which they are kept.
-            place: their places, [s] or [b, 1, s], in a tile of `2w` tokens whose block begins at w.
-            projection: the layer's projection that made them.
+        Places, [s] or [b, 1, s], are those in a tile of `2w` tokens whose block begins at w; `projection` made `kept`.
         """
         return kept
 

@@ -85,10 +85,8 @@ class StateRecurrence(Mixer):
         return states, self.cell.heads(states)
 
     def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[KeysAndValues, ...]):
-        """Runs the states over the blocks, and resets them where a document starts.
-
-        `tiles` are the blocks before, and the blocks. Returns the last states, and keys and values before each block.
-        """
+        """Runs the states over the blocks, and resets them where a document starts. `tiles` are the blocks before, and
+        the blocks. Returns the last states, and keys and values before each block."""
 
         def step(states, block):
             start, tile = block

@@ -102,10 +102,8 @@ class TokenHeads(nnx.Module):
         return self.position.bias(self.num_heads, longest) * self.scale[:, None]
 
     def of(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
-        """The heads of vectors without positions: keys of unit length, values, and queries as in a `Tile`.
-
-        What is not used of the result is not computed in a compiled program.
-        """
+        """The heads of vectors without positions: keys of unit length, values, and queries as in a `Tile`. What is not
+        used of the result is not computed in a compiled program."""
         key, value, query = self.project(y)
         return self.position.plain(key), value, self.scaled(self.position.plain(query))
 

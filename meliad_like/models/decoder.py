@@ -25,7 +25,7 @@ from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.layer import LAYERS, LayerConfig
-from meliad_like.models.pattern import FEEDFORWARD, distinct_entries, named_mixers, names_of, place_mixers
+from meliad_like.models.pattern import distinct_entries, named_mixers, place_mixers
 from meliad_like.models.skeleton import Skeleton
 from meliad_like.registry import kind_field, resumable, size
 from meliad_like.validation import check_not_negative
@@ -98,15 +98,8 @@ class DecoderConfig(ModelConfig):
     def shape(self) -> Shape:
         """The sizes of the decoder, and what its layers have."""
         bare = frozenset(index for index, kind in self.kinds.items() if not kind.takes_mixers)
-        with_feedforward = (
-            i
-            for i in range(self.total_layers)
-            if i in bare or not self.pattern or FEEDFORWARD in names_of(self.pattern[i % len(self.pattern)])
-        )
-        derived = {
-            "layers": place_mixers(self.mixers, self.pattern, self.total_layers, bare),
-            "feedforward_layers": tuple(with_feedforward),
-        }
+        layers, feedforward_layers = place_mixers(self.mixers, self.pattern, self.total_layers, bare)
+        derived = {"layers": layers, "feedforward_layers": feedforward_layers}
         same = (field.name for field in dataclasses.fields(Shape) if field.name not in derived)
         return Shape(**derived, **{name: getattr(self, name) for name in same})
 

@@ -96,9 +96,7 @@ class Skeleton(nnx.Module):
 
     def published(self, carry: Any, start: Bool[Array, " b"]) -> dict[str, Any]:
         """What layers read of the carry, in either form, in addition to their own before a block (`At.published`).
-
-        `start` are the lanes in which a document begins with the block.
-        """
+        `start` are the lanes in which a document begins with the block."""
         del carry, start
         return {}
 
@@ -189,9 +187,7 @@ class Skeleton(nnx.Module):
         slice_length: int,
     ) -> tuple[TokenLosses, Any]:
         """Reads a segment, as `__call__`: returns the loss of every target, and the carry for the next segment.
-
-        `slice_length` is the number of tokens of a lane whose logits exist at the same time (`layers/losses.py`).
-        """
+        `slice_length` is the number of tokens of a lane whose logits exist at the same time (`layers/losses.py`)."""
 
         def read(by_token, others):
             (tokens, targets), (module, carry, start, dropout_key) = by_token, others
@@ -209,10 +205,8 @@ class Skeleton(nnx.Module):
     def block_positions(
         self, position: Int[Array, " b"], start: Bool[Array, "b c"]
     ) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
-        """The position of each block's first new token in its document, and the position after the segment.
-
-        `position` is that of the segment's first token, if the lane's document continues.
-        """
+        """The position of each block's first new token in its document, and the position after the segment. `position`
+        is that of the segment's first token, if the lane's document continues."""
         overlap = self.config.overlap
         # XLA computes positions again in every layer's program. Products with an overlap of 0 cost nothing there.
         read, after = count_by_block(position - overlap * (position > 0), start, self.config.window_length - overlap)
@@ -256,10 +250,8 @@ class Skeleton(nnx.Module):
     def _scan_blocks(
         self, x: Stream, layers: list[Any], positions: Int[Array, "b c"], keys, every_layer: bool
     ) -> tuple[list[Stream], list[Any], dict[str, Any]]:
-        """Applies the first layers, which have these carries and keys, to a block before the next block.
-
-        Returns the outputs as `_stack` (or only the last), the carries, and what the layers publish before each block.
-        """
+        """Applies the first layers, which have these carries and keys, to a block before the next block. Returns the
+        outputs as `_stack` (or only the last), the carries, and what the layers publish before each block."""
         # Here parameters are stacked once, not in every iteration.
         groups = groups_of(self.layers[: len(layers)], self.scan_layers)
 
@@ -283,10 +275,8 @@ class Skeleton(nnx.Module):
         return outputs, layers, published
 
     def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
-        """Reads one more token per lane at a cost that does not depend on the number of tokens read before.
-
-        Lanes may be at different positions. Returns the logits of the next token.
-        """
+        """Reads one more token per lane at a cost that does not depend on the number of tokens read before. Lanes may
+        be at different positions. Returns the logits of the next token."""
         (*_, x), carry = self.read_token(token, carry)
         return self.logits(self.finish(x, None)), carry
 
