@@ -142,16 +142,16 @@ def losses_after(
         return LanesReader(documents, lanes, every, window, shuffle=False, epochs=1, whole_segments=True)
 
     step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
-    reading_mode = ReadingMode(step, _begin, lambda model, state: Carries(*map(model.carry_axes, state)))
+    reading_mode = ReadingMode(
+        step,
+        init_carry=lambda module, b: Carries(*(module.init_carry(b) for _ in Carries._fields)),
+        carry_axes=lambda model, state: Carries(*map(model.carry_axes, state)),
+    )
     slices = {"max_lanes": lanes, "loss_slice": run.training.loss_slice}
     evaluator = Evaluator(
         model, documents, mesh, name=kind, segment_length=every, reading_mode=reading_mode, read=reader, **slices
     )
     return evaluator.token_losses(params, on_progress)
-
-
-def _begin(module: Any, b: int) -> Carries:
-    return Carries(*(module.init_carry(b) for _ in Carries._fields))
 
 
 def _step(kind: Kind, names, lengths, model: Model, loss_slice: int, params, carries: Carries, batch: Batch):

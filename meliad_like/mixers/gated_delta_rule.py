@@ -65,9 +65,8 @@ class DeltaRule(Mixer):
             Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(4)
         )
         fan_in = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=())
-        shape_of_filters = (config.conv_length, inner)
         self.query_filter, self.key_filter, self.value_filter = (
-            parameter(rngs.params(), fan_in, shape_of_filters, (None, "heads")) for _ in range(3)
+            parameter(rngs.params(), fan_in, (config.conv_length, inner), (None, "heads")) for _ in range(3)
         )
         self.decay = Linear(d, h, ("model", "heads"), rngs=rngs)
         self.strength = Linear(d, h, ("model", "heads"), rngs=rngs)

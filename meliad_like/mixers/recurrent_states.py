@@ -232,5 +232,4 @@ class StateReader(MixerConfig):
         return StateAttention.flops(shape, sum(states.num_states for states in read))
 
     def traits(self, shape):
-        reason = "with StateReader a block waits for the layers of the one before"
-        return Traits(sequential_because=reason)
+        return Traits(sequential_because="with StateReader a block waits for the layers of the one before")

@@ -93,10 +93,6 @@ class TokenHeads(nnx.Module):
         """The attention scale of each head: the absolute value of its parameter."""
         return jnp.abs(self.attention_scale[...])
 
-    def scaled(self, query: Float[Array, "*batch h n k"]) -> Float[Array, "*batch h n k"]:
-        """Queries times the attention scale."""
-        return scaled(query, self.attention_scale)
-
     def bias(self, longest: int) -> Float[Array, "h longest"]:
         """The bias at the distances 1 to `longest`, times the attention scale, which multiplies the bias as well."""
         return self.position.bias(self.num_heads, longest) * self.scale[:, None]
@@ -105,7 +101,7 @@ class TokenHeads(nnx.Module):
         """The heads of vectors without positions: keys of unit length, values, and queries as in a `Tile`. What is not
         used of the result is not computed in a compiled program."""
         key, value, query = self.project(y)
-        return self.position.plain(key), value, self.scaled(self.position.plain(query))
+        return self.position.plain(key), value, scaled(self.position.plain(query), self.attention_scale)
 
     def project(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
         """Keys, values and queries; keys and queries in the form in which the position strategy keeps them."""
@@ -135,7 +131,7 @@ class TokenHeads(nnx.Module):
         of_before = [merge_heads(x.astype(y.dtype)) for x, y in zip((before_key, before_value), projected)]
         before, block = np.arange(self.w), np.arange(self.w, 2 * self.w)
         tile = Tile(
-            query=self.scaled(self.position.plain(query)),
+            query=scaled(self.position.plain(query), self.attention_scale),
             before=KeysAndValues(self.position.plain(previous_key), previous_value, previous_valid),
             block=KeysAndValues(self.position.plain(key), value),
             positions=positions,
@@ -149,7 +145,7 @@ class TokenHeads(nnx.Module):
 
     def placed_query(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
         """Queries with their positions (`Position.placed`), times the attention scale."""
-        return self.scaled(self.position.placed(kept, place, self.query))
+        return scaled(self.position.placed(kept, place, self.query), self.attention_scale)
 
     def placed_key(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
         """Keys with their positions (`Position.placed`)."""
@@ -176,7 +172,7 @@ class TokenHeads(nnx.Module):
         column = (offset[:, None] - jnp.arange(self.w) - 1) % self.w
         seen = (jnp.arange(self.w) < offset[:, None]) | (cache.position >= self.w)[:, None]
         tile = TokenTile(
-            query=self.scaled(self.position.plain(query)),
+            query=scaled(self.position.plain(query), self.attention_scale),
             placed_query=self.placed_query(query, place),
             # A token doesn't see itself, so the key that it replaces, w tokens before, is still there.
             placed_key=cache.key if cache.placed_key is None else cache.placed_key,

@@ -245,14 +245,8 @@ class Shortformer(Skeleton):
 
     def __init__(self, config: ShortformerConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
-        self.vocabulary = AdaptiveVocabulary(
-            vocabulary_size,
-            config.model_width,
-            config.cutoffs,
-            config.band_factor,
-            config.softmax_dropout_rate,
-            rngs=rngs,
-        )
+        bands = config.cutoffs, config.band_factor, config.softmax_dropout_rate
+        self.vocabulary = AdaptiveVocabulary(vocabulary_size, config.model_width, *bands, rngs=rngs)
         self.layers = nnx.List(ShortformerLayer(config, rngs=rngs) for _ in range(config.num_layers))
         self.num_block_by_block = config.num_layers
 

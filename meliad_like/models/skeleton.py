@@ -42,10 +42,8 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 
 def groups_of(layers: Iterable[Any], scan_layers: bool) -> list[Group]:
-    """The layers in order; with `scan_layers`, consecutive ones of the same form are one group.
-
-    Two layers have the same form if their trees have the same settings, names, shapes and dtypes.
-    """
+    """The layers in order; with `scan_layers`, consecutive ones of the same form are one group. Two layers have the
+    same form if their trees have the same settings, names, shapes and dtypes."""
     if not scan_layers:
         return [Group(layer, 1) for layer in layers]
 
@@ -153,10 +151,8 @@ class Skeleton(nnx.Module):
         *,
         every_layer: bool = False,
     ) -> tuple[list[Float[Array, "b n d"]], Any]:
-        """Reads a segment, as `__call__`: returns the output of the last layer, and the carry.
-
-        With `every_layer`, the list holds the embedding and the output of every layer.
-        """
+        """Reads a segment, as `__call__`: returns the output of the last layer, and the carry. With `every_layer`, the
+        list holds the embedding and the output of every layer."""
         n, w = num_parts() * tokens.shape[1], self.config.window_length
         if n % w or start.shape[1] != n // w:
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")

@@ -143,10 +143,8 @@ def applied_rate(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Sch
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The optax transformation; its state has the dtype of the parameters (float32) and its own count of updates.
-
-    The first update uses the schedule's rate of step 0, which with a warmup is 0.
-    """
+    """The optax transformation; its state has the dtype of the parameters (float32) and its own count of updates. The
+    first update uses the schedule's rate of step 0, which with a warmup is 0."""
     optimizer = config.transformation(applied_rate(config, schedule))
     if config.clip_norm is None:
         return optimizer
