@@ -14,7 +14,7 @@ import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 from meliad_like.errors import UserError
 
@@ -35,10 +35,13 @@ class Registry(Mapping[str, type]):
         self._classes: dict[str, type] = {}
         self._loaded = False
 
+    @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
     def register(self, name: str) -> Callable[[Class], Class]:
-        """A class decorator that adds a frozen config dataclass under `name`."""
+        """A class decorator that makes a config a frozen dataclass, if it isn't one, and adds it under `name`."""
 
         def add(config_class: Class) -> Class:
+            if "__dataclass_fields__" not in vars(config_class):
+                config_class = dataclasses.dataclass(frozen=True)(config_class)
             if self._classes.setdefault(name, config_class) is not config_class:
                 raise ValueError(f"two classes are registered as {self.role} {name!r}")
             return config_class

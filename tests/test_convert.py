@@ -23,9 +23,9 @@ from meliad_like.mixers.positions import Infused, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.layer import RepeatedInput
 from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
-from meliad_like.models.repeated_input import RepeatedInput
 from meliad_like.run.opening import open_checkpoint
 
 STATISTICS = json.loads((Path(__file__).parent / "golden" / "i_init_statistics.json").read_text())

@@ -12,9 +12,9 @@ from meliad_like.data.batch import Batch
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.layer import RepeatedInput
 from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
-from meliad_like.models.repeated_input import RepeatedInput
 
 GOLDEN = Path(__file__).parent / "golden"
 W, V = 16, 40

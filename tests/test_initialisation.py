@@ -14,9 +14,9 @@ from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.layer import RepeatedInput
 from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
-from meliad_like.models.repeated_input import RepeatedInput
 
 GOLDEN = Path(__file__).parent / "golden"
 REFERENCE = json.loads((GOLDEN / "i_init_statistics.json").read_text())

@@ -27,9 +27,9 @@ from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.positions import Rotary
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.layer import RepeatedInput
 from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
-from meliad_like.models.repeated_input import RepeatedInput
 
 SIZES = {"num_layers": 3, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 12, "window_length": W}
 SMALL = Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=2, long_slots=6)

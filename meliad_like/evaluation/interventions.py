@@ -48,10 +48,8 @@ def cleared(model: ModelConfig) -> ModelConfig | None:
 
 
 def part_names(config: ModelConfig, carry: Any) -> list[str]:
-    """The parts of a carry for segments that can be exchanged.
-
-    Of a decoder these are the window, and the memories of its mixers by their names; of other families the whole.
-    """
+    """The parts of a carry for segments that can be exchanged. Of a decoder these are the window, and the memories of
+    its mixers by their names; of other families the whole."""
     if not all(isinstance(layer, dict) for layer in carry.layers):
         return [] if config.memory_name is None else [config.memory_name]
     names = {}
@@ -63,10 +61,8 @@ def part_names(config: ModelConfig, carry: Any) -> list[str]:
 
 
 def exchange(config: ModelConfig, carry: Any, source: Any, names: Sequence[str]) -> Any:
-    """A carry with the named parts of another one.
-
-    That may be from any place of any document, because mixers count the tokens of their memories themselves.
-    """
+    """A carry with the named parts of another one. That may be from any place of any document, because mixers count the
+    tokens of their memories themselves."""
     if set(names) == set(part_names(config, carry)):
         return source
 
@@ -146,7 +142,11 @@ def losses_after(
         return LanesReader(documents, lanes, every, window, shuffle=False, epochs=1, whole_segments=True)
 
     step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
-    reading_mode = ReadingMode(step, _begin, lambda model, state: Carries(*map(model.carry_axes, state)))
+    reading_mode = ReadingMode(
+        step,
+        init_carry=lambda module, b: Carries(*(module.init_carry(b) for _ in Carries._fields)),
+        carry_axes=lambda model, state: Carries(*map(model.carry_axes, state)),
+    )
     slices = {"max_lanes": lanes, "loss_slice": run.training.loss_slice}
     evaluator = Evaluator(
         model, documents, mesh, name=kind, segment_length=every, reading_mode=reading_mode, read=reader, **slices
@@ -154,20 +154,7 @@ def losses_after(
     return evaluator.token_losses(params, on_progress)
 
 
-def _begin(module: Any, b: int) -> Carries:
-    return Carries(*(module.init_carry(b) for _ in Carries._fields))
-
-
-def _step(
-    kind: Kind,
-    names: Sequence[str],
-    lengths: Int[np.ndarray, " documents"],
-    model: Model,
-    loss_slice: int,
-    params: Any,
-    carries: Carries,
-    batch: Batch,
-) -> tuple[Carries, Losses]:
+def _step(kind: Kind, names, lengths, model: Model, loss_slice: int, params, carries: Carries, batch: Batch):
     """Reads a segment of every lane twice, block by block: undisturbed, and after the exchange."""
     module, config = model.bind(params), model.config
     begins = batch.start[:, 0]

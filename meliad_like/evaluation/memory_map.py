@@ -14,10 +14,8 @@ Z = 1.959964
 
 
 def accuracies(answers: Iterable[tuple[str, int, int]]) -> pd.DataFrame:
-    """A row for each cell of the grid: questions, right answers, accuracy, its 95 % interval, and chance.
-
-    `answers`: of each document its name, the number of questions and of right answers; of several models all together.
-    """
+    """A row for each cell of the grid: questions, right answers, accuracy, its 95 % interval, and chance. `answers`: of
+    each document its name, the number of questions and of right answers; of several models all together."""
     rows = [(*Cell.of_name(name), questions, correct) for name, questions, correct in answers]
     frame = pd.DataFrame(rows, columns=[*Cell._fields, "questions", "correct"])
     cells = frame.groupby(list(Cell._fields), as_index=False, sort=False).sum()

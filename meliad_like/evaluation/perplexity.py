@@ -207,10 +207,8 @@ class Evaluator:
     def token_losses(
         self, params: Any, on_progress: Callable[[int, int], None] | None = None
     ) -> list[Float[np.ndarray, " targets"]]:
-        """The loss of every target in nats, float32, by document, of which `__call__` returns sums.
-
-        Number `i` of a document is the loss of its token `i + 1`; 0 where a target costs none (`counted_targets`).
-        """
+        """The loss of every target in nats, float32, by document, of which `__call__` returns sums. Number `i` of a
+        document is the loss of its token `i + 1`; 0 where a target costs none (`counted_targets`)."""
         return np.split(self._read(params, on_progress)[0], self._starts[1:])
 
     def _read(
@@ -264,9 +262,7 @@ def make_evaluator(
     **options: Any,
 ) -> Evaluator:
     """An evaluator that reads a split, or `documents` of it, as a run does: with its reader, segment length and lanes.
-
-    `options` are arguments of `Evaluator`.
-    """
+    `options` are arguments of `Evaluator`."""
     return Evaluator(
         model,
         store.split(split) if documents is None else documents,

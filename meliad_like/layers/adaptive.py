@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
-from meliad_like.layers.basic import Linear, check_tokens, dropout, embed, parameter, product, rows
+from meliad_like.layers.basic import Linear, check_tokens, dropout, embed, parameter, product, rows, scores
 from meliad_like.layers.losses import TokenLosses, divisor, in_slices
 from meliad_like.layers.sharding import constrain
 
@@ -56,9 +56,7 @@ class AdaptiveVocabulary(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """`cutoffs` are the first ids of the bands after the first, and `factor` the ratio of neighbouring widths.
-
-        Dropout applies to the input of the softmax, and to its projection to each narrower band.
-        """
+        Dropout applies to the input of the softmax, and to its projection to each narrower band."""
         if cutoffs and cutoffs[-1] >= vocabulary_size:
             raise UserError(
                 f"cutoffs={cutoffs} must be below the vocabulary's size of {vocabulary_size}; () for one shared table"
@@ -142,10 +140,10 @@ class AdaptiveVocabulary(nnx.Module):
 
     def _head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch s"]:
         """Log-probabilities of the first band's words, and of the cluster of each other band."""
-        logits = self._scores(hidden, self.bands[0].table.astype(hidden.dtype))
+        logits = scores(hidden, self.bands[0].table)
         if self.clusters is not None:
             # `self.clusters(hidden)` would return results in the dtype of `hidden`; these must be float32.
-            clusters = self._scores(hidden, self.clusters.kernel[...].astype(hidden.dtype).T)
+            clusters = scores(hidden, self.clusters.kernel[...].T)
             logits = jnp.concatenate([logits, clusters], axis=-1)
         return jax.nn.log_softmax(logits)
 
@@ -154,17 +152,11 @@ class AdaptiveVocabulary(nnx.Module):
         assert band.projection is not None
         narrow = product(rows(hidden), band.projection[...].astype(hidden.dtype).T)
         narrow = dropout(narrow, self.dropout_rate, key).reshape(*hidden.shape[:-1], -1)
-        return self._scores(narrow, band.table.astype(hidden.dtype))
-
-    def _scores(self, x: Float[Array, "*batch i"], table: Float[Array, "v i"]) -> Float[Array, "*batch v"]:
-        scores = jnp.einsum("ni,vi->nv", rows(x), table, preferred_element_type=jnp.float32)
-        return scores.reshape(*x.shape[:-1], -1)
+        return scores(narrow, band.table)
 
     def _score_needed(self, i: int, needed, piece: int, hidden, index, key) -> tuple[Array, Array]:
-        """Log-probabilities in the softmax of band `i`: of each target, and of the most likely token.
-
-        Those of tokens that are not `needed` are finite and have no meaning.
-        """
+        """Log-probabilities in the softmax of band `i`: of each target, and of the most likely token. Those of tokens
+        that are not `needed` are finite and have no meaning."""
 
         def compute(hidden, index, number):
             key_of_piece = None if key is None else jax.random.fold_in(key, number[0, 0])
@@ -182,6 +174,6 @@ class AdaptiveVocabulary(nnx.Module):
 
         order = jnp.argsort(~needed, axis=1, stable=True)
         number = jnp.broadcast_to(np.arange(needed.shape[1]) // piece, needed.shape)
-        scores = in_slices(one_piece, piece, *(reordered(x, order) for x in (needed, hidden, index)), number)
+        results = in_slices(one_piece, piece, *(reordered(x, order) for x in (needed, hidden, index)), number)
         back = jnp.argsort(order, axis=1)
-        return jax.tree.map(lambda x: reordered(x, back), scores)
+        return jax.tree.map(lambda x: reordered(x, back), results)

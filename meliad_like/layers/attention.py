@@ -17,7 +17,7 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from meliad_like.layers.basic import SOFTMAX, UNIT
 
@@ -77,24 +77,14 @@ def merge_heads(*mixed: Float[Array, "*batch h n k"]) -> Float[Array, "*batch n 
 
 
 def scaled(query: Float[Array, "*batch h t k"], scale: nnx.Param) -> Float[Array, "*batch h t k"]:
-    """Queries times the absolute value of the learned attention scale of their head.
-
-    The product is computed in float32 and then rounded, so that the scale's gradient is a float32 sum.
-    """
+    """Queries times the absolute value of the learned attention scale of their head. The product is computed in float32
+    and then rounded, so that the scale's gradient is a float32 sum."""
     return (query.astype(jnp.float32) * jnp.abs(scale[...])[:, None, None]).astype(query.dtype)
 
 
-def ring_distance(window: int) -> Int[np.ndarray, "w w"]:
-    """Distance from the query at offset `t` to the key in ring column `s`: 1 to w."""
-    offset = np.arange(window)
-    return (offset[:, None] - offset[None, :] - 1) % window + 1
-
-
 def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
-    """Values by distance (1 to w) laid out on the ring: `square[h, t, s] = by_distance[h, ring_distance[t, s] - 1]`.
-
-    It consists of copies and a reshape, so that its gradient is a sum and not a scatter.
-    """
+    """Values by distance (1 to w) laid out on the ring: `square[h, t, s] = by_distance[h, (t - s - 1) % w]`. It
+    consists of copies and a reshape, so that its gradient is a sum and not a scatter."""
     h, w = by_distance.shape
     # Row t, read from column w - 1 down to 0, is by_distance rotated left by t: a copy with a stride of w + 1.
     tiled = jnp.tile(by_distance, (1, w + 1)).reshape(h, w, w + 1)[:, :, :w]
@@ -102,10 +92,8 @@ def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
 
 
 def without_largest(bias: Float[Array, "..."], mask: Bool[Array, "..."] | None = None) -> Float[Array, "..."]:
-    """`bias` minus the largest visible bias of each query, which changes no weight of a softmax.
-
-    Scores that compete for the largest weights then differ by more than float32 rounds them to, at any scale.
-    """
+    """`bias` minus the largest visible bias of each query, which changes no weight of a softmax. Scores that compete
+    for the largest weights then differ by more than float32 rounds them to, at any scale."""
     visible = bias if mask is None else jnp.where(mask, bias, MASKED)
     return bias - _largest(visible)
 
@@ -132,10 +120,8 @@ def weigh(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _exponential(x: Float[Array, "*batch s"], dtype: Any) -> tuple[Float[Array, "*batch s"], Float[Array, "*batch 1"]]:
-    """The exponential, rounded to `dtype`, and the float32 sum of what was rounded.
-
-    The derivative is computed from the rounded values, so that the backward pass keeps no second array in float32.
-    """
+    """The exponential, rounded to `dtype`, and the float32 sum of what was rounded. The derivative is computed from the
+    rounded values, so that the backward pass keeps no second array in float32."""
     y = jnp.exp(x).astype(dtype)
     return y, jnp.sum(y, axis=-1, keepdims=True, dtype=jnp.float32)
 

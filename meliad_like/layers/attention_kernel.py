@@ -293,9 +293,7 @@ def _clear_unless(is_valid: Array, *arrays: Any) -> None:
         one[...] = jnp.where(is_valid, one[...], jnp.zeros(one.shape, one.dtype))
 
 
-def _fill(
-    heads: Projected, projected: Projected, scale: Array, options: Options, is_first: Array, is_valid: Array
-) -> None:
+def _fill(heads: Projected, projected: Projected, scale, options: Options, is_first, is_valid) -> None:
     """Fills the arrays of a block; if it is not the first one, those of the block before are there."""
     query = unit(projected.query[...])
     heads.query[...] = (query.astype(jnp.float32) * scale).astype(query.dtype)

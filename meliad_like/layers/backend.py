@@ -28,17 +28,13 @@ def transposes_gradients_of_products() -> bool:
 
 def keeps_only_named_values() -> bool:
     """Accelerators: the backward pass keeps only values with a name (`LINEAR`, `RELU`, ...) and computes others again.
-
-    Writing a value to memory and reading it again takes longer there than computing it.
-    """
+    Writing a value to memory and reading it again takes longer there than computing it."""
     return platform() != "cpu"
 
 
 def looks_up_logits_of_targets() -> bool:
-    """CPU: the logit of a target is looked up; elsewhere it is a masked sum over the vocabulary.
-
-    A lookup has a scatter as its gradient, which is slow on accelerators.
-    """
+    """CPU: the logit of a target is looked up; elsewhere it is a masked sum over the vocabulary. A lookup has a scatter
+    as its gradient, which is slow on accelerators."""
     return platform() == "cpu"
 
 

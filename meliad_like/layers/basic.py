@@ -95,6 +95,12 @@ _product = jax.custom_vjp(_rounded_product, nondiff_argnums=(2,))
 _product.defvjp(_product_forward, _product_backward)
 
 
+def scores(x: Float[Array, "*batch i"], table: Float[Array, "v i"]) -> Float[Array, "*batch v"]:
+    """The products with each vector of a table, which is rounded to the dtype of `x`, in float32."""
+    y = jnp.einsum("ni,vi->nv", rows(x), table.astype(x.dtype), preferred_element_type=jnp.float32)
+    return y.reshape(*x.shape[:-1], -1)
+
+
 def check_tokens(tokens: Int[Array, "*batch"], vocabulary_size: int) -> None:
     """Checks token ids outside of a compiled program; inside one their values are not known yet.
 

@@ -34,10 +34,8 @@ def convolve_segment(
     filters: Float[Array, "taps channels"],
     start: Bool[Array, "b c"],
 ) -> tuple[Float[Array, "b n channels"], Float[Array, "b recent channels"]]:
-    """`convolve` for a device's tokens of a segment, and the inputs of the last tokens, for the next segment.
-
-    `recent` are the inputs of the last tokens before the whole segment.
-    """
+    """`convolve` for a device's tokens of a segment, and the inputs of the last tokens, for the next segment. `recent`
+    are the inputs of the last tokens before the whole segment."""
     newest = inputs[:, inputs.shape[1] - recent.shape[1] :].astype(recent.dtype)
     (before,) = from_left((newest,), (recent,))
     return convolve(inputs, before, filters, start), newest

@@ -62,10 +62,8 @@ def divisor(n: int, at_most: int) -> int:
 
 
 def in_slices(function, length: int, *arrays):
-    """`function` of slices of `length` along the second axis; the backward pass computes each slice again.
-
-    What `function` has named `SOFTMAX` is kept, so that the logits are computed again, but not their softmax's sums.
-    """
+    """`function` of slices of `length` along the second axis; the backward pass computes each slice again. What
+    `function` has named `SOFTMAX` is kept, so that the logits are computed again, but not their softmax's sums."""
     b, n = arrays[0].shape[:2]
     if length == n:
         return function(*arrays)

@@ -128,9 +128,7 @@ def remember(
     keep: Bool[Array, "b n"],
 ) -> Memory:
     """Overwrites the oldest memories with the keys and values of at most m tokens at these positions in a document.
-
-    `keep` tells which tokens to write.
-    """
+    `keep` tells which tokens to write."""
     num_slots = memory.key.shape[2]
     lanes = jnp.arange(key.shape[0])[:, None]
     # A slot that is out of bounds is not written.
@@ -149,10 +147,8 @@ def remember_block(
     position: Int[Array, " b"],
     keep: Bool[Array, " b"],
 ) -> Memory:
-    """Overwrites the oldest memories with the keys and values of a block, whose length divides m.
-
-    `position` is that of the block's first token in its document, and `keep` tells the lanes in which to write.
-    """
+    """Overwrites the oldest memories with the keys and values of a block, whose length divides m. `position` is that of
+    the block's first token in its document, and `keep` tells the lanes in which to write."""
     start = position % memory.key.shape[2]
 
     @jax.vmap

@@ -152,14 +152,10 @@ def wavelengths(head_size: int, base: float = 10_000.0) -> Float[np.ndarray, " h
 
 
 def rotate(
-    x: Float[Array, "*batch s k"],
-    position: Int[Array, "*#batch s"],
-    wavelength: Float[np.ndarray, " half"],
+    x: Float[Array, "*batch s k"], position: Int[Array, "*#batch s"], wavelength: Float[np.ndarray, " half"]
 ) -> Float[Array, "*batch s k"]:
-    """Rotary embedding (Su et al. 2021) of the two halves of each head by `position`.
-
-    Only differences of positions matter, so callers count from wherever is convenient.
-    """
+    """Rotary embedding (Su et al. 2021) of the two halves of each head by `position`. Only differences of positions
+    matter, so callers count from wherever is convenient."""
     angle = jnp.asarray(position, jnp.float32)[..., None] / wavelength
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -27,10 +27,8 @@ def num_parts() -> int:
 
 
 def over_sequence(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """`function(tokens, others) -> (by token, others)` for all devices along the axis.
-
-    `tokens` and the first result are trees of arrays [b, n, ...], sharded along `n`; the others are replicated.
-    """
+    """`function(tokens, others) -> (by token, others)` for all devices along the axis. `tokens` and the first result
+    are trees of arrays [b, n, ...], sharded along `n`; the others are replicated."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get(AXIS, 1) == 1:
         return function
@@ -47,10 +45,8 @@ def own_blocks(x: Array) -> Array:
 
 
 def from_left(last: tuple[Array, ...], first: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The value of `last` on the device to the left; on the leftmost device, `first`.
-
-    The arrays of both have the same shape and dtype, and are sent as one array.
-    """
+    """The value of `last` on the device to the left; on the leftmost device, `first`. The arrays of both have the same
+    shape and dtype, and are sent as one array."""
     parts = num_parts()
     if parts == 1:
         return first

@@ -73,15 +73,21 @@ class At(NamedTuple):
         return own_blocks(self.positions) == 0
 
     def count(self, read: Int[Array, " b"], window_length: int) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
-        """The number of tokens of the document before each block of this device, and after the segment.
+        """The number of tokens of the document before each block of this device, and after the segment. `read` is the
+        number of tokens of the document that a mixer has read before the segment."""
+        before, after = count_by_block(read, self.positions == 0, window_length)
+        return own_blocks(before), after
 
-        `read` is the number of tokens of the document that a mixer has read before the segment.
-        """
-        block = jnp.arange(self.positions.shape[1])
-        last_start = jax.lax.cummax(jnp.where(self.positions == 0, block, -1), axis=1)
-        before = jnp.where(last_start >= 0, block - last_start, block)
-        before = before * window_length + jnp.where(last_start >= 0, 0, read[:, None])
-        return own_blocks(before), before[:, -1] + window_length
+
+def count_by_block(
+    read: Int[Array, " b"], start: Bool[Array, "b c"], block_length: int
+) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
+    """The number of tokens of the document before each block, and after the last one. `read` are those before the
+    segment, and `start` the blocks with which a document begins."""
+    block = jnp.arange(start.shape[1])
+    last_start = jax.lax.cummax(jnp.where(start, block, -1), axis=1)
+    before = jnp.where(last_start >= 0, (block - last_start) * block_length, read[:, None] + block * block_length)
+    return before, before[:, -1] + block_length
 
 
 class Mixer(nnx.Module):
@@ -136,9 +142,7 @@ class Mixer(nnx.Module):
 
     def publish(self, carry: Carry, start: Bool[Array, " b"]) -> Any:
         """What mixers of other layers may read of the carry, in either form, before a block: a pytree, lanes first.
-
-        `start` are the lanes in which a document begins with the block; never while decoding.
-        """
+        `start` are the lanes in which a document begins with the block; never while decoding."""
         raise NotImplementedError
 
 

@@ -5,7 +5,6 @@ memory and the tokens of the segment before the query, whose keys and values hav
 The layer has no positions.
 """
 
-import dataclasses
 import functools
 from typing import ClassVar, Literal, NamedTuple
 
@@ -117,7 +116,6 @@ class DenseAttention(Mixer):
 
 
 @MIXERS.register("dense_memory")
-@dataclasses.dataclass(frozen=True)
 class DenseMemory(MixerConfig):
     """Attention to all of the document's last tokens, instead of the window."""
 

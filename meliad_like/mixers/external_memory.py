@@ -3,7 +3,6 @@
 This is a baseline of Block-Recurrent Transformers (table 1). The layer's window has no positions either.
 """
 
-import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import Memory, MemorySearch, attend_memories, recall, remember_block, search
 from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape
 from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
-from meliad_like.mixers.token_heads import TokenCache
+from meliad_like.mixers.token_heads import Tile, TokenCache
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
@@ -52,7 +51,7 @@ class MemoryAttention(Mixer):
     def __call__(self, x, at, carry, dropout_key):
         window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
         positions, position = at.count(carry.position, self.shape.window_length)
-        memory, memories = self._scan(carry.memory, tile.query, tile.key, tile.value, positions)
+        memory, memories = self._scan(carry.memory, tile, positions)
         return tokens_of(self._mix(window, tile.query, *memories)), MemoryCarry(cache, memory, position)
 
     def begin_decoding(self, carry):
@@ -90,19 +89,9 @@ class MemoryAttention(Mixer):
         mixed = (1 - share) * window.astype(jnp.float32) + share * read.astype(jnp.float32)
         return mixed.astype(read.dtype)
 
-    def _scan(
-        self,
-        memory: Memory,
-        query: Float[Array, "b c h w k"],
-        key: Float[Array, "b c h w k"],
-        value: Float[Array, "b c h w k"],
-        positions: Int[Array, "b c"],
-    ):
-        """Searches the memory and adds to it, block by block or all at once (`config.update`).
-
-        Returns:
-            The memory, and keys [b, c, h, w, j, k], values and validity of the memories for each query.
-        """
+    def _scan(self, memory: Memory, tile: Tile, positions: Int[Array, "b c"]):
+        """Searches the memory and adds to it, block by block or all at once (`config.update`). Returns the memory, and
+        keys [b, c, h, w, j, k], values and validity of the memories for each query."""
         w = self.shape.window_length
         per_turn = positions.shape[1] if self.config.update == "segment" else 1
 
@@ -124,7 +113,7 @@ class MemoryAttention(Mixer):
 
         # The gradient is stopped outside of the scan, so that the scan has none. Otherwise JAX would compute and keep
         # for all pieces of the memory what does not change from turn to turn, such as the slots for every query.
-        without_gradient = jax.lax.stop_gradient((query, key, value))
+        without_gradient = jax.lax.stop_gradient((tile.query, tile.block.key, tile.block.value))
         turns = (rearrange(y, "b (i u) h w k -> i b h (u w) k", u=per_turn) for y in without_gradient)
         turns = (*turns, rearrange(positions, "b (i u) -> i b u", u=per_turn))
         memory, found = jax.lax.scan(step, memory, turns)
@@ -136,7 +125,6 @@ class MemoryAttention(Mixer):
 
 
 @MIXERS.register("external_memory")
-@dataclasses.dataclass(frozen=True)
 class ExternalMemory(MixerConfig):
     """The memory of a Memorizing Transformer, with its layers' attention to the window."""
 

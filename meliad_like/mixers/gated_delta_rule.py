@@ -190,7 +190,6 @@ class DeltaRuleConfig(StatesConfig):
 
 
 @MIXERS.register("gated_delta_rule")
-@dataclasses.dataclass(frozen=True)
 class GatedDeltaRule(DeltaRuleConfig):
     """Layers with matrices that are written to by the gated delta rule."""
 

@@ -7,8 +7,6 @@ of the token of low rank. All else is as in `gated_delta_rule.py`; with equal de
 rules are the same.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -53,7 +51,6 @@ class KimiDelta(DeltaRule):
 
 
 @MIXERS.register("kimi_delta_attention")
-@dataclasses.dataclass(frozen=True)
 class KimiDeltaAttention(DeltaRuleConfig):
     """Layers with matrices that are written to by the delta rule and forget channel by channel."""
 

@@ -9,7 +9,6 @@ multiplied by a SiLU of the token, and an RMS norm of each group follows. Segmen
 `k` that of a state's keys, `g` the number of groups, and `i` the width of all heads.
 """
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -125,7 +124,6 @@ def _uniform(bound: float):
 
 
 @MIXERS.register("mamba2")
-@dataclasses.dataclass(frozen=True)
 class Mamba2(StatesConfig):
     """Layers with the states of Mamba-2. Its heads are its own: `DecoderConfig.num_heads` and `head_size` are those of
     attention."""

@@ -47,12 +47,9 @@ class Position(nnx.Module):
         place: Int[Array, "... s"] | np.ndarray,
         projection: Linear | None = None,
     ) -> Float[Array, "*batch h s k"]:
-        """Queries or keys of unit length with their positions.
+        """Queries or keys of unit length with their positions, from the form in which they are kept.
 
-        Args:
-            kept: queries or keys, in the form in which they are kept.
-            place: their places, [s] or [b, 1, s], in a tile of `2w` tokens whose block begins at w.
-            projection: the layer's projection that made them.
+        Places, [s] or [b, 1, s], are those in a tile of `2w` tokens whose block begins at w; `projection` made `kept`.
         """
         return kept
 
@@ -120,7 +117,6 @@ class PositionConfig:
 
 
 @POSITIONS.register("none")
-@dataclasses.dataclass(frozen=True)
 class NoPosition(PositionConfig):
     """No positions: a window is a set of tokens without an order."""
 
@@ -129,7 +125,6 @@ class NoPosition(PositionConfig):
 
 
 @POSITIONS.register("t5")
-@dataclasses.dataclass(frozen=True)
 class T5(PositionConfig):
     """T5's bias by distance: one table of 32 buckets for each layer."""
 
@@ -138,7 +133,6 @@ class T5(PositionConfig):
 
 
 @POSITIONS.register("fourier")
-@dataclasses.dataclass(frozen=True)
 class Fourier(PositionConfig):
     """A Fourier series of the distance for each head and layer."""
 
@@ -147,7 +141,6 @@ class Fourier(PositionConfig):
 
 
 @POSITIONS.register("alibi")
-@dataclasses.dataclass(frozen=True)
 class Alibi(PositionConfig):
     """ALiBi (Press et al. 2022): a bias that falls with the distance; by default as published.
 
@@ -170,7 +163,6 @@ class Alibi(PositionConfig):
 
 
 @POSITIONS.register("network")
-@dataclasses.dataclass(frozen=True)
 class Network(PositionConfig):
     """A small network of the distance for each layer."""
 
@@ -179,7 +171,6 @@ class Network(PositionConfig):
 
 
 @POSITIONS.register("orthogonal")
-@dataclasses.dataclass(frozen=True)
 class Orthogonal(PositionConfig):
     """A learned combination of seven orthogonal functions of the distance for each head and layer."""
 
@@ -188,7 +179,6 @@ class Orthogonal(PositionConfig):
 
 
 @POSITIONS.register("rotary")
-@dataclasses.dataclass(frozen=True)
 class Rotary(PositionConfig):
     """Rotary embeddings, with wavelengths from 2 pi to 20,000 pi if the unit is 1."""
 
@@ -207,7 +197,6 @@ class Rotary(PositionConfig):
 
 
 @POSITIONS.register("infused")
-@dataclasses.dataclass(frozen=True)
 class Infused(PositionConfig):
     """Sinusoids added to the inputs of the query and key projections."""
 

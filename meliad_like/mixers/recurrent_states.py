@@ -6,7 +6,6 @@ side is computed for all blocks at once, before the scan (keys and values) and a
 With block feedback (appendix E) the tokens of other layers read the states too (`StateReader`).
 """
 
-import dataclasses
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -77,7 +76,7 @@ class StateRecurrence(Mixer):
 
     def __call__(self, x, at, carry, dropout_key):
         window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
-        states, keys = self._scan(carry.states, at.start, tile.both_blocks())
+        states, keys = self._scan(carry.states, at.start, (tile.before, tile.block))
         return tokens_of(window, self.reader(x, keys)), StatesCarry(cache, states)
 
     def begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"]) -> tuple[Array, StateHeads]:
@@ -86,10 +85,8 @@ class StateRecurrence(Mixer):
         return states, self.cell.heads(states)
 
     def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[KeysAndValues, ...]):
-        """Runs the states over the blocks, and resets them where a document starts.
-
-        `tiles` are the blocks before, and the blocks. Returns the last states, and keys and values before each block.
-        """
+        """Runs the states over the blocks, and resets them where a document starts. `tiles` are the blocks before, and
+        the blocks. Returns the last states, and keys and values before each block."""
 
         def step(states, block):
             start, tile = block
@@ -133,7 +130,6 @@ class StateRecurrence(Mixer):
 
 
 @MIXERS.register("recurrent_states")
-@dataclasses.dataclass(frozen=True)
 class RecurrentStates(StatesConfig):
     """The recurrent layers of a Block-Recurrent Transformer, with their attention to the window."""
 
@@ -211,7 +207,6 @@ class FeedbackReader(Mixer):
 
 
 @MIXERS.register("state_reader")
-@dataclasses.dataclass(frozen=True)
 class StateReader(MixerConfig):
     """Block feedback (appendix E): layers without states read those of the layers with `RecurrentStates`."""
 
@@ -237,5 +232,4 @@ class StateReader(MixerConfig):
         return StateAttention.flops(shape, sum(states.num_states for states in read))
 
     def traits(self, shape):
-        reason = "with StateReader a block waits for the layers of the one before"
-        return Traits(sequential_because=reason)
+        return Traits(sequential_because="with StateReader a block waits for the layers of the one before")

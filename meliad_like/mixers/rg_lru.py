@@ -12,7 +12,6 @@ sigmoid(-lambda) is uniform, where the paper has a uniform sigmoid(-lambda)^8. I
 recurrence, and `taps` the length of the convolution.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -150,7 +149,6 @@ def _decay_of_released_code(key, shape, dtype):
 
 
 @MIXERS.register("rg_lru")
-@dataclasses.dataclass(frozen=True)
 class RGLRU(StatesConfig):
     """Layers with Griffin's recurrent block, the RG-LRU."""
 

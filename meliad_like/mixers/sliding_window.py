@@ -1,6 +1,5 @@
 """Sliding-window attention: every token sees the `w` tokens before it (Block-Recurrent Transformers, section 3)."""
 
-import dataclasses
 from typing import ClassVar
 
 import numpy as np
@@ -58,8 +57,9 @@ class WindowAttention(Mixer):
         multiplier = dropout_multiplier(dropout_key, self.shape.dropout_rate, (self.shape.num_heads, w, w))
         if self.shape.attention_kernel != "none":
             return self._attend_in_kernel(tile, multiplier), tile, cache
-        blocks = (tile.placed_query, tile.placed_key, tile.value, tile.placed_previous_key, tile.previous_value)
-        return attend_window(*blocks, tile.bias, tile.previous_valid, multiplier), tile, cache
+        keys_and_values = tile.placed_key, tile.block.value, tile.placed_previous_key, tile.before.value
+        mixed = attend_window(tile.placed_query, *keys_and_values, tile.bias, tile.before.visible, multiplier)
+        return mixed, tile, cache
 
     def _attend_in_kernel(self, tile: Tile, multiplier) -> Float[Array, "b c h w k"]:
         shape = self.shape
@@ -114,7 +114,6 @@ def window_traits(shape: Shape) -> Traits:
 
 
 @MIXERS.register("sliding_window")
-@dataclasses.dataclass(frozen=True)
 class SlidingWindow(MixerConfig):
     """Attention to the `window_length` tokens before each token."""
 

@@ -126,10 +126,8 @@ class StateCell(nnx.Module):
             self.feedforward_gate = gate_class(f, d, "feedforward", config.time_constants, rngs=rngs)
 
     def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:
-        """For each gate, the share of each channel that it keeps, and the share of the update that it takes in.
-
-        `read` is the input of each gate, as `update` returns it.
-        """
+        """For each gate, the share of each channel that it keeps, and the share of the update that it takes in. `read`
+        is the input of each gate, as `update` returns it."""
         d = self.initial.shape[1]
         return {
             name: jnp.stack([jnp.broadcast_to(x, (*hidden.shape[:-1], d)) for x in getattr(self, name).gates(hidden)])
@@ -155,9 +153,7 @@ class StateCell(nnx.Module):
         self, states: Float[Array, "b r d"], heads: StateHeads, *tokens: KeysAndValues
     ) -> tuple[Float[Array, "b r d"], dict[str, Float[Array, "b r _"]]]:
         """The next states: attention among the states and to the tokens of the block and the one before, then gates.
-
-        Returns the states, and the input of each gate, for `gate_values`. `heads` is `self.heads(states)`.
-        """
+        Returns the states, and the input of each gate, for `gate_values`. `heads` is `self.heads(states)`."""
         mixed = merge_heads(attend_unit(heads.query, heads.keys), attend_unit(heads.cross_query, *tokens))
         inputs = {}
         if self.cell in ("skip", "dual"):

@@ -35,13 +35,11 @@ class Tile(NamedTuple):
 
     query: Float[Array, "b c h w k"]
     """Queries of unit length times the attention scale, without positions."""
-    key: Float[Array, "b c h w k"]
-    """Keys of unit length, without positions."""
-    value: Float[Array, "b c h w k"]
-    previous_key: Float[Array, "b c h w k"]
-    previous_value: Float[Array, "b c h w k"]
-    previous_valid: Bool[Array, "b c"]
-    """Whether the block before is visible: it belongs to the same document, or empty places are not masked."""
+    before: KeysAndValues
+    """Keys of unit length, without positions, and values of the block before. It is visible if it belongs to the same
+    document, or if empty places are not masked."""
+    block: KeysAndValues
+    """Those of the block."""
     positions: Int[Array, "b c"]
     """The number of tokens of the document before each block."""
     placed_query: Float[Array, "b c h w k"]
@@ -52,11 +50,6 @@ class Tile(NamedTuple):
     """The bias of the scores at the distances 1 to w, times the attention scale."""
     projected: Projected
     """Queries, keys and values as they are projected, for a kernel."""
-
-    def both_blocks(self) -> tuple[KeysAndValues, KeysAndValues]:
-        """The block before, which may be invisible, and the block."""
-        before = KeysAndValues(self.previous_key, self.previous_value, self.previous_valid)
-        return before, KeysAndValues(self.key, self.value)
 
 
 class TokenTile(NamedTuple):
@@ -100,21 +93,15 @@ class TokenHeads(nnx.Module):
         """The attention scale of each head: the absolute value of its parameter."""
         return jnp.abs(self.attention_scale[...])
 
-    def scaled(self, query: Float[Array, "*batch h n k"]) -> Float[Array, "*batch h n k"]:
-        """Queries times the attention scale."""
-        return scaled(query, self.attention_scale)
-
     def bias(self, longest: int) -> Float[Array, "h longest"]:
         """The bias at the distances 1 to `longest`, times the attention scale, which multiplies the bias as well."""
         return self.position.bias(self.num_heads, longest) * self.scale[:, None]
 
     def of(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
-        """The heads of vectors without positions: keys of unit length, values, and queries as in a `Tile`.
-
-        What is not used of the result is not computed in a compiled program.
-        """
+        """The heads of vectors without positions: keys of unit length, values, and queries as in a `Tile`. What is not
+        used of the result is not computed in a compiled program."""
         key, value, query = self.project(y)
-        return self.position.plain(key), value, self.scaled(self.position.plain(query))
+        return self.position.plain(key), value, scaled(self.position.plain(query), self.attention_scale)
 
     def project(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
         """Keys, values and queries; keys and queries in the form in which the position strategy keeps them."""
@@ -144,12 +131,9 @@ class TokenHeads(nnx.Module):
         of_before = [merge_heads(x.astype(y.dtype)) for x, y in zip((before_key, before_value), projected)]
         before, block = np.arange(self.w), np.arange(self.w, 2 * self.w)
         tile = Tile(
-            query=self.scaled(self.position.plain(query)),
-            key=self.position.plain(key),
-            value=value,
-            previous_key=self.position.plain(previous_key),
-            previous_value=previous_value,
-            previous_valid=previous_valid,
+            query=scaled(self.position.plain(query), self.attention_scale),
+            before=KeysAndValues(self.position.plain(previous_key), previous_value, previous_valid),
+            block=KeysAndValues(self.position.plain(key), value),
             positions=positions,
             placed_query=self.placed_query(query, block),
             placed_key=self.placed_key(key, block),
@@ -161,7 +145,7 @@ class TokenHeads(nnx.Module):
 
     def placed_query(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
         """Queries with their positions (`Position.placed`), times the attention scale."""
-        return self.scaled(self.position.placed(kept, place, self.query))
+        return scaled(self.position.placed(kept, place, self.query), self.attention_scale)
 
     def placed_key(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
         """Keys with their positions (`Position.placed`)."""
@@ -188,7 +172,7 @@ class TokenHeads(nnx.Module):
         column = (offset[:, None] - jnp.arange(self.w) - 1) % self.w
         seen = (jnp.arange(self.w) < offset[:, None]) | (cache.position >= self.w)[:, None]
         tile = TokenTile(
-            query=self.scaled(self.position.plain(query)),
+            query=scaled(self.position.plain(query), self.attention_scale),
             placed_query=self.placed_query(query, place),
             # A token doesn't see itself, so the key that it replaces, w tokens before, is still there.
             placed_key=cache.key if cache.placed_key is None else cache.placed_key,

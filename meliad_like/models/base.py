@@ -102,10 +102,8 @@ class ModelConfig:
 
     @property
     def needs_segments(self) -> str | None:
-        """The setting by which the carry depends on where segments end; None if it doesn't.
-
-        If it does, the model can't generate text.
-        """
+        """The setting by which the carry depends on where segments end; None if it doesn't. If it does, the model can't
+        generate text."""
         return None
 
     @property
@@ -141,16 +139,12 @@ class ModelConfig:
 
     @property
     def memory_name(self) -> str | None:
-        """What a carry remembers, by one name, in a family whose carry is one memory; None: nothing.
-
-        A decoder's carry has the memories of its mixers instead (`evaluation/interventions.py`).
-        """
+        """What a carry remembers, by one name, in a family whose carry is one memory; None: nothing. A decoder's carry
+        has the memories of its mixers instead (`evaluation/interventions.py`)."""
         return None
 
     def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
-        """The config of the same model for reading independent sequences of this number of tokens.
-
-        A pretrained decoder reads each sequence as one window. Other models keep their windows.
-        """
+        """The config of the same model for reading independent sequences of this number of tokens. A pretrained decoder
+        reads each sequence as one window. Other models keep their windows."""
         del num_tokens
         return self

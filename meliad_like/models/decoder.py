@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.layers.basic import RMSNorm, embed, parameter, rows, tiled_dropout
+from meliad_like.layers.basic import RMSNorm, embed, parameter, scores, tiled_dropout
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import num_parts
 from meliad_like.layers.sharding import constrain
@@ -25,7 +25,7 @@ from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.layer import LAYERS, LayerConfig
-from meliad_like.models.pattern import FEEDFORWARD, distinct_entries, named_mixers, names_of, place_mixers
+from meliad_like.models.pattern import distinct_entries, named_mixers, place_mixers
 from meliad_like.models.skeleton import Skeleton
 from meliad_like.registry import kind_field, resumable, size
 from meliad_like.validation import check_not_negative
@@ -34,7 +34,6 @@ AnyMixer = TypeVar("AnyMixer", bound=MixerConfig)
 
 
 @MODELS.register("decoder")
-@dataclasses.dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
     """A stack of layers that see earlier tokens through mixers.
 
@@ -99,15 +98,8 @@ class DecoderConfig(ModelConfig):
     def shape(self) -> Shape:
         """The sizes of the decoder, and what its layers have."""
         bare = frozenset(index for index, kind in self.kinds.items() if not kind.takes_mixers)
-        with_feedforward = (
-            i
-            for i in range(self.total_layers)
-            if i in bare or not self.pattern or FEEDFORWARD in names_of(self.pattern[i % len(self.pattern)])
-        )
-        derived = {
-            "layers": place_mixers(self.mixers, self.pattern, self.total_layers, bare),
-            "feedforward_layers": tuple(with_feedforward),
-        }
+        layers, feedforward_layers = place_mixers(self.mixers, self.pattern, self.total_layers, bare)
+        derived = {"layers": layers, "feedforward_layers": feedforward_layers}
         same = (field.name for field in dataclasses.fields(Shape) if field.name not in derived)
         return Shape(**derived, **{name: getattr(self, name) for name in same})
 
@@ -204,9 +196,7 @@ class Decoder(Skeleton):
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
         """The logits of the next token, float32; the softmax shares the embedding's parameters."""
-        table = self.embedding[...].astype(hidden.dtype)
-        logits = self.logit_scale * jnp.einsum("nd,vd->nv", rows(hidden), table, preferred_element_type=jnp.float32)
-        return logits.reshape(*hidden.shape[:-1], -1)
+        return self.logit_scale * scores(hidden, self.embedding[...])
 
     def published(self, carry, start) -> dict[str, Any]:
         return {

@@ -18,7 +18,7 @@ from meliad_like.mixers.base import MIXERS, Carry, Mixer, Shape, Traits
 from meliad_like.mixers.token_heads import TokenCache
 from meliad_like.registry import Registry, size
 
-LAYERS = Registry("kind of layer", "meliad_like.models.melodi", "meliad_like.models.repeated_input")
+LAYERS = Registry("kind of layer", "meliad_like.models.melodi")
 zeros = jax.nn.initializers.zeros
 
 
@@ -173,3 +173,19 @@ class LayerConfig:
 
     def traits(self, shape: Shape) -> Traits:
         return Traits()
+
+
+class RepeatedInputLayer(DecoderLayer):
+    """A standard layer whose input is added to its output once more (google-research/meliad, `memory2/`)."""
+
+    def _read(self, x, carry, dropout_key, read):
+        y, carry = super()._read(x, carry, dropout_key, read)
+        return x + y, carry
+
+
+@LAYERS.register("repeated_input")
+class RepeatedInput(LayerConfig):
+    """Layers whose input is added to their output once more, as that with the reference's dense memory."""
+
+    def build(self, shape, index, *, rngs):
+        return RepeatedInputLayer(shape, index, rngs=rngs)

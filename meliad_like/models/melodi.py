@@ -9,7 +9,6 @@ The memory of a window is made of the layer's output, so a layer reads one windo
 projections of the tokens, the summary tokens and the long-term memory before the segment are outside of the scan.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -36,26 +35,23 @@ NAME = "melodi"
 
 
 class MelodiCarry(NamedTuple):
-    """What a layer remembers. Memories are kept before norm and projection, so that they are read with new weights."""
+    """What a layer remembers; the last four only while decoding.
+
+    Memories are kept before norm and projection, so that they are read with new weights.
+    """
 
     short: Float[Array, "b r d"]
     long: Float[Array, "b m d"] | None
     """A ring: vector `j` of the document's window `i` lies in slot `(e i + j) % m`. Nothing in it has a position."""
     position: Int[Array, " b"]
     """The number of tokens of the document that the memories have seen."""
-
-
-class DecodingMelodi(NamedTuple):
-    """The same while decoding."""
-
-    memory: MelodiCarry
-    window: TokenCache
+    window: TokenCache | None = None
     """The tokens of the current window so far."""
-    short: tuple[Float[Array, "b h r k"], ...]
+    short_heads: tuple[Float[Array, "b h r k"], ...] | None = None
     """The keys and values of the short-term memory."""
-    long: tuple[Float[Array, "b h m k"], ...]
+    long_heads: tuple[Float[Array, "b h m k"], ...] | None = None
     """The keys and values of the long-term memory; () without one."""
-    mixed: dict[str, Float[Array, "b out d"]]
+    mixed: dict[str, Float[Array, "b out d"]] | None = None
     """By mixing: the sum over the tokens of the window so far, float32."""
 
 
@@ -200,10 +196,8 @@ class MelodiLayer(Layer):
         )
 
     def _mix_long(self, result, query, seen, dropout_key):
-        """Mixes a result with attention to the long-term memory, by a learned share of each head and channel.
-
-        `query` has no positions; `seen` are the memory's keys and values, and which of them are visible.
-        """
+        """Mixes a result with attention to the long-term memory, by a learned share of each head and channel. `query`
+        has no positions; `seen` are the memory's keys and values, and which of them are visible."""
         assert self.gate is not None
         keys, values, shown = seen
         multiplier = self._multiplier(dropout_key, query.shape[2], shown.shape[1])
@@ -269,17 +263,17 @@ class MelodiLayer(Layer):
         long = self._memory_heads(jnp.where(filled, memory.long, 0), None) if self.long else ()
         mixed = {name: jnp.zeros((b, mix.out, self.shape.model_width)) for name, mix in self._mixes.items()}
         window, short = self.heads.begin_block(empty), self._memory_heads(memory.short, None)
-        return {NAME: DecodingMelodi(memory, window, short, long, mixed)}
+        return {NAME: memory._replace(window=window, short_heads=short, long_heads=long, mixed=mixed)}
 
     def end_decoding(self, carry):
-        return {NAME: carry[NAME].memory}
+        return {NAME: MelodiCarry(*carry[NAME][:3])}
 
-    def _mix_stored(self, result, query, carry: DecodingMelodi, age: Int[Array, " b"]):
+    def _mix_stored(self, result, query, carry, age: Int[Array, " b"]):
         """As `_mix_long`, while decoding."""
         if not self.long:
             return result
         shown = self._filled(age) | (not self.shape.mask_empty_cache)
-        return self._mix_long(result, query, (*carry.long, shown), None)
+        return self._mix_long(result, query, (*carry.long_heads, shown), None)
 
     def step(self, x, at, carry):
         carry, r, w, heads = carry[NAME], self.config.short_length, self.shape.window_length, self.heads
@@ -290,8 +284,8 @@ class MelodiLayer(Layer):
         bias = jnp.moveaxis(jnp.take(heads.bias(r + w), distance - 1, axis=1, mode="clip"), 0, 1)
         result = attend(
             tile.placed_query,
-            (heads.position.placed(carry.short[0], np.arange(w - r, w)), tile.placed_key),
-            (carry.short[1], tile.value),
+            (heads.position.placed(carry.short_heads[0], np.arange(w - r, w)), tile.placed_key),
+            (carry.short_heads[1], tile.value),
             bias[:, :, None],
             ((distance > 0) & self._shown(age, r + w))[:, None, None],
         )
@@ -301,8 +295,7 @@ class MelodiLayer(Layer):
 
     def end_window(self, carry, summaries):
         carry, w, heads = carry[NAME], self.shape.window_length, self.heads
-        memory, tokens = carry.memory, carry.window
-        age = memory.position // w
+        tokens, age = carry.window, carry.position // w
         key, value, query = heads.of(self.norm(summaries))
         place = 2 * w + np.arange(summaries.shape[1])
         of_tokens = heads.placed_key(tokens.key, np.arange(w, 2 * w))
@@ -310,15 +303,14 @@ class MelodiLayer(Layer):
         values = jnp.concatenate([tokens.value, value], axis=2)
         placed_query = heads.position.placed(query, place)
         window = Window(jnp.zeros((), jnp.int32), summaries, placed_query, query, keys, values, age)
-        result = self._attend_window(self._bias(), window, carry.short, None)
+        result = self._attend_window(self._bias(), window, carry.short_heads, None)
         result = self._mix_stored(result, query, carry, age)
         summaries, short, extracted = self._make(self._finish(summaries, result, None), carry.mixed)
-        long = self._remember(memory.long, extracted[:, None], age[:, None]) if self.long else None
-        return self.begin_decoding({NAME: MelodiCarry(short, long, memory.position + w)}), summaries
+        long = self._remember(carry.long, extracted[:, None], age[:, None]) if self.long else None
+        return self.begin_decoding({NAME: MelodiCarry(short, long, carry.position + w)}), summaries
 
 
 @LAYERS.register(NAME)
-@dataclasses.dataclass(frozen=True)
 class Melodi(LayerConfig):
     """MELODI's memories: by default those of the reference's code, `configs/base_melodi.gin`."""
 

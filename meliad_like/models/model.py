@@ -83,9 +83,7 @@ class Model:
     @property
     def flops_per_prediction(self) -> dict[str, float]:
         """The operations of a predicted token in a long document, including tokens that windows read again.
-
-        `as_counted` as `layers/flops.py` describes, and `by_the_paper` if the family's paper describes how to count.
-        """
+        `as_counted` as `layers/flops.py` describes, and `by_the_paper` if the family's paper describes how to count."""
         w, paper = self.config.window_length, self.config.flops_by_the_paper()
         counted = self.forward_flops_per_token * w / (w - self.config.overlap)
         return {"as_counted": counted} | ({} if paper is None else {"by_the_paper": paper})

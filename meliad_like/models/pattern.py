@@ -49,8 +49,10 @@ def named_mixers(mixers: Sequence[MixerConfig], pattern: Sequence[str]) -> Itera
 
 def place_mixers(
     mixers: Sequence[MixerConfig], pattern: Sequence[str], num_layers: int, bare: frozenset[int]
-) -> tuple[tuple[MixerConfig, ...], ...]:
-    """The mixers of each layer, from the result of `named_mixers`; layers that are `bare` can't have any.
+) -> tuple[tuple[tuple[MixerConfig, ...], ...], tuple[int, ...]]:
+    """The mixers of each layer, from the result of `named_mixers`, and the layers with a feed-forward network.
+
+    Layers that are `bare` can't have mixers.
 
     Raises:
         UserError: a layer can't have the mixers that it has, or has nothing.
@@ -74,7 +76,8 @@ def place_mixers(
             raise UserError(f"layer {i} can't have both {' and '.join(windows)}: each has the attention to the window")
         if not here and i not in bare and FEEDFORWARD not in entry:
             raise UserError(f"layer {i} has no mixer by which it sees other tokens: name it in `layers`")
-    return tuple(map(tuple, layers))
+    with_feedforward = (i for i, entry in enumerate(entries) if i in bare or not pattern or FEEDFORWARD in entry)
+    return tuple(map(tuple, layers)), tuple(with_feedforward)
 
 
 def _layers_of(

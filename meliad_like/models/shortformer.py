@@ -1,6 +1,5 @@
 """Shortformer (Press et al. 2021, section 5), its ablations, and the model of Baevski & Auli 2018 that it improves."""
 
-import dataclasses
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -30,7 +29,6 @@ EPSILON = 1e-5
 
 
 @MODELS.register("shortformer")
-@dataclasses.dataclass(frozen=True)
 class ShortformerConfig(ModelConfig):
     """A transformer of Baevski & Auli 2018, with the two parts of Shortformer (section 5): positions that are infused
     into attention, and a cache of the tokens before. The defaults are the paper's best model for WikiText-103.
@@ -247,14 +245,8 @@ class Shortformer(Skeleton):
 
     def __init__(self, config: ShortformerConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
-        self.vocabulary = AdaptiveVocabulary(
-            vocabulary_size,
-            config.model_width,
-            config.cutoffs,
-            config.band_factor,
-            config.softmax_dropout_rate,
-            rngs=rngs,
-        )
+        bands = config.cutoffs, config.band_factor, config.softmax_dropout_rate
+        self.vocabulary = AdaptiveVocabulary(vocabulary_size, config.model_width, *bands, rngs=rngs)
         self.layers = nnx.List(ShortformerLayer(config, rngs=rngs) for _ in range(config.num_layers))
         self.num_block_by_block = config.num_layers
 

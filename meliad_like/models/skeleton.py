@@ -20,7 +20,7 @@ from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence
 from meliad_like.layers.sharding import constrain
-from meliad_like.mixers.base import At
+from meliad_like.mixers.base import At, count_by_block
 from meliad_like.models.base import ModelConfig
 from meliad_like.models.layer import Stream
 
@@ -42,10 +42,8 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 
 def groups_of(layers: Iterable[Any], scan_layers: bool) -> list[Group]:
-    """The layers in order; with `scan_layers`, consecutive ones of the same form are one group.
-
-    Two layers have the same form if their trees have the same settings, names, shapes and dtypes.
-    """
+    """The layers in order; with `scan_layers`, consecutive ones of the same form are one group. Two layers have the
+    same form if their trees have the same settings, names, shapes and dtypes."""
     if not scan_layers:
         return [Group(layer, 1) for layer in layers]
 
@@ -96,9 +94,7 @@ class Skeleton(nnx.Module):
 
     def published(self, carry: Any, start: Bool[Array, " b"]) -> dict[str, Any]:
         """What layers read of the carry, in either form, in addition to their own before a block (`At.published`).
-
-        `start` are the lanes in which a document begins with the block.
-        """
+        `start` are the lanes in which a document begins with the block."""
         del carry, start
         return {}
 
@@ -130,11 +126,7 @@ class Skeleton(nnx.Module):
         return carry._replace(layers=[layer.end_decoding(one) for layer, one in both])
 
     def __call__(
-        self,
-        tokens: Int[Array, "b n"],
-        carry: Any,
-        start: Bool[Array, "b c"],
-        dropout_key: PRNGKeyArray | None = None,
+        self, tokens: Int[Array, "b n"], carry: Any, start: Bool[Array, "b c"], dropout_key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "b n d"], Any]:
         """Reads a segment.
 
@@ -159,10 +151,8 @@ class Skeleton(nnx.Module):
         *,
         every_layer: bool = False,
     ) -> tuple[list[Float[Array, "b n d"]], Any]:
-        """Reads a segment, as `__call__`: returns the output of the last layer, and the carry.
-
-        With `every_layer`, the list holds the embedding and the output of every layer.
-        """
+        """Reads a segment, as `__call__`: returns the output of the last layer, and the carry. With `every_layer`, the
+        list holds the embedding and the output of every layer."""
         n, w = num_parts() * tokens.shape[1], self.config.window_length
         if n % w or start.shape[1] != n // w:
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
@@ -193,9 +183,7 @@ class Skeleton(nnx.Module):
         slice_length: int,
     ) -> tuple[TokenLosses, Any]:
         """Reads a segment, as `__call__`: returns the loss of every target, and the carry for the next segment.
-
-        `slice_length` is the number of tokens of a lane whose logits exist at the same time (`layers/losses.py`).
-        """
+        `slice_length` is the number of tokens of a lane whose logits exist at the same time (`layers/losses.py`)."""
 
         def read(by_token, others):
             (tokens, targets), (module, carry, start, dropout_key) = by_token, others
@@ -213,17 +201,12 @@ class Skeleton(nnx.Module):
     def block_positions(
         self, position: Int[Array, " b"], start: Bool[Array, "b c"]
     ) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
-        """The position of each block's first new token in its document, and the position after the segment.
-
-        `position` is that of the segment's first token, if the lane's document continues.
-        """
-        overlap, block = self.config.overlap, jnp.arange(start.shape[1])
-        stride = self.config.window_length - overlap
-        last_start = jax.lax.cummax(jnp.where(start, block, -1), axis=1)
+        """The position of each block's first new token in its document, and the position after the segment. `position`
+        is that of the segment's first token, if the lane's document continues."""
+        overlap = self.config.overlap
         # XLA computes positions again in every layer's program. Products with an overlap of 0 cost nothing there.
-        read_before = (position - overlap * (position > 0))[:, None] + block * stride
-        read = jnp.where(last_start >= 0, (block - last_start) * stride, read_before)
-        return read + overlap * (read > 0), read[:, -1] + stride + overlap
+        read, after = count_by_block(position - overlap * (position > 0), start, self.config.window_length - overlap)
+        return read + overlap * (read > 0), after + overlap
 
     def _stack(
         self, x: Stream, layers: list[Any], at: At, keys: list[PRNGKeyArray | None], groups: list[Group]
@@ -263,10 +246,8 @@ class Skeleton(nnx.Module):
     def _scan_blocks(
         self, x: Stream, layers: list[Any], positions: Int[Array, "b c"], keys, every_layer: bool
     ) -> tuple[list[Stream], list[Any], dict[str, Any]]:
-        """Applies the first layers, which have these carries and keys, to a block before the next block.
-
-        Returns the outputs as `_stack` (or only the last), the carries, and what the layers publish before each block.
-        """
+        """Applies the first layers, which have these carries and keys, to a block before the next block. Returns the
+        outputs as `_stack` (or only the last), the carries, and what the layers publish before each block."""
         # Here parameters are stacked once, not in every iteration.
         groups = groups_of(self.layers[: len(layers)], self.scan_layers)
 
@@ -290,10 +271,8 @@ class Skeleton(nnx.Module):
         return outputs, layers, published
 
     def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
-        """Reads one more token per lane at a cost that does not depend on the number of tokens read before.
-
-        Lanes may be at different positions. Returns the logits of the next token.
-        """
+        """Reads one more token per lane at a cost that does not depend on the number of tokens read before. Lanes may
+        be at different positions. Returns the logits of the next token."""
         (*_, x), carry = self.read_token(token, carry)
         return self.logits(self.finish(x, None)), carry
 

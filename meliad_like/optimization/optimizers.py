@@ -42,7 +42,6 @@ class OptimizerConfig:
 
 
 @OPTIMIZERS.register("adafactor")
-@dataclass(frozen=True)
 class Adafactor(OptimizerConfig):
     """Adafactor, whose steps are also scaled by each parameter's own size. Weight decay is not scaled by the rate."""
 
@@ -74,7 +73,6 @@ class Adafactor(OptimizerConfig):
 
 
 @OPTIMIZERS.register("adam")
-@dataclass(frozen=True)
 class Adam(OptimizerConfig):
     """AdamW."""
 
@@ -108,7 +106,6 @@ class NesterovState(NamedTuple):
 
 
 @OPTIMIZERS.register("nag")
-@dataclass(frozen=True)
 class Nesterov(OptimizerConfig):
     """Nesterov's accelerated gradient as in fairseq, whose velocity is scaled with the learning rate."""
 
@@ -146,10 +143,8 @@ def applied_rate(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Sch
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The optax transformation; its state has the dtype of the parameters (float32) and its own count of updates.
-
-    The first update uses the schedule's rate of step 0, which with a warmup is 0.
-    """
+    """The optax transformation; its state has the dtype of the parameters (float32) and its own count of updates. The
+    first update uses the schedule's rate of step 0, which with a warmup is 0."""
     optimizer = config.transformation(applied_rate(config, schedule))
     if config.clip_norm is None:
         return optimizer

@@ -83,7 +83,6 @@ class DecayingScheduleConfig(ScheduleConfig):
 
 
 @SCHEDULES.register("cosine")
-@dataclass(frozen=True)
 class CosineSchedule(DecayingScheduleConfig):
     """Half a cosine wave that begins at step 0; after the last scheduled step the rate halves every `length` steps."""
 
@@ -105,7 +104,6 @@ class CosineSchedule(DecayingScheduleConfig):
 
 
 @SCHEDULES.register("cosine_after_warmup")
-@dataclass(frozen=True)
 class CosineAfterWarmupSchedule(DecayingScheduleConfig):
     """Half a cosine wave that begins where the warmup ends; then the rate stays at min_rate."""
 
@@ -122,7 +120,6 @@ class CosineAfterWarmupSchedule(DecayingScheduleConfig):
 
 
 @SCHEDULES.register("linear")
-@dataclass(frozen=True)
 class LinearSchedule(DecayingScheduleConfig):
     """A linear decay; after the last scheduled step the rate halves every `length` steps."""
 
@@ -131,7 +128,6 @@ class LinearSchedule(DecayingScheduleConfig):
 
 
 @SCHEDULES.register("exponential")
-@dataclass(frozen=True)
 class ExponentialSchedule(DecayingScheduleConfig):
     """Exponential decay, which continues after the last scheduled step."""
 
@@ -140,7 +136,6 @@ class ExponentialSchedule(DecayingScheduleConfig):
 
 
 @SCHEDULES.register("inverse_square_root")
-@dataclass(frozen=True)
 class InverseSquareRootSchedule(ScheduleConfig):
     """The Block-Recurrent paper's: 1 / sqrt(step)."""
 
@@ -149,7 +144,6 @@ class InverseSquareRootSchedule(ScheduleConfig):
 
 
 @SCHEDULES.register("scaled_inverse_square_root")
-@dataclass(frozen=True)
 class ScaledInverseSquareRootSchedule(DecayingScheduleConfig):
     """min_rate / sqrt(step / length), at most max_rate."""
 
@@ -161,7 +155,6 @@ class ScaledInverseSquareRootSchedule(DecayingScheduleConfig):
 
 
 @SCHEDULES.register("constant")
-@dataclass(frozen=True)
 class ConstantSchedule(ScheduleConfig):
     """The same rate at every step after the warmup."""
 

@@ -36,7 +36,6 @@ DECODER_FIELDS = (
 
 
 @MODELS.register("pretrained")
-@dataclasses.dataclass(frozen=True)
 class PretrainedConfig(ModelConfig):
     """A pretrained decoder, by default GPT-2 small, and how it reads documents.
 

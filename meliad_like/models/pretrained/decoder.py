@@ -13,7 +13,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import LINEAR, check_tokens, dropout, embed, parameter, product, rows
+from meliad_like.layers.basic import LINEAR, check_tokens, dropout, embed, parameter, product, rows, scores
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.sharding import constrain
@@ -78,10 +78,8 @@ class PretrainedDecoder(Skeleton):
         """The logits of the next token, float32."""
         table = (self.embedding if self.output_embedding is None else self.output_embedding)[...]
         if self.config.matmul_dtype is None:
-            table = table.astype(hidden.dtype)
-            logits = jnp.einsum("nd,vd->nv", rows(hidden), table, preferred_element_type=jnp.float32)
-        else:
-            logits = product(rows(hidden).astype(jnp.float32), table.T, self.config.matmul_dtype)
+            return scores(hidden, table)
+        logits = product(rows(hidden).astype(jnp.float32), table.T, self.config.matmul_dtype)
         return logits.reshape(*hidden.shape[:-1], -1)
 
     def init_carry(self, b):

@@ -45,16 +45,10 @@ class Block(Layer):
         queries, keys = config.num_heads * config.head_size, config.num_key_value_heads * config.head_size
         llama = config.architecture == "llama"
 
+        settings = {"initializer": normal, "bias_initializer": None if llama else zeros, "rngs": rngs}
+
         def linear(size_in: int, size_out: int, *axes: str) -> Linear:
-            return Linear(
-                size_in,
-                size_out,
-                axes,
-                rngs=rngs,
-                initializer=normal,
-                bias_initializer=None if llama else zeros,
-                matmul_dtype=config.matmul_dtype,
-            )
+            return Linear(size_in, size_out, axes, matmul_dtype=config.matmul_dtype, **settings)
 
         self.attention_norm = make_norm(config, rngs)
         self.query = linear(d, queries, "model", "heads")

@@ -27,7 +27,6 @@ zeros = jax.nn.initializers.zeros
 
 
 @RECURRENCES.register("window_summary")
-@dataclasses.dataclass(frozen=True)
 class WindowSummary:
     """The recurrence, by default that of the paper where it states its settings."""
 

@@ -18,7 +18,6 @@ ROTARY_SCALINGS = Registry("rotary_scaling")
 
 
 @ROTARY_SCALINGS.register("none")
-@dataclasses.dataclass(frozen=True)
 class RotaryScaling:
     """No scaling, and the base class of the other kinds."""
 
@@ -48,7 +47,6 @@ class FactorScaling(RotaryScaling):
 
 
 @ROTARY_SCALINGS.register("linear")
-@dataclasses.dataclass(frozen=True)
 class LinearScaling(FactorScaling):
     """Every wavelength times the factor (Chen et al. 2023, Extending Context Window by Positional Interpolation)."""
 
@@ -57,7 +55,6 @@ class LinearScaling(FactorScaling):
 
 
 @ROTARY_SCALINGS.register("dynamic")
-@dataclasses.dataclass(frozen=True)
 class DynamicScaling(FactorScaling):
     """A larger base in windows of more than `max_positions` tokens (Peng et al. 2023, YaRN, section 3.3).
 
@@ -90,7 +87,6 @@ class ScalingByParts(FactorScaling):
 
 
 @ROTARY_SCALINGS.register("llama3")
-@dataclasses.dataclass(frozen=True)
 class Llama3Scaling(ScalingByParts):
     """The scaling of Llama 3.1, by how often a wavelength fits into the original window."""
 
@@ -114,7 +110,6 @@ class Llama3Scaling(ScalingByParts):
 
 
 @ROTARY_SCALINGS.register("yarn")
-@dataclasses.dataclass(frozen=True)
 class YarnScaling(ScalingByParts):
     """YaRN (Peng et al. 2023, section 3.4).
 
