@@ -172,7 +172,7 @@ def test_mistakes_are_named(tmp_path):
 
 def test_a_missing_harness_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=r"install the harness with pip install -e '\.\[harness\]'"):
+    with pytest.raises(UserError, match=r"install the harness with pip install 'meliad_like\[harness\]'"):
         import_harness()
 
 

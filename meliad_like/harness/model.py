@@ -1,7 +1,8 @@
 """The model class of the lm-evaluation-harness (`lm_eval`), which finds it by the name `meliad_like` after the import.
 
-import lm_eval, meliad_like.harness.model
-lm_eval.simple_evaluate(model="meliad_like", model_args="checkpoint=runs/quickstart", tasks=["task.yaml"])
+    import lm_eval, meliad_like.harness.model
+
+    lm_eval.simple_evaluate(model="meliad_like", model_args="checkpoint=runs/quickstart", tasks=["task.yaml"])
 
 In the harness's own adapters a prompt that is longer than the context is cut, and long documents are cut into windows.
 Here nothing is cut: the model reads them whole, and remembers of them what it can.
@@ -31,13 +32,18 @@ from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.library import LanguageModel, State, load
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.run.text import encode_prompt
+from meliad_like.run.text import encode_text
 
 SAMPLING = ("temperature", "top_k", "top_p")
 MAX_TOKENS = 256
 """The largest number of tokens that are written where a task names none, as in the harness's own adapters."""
 SHORTEST = 16
 """The smallest number of tokens of a sequence for which a program is compiled."""
+
+FIRST_TOKEN = (
+    "a task has an empty context, or one that is only a part of its text's first token, so that this token has no "
+    "probability: choose --first_tokens to read an end of document before it"
+)
 
 
 class Question(NamedTuple):
@@ -117,35 +123,51 @@ class HarnessModel(TemplateLM):
     def prefix_token_id(self) -> int:
         """The token read in place of an empty context. Raises a UserError if there is none."""
         if not self._first_tokens:
-            raise UserError(
-                "a task has an empty context, so that the first token of its text has no probability: choose "
-                "--first_tokens to read an end of document before it"
-            )
+            raise UserError(FIRST_TOKEN)
         return self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return encode_prompt(self.lm.vocabulary, string).tolist()
+        return encode_text(self.lm.vocabulary, string).tokens.tolist()
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation in nats, and whether its tokens were the most likely ones.
+
+        It is that of the whole text minus that of the context, as `LanguageModel.score` has them. Tokens that both
+        begin with cancel out, and are not computed; from the first other token on, the whole text must be likely.
+        """
+        prefix = [self.eot_token_id] if self._first_tokens else []
+        questions = []
+        for context, continuation in (request.args for request in requests):
+            whole, alone = ((*prefix, *self.tok_encode(text)) for text in (context + continuation, context))
+            num_shared = _num_shared(whole, alone)
+            if not num_shared:
+                raise UserError(FIRST_TOKEN)
+            questions += [Question(len(questions) + i, x, len(x) - num_shared) for i, x in enumerate((whole, alone))]
+        scores = self._answers(questions)
+        results = [(whole - alone, greedy) for (whole, greedy), (alone, _) in zip(scores[::2], scores[1::2])]
+        for request, result in zip(requests, results):
+            self.cache_hook.add_partial("loglikelihood", request.args, result)
+        return results
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation in nats, and whether each of its tokens was the most likely one."""
-        questions = [
-            Question(i, (*context, *continuation), len(continuation))
-            for i, (_, context, continuation) in enumerate(requests)
-        ]
-        results: dict[int, tuple[float, bool]] = {}
+        """`loglikelihood` of tokens, for those who have encoded the texts themselves."""
+        return self._answers([Question(i, (*x[1], *x[2]), len(x[2])) for i, x in enumerate(requests)])
+
+    def _answers(self, questions: list[Question]) -> list[tuple[float, bool]]:
+        """The log-probability of each question's scored tokens, and whether all were the most likely ones."""
+        results = dict.fromkeys(range(len(questions)), (0.0, True))
         batches: dict[Shape, list[Question]] = {}
-        for question in self._with_states(sorted(questions, key=lambda question: question.tokens)):
+        scored = (question for question in questions if question.num_scored)
+        for question in self._with_states(sorted(scored, key=lambda question: question.tokens)):
             shape = self._shape(question.num_inputs, question.state is None)
             batches.setdefault(shape, []).append(question)
             if len(batches[shape]) == self._batch_size:
                 results.update(self._score(shape, batches.pop(shape)))
         for shape, batch in batches.items():
             results.update(self._score(shape, batch))
-        for i, request in enumerate(requests):
-            self.cache_hook.add_partial("loglikelihood", request[0], results[i])
-        return [results[i] for i in range(len(requests))]
+        return list(results.values())
 
     def _with_states(self, questions: list[Question]) -> Iterator[Question]:
         """Each of the questions, which are sorted and have the same state, with the state that it is scored from.
@@ -161,9 +183,9 @@ class HarnessModel(TemplateLM):
             first, last = members[0], members[-1]
             if len(members) > 1:
                 # All of them begin with what the first and the last of the sorted ones share.
-                n = min(len(first.tokens), len(last.tokens))
-                shared = int(np.cumprod(np.equal(first.tokens[:n], last.tokens[:n])).sum())
-                stop = min(shared // w * w, *(question.num_before(w) for question in members))
+                stop = min(
+                    _num_shared(first.tokens, last.tokens) // w * w, *(question.num_before(w) for question in members)
+                )
                 state = self._read(first, stop)
                 yield from self._with_states([x._replace(num_read=stop, state=state) for x in members])
             elif len(first.tokens) - start > segment:
@@ -266,6 +288,11 @@ class HarnessModel(TemplateLM):
             if all(any(stop in text for stop in stops) for text in texts):
                 break
         return [postprocess_generated_text(text + end, stops, None) for text, end in zip(texts, rest)]
+
+
+def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second)))
 
 
 def _power_of_two(n: int) -> int:

@@ -7,20 +7,26 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from meliad_like.config import read_changes
 from meliad_like.conversion.pretrained import kind_of, open_pretrained
 from meliad_like.data.vocabulary import StreamingDecoder
 from meliad_like.errors import UserError
 from meliad_like.generation.beam_search import BeamConfig, Beams, beam_search
-from meliad_like.generation.reading import Reading, RequestedResults, join_readings, load_reading, take_reading
+from meliad_like.generation.reading import (
+    Reading,
+    RequestedResults,
+    check_tokens,
+    join_readings,
+    load_reading,
+    take_reading,
+)
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, check_prompts
 from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score, State
 from meliad_like.remote import local_files
 from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint
-from meliad_like.run.text import carry_identity, encode_prompt
+from meliad_like.run.text import EncodedText, carry_identity, encode_text
 
 Text = str | Sequence[int] | np.ndarray
 """A text, or its tokens."""
@@ -109,10 +115,9 @@ class LanguageModel:
 
     def read_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[State]:
         """`read` of several texts; `states`: the state before all of them, or one for each."""
-        tokens, starts = self._tokens(texts), self._states_before(texts, states)
-        reading = self._generator().read(self._joined(starts), tokens)
-        unfinished = [b"" if len(one) else state.unfinished for one, state in zip(tokens, starts)]
-        return [self._state(reading, lane, rest) for lane, rest in enumerate(unfinished)]
+        encoded, start = self._encoded(texts, states)
+        reading = self._generator().read(start, [text.tokens for text in encoded])
+        return [self._state(reading, lane, text.unfinished) for lane, text in enumerate(encoded)]
 
     def score(self, text: Text, state: State | None = None) -> Score:
         """The probability of each token of a text, which begins a document or follows what `state` has read."""
@@ -120,14 +125,14 @@ class LanguageModel:
 
     def score_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[Score]:
         """`score` of several texts; `states`: the state before all of them, or one for each."""
-        tokens, generator = self._tokens(texts), self._generator()
-        nats, unread = generator.score(self._joined(self._states_before(texts, states)), tokens)
+        (encoded, start), generator = self._encoded(texts, states), self._generator()
+        nats, unread = generator.score(start, [text.tokens for text in encoded])
         finish = functools.cache(lambda: generator.read(*unread))
-        sizes = [len(self.vocabulary.decode_bytes(one.tolist())) for one in tokens]
-        return [
-            Score(one, -nats[lane], size, lambda lane=lane: self._state(finish(), lane))
-            for lane, (one, size) in enumerate(zip(tokens, sizes))
-        ]
+        scores = []
+        for lane, text in enumerate(encoded):
+            read = lambda lane=lane: self._state(finish(), lane, encoded[lane].unfinished)  # noqa: E731
+            scores.append(Score(text.tokens, -nats[lane], text.num_bytes, read))
+        return scores
 
     def forward(self, text: Text, state: State | None = None, *, layers: Sequence[int] = ()) -> Outputs:
         """The logits after each token of a text that begins a document or follows `state`, and hidden states.
@@ -145,7 +150,8 @@ class LanguageModel:
             if not -number - 1 <= layer <= number:
                 raise UserError(f"layers: there is no layer {layer}; the layers are 1 to {number}, and 0 the embedding")
         requested = RequestedResults(logits=True, layers=tuple(sorted({layer % (number + 1) for layer in layers})))
-        tokens, reading = self._tokens(texts), self._joined(self._states_before(texts, states))
+        encoded, reading = self._encoded(texts, states)
+        tokens = [text.tokens for text in encoded]
         # Another token after each text, which is not read: results are those of tokens that another one follows.
         longer = [np.append(one, 0).astype(np.int32) for one in tokens]
         results, _ = self._generator().reader.look(reading, longer, requested)
@@ -212,7 +218,7 @@ class LanguageModel:
         generator = self._generator(SamplingConfig(**sampling), stop_at_end, chunk)
         decoders = [StreamingDecoder(self.vocabulary, state.unfinished) for state in states]
         for written, reading in generator.write(self._joined(states, seeds), tokens):
-            texts = ["".join(map(decoder.push, new)) for decoder, new in zip(decoders, written)]
+            texts = [decoder.push(*new) for decoder, new in zip(decoders, written)]
             for lane, new in enumerate(written):
                 if new:
                     states[lane] = self._state(reading, lane, decoders[lane].unfinished)
@@ -242,7 +248,7 @@ class LanguageModel:
         states = self._starts(starts)
         reading = self._joined(states)
         check_prompts(reading)
-        beams, reading = beam_search(self.model, self.params, reading, tokens, config)
+        beams, reading = beam_search(self.model, self.params, self.vocabulary, reading, tokens, config)
         return [self._hypotheses(text, state, beams, reading, num_best) for text, state in enumerate(states)]
 
     def _hypotheses(self, text: int, start: State, beams: Beams, reading: Reading, num_best: int) -> list[Hypothesis]:
@@ -254,7 +260,7 @@ class LanguageModel:
                 break
             tokens = beams.tokens[text, place, : beams.length[text, place]].tolist()
             decoder = StreamingDecoder(self.vocabulary, start.unfinished)
-            written = "".join(map(decoder.push, tokens))
+            written = decoder.push(*tokens)
             state = self._state(reading, text * width + place, decoder.unfinished)
             ended, score = bool(beams.ended[text, place]), float(beams.score[text, place])
             hypotheses.append(Hypothesis(written + decoder.finish(), tokens, state, ended, log_probability, score))
@@ -265,16 +271,20 @@ class LanguageModel:
         new_states = iter(self.read_batch(texts) if (texts := [x for x in starts if not isinstance(x, State)]) else ())
         return [start if isinstance(start, State) else next(new_states) for start in starts]
 
-    def _states_before(self, texts: Sequence[Text], states: State | Sequence[State] | None) -> list[State]:
-        """The state before each text."""
+    def _encoded(
+        self, texts: Sequence[Text], states: State | Sequence[State] | None
+    ) -> tuple[list[EncodedText], Reading]:
+        """The texts, and a new batch of the states before each of them."""
         if states is None or isinstance(states, State):
-            return [states or self.begin()] * len(texts)
+            states = [states or self.begin()] * len(texts)
         if len(states) != len(texts):
             raise UserError(f"{len(states)} states for {len(texts)} texts: give one for each text, or one for all")
-        return list(states)
-
-    def _tokens(self, texts: Sequence[Text]) -> list[Int[np.ndarray, " n"]]:
-        return [encode_prompt(self.vocabulary, x) if isinstance(x, str) else np.asarray(x, np.int32) for x in texts]
+        check_tokens([np.asarray([] if isinstance(x, str) else x, int) for x in texts], self.vocabulary.size)
+        encoded = [
+            encode_text(self.vocabulary, text, state.num_tokens > 0, state.unfinished)
+            for text, state in zip(texts, states)
+        ]
+        return encoded, self._joined(states)
 
     def _state(self, batch: Reading, lane: int = 0, unfinished: bytes = b"") -> State:
         return State(self.opened, batch, lane, unfinished)
@@ -296,13 +306,11 @@ class LanguageModel:
         return reading._replace(key=jax.device_put(key, reading.key.sharding))
 
     def _generator(self, sampling: SamplingConfig | None = None, stop_at_end: bool = True, chunk: int = 8) -> Generator:
-        end = self.vocabulary.end_of_document
-        ends_lines = bool(self.vocabulary.decode_bytes([end]))
         return Generator(
             self.model,
             self.params,
             segment_length=self.opened.run.data.segment_length,
-            end_of_document=None if ends_lines and not stop_at_end else end,
+            vocabulary=self.vocabulary,
             sampling=sampling or SamplingConfig(),
             stop_at_end=stop_at_end,
             chunk=chunk,
