@@ -157,7 +157,7 @@ class HarnessModel(TemplateLM):
 
     def _answers(self, questions: list[Question]) -> list[tuple[float, bool]]:
         """The log-probability of each question's scored tokens, and whether all were the most likely ones."""
-        results = dict.fromkeys(range(len(questions)), (0.0, True))
+        results: dict[int, tuple[float, bool]] = dict.fromkeys(range(len(questions)), (0.0, True))
         batches: dict[Shape, list[Question]] = {}
         scored = (question for question in questions if question.num_scored)
         for question in self._with_states(sorted(scored, key=lambda question: question.tokens)):
@@ -183,9 +183,8 @@ class HarnessModel(TemplateLM):
             first, last = members[0], members[-1]
             if len(members) > 1:
                 # All of them begin with what the first and the last of the sorted ones share.
-                stop = min(
-                    _num_shared(first.tokens, last.tokens) // w * w, *(question.num_before(w) for question in members)
-                )
+                shared = _num_shared(first.tokens, last.tokens)
+                stop = min(shared // w * w, *(question.num_before(w) for question in members))
                 state = self._read(first, stop)
                 yield from self._with_states([x._replace(num_read=stop, state=state) for x in members])
             elif len(first.tokens) - start > segment:
