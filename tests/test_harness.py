@@ -131,9 +131,7 @@ def test_any_join_is_that_of_both_texts():
     scores = HarnessModel(lm, batch_size=100).loglikelihood(requests("loglikelihood", questions))
     np.testing.assert_allclose([nats for nats, _ in scores], np.subtract(wholes, contexts), atol=1e-5)
     encode = lambda part: lm.vocabulary.encode(part).tolist()  # noqa: E731
-    merged = [
-        context for context, rest in questions if encode(context + rest)[: len(encode(context))] != encode(context)
-    ]
+    merged = [c for c, rest in questions if encode(c + rest)[: len(encode(c))] != encode(c)]
     assert len(questions) == 200 and 50 < len(merged) < 150
     with pytest.raises(UserError, match="only a part of its text's first token, .* choose --first_tokens"):
         HarnessModel(lm).loglikelihood(requests("loglikelihood", [("d", "ef")]))

@@ -45,17 +45,14 @@ class Reading(NamedTuple):
 def take_reading(reading: Reading, lanes: Sequence[int]) -> Reading:
     """New states of these texts, in this order; the buffers are copies."""
     index = np.asarray(lanes, np.int32)
-    token, num_read, ended = (x[index] for x in (reading.token, reading.num_read, reading.ended))
-    return Reading(take_lanes(reading.carry, index), token, reading.key[index], num_read, ended)
+    return Reading(take_lanes(reading.carry, index), *(x[index] for x in reading[1:]))
 
 
 def join_readings(readings: Sequence[Reading]) -> Reading:
     """New states with the texts of all readings, in their order."""
-    token, num_read, ended = (
-        np.concatenate([getattr(reading, name) for reading in readings]) for name in ("token", "num_read", "ended")
-    )
-    key = jnp.concatenate([reading.key for reading in readings])
-    return Reading(join_lanes([reading.carry for reading in readings]), token, key, num_read, ended)
+    carry, token, key, num_read, ended = zip(*readings)
+    token, num_read, ended = map(np.concatenate, (token, num_read, ended))
+    return Reading(join_lanes(carry), token, jnp.concatenate(key), num_read, ended)
 
 
 class RequestedResults(NamedTuple):

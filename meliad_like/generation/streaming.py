@@ -52,8 +52,7 @@ class Generator:
         self._model, self._params = model, params
         self.reader, self._chunk = TextReader(model, params, segment_length), chunk
         end = vocabulary.end_of_document
-        ends_lines = bool(vocabulary.decode_bytes([end]))
-        self._end = end if stop_at_end else None
+        self._end, ends_lines = end if stop_at_end else None, bool(vocabulary.decode_bytes([end]))
         allowed = writable_tokens(vocabulary, forbidden_tokens=() if stop_at_end or ends_lines else (end,))
         self._write_tokens = functools.partial(
             _write_tokens, model, params, allowed, sampling=sampling, end=self._end, chunk=chunk
@@ -111,14 +110,13 @@ class Generator:
 def check_prompts(reading: Reading) -> None:
     """Raises a UserError if a text can't be continued."""
     for number, (token, ended) in enumerate(zip(reading.token, reading.ended, strict=True)):
-        prompt, document = (
-            f"{what} {number} of the batch" if len(reading.token) > 1 else f"the {what}"
-            for what in ("prompt", "document")
-        )
+        name = "the {}" if len(reading.token) == 1 else f"{{}} {number} of the batch"
         if token == NO_TOKEN:
-            raise UserError(f"there is nothing to continue: {prompt} is empty")
+            raise UserError(f"there is nothing to continue: {name.format('prompt')} is empty")
         if ended:
-            raise UserError(f"{document} has ended, there is nothing to write: give a prompt to continue with")
+            raise UserError(
+                f"{name.format('document')} has ended, there is nothing to write: give a prompt to continue with"
+            )
 
 
 # Compiled once per model, for any number of generators.

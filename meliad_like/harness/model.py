@@ -40,11 +40,6 @@ MAX_TOKENS = 256
 SHORTEST = 16
 """The smallest number of tokens of a sequence for which a program is compiled."""
 
-FIRST_TOKEN = (
-    "a task has an empty context, or one that is only a part of its text's first token, so that this token has no "
-    "probability: choose --first_tokens to read an end of document before it"
-)
-
 
 class Question(NamedTuple):
     """Tokens of which the last are scored, and the state after the first of them."""
@@ -123,7 +118,10 @@ class HarnessModel(TemplateLM):
     def prefix_token_id(self) -> int:
         """The token read in place of an empty context. Raises a UserError if there is none."""
         if not self._first_tokens:
-            raise UserError(FIRST_TOKEN)
+            raise UserError(
+                "a task has an empty context, or one that is only a part of its text's first token, so that this token "
+                "has no probability: choose --first_tokens to read an end of document before it"
+            )
         return self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -135,14 +133,13 @@ class HarnessModel(TemplateLM):
         It is that of the whole text minus that of the context, as `LanguageModel.score` has them. Tokens that both
         begin with cancel out, and are not computed; from the first other token on, the whole text must be likely.
         """
-        prefix = [self.eot_token_id] if self._first_tokens else []
         questions = []
         for context, continuation in (request.args for request in requests):
-            whole, alone = ((*prefix, *self.tok_encode(text)) for text in (context + continuation, context))
-            num_shared = _num_shared(whole, alone)
-            if not num_shared:
-                raise UserError(FIRST_TOKEN)
-            questions += [Question(len(questions) + i, x, len(x) - num_shared) for i, x in enumerate((whole, alone))]
+            whole, alone = self.tok_encode(context + continuation), self.tok_encode(context)
+            if not (num_shared := _num_shared(whole, alone)):
+                whole, alone, num_shared = [self.prefix_token_id, *whole], [self.prefix_token_id, *alone], 1
+            for tokens in (whole, alone):
+                questions.append(Question(len(questions), tuple(tokens), len(tokens) - num_shared))
         scores = self._answers(questions)
         results = [(whole - alone, greedy) for (whole, greedy), (alone, _) in zip(scores[::2], scores[1::2])]
         for request, result in zip(requests, results):

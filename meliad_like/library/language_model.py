@@ -33,34 +33,25 @@ Text = str | Sequence[int] | np.ndarray
 
 
 class WritingSettings(TypedDict, total=False):
-    """The settings of `LanguageModel.generate` and `stream`."""
+    """The settings of `LanguageModel.generate` and `stream`: those of `SamplingConfig`, and two of `Generator`."""
 
     temperature: float
-    """The divisor of the logits; 0: always the most likely token. Default: 1."""
     top_k: int
-    """Sample from this number of most likely tokens; 0, the default: from all tokens."""
     top_p: float
-    """Sample from the most likely tokens that together reach this probability. Default: 1."""
     stop_at_end: bool
-    """Whether the end of the document ends the text, which is the default. If not, this token is never sampled, except
-    in vocabularies of whole words, where it ends lines, too."""
     chunk: int
-    """The number of tokens of a piece. Default: 8."""
 
 
 class SearchSettings(TypedDict, total=False):
-    """The settings of `LanguageModel.search`."""
+    """The settings of `LanguageModel.search`: those of `BeamConfig`, and `num_best`."""
 
     width: int
-    """The number of hypotheses that are kept in each step. Default: 4."""
+    length_penalty: float
+    end_tokens: Collection[int] | None
+    """Default: the end of the document."""
+    forbidden_tokens: Collection[int]
     num_best: int | None
     """The number of hypotheses that are returned, `width` by default. There can be fewer."""
-    length_penalty: float
-    """The exponent of the normalisation by length. Default: 0, no normalisation."""
-    end_tokens: Collection[int] | None
-    """A hypothesis ends with the first of these tokens. Default: the end of the document."""
-    forbidden_tokens: Collection[int]
-    """Tokens that no hypothesis contains."""
 
 
 def load(path: str | Path, *, step: int | None = None, gin_params: str | Sequence[str] = ()) -> "LanguageModel":
@@ -98,7 +89,7 @@ class LanguageModel:
 
     def begin(self, seed: int = 0) -> State:
         """The state before the first token of a document. The random seed is for texts that continue it."""
-        return self._state(self._generator().begin(seed))
+        return State(self.opened, self._generator().begin(seed))
 
     def resume(self, path: str | Path) -> State:
         """Reads a state from a file, also on `gs://`. Raises a UserError if it is damaged, or of another model."""
@@ -107,7 +98,7 @@ class LanguageModel:
         carry, key = jax.tree.map(
             lambda new, old: jax.device_put(new, old.sharding), *((x.carry, x.key) for x in (reading, fresh))
         )
-        return self._state(reading._replace(carry=carry, key=key), unfinished=unfinished)
+        return State(self.opened, reading._replace(carry=carry, key=key), unfinished=unfinished)
 
     def read(self, text: Text, state: State | None = None) -> State:
         """The state after a text of any length, which begins a document or follows what `state` has read."""
@@ -117,7 +108,7 @@ class LanguageModel:
         """`read` of several texts; `states`: the state before all of them, or one for each."""
         encoded, start = self._encoded(texts, states)
         reading = self._generator().read(start, [text.tokens for text in encoded])
-        return [self._state(reading, lane, text.unfinished) for lane, text in enumerate(encoded)]
+        return [State(self.opened, reading, lane, text.unfinished) for lane, text in enumerate(encoded)]
 
     def score(self, text: Text, state: State | None = None) -> Score:
         """The probability of each token of a text, which begins a document or follows what `state` has read."""
@@ -130,7 +121,7 @@ class LanguageModel:
         finish = functools.cache(lambda: generator.read(*unread))
         scores = []
         for lane, text in enumerate(encoded):
-            read = lambda lane=lane: self._state(finish(), lane, encoded[lane].unfinished)  # noqa: E731
+            read = lambda lane=lane: State(self.opened, finish(), lane, encoded[lane].unfinished)  # noqa: E731
             scores.append(Score(text.tokens, -nats[lane], text.num_bytes, read))
         return scores
 
@@ -221,7 +212,7 @@ class LanguageModel:
             texts = [decoder.push(*new) for decoder, new in zip(decoders, written)]
             for lane, new in enumerate(written):
                 if new:
-                    states[lane] = self._state(reading, lane, decoders[lane].unfinished)
+                    states[lane] = State(self.opened, reading, lane, decoders[lane].unfinished)
                     if reading.ended[lane] and not is_alone:
                         # The other texts are continued, in the same memory.
                         states[lane] = states[lane].copy()
@@ -261,7 +252,7 @@ class LanguageModel:
             tokens = beams.tokens[text, place, : beams.length[text, place]].tolist()
             decoder = StreamingDecoder(self.vocabulary, start.unfinished)
             written = decoder.push(*tokens)
-            state = self._state(reading, text * width + place, decoder.unfinished)
+            state = State(self.opened, reading, text * width + place, decoder.unfinished)
             ended, score = bool(beams.ended[text, place]), float(beams.score[text, place])
             hypotheses.append(Hypothesis(written + decoder.finish(), tokens, state, ended, log_probability, score))
         return hypotheses
@@ -285,9 +276,6 @@ class LanguageModel:
             for text, state in zip(texts, states)
         ]
         return encoded, self._joined(states)
-
-    def _state(self, batch: Reading, lane: int = 0, unfinished: bytes = b"") -> State:
-        return State(self.opened, batch, lane, unfinished)
 
     def _joined(self, states: Sequence[State], seeds: Sequence[int] | None = None) -> Reading:
         """A new batch of these states, with random states from the seeds if there are any."""
