@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +26,9 @@ class BeamConfig:
     """The number of hypotheses that are kept in each step. With 1 it is greedy: the most likely token each time."""
     length_penalty: float = 0.0
     """The exponent `alpha` of the normalisation by length in `normalised`; 0: the score is the log-probability."""
-    end_tokens: tuple[int, ...] = ()
+    end_tokens: Collection[int] = ()
     """A hypothesis ends with the first of these tokens."""
-    forbidden_tokens: tuple[int, ...] = ()
+    forbidden_tokens: Collection[int] = ()
     """Tokens that no hypothesis contains. The probabilities of the other tokens are those of the model, unchanged."""
 
     def __post_init__(self):
@@ -75,18 +76,9 @@ def beam_search(
     allowed = writable_tokens(vocabulary, config.end_tokens, config.forbidden_tokens)
     if num_tokens < 1:
         raise UserError(f"tokens={num_tokens} must be at least 1")
-    ends = np.isin(np.arange(vocabulary.size), config.end_tokens)
-    carry, beams = _search(
-        model,
-        params,
-        reading.carry,
-        reading.token,
-        ends,
-        allowed,
-        np.float32(config.length_penalty),
-        width=config.width,
-        num_tokens=num_tokens,
-    )
+    ends = np.isin(np.arange(vocabulary.size), list(config.end_tokens))
+    texts = (reading.carry, reading.token, ends, allowed, np.float32(config.length_penalty))
+    carry, beams = _search(model, params, *texts, width=config.width, num_tokens=num_tokens)
     beams = Beams(*map(np.asarray, beams))
     last = np.take_along_axis(beams.tokens, beams.length[..., None] - 1, axis=-1).reshape(-1)
     num_read = np.repeat(reading.num_read, config.width) + beams.length.reshape(-1)

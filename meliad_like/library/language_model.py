@@ -1,5 +1,6 @@
 """A trained model with its parameters and its vocabulary."""
 
+import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -173,15 +174,14 @@ class LanguageModel:
     ) -> list[Continuation]:
         """`generate` from several states or texts, with a seed for each."""
         states = self._starts(starts)
-        texts, written = [""] * len(states), [[] for _ in states]
-        pieces = [Continuation("", [], state, False) for state in states]
+        whole = [Continuation("", [], state, False) for state in states]
         for pieces in self.stream_batch(states, tokens, seeds=seeds, **settings):
-            texts = [text + piece.text for text, piece in zip(texts, pieces)]
-            written = [ids + piece.tokens for ids, piece in zip(written, pieces)]
-        return [
-            Continuation(text + piece.state.unfinished.decode(errors="replace"), ids, piece.state, piece.ended)
-            for text, ids, piece in zip(texts, written, pieces)
-        ]
+            whole = [
+                Continuation(one.text + new.text, one.tokens + new.tokens, new.state, new.ended)
+                for one, new in zip(whole, pieces)
+            ]
+        rests = [one.state.unfinished.decode(errors="replace") for one in whole]
+        return [dataclasses.replace(one, text=one.text + rest) for one, rest in zip(whole, rests)]
 
     def stream(
         self, start: State | Text, tokens: int = 200, *, seed: int | None = None, **settings: Unpack[WritingSettings]
@@ -229,10 +229,10 @@ class LanguageModel:
         self, starts: Sequence[State | Text], tokens: int = 200, **settings: Unpack[SearchSettings]
     ) -> list[list[Hypothesis]]:
         """`search` from several states or texts."""
-        changed: dict[str, Any] = {"num_best": None, "end_tokens": None, "forbidden_tokens": (), **settings}
-        num_best, ends = changed.pop("num_best"), changed.pop("end_tokens")
-        ends = (self.vocabulary.end_of_document,) if ends is None else tuple(ends)
-        config = BeamConfig(end_tokens=ends, forbidden_tokens=tuple(changed.pop("forbidden_tokens")), **changed)
+        options: dict[str, Any] = {"end_tokens": None, "num_best": None, **settings}
+        if options["end_tokens"] is None:
+            options["end_tokens"] = (self.vocabulary.end_of_document,)
+        num_best, config = options.pop("num_best"), BeamConfig(**options)
         num_best = config.width if num_best is None else num_best
         if not 1 <= num_best <= config.width:
             raise UserError(f"num_best={num_best} must be at least 1 and at most width={config.width}")
