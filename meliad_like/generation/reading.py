@@ -66,14 +66,6 @@ class RequestedResults(NamedTuple):
     """`layer 2`, [d], ...: the output of these layers, counted from 1, before the final norm; 0: the embedding."""
 
 
-class Unread(NamedTuple):
-    """The rest of a batch of texts."""
-
-    reading: Reading
-    """The states before the rest."""
-    tokens: list[Int[np.ndarray, " n"]]
-
-
 class TextReader:
     """Reads texts with fixed parameters: whole segments, then whole blocks, then token by token."""
 
@@ -83,7 +75,7 @@ class TextReader:
 
     def read(self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]]) -> Reading:
         """The states after these tokens, one array for each text of `reading`."""
-        return self.look(reading, texts, RequestedResults(), finish=True)[1].reading
+        return self.look(reading, texts, RequestedResults(), finish=True)[1]
 
     def look(
         self,
@@ -91,15 +83,15 @@ class TextReader:
         texts: Sequence[Int[np.ndarray, " n"]],
         requested: RequestedResults,
         finish: bool = False,
-    ) -> tuple[list[dict[str, np.ndarray]], Unread]:
+    ) -> tuple[list[dict[str, np.ndarray]], Reading, list[Int[np.ndarray, " n"]]]:
         """Reads texts, and returns the requested results of their tokens.
 
         Unless `finish`, the tokens of a last, incomplete block are read at once for their results, and not one by one,
-        as the state after them would require. `read` continues the states that are returned with these tokens.
+        as the state after them would require. `read` continues with them.
 
         Returns:
             For each text the results by name, [n, ...]: of the last token before the text, if there is one, and of the
-            tokens of the text but its last.
+            tokens of the text but its last; the states before the tokens that are still to be read, and these tokens.
         """
         check_tokens(texts, self._model.vocabulary_size)
         # The last token before each text has not been read yet; if it is a generated end of document, it is dropped.
@@ -139,7 +131,7 @@ class TextReader:
             {name: np.concatenate([p[name] for p in parts]) for name in parts[0]} if parts else {}
             for parts in parts_by_text
         ]
-        return joined, Unread(Reading(carry, token, reading.key, num_read, ended), rest)
+        return joined, Reading(carry, token, reading.key, num_read, ended), rest
 
     def _next(
         self, num_read: Int[np.ndarray, " b"], remaining: Int[np.ndarray, " b"]
@@ -200,15 +192,8 @@ def _look_at_block(model: Model, params, carry, tokens, targets, start, *, reque
     return _look(model, params, carry, tokens, targets, start, requested)[0]
 
 
-def _look(
-    model: Model,
-    params,
-    carry,
-    tokens: Int[Array, "b n"],
-    targets: Int[Array, "b n"],
-    start: Bool[Array, "b c"],
-    requested,
-):
+def _look(model: Model, params, carry, tokens, targets, start, requested: RequestedResults):
+    """The results and the carry of whole blocks: tokens and targets int32[b, n], start bool[b, c]."""
     module = model.bind(params)
     outputs, carry = module.read_while_decoding(tokens, carry, start, every_layer=bool(requested.layers))
     return _results(module, outputs, targets, requested), carry

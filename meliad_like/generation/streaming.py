@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.generation.reading import NO_TOKEN, Reading, RequestedResults, TextReader, Unread
+from meliad_like.generation.reading import NO_TOKEN, Reading, RequestedResults, TextReader
 from meliad_like.generation.sampling import SamplingConfig, sample_lanes, writable_tokens
 from meliad_like.models.model import Model
 
@@ -70,17 +70,21 @@ class Generator:
 
     def score(
         self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]]
-    ) -> tuple[list[Float[np.ndarray, " n"]], Unread]:
+    ) -> tuple[list[Float[np.ndarray, " n"]], Reading, list[Int[np.ndarray, " n"]]]:
         """Reads texts, and returns the loss of each token in nats; NaN if no token precedes it.
 
         `read` continues the states that are returned with the texts' last tokens, which these lack.
         """
-        results, unread = self.reader.look(reading, texts, RequestedResults(losses=True))
+        results, before, rest = self.reader.look(reading, texts, RequestedResults(losses=True))
         nats = [one.get("nats", np.zeros(0, np.float32)) for one in results]
-        return [
-            np.pad(one, (len(text) - len(one), 0), constant_values=np.nan)
-            for one, text in zip(nats, texts, strict=True)
-        ], unread
+        return (
+            [
+                np.pad(one, (len(text) - len(one), 0), constant_values=np.nan)
+                for one, text in zip(nats, texts, strict=True)
+            ],
+            before,
+            rest,
+        )
 
     def write(self, reading: Reading, num_tokens: int) -> Iterator[tuple[list[list[int]], Reading]]:
         """Generates up to `num_tokens` tokens of each text in chunks; the last may be the end of the document.

@@ -217,7 +217,7 @@ class HarnessModel(TemplateLM):
         # Unused lanes repeat the last one, so that a program is compiled for one number of lanes.
         states = [question.state for question in (questions + questions[-1:] * self._batch_size)[: self._batch_size]]
         carry = None if begins else join_lanes([state.reading.carry for state in states if state is not None])
-        losses = _losses(model, self.lm.params, carry, tokens[:, :-1], tokens[:, 1:], start)
+        losses = _losses(model, self.lm.params, carry, tokens, start)
         nats, correct = np.asarray(losses.nats, np.float64), np.asarray(losses.correct)
         for i, question in enumerate(questions):
             scored = np.s_[i, question.num_inputs - question.num_scored : question.num_inputs]
@@ -297,18 +297,11 @@ def _power_of_two(n: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _losses(
-    model: Model,
-    params: Any,
-    carry: Any,
-    inputs: Int[Array, "b n"],
-    targets: Int[Array, "b n"],
-    start: Bool[Array, "b c"],
-) -> TokenLosses:
-    """The losses of the targets. Without a carry, documents begin."""
+def _losses(model: Model, params, carry, tokens: Int[Array, "b n"], start: Bool[Array, "b c"]) -> TokenLosses:
+    """The losses of the tokens after each first one. Without a carry, documents begin."""
     module = model.bind(params)
     if carry is None:
-        carry = module.begin_decoding(module.init_carry(len(inputs)))
+        carry = module.begin_decoding(module.init_carry(len(tokens)))
     # While decoding, windows that overlap read tokens without repetition.
-    (output,), _ = module.read_while_decoding(inputs, carry, start)
-    return token_losses(module, module.finish(output, None), targets, LOSS_SLICE)
+    (output,), _ = module.read_while_decoding(tokens[:, :-1], carry, start)
+    return token_losses(module, module.finish(output, None), tokens[:, 1:], LOSS_SLICE)

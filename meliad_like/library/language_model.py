@@ -118,7 +118,7 @@ class LanguageModel:
     def score_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[Score]:
         """`score` of several texts; `states`: the state before all of them, or one for each."""
         (encoded, start), generator = self._encoded(texts, states), self._generator()
-        nats, unread = generator.score(start, [text.tokens for text in encoded])
+        nats, *unread = generator.score(start, [text.tokens for text in encoded])
         finish = functools.cache(lambda: generator.read(*unread))
         scores = []
         for lane, text in enumerate(encoded):
@@ -146,7 +146,7 @@ class LanguageModel:
         tokens = [text.tokens for text in encoded]
         # Another token after each text, which is not read: results are those of tokens that another one follows.
         longer = [np.append(one, 0).astype(np.int32) for one in tokens]
-        results, _ = self._generator().reader.look(reading, longer, requested)
+        results, *_ = self._generator().reader.look(reading, longer, requested)
         outputs = []
         for one, arrays in zip(tokens, results, strict=True):
             # Without the results of the token before the text.
