@@ -77,14 +77,8 @@ class Generator:
         """
         results, before, rest = self.reader.look(reading, texts, RequestedResults(losses=True))
         nats = [one.get("nats", np.zeros(0, np.float32)) for one in results]
-        return (
-            [
-                np.pad(one, (len(text) - len(one), 0), constant_values=np.nan)
-                for one, text in zip(nats, texts, strict=True)
-            ],
-            before,
-            rest,
-        )
+        missing = [(len(text) - len(one), 0) for one, text in zip(nats, texts, strict=True)]
+        return [np.pad(one, pad, constant_values=np.nan) for one, pad in zip(nats, missing)], before, rest
 
     def write(self, reading: Reading, num_tokens: int) -> Iterator[tuple[list[list[int]], Reading]]:
         """Generates up to `num_tokens` tokens of each text in chunks; the last may be the end of the document.
