@@ -14,6 +14,7 @@ import numpy as np
 from absl import app, flags
 from rich.console import Console
 
+from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
 from meliad_like.generation.streaming import Generator, Reading, SamplingConfig
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates
@@ -57,7 +58,7 @@ def main(_):
             model,
             params,
             segment_length=SEGMENT_LENGTH,
-            end_of_document=V - 1,
+            vocabulary=DictionaryVocabulary([(str(word), 1) for word in range(V - 4)]),
             sampling=SamplingConfig(),
             stop_at_end=False,
             chunk=CHUNK,

@@ -72,7 +72,7 @@ def main() -> None:
             details["other_bits_per_byte"] = {"untrained": untrained.bits_per_byte, **compressors}
     if COMPARE.value or not DETAILS.value:
         console.print(report.comparison(evaluations, compressors).to_rich())
-    first_bytes = sum(len(vocabulary.decode_bytes(split.tokens(int(i), 0, 1))) for i in evaluator.documents)
+    first_bytes = sum(len(vocabulary.document_bytes(split.tokens(int(i), 0, 1))) for i in evaluator.documents)
     console.print(f"Each document's first token is read but not predicted: {first_bytes:,} bytes in all.")
     costs = ", ".join(f"{flops:.3g} {how.replace('_', ' ')}" for how, flops in model.flops_per_prediction.items())
     console.print(f"Floating-point operations for each predicted token: {costs}.")

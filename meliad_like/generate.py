@@ -46,7 +46,7 @@ def main() -> None:
 
     from meliad_like.generation.sampling import SamplingConfig
     from meliad_like.library import load
-    from meliad_like.run.text import encode_prompt, read_document
+    from meliad_like.run.text import read_document
 
     sampling = SamplingConfig(TEMPERATURE.value, TOP_K.value, TOP_P.value)
     lm = load(CHECKPOINT.value, step=STEP.value, gin_params=COMMAND.gin_param.value)
@@ -56,10 +56,10 @@ def main() -> None:
     if ECHO.value:
         print(f"--- read, up to here:\n{prompt[-ECHO.value :]}\n--- written:")
     state = lm.begin() if LOAD_CARRY.value is None else lm.resume(LOAD_CARRY.value)
-    tokens, began = encode_prompt(lm.vocabulary, prompt), time.perf_counter()
-    state = lm.read(tokens, state)
+    before, began = state.num_tokens, time.perf_counter()
+    state = lm.read(prompt, state)
     jax.block_until_ready(state.reading.carry)
-    read_seconds = time.perf_counter() - began
+    num_read, read_seconds = state.num_tokens - before, time.perf_counter() - began
     moments, counts = [], []
     options = {"seed": SEED.value, "stop_at_end": STOP_AT_END.value, "chunk": CHUNK.value} | vars(sampling)
     try:
@@ -80,7 +80,7 @@ def main() -> None:
     # The first chunk waits for the compiler.
     rate = f", {sum(counts[1:]) / (moments[-1] - moments[0]):.0f} tokens/s" if len(moments) > 1 else ""
     # On stderr, so that the outputs of two runs with a saved carry between them join to the output of one run.
-    print(f"\nread {len(tokens)} tokens in {read_seconds:.1f} s, wrote {sum(counts)}{rate}", file=sys.stderr)
+    print(f"\nread {num_read} tokens in {read_seconds:.1f} s, wrote {sum(counts)}{rate}", file=sys.stderr)
     if saves:
         state.save(SAVE_CARRY.value)
         print(f"saved the carry in {SAVE_CARRY.value}; --load_carry={SAVE_CARRY.value} resumes here", file=sys.stderr)

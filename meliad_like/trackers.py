@@ -142,5 +142,5 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        advice = f'pip install -e ".[{name}]"'
+        advice = f'pip install "meliad_like[{name}]"'
         raise UserError(f"the tracker {name!r} needs a package that is not installed ({error}): {advice}") from None

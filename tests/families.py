@@ -57,7 +57,7 @@ FAMILIES = {
 }
 
 
-def language_model(config) -> LanguageModel:
-    model = Model(config, BYTES.size)
+def language_model(config, vocabulary=BYTES) -> LanguageModel:
+    model = Model(config, vocabulary.size)
     run = RunConfig(model=config, data=LanesReaderConfig(segment_length=C * W, tokens_per_step=C * W))
-    return LanguageModel(OpenedCheckpoint(run, model, model.init(jax.random.key(1)), BYTES, 7))
+    return LanguageModel(OpenedCheckpoint(run, model, model.init(jax.random.key(1)), vocabulary, 7))

@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_named(run, tmp_path):
 
 def test_pytorch_is_asked_for_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(UserError, match=r"needs PyTorch: pip install -e '.\[fairseq\]'"):
+    with pytest.raises(UserError, match=r"needs PyTorch: pip install 'meliad_like\[fairseq\]'"):
         fairseq.read_fairseq("theirs.pt")
 
 

@@ -6,6 +6,7 @@
 <!-- run before a release -->            pytest -m exhaustive
 """
 
+import ast
 import re
 import shlex
 import sysconfig
@@ -98,6 +99,13 @@ def test_every_block_has_a_language_and_a_known_mark():
         assert indented is None or re.search(r"(?m)^(\d+\.|[-*]) ", lines), (
             f"{page.name}: {indented[0]!r} is not fenced"
         )
+
+
+def test_examples_in_docstrings_are_indented():
+    """The reference shows other lines as a paragraph."""
+    for path in (ROOT / "meliad_like").rglob("*.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert not re.search(r"(?m)^(import \w|\w+ = |\w[\w.]*\(.*\)$)", docstring), path
 
 
 def test_the_pages_are_short():

@@ -1,5 +1,6 @@
 """Folders for transformers: our weights and our tokens, as we, `tokenizers` and transformers itself read them back."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -55,6 +56,17 @@ def test_tokens_are_the_same(exported):
     assert tokens == vocabulary.encode(TEXT).tolist()
     assert tokenizer.decode(tokens) == TEXT
     assert tokenizer.token_to_id("<|endoftext|>") in (None, vocabulary.end_of_document)
+
+
+def test_ids_without_a_token_are_suppressed(exported):
+    """transformers reads this file when it writes texts."""
+    vocabulary, folder = exported
+    path, unused = folder / "generation_config.json", range(257, vocabulary.size)
+    if vocabulary.kind == "bytes" and unused:
+        expected = {"bos_token_id": 256, "eos_token_id": 256, "suppress_tokens": [*unused]}
+        assert json.loads(path.read_text()) == expected
+    else:
+        assert not path.exists()
 
 
 def test_we_read_it_back(exported, tmp_path):

@@ -63,7 +63,7 @@ def prompt() -> np.ndarray:
 @pytest.fixture(scope="module")
 def make_generator(opened):
     def make(**changes) -> Generator:
-        arguments = {"segment_length": N, "end_of_document": END, "sampling": SamplingConfig()} | changes
+        arguments = {"segment_length": N, "vocabulary": BYTES, "sampling": SamplingConfig()} | changes
         return Generator(opened.model, opened.params, **arguments)
 
     return make
@@ -133,7 +133,7 @@ def test_the_seed_decides(make_generator, prompt):
 def test_the_end_of_the_document_ends_the_text(opened, prompt):
     # Everything points to the end, after some tokens.
     params = opened.params | {"embedding": opened.params["embedding"].at[END].multiply(4)}
-    arguments = {"segment_length": N, "end_of_document": END, "sampling": SamplingConfig()}
+    arguments = {"segment_length": N, "vocabulary": BYTES, "sampling": SamplingConfig()}
     generator = Generator(opened.model, params, **arguments)
     written, reading = write(generator, generator.read(generator.begin(0), [prompt[:9]]), 1000)
     assert 1 < len(written) < 1000
@@ -171,14 +171,14 @@ def test_a_token_out_of_range_is_named(make_generator):
 def test_states_cleared_by_segment_are_refused():
     model = Model(cleared(CONFIG), V)
     with pytest.raises(UserError, match="depends on where segments end"):
-        Generator(model, {}, segment_length=N, end_of_document=END, sampling=SamplingConfig())
+        Generator(model, {}, segment_length=N, vocabulary=BYTES, sampling=SamplingConfig())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_saved_carry_comes_back_exactly(opened, tmp_path, dtype):
     model = Model(dataclasses.replace(CONFIG, activation_dtype=dtype), V)
     generator = Generator(
-        model, opened.params, segment_length=N, end_of_document=END, sampling=SamplingConfig(), stop_at_end=False
+        model, opened.params, segment_length=N, vocabulary=BYTES, sampling=SamplingConfig(), stop_at_end=False
     )
     reading = generator.read(generator.begin(5), [np.arange(30)])._replace(ended=np.array([True]))
     save_reading(tmp_path / "carry", reading, b"\xe2", {"step": 7})

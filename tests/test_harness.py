@@ -1,19 +1,23 @@
 """The lm-evaluation-harness: its numbers are those of the library and of the evaluator, and of its own adapter."""
 
+import io
 import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import forked
 import jax
 import numpy as np
 import pytest
-from families import BYTES, FAMILIES, C, W, language_model
+import sentencepiece
+from families import BYTES, CONFIGS, FAMILIES, C, W, language_model
 from harness_items import Item, items, write_tasks
 from make_golden_harness import PATH as GOLDEN
 from make_golden_harness import SMALL, answers, theirs, write_folder
 
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary, sentences
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
@@ -111,6 +115,28 @@ def test_rolling_likelihood_is_that_of_the_evaluation(lm):
         assert -result == pytest.approx(document.nats, abs=1e-6 * max(document.num_tokens, 1))
 
 
+def test_any_join_is_that_of_both_texts():
+    """The tokens of a context are often not those of the text that continues it, such as `impor` and `t`."""
+    text = Path(__file__).read_text()
+    model = io.BytesIO()
+    train = sentencepiece.SentencePieceTrainer.train  # type: ignore[attr-defined]
+    options = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 600, "minloglevel": 2}
+    exact = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
+    train(sentence_iterator=iter(sentences([text])), model_writer=model, **options, **exact)
+    lm = language_model(CONFIGS["slide"], SentencePieceVocabulary(model.getvalue()))
+    questions = [(text[i : i + 30], text[i + 30 : i + 36]) for i in range(0, 4000, 20)]
+    wholes, contexts = ([score.log_probability for score in lm.score_batch(texts)] for texts in (
+        ["".join(question) for question in questions], [context for context, _ in questions]
+    ))  # fmt: skip
+    scores = HarnessModel(lm, batch_size=100).loglikelihood(requests("loglikelihood", questions))
+    np.testing.assert_allclose([nats for nats, _ in scores], np.subtract(wholes, contexts), atol=1e-5)
+    encode = lambda part: lm.vocabulary.encode(part).tolist()  # noqa: E731
+    merged = [c for c, rest in questions if encode(c + rest)[: len(encode(c))] != encode(c)]
+    assert len(questions) == 200 and 50 < len(merged) < 150
+    with pytest.raises(UserError, match="only a part of its text's first token, .* choose --first_tokens"):
+        HarnessModel(lm).loglikelihood(requests("loglikelihood", [("d", "ef")]))
+
+
 def test_accuracy_is_that_of_a_plain_loop(states, tmp_path):
     questions = items(200)
     results = evaluate(HarnessModel(states, batch_size=64), [write_tasks(tmp_path, 200)["library_choices"]])
@@ -172,7 +198,7 @@ def test_mistakes_are_named(tmp_path):
 
 def test_a_missing_harness_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=r"install the harness with pip install -e '\.\[harness\]'"):
+    with pytest.raises(UserError, match=r"install the harness with pip install 'meliad_like\[harness\]'"):
         import_harness()
 
 

@@ -285,7 +285,7 @@ def test_slices_smaller_than_a_host_are_named_to_the_compiler(monkeypatch, name,
 
 def test_without_the_compiler_it_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs the TPU compiler: install it with pip install -e"):
+    with pytest.raises(UserError, match="needs the TPU compiler: install it with pip install 'meliad_like\\[tpu\\]'"):
         open_topology("v4:2x2x4")
 
 

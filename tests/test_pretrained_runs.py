@@ -179,7 +179,7 @@ def test_other_windows_and_overlaps_are_evaluated_with_the_same_parameters(place
 def test_text_of_any_length(place, trained, folder, window):
     opened = open_checkpoint(place / folder, changes=read_changes((), ["MeshConfig.data = 8"]), mesh="config")
     generator = Generator(
-        opened.model, opened.params, segment_length=2 * window, end_of_document=256,
+        opened.model, opened.params, segment_length=2 * window, vocabulary=opened.vocabulary,
         sampling=SamplingConfig(temperature=0.0), stop_at_end=False,
     )  # fmt: skip
     prompt = opened.vocabulary.encode("a rose is a rose is a rose is")

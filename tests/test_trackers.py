@@ -83,7 +83,7 @@ def test_a_package_that_is_not_installed(bindings, tmp_path, monkeypatch, name):
     run = parse(bindings, files=(f"option/{name}.gin",))
     assert [type(tracker).__name__.lower() for tracker in run.trackers] == ["tensorboard", f"{name}tracker"]
     with pytest.raises(
-        UserError, match=rf'needs a package that is not installed \(.*\): pip install -e "\.\[{name}\]"'
+        UserError, match=rf'needs a package that is not installed \(.*\): pip install "meliad_like\[{name}\]"'
     ):
         train(run, tmp_path)
 
@@ -105,7 +105,7 @@ EXPECTED = {step: {"train/loss": 1 / step, "validation/bits_per_byte": 2.0} for 
 
 def track(name: str, folder: Path) -> str:
     """Runs the program in the folder `mine` below this one, without a network; returns the run's identity."""
-    pytest.importorskip(name, reason=f'optional: pip install -e ".[{name}]"')
+    pytest.importorskip(name, reason=f'optional: pip install "meliad_like[{name}]"')
     workdir = folder / "mine"
     workdir.mkdir()
     offline = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1"}

@@ -71,7 +71,7 @@ def read_fairseq(path: str | Path) -> dict[str, np.ndarray]:
     try:
         import torch  # type: ignore[import-not-found]  # an extra
     except ImportError:
-        raise UserError("reading fairseq's checkpoints needs PyTorch: pip install -e '.[fairseq]'") from None
+        raise UserError("reading fairseq's checkpoints needs PyTorch: pip install 'meliad_like[fairseq]'") from None
     damaged = pickle.UnpicklingError, RuntimeError, EOFError
     settings = torch.serialization.safe_globals([argparse.Namespace])  # of the training, which the file also contains
     with reading(path, "checkpoint of weights and settings", *damaged), settings:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 import safetensors.numpy
+from tokenizers import Tokenizer
 
 from meliad_like.config import Changes, bound_values, differences, field_types, fit, parse, read_changes
 from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
@@ -29,6 +30,7 @@ from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, write_che
 CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+GENERATION_NAME = "generation_config.json"
 RECURRENCE_NAME = "recurrence.safetensors"
 # The key in that file's metadata of the recurrence's config and the windows with which it was trained.
 RECURRENCE_KEY = "WindowSummary"
@@ -222,3 +224,7 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
     # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
     write_json(folder / TOKENIZER_CONFIG_NAME, settings)
+    has_token = Tokenizer.from_str(text).id_to_token
+    if unused := [i for i in np.flatnonzero(~vocabulary.writable).tolist() if has_token(i) is None]:
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), vocabulary.end_of_document)
+        write_json(folder / GENERATION_NAME, ends | {"suppress_tokens": unused})

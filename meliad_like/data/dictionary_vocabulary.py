@@ -43,6 +43,8 @@ class DictionaryVocabulary(Vocabulary):
         pieces = [b"", b"", b"\n", b"<unk> ", *(word.encode() + b" " for word in words)]
         lines = "".join(f"{word} {count}\n" for word, count in counts)
         super().__init__(pieces, END_OF_LINE, size_multiple, lines)
+        # Words that only fill the dictionary up occur in no document.
+        self.writable[len(SPECIALS) : len(pieces)] = [count > 0 for _, count in counts]
         # The word <unk> in WikiText's text gets the id of the special token.
         self._ids = {word: i for i, word in reversed([*enumerate([*SPECIALS, *words])])}
 

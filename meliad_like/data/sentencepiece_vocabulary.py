@@ -1,10 +1,11 @@
 """SentencePiece vocabularies: loaded, and learned from documents."""
 
+import functools
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import sentencepiece
@@ -64,7 +65,9 @@ class SentencePieceVocabulary(Vocabulary):
                 pieces.append(b"")
             else:
                 pieces.append((" \u2047 " if processor.is_unknown(token) else piece.replace("\u2581", " ")).encode())
-        self._adds_prefix = processor.encode("a", out_type=str)[0].startswith("\u2581")
+        if processor.encode("a", out_type=str)[0].startswith("\u2581"):
+            self.prefix = b" "
+        self._removes_whitespace = not processor.encode(" ")
         end = processor.eos_id() if processor.eos_id() >= 0 else len(processor)
         super().__init__(pieces, end, size_multiple, model)
 
@@ -73,9 +76,7 @@ class SentencePieceVocabulary(Vocabulary):
 
         It can't distinguish the character U+2581 from a space, nor text from the control token that it spells.
         """
-        from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore  # made when it is imported
-
-        trainer = ModelProto.FromString(self._model).trainer_spec
+        trainer = _proto(self._model).trainer_spec
         if trainer.model_type != trainer.UNIGRAM or not self.lossless:
             return None
         processor = self._processor
@@ -90,16 +91,31 @@ class SentencePieceVocabulary(Vocabulary):
         return tokenizer.to_str(), end
 
     def encode(self, text: str) -> np.ndarray:
-        if len(self._byte_ids) < 256 or self._adds_prefix:
+        if len(self._byte_ids) < 256 or self.prefix:
             return np.asarray(self._processor.encode(text), np.int32)
         # SentencePiece writes a space as U+2581, so a U+2581 of the text itself would come back as a space.
         escaped = [self._byte_ids[byte] for byte in "\u2581".encode()]
         first, *further = self._processor.encode(text.split("\u2581"))
         return np.asarray(first + [token for part in further for token in (*escaped, *part)], np.int32)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        text = super().decode(ids)
-        return text.removeprefix(" ") if self._adds_prefix else text
+    def encode_continuation(self, text: str) -> np.ndarray:
+        # Where SentencePiece removes whitespace, the space that begins a text stays only as the prefix.
+        if not self.prefix or (self._removes_whitespace and text[:1].isspace()):
+            return self.encode(text)
+        return np.asarray(self._without_prefix.encode(text), np.int32)
+
+    @functools.cached_property
+    def _without_prefix(self) -> sentencepiece.SentencePieceProcessor:
+        """The model without a space before the text."""
+        model = _proto(self._model)
+        model.normalizer_spec.add_dummy_prefix = False
+        return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+
+
+def _proto(model: bytes) -> Any:
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore  # made when it is imported
+
+    return ModelProto.FromString(model)
 
 
 def read_model(path: str | Path) -> bytes:

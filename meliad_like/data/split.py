@@ -134,7 +134,7 @@ class Documents:
         part.lengths = np.minimum(whole, max(max_tokens // num_documents, 2))
         # Bytes and words are not counted where some tokens cost no loss.
         for document in np.flatnonzero((part.lengths < whole) & (not self.free)).tolist():
-            text = vocabulary.decode_bytes(part.tokens(document, 0, int(part.lengths[document])))
+            text = vocabulary.document_bytes(part.tokens(document, 0, int(part.lengths[document])))
             part.num_bytes[document] = len(text)
             part.num_words[document] = count_words(text.decode(errors="replace"))
         return part

@@ -41,6 +41,8 @@ class Vocabulary:
     """The name of the file that `save` writes in addition to `SETTINGS_NAME`; "": none."""
     free: ClassVar[tuple[int, ...]] = ()
     """The ids that are read, but cost no loss as targets: they are neither learned nor counted by evaluations."""
+    prefix: bytes = b""
+    """The bytes that `encode` puts before every text."""
 
     def __init__(
         self,
@@ -64,6 +66,9 @@ class Vocabulary:
         """The id that ends a document. No text is encoded to it, except ends of lines in vocabularies of words."""
         self.size = round_up(max(len(pieces), end_of_document + 1), size_multiple)
         """The number of ids, including unused ones."""
+        self.writable = np.array([bool(piece) for piece in pieces] + [False] * (self.size - len(pieces)))
+        """Which ids a model may write, bool[size]: those that stand for bytes, and the end of a document."""
+        self.writable[end_of_document] = True
 
     @property
     def lossless(self) -> bool:
@@ -80,9 +85,17 @@ class Vocabulary:
         """Encodes a text as int32[tokens], without an end of document."""
         raise NotImplementedError
 
+    def encode_continuation(self, text: str) -> np.ndarray:
+        """Encodes a text that continues another one, perhaps inside of a word: without `prefix`."""
+        return self.encode(text)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of these ids; U+FFFD for bytes that are not UTF-8. Raises a UserError if an id is out of range."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+        return self.document_bytes(ids).decode("utf-8", "replace")
+
+    def document_bytes(self, ids: Iterable[int]) -> bytes:
+        """The UTF-8 of a text that begins with these ids: `decode_bytes` without `prefix`."""
+        return self.decode_bytes(ids).removeprefix(self.prefix)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The UTF-8 of these ids, which may begin and end within a character. The end of a document has no bytes, or
@@ -106,7 +119,7 @@ class Vocabulary:
 
 
 class StreamingDecoder:
-    """Decodes one token at a time and holds back the bytes of a character until it is complete.
+    """Decodes tokens as they come and holds back the bytes of a character until it is complete.
 
     The `unfinished` bytes of an earlier decoder come first.
     """
@@ -121,9 +134,9 @@ class StreamingDecoder:
         """The bytes that are held back."""
         return self._decoder.getstate()[0]
 
-    def push(self, token: int) -> str:
-        """The characters that this token completes, often one or more, sometimes none."""
-        return self._decoder.decode(self._vocabulary.decode_bytes([token]))
+    def push(self, *tokens: int) -> str:
+        """The characters that these tokens complete, of a single one often one or more, sometimes none."""
+        return self._decoder.decode(self._vocabulary.decode_bytes(tokens))
 
     def finish(self) -> str:
         """The rest: U+FFFD if the text ended within a character, otherwise nothing."""

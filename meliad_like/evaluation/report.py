@@ -86,7 +86,7 @@ def compressed_bits_per_byte(split: Documents, documents: Iterable[int], vocabul
     indices = list(documents)
 
     def sizes(document: int) -> list[int]:
-        text = vocabulary.decode_bytes(split.tokens(document, 0, int(split.lengths[document])))
+        text = vocabulary.document_bytes(split.tokens(document, 0, int(split.lengths[document])))
         return [len(compress(text)) for compress in COMPRESSORS.values()]
 
     # zlib and lzma release the interpreter lock.

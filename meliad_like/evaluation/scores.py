@@ -20,16 +20,16 @@ class Score:
 
     @property
     def bits_per_token(self) -> float:
-        return _ratio(self.nats / math.log(2), self.num_tokens)
+        return ratio(self.nats / math.log(2), self.num_tokens)
 
     @property
     def perplexity(self) -> float:
         """The perplexity per token."""
-        return _exp(_ratio(self.nats, self.num_tokens))
+        return _exp(ratio(self.nats, self.num_tokens))
 
     @property
     def accuracy(self) -> float:
-        return _ratio(self.num_correct, self.num_tokens)
+        return ratio(self.num_correct, self.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class TextScore(Score):
     @property
     def bits_per_byte(self) -> float:
         """The bits of all predicted tokens, including ends of documents, divided by the number of bytes."""
-        return _ratio(self.nats / math.log(2), self.num_bytes)
+        return ratio(self.nats / math.log(2), self.num_bytes)
 
     @property
     def tokens_per_word(self) -> float:
         """The scale factor between the losses per word and per token (Block-Recurrent Transformers, appendix I.1)."""
-        return _ratio(self.num_tokens, self.num_words)
+        return ratio(self.num_tokens, self.num_words)
 
     @property
     def word_perplexity(self) -> float:
         """exp(nats / words), as PG-19's authors define it; NaN where there are no words."""
-        return _exp(_ratio(self.nats, self.num_words))
+        return _exp(ratio(self.nats, self.num_words))
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class Evaluation(TextScore):
         return self.num_tokens / self.seconds
 
 
-def _ratio(total: float, count: int) -> float:
+def ratio(total: float, count: int) -> float:
+    """`total` for each of `count`; NaN of none."""
     return total / count if count else math.nan
 
 

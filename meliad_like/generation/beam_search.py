@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.reading import Reading
+from meliad_like.generation.sampling import mask, writable_tokens
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.models.model import Model
 
@@ -23,9 +26,9 @@ class BeamConfig:
     """The number of hypotheses that are kept in each step. With 1 it is greedy: the most likely token each time."""
     length_penalty: float = 0.0
     """The exponent `alpha` of the normalisation by length in `normalised`; 0: the score is the log-probability."""
-    end_tokens: tuple[int, ...] = ()
+    end_tokens: Collection[int] = ()
     """A hypothesis ends with the first of these tokens."""
-    forbidden_tokens: tuple[int, ...] = ()
+    forbidden_tokens: Collection[int] = ()
     """Tokens that no hypothesis contains. The probabilities of the other tokens are those of the model, unchanged."""
 
     def __post_init__(self):
@@ -33,18 +36,6 @@ class BeamConfig:
             raise UserError(f"width={self.width} must be at least 1")
         if not 0 <= self.length_penalty < np.inf:
             raise UserError(f"length_penalty={self.length_penalty} must be at least 0")
-
-    def check(self, vocabulary_size: int) -> None:
-        """
-        Raises:
-          UserError: a token is not in the vocabulary, or every token is forbidden.
-        """
-        for name in ("end_tokens", "forbidden_tokens"):
-            for token in getattr(self, name):
-                if not 0 <= token < vocabulary_size:
-                    raise UserError(f"{name}: token {token} is not in the vocabulary of {vocabulary_size}")
-        if len(set(self.forbidden_tokens)) == vocabulary_size:
-            raise UserError(f"forbidden_tokens has all {vocabulary_size} tokens of the vocabulary: allow one")
 
 
 class Beams(NamedTuple):
@@ -68,12 +59,13 @@ def normalised(
 
 
 def beam_search(
-    model: Model, params: Any, reading: Reading, num_tokens: int, config: BeamConfig
+    model: Model, params: Any, vocabulary: Vocabulary, reading: Reading, num_tokens: int, config: BeamConfig
 ) -> tuple[Beams, Reading]:
     """Searches for the best continuations of up to `num_tokens` tokens.
 
-    In each step every hypothesis that has not ended is extended by every token, and the `width` best of all are kept
-    by their score; those that have ended compete with the others, unchanged. The search stops when all have ended.
+    In each step every hypothesis that has not ended is extended by every token that may be written, and the `width`
+    best of all are kept by their score; those that have ended compete with the others, unchanged. The search stops when
+    all have ended.
 
     Args:
       reading: the states of the texts that are continued, which stay as they are.
@@ -81,22 +73,12 @@ def beam_search(
     Returns:
       The hypotheses, as arrays of numpy, and their states: `width` lanes for each text. No state is `ended`.
     """
-    config.check(model.vocabulary_size)
+    allowed = writable_tokens(vocabulary, config.end_tokens, config.forbidden_tokens)
     if num_tokens < 1:
         raise UserError(f"tokens={num_tokens} must be at least 1")
-    vocabulary = np.arange(model.vocabulary_size)
-    ends, allowed = np.isin(vocabulary, config.end_tokens), ~np.isin(vocabulary, config.forbidden_tokens)
-    carry, beams = _search(
-        model,
-        params,
-        reading.carry,
-        reading.token,
-        ends,
-        allowed,
-        np.float32(config.length_penalty),
-        width=config.width,
-        num_tokens=num_tokens,
-    )
+    ends = np.isin(np.arange(vocabulary.size), list(config.end_tokens))
+    texts = (reading.carry, reading.token, ends, allowed, np.float32(config.length_penalty))
+    carry, beams = _search(model, params, *texts, width=config.width, num_tokens=num_tokens)
     beams = Beams(*map(np.asarray, beams))
     last = np.take_along_axis(beams.tokens, beams.length[..., None] - 1, axis=-1).reshape(-1)
     num_read = np.repeat(reading.num_read, config.width) + beams.length.reshape(-1)
@@ -153,7 +135,7 @@ def _best(
 ) -> tuple[Int[Array, "b width"], Int[Array, "b width"], Beams]:
     """The best extended hypotheses: the places of those that they extend, their last tokens, and the hypotheses."""
     width, v = logits.shape[1:]
-    extended = jnp.where(allowed, jax.nn.log_softmax(logits), -jnp.inf)
+    extended = mask(jax.nn.log_softmax(logits), allowed)
     # A hypothesis that has ended is one candidate, itself, in the place of its extension by token 0.
     unchanged = jnp.where(jnp.arange(v) == 0, 0.0, -jnp.inf)
     added = jnp.where(beams.ended[..., None], unchanged, extended)

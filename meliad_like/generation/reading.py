@@ -45,17 +45,14 @@ class Reading(NamedTuple):
 def take_reading(reading: Reading, lanes: Sequence[int]) -> Reading:
     """New states of these texts, in this order; the buffers are copies."""
     index = np.asarray(lanes, np.int32)
-    token, num_read, ended = (x[index] for x in (reading.token, reading.num_read, reading.ended))
-    return Reading(take_lanes(reading.carry, index), token, reading.key[index], num_read, ended)
+    return Reading(take_lanes(reading.carry, index), *(x[index] for x in reading[1:]))
 
 
 def join_readings(readings: Sequence[Reading]) -> Reading:
     """New states with the texts of all readings, in their order."""
-    token, num_read, ended = (
-        np.concatenate([getattr(reading, name) for reading in readings]) for name in ("token", "num_read", "ended")
-    )
-    key = jnp.concatenate([reading.key for reading in readings])
-    return Reading(join_lanes([reading.carry for reading in readings]), token, key, num_read, ended)
+    carry, token, key, num_read, ended = zip(*readings)
+    token, num_read, ended = map(np.concatenate, (token, num_read, ended))
+    return Reading(join_lanes(carry), token, jnp.concatenate(key), num_read, ended)
 
 
 class RequestedResults(NamedTuple):
@@ -69,14 +66,6 @@ class RequestedResults(NamedTuple):
     """`layer 2`, [d], ...: the output of these layers, counted from 1, before the final norm; 0: the embedding."""
 
 
-class Unread(NamedTuple):
-    """The rest of a batch of texts."""
-
-    reading: Reading
-    """The states before the rest."""
-    tokens: list[Int[np.ndarray, " n"]]
-
-
 class TextReader:
     """Reads texts with fixed parameters: whole segments, then whole blocks, then token by token."""
 
@@ -86,31 +75,34 @@ class TextReader:
 
     def read(self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]]) -> Reading:
         """The states after these tokens, one array for each text of `reading`."""
-        return self._read(reading, texts, RequestedResults(), finish=True)[1].reading
+        return self.look(reading, texts, RequestedResults(), finish=True)[1]
 
     def look(
-        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], requested: RequestedResults
-    ) -> tuple[list[dict[str, np.ndarray]], Unread]:
+        self,
+        reading: Reading,
+        texts: Sequence[Int[np.ndarray, " n"]],
+        requested: RequestedResults,
+        finish: bool = False,
+    ) -> tuple[list[dict[str, np.ndarray]], Reading, list[Int[np.ndarray, " n"]]]:
         """Reads texts, and returns the requested results of their tokens.
 
-        The tokens of a last, incomplete block are read at once for their results, and not one by one, as the state
-        after them would require. `read` continues the states that are returned with the tokens of these blocks.
+        Unless `finish`, the tokens of a last, incomplete block are read at once for their results, and not one by one,
+        as the state after them would require. `read` continues with them.
 
         Returns:
             For each text the results by name, [n, ...]: of the last token before the text, if there is one, and of the
-            tokens of the text but its last.
+            tokens of the text but its last; the states before the tokens that are still to be read, and these tokens.
         """
-        return self._read(reading, texts, requested, finish=False)
-
-    def _read(
-        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]], requested: RequestedResults, finish: bool
-    ) -> tuple[list[dict[str, np.ndarray]], Unread]:
-        """Reads texts: unless `finish`, the states are those before the last, incomplete blocks."""
         check_tokens(texts, self._model.vocabulary_size)
-        rows = [_with_token_before(reading, lane, text) for lane, text in enumerate(texts)]
+        # The last token before each text has not been read yet; if it is a generated end of document, it is dropped.
+        is_before = (reading.token != NO_TOKEN) & ~reading.ended
+        rows = [
+            np.concatenate([reading.token[lane : lane + before], text]).astype(np.int32)
+            for lane, (before, text) in enumerate(zip(is_before.tolist(), texts))
+        ]
         remaining = np.array([max(len(row) - 1, 0) for row in rows])
         place, num_read = np.zeros(len(rows), int), reading.num_read.copy()
-        carry, parts_by_text = reading.carry, [[] for _ in rows]
+        carry, parts_by_text, is_unread = reading.carry, [[] for _ in rows], False
         while remaining.any():
             counts, size = self._next(num_read, remaining)
             tokens, targets = _cut(rows, place, counts, size or self._window_length)
@@ -123,10 +115,13 @@ class TextReader:
                 even = bool((counts == counts[0]).all())
                 carry, results = _read_tokens(*common, counts, even=even, requested=requested)
             else:
-                _add_results(parts_by_text, _look_at_block(*common, start, requested=requested), counts)
-                break
-            _add_results(parts_by_text, results, counts)
-            place, num_read, remaining = place + counts, num_read + counts, remaining - counts
+                results, is_unread = _look_at_block(*common, start, requested=requested), True
+            on_host = {name: np.asarray(result) for name, result in results.items()}
+            for lane in np.flatnonzero(counts).tolist():
+                parts_by_text[lane].append({name: result[lane, : counts[lane]] for name, result in on_host.items()})
+            remaining = remaining - counts
+            if not is_unread:
+                place, num_read = place + counts, num_read + counts
         token, ended = reading.token.copy(), reading.ended.copy()
         for lane, text in enumerate(texts):
             if len(text):
@@ -136,7 +131,7 @@ class TextReader:
             {name: np.concatenate([p[name] for p in parts]) for name in parts[0]} if parts else {}
             for parts in parts_by_text
         ]
-        return joined, Unread(Reading(carry, token, reading.key, num_read, ended), rest)
+        return joined, Reading(carry, token, reading.key, num_read, ended), rest
 
     def _next(
         self, num_read: Int[np.ndarray, " b"], remaining: Int[np.ndarray, " b"]
@@ -159,13 +154,6 @@ def check_tokens(texts: Sequence[Int[np.ndarray, " n"]], vocabulary_size: int) -
             raise UserError(f"{where}token {wrong[0]} is not in the vocabulary of {vocabulary_size}")
 
 
-def _with_token_before(reading: Reading, lane: int, text: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """The tokens of a text after the last token before it, which has not been read yet."""
-    # A generated end of document is dropped when the text is continued.
-    is_before = reading.token[lane] != NO_TOKEN and not reading.ended[lane]
-    return np.concatenate([reading.token[lane : lane + is_before], text]).astype(np.int32)
-
-
 def _cut(
     rows: list[Int[np.ndarray, " n"]], place: Int[np.ndarray, " b"], counts: Int[np.ndarray, " b"], size: int
 ) -> tuple[Int[np.ndarray, "b size"], Int[np.ndarray, "b size"]]:
@@ -174,16 +162,6 @@ def _cut(
     for lane, (row, at, count) in enumerate(zip(rows, place, counts, strict=True)):
         tokens[lane, :count], targets[lane, :count] = row[at : at + count], row[at + 1 : at + count + 1]
     return tokens, targets
-
-
-def _add_results(
-    parts_by_text: list[list[dict[str, np.ndarray]]], results: dict[str, Array], counts: Int[np.ndarray, " b"]
-) -> None:
-    """Adds the results of the first `counts` tokens of each text to those of the text."""
-    on_host = {name: np.asarray(result) for name, result in results.items()}
-    for lane, parts in enumerate(parts_by_text):
-        if counts[lane]:
-            parts.append({name: result[lane, : counts[lane]] for name, result in on_host.items()})
 
 
 def _results(
@@ -214,15 +192,8 @@ def _look_at_block(model: Model, params, carry, tokens, targets, start, *, reque
     return _look(model, params, carry, tokens, targets, start, requested)[0]
 
 
-def _look(
-    model: Model,
-    params,
-    carry,
-    tokens: Int[Array, "b n"],
-    targets: Int[Array, "b n"],
-    start: Bool[Array, "b c"],
-    requested,
-):
+def _look(model: Model, params, carry, tokens, targets, start, requested: RequestedResults):
+    """The results and the carry of whole blocks: tokens and targets int32[b, n], start bool[b, c]."""
     module = model.bind(params)
     outputs, carry = module.read_while_decoding(tokens, carry, start, every_layer=bool(requested.layers))
     return _results(module, outputs, targets, requested), carry

@@ -1,11 +1,14 @@
-"""Sampling of a token from logits."""
+"""The tokens that may be written, and the sampling of one of them from logits."""
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 
 
@@ -29,6 +32,31 @@ class SamplingConfig:
             raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
 
 
+def writable_tokens(
+    vocabulary: Vocabulary, end_tokens: Collection[int] = (), forbidden_tokens: Collection[int] = ()
+) -> Bool[np.ndarray, " v"]:
+    """Which tokens may be written: those that stand for something, and end tokens, which may be control tokens.
+
+    Raises:
+      UserError: a token is not in the vocabulary, or none may be written.
+    """
+    allowed = vocabulary.writable.copy()
+    for name, tokens, value in (("end_tokens", end_tokens, True), ("forbidden_tokens", forbidden_tokens, False)):
+        for token in tokens:
+            if not 0 <= token < vocabulary.size:
+                raise UserError(f"{name}: token {token} is not in the vocabulary of {vocabulary.size}")
+            allowed[token] = value
+    if not allowed.any():
+        number = int(vocabulary.writable.sum())
+        raise UserError(f"forbidden_tokens has all {number} tokens of the vocabulary: allow one")
+    return allowed
+
+
+def mask(logits: Float[Array, "... v"], allowed: Bool[Array, " v"]) -> Float[Array, "... v"]:
+    """The logits, or log-probabilities, of the next token, -inf for those that may not be written."""
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
 def sample(logits: Float[Array, "b v"], key: PRNGKeyArray, config: SamplingConfig) -> Int[Array, " b"]:
     """Samples one token per lane. Among equally likely tokens, lower ids count as more likely."""
     if config.temperature == 0:
@@ -44,6 +72,8 @@ def sample(logits: Float[Array, "b v"], key: PRNGKeyArray, config: SamplingConfi
     return jnp.take_along_axis(tokens, rank[:, None], axis=-1)[:, 0]
 
 
-def sample_lanes(logits: Float[Array, "b v"], keys: PRNGKeyArray, config: SamplingConfig) -> Int[Array, " b"]:
-    """Samples one token per lane with a random key for each lane: as if the lane were alone."""
-    return jax.vmap(lambda logits, key: sample(logits[None], key, config)[0])(logits, keys)
+def sample_lanes(
+    logits: Float[Array, "b v"], keys: PRNGKeyArray, config: SamplingConfig, allowed: Bool[Array, " v"]
+) -> Int[Array, " b"]:
+    """Samples one of the allowed tokens per lane with a random key for each lane: as if the lane were alone."""
+    return jax.vmap(lambda logits, key: sample(logits[None], key, config)[0])(mask(logits, allowed), keys)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.generation.reading import NO_TOKEN, Reading, RequestedResults, TextReader, Unread
-from meliad_like.generation.sampling import SamplingConfig, sample_lanes
+from meliad_like.generation.reading import NO_TOKEN, Reading, RequestedResults, TextReader
+from meliad_like.generation.sampling import SamplingConfig, sample_lanes, writable_tokens
 from meliad_like.models.model import Model
 
 
@@ -27,7 +28,7 @@ class Generator:
         params: Any,
         *,
         segment_length: int,
-        end_of_document: int | None,
+        vocabulary: Vocabulary,
         sampling: SamplingConfig,
         stop_at_end: bool = True,
         chunk: int = 8,
@@ -35,9 +36,9 @@ class Generator:
         """
         Args:
           segment_length: number of tokens of a prompt that are read at once, a multiple of the window length.
-          end_of_document: the token that ends a document; None if there is no such token.
-          stop_at_end: whether generation stops after that token; if not, it is never sampled, because a model has
-            never read it in training.
+          vocabulary: its additional ids and other tokens that stand for nothing are never written.
+          stop_at_end: whether generation stops after the end of the document; if not, it is never sampled, because a
+            model has never read it in training, except where it ends lines too.
           chunk: number of tokens generated between two returns to the host.
 
         Raises:
@@ -49,10 +50,13 @@ class Generator:
                 "segments: use it for evaluation"
             )
         self._model, self._params = model, params
-        self.reader = TextReader(model, params, segment_length)
-        self._end_of_document, self._chunk = end_of_document, chunk
-        fixed = {"sampling": sampling, "end_of_document": end_of_document, "stop_at_end": stop_at_end, "chunk": chunk}
-        self._write_tokens = functools.partial(_write_tokens, model, params, **fixed)
+        self.reader, self._chunk = TextReader(model, params, segment_length), chunk
+        end = vocabulary.end_of_document
+        self._end, ends_lines = end if stop_at_end else None, bool(vocabulary.decode_bytes([end]))
+        allowed = writable_tokens(vocabulary, forbidden_tokens=() if stop_at_end or ends_lines else (end,))
+        self._write_tokens = functools.partial(
+            _write_tokens, model, params, allowed, sampling=sampling, end=self._end, chunk=chunk
+        )
 
     def begin(self, *seeds: int) -> Reading:
         """The states before the first tokens of documents, one for each random seed."""
@@ -66,17 +70,15 @@ class Generator:
 
     def score(
         self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]]
-    ) -> tuple[list[Float[np.ndarray, " n"]], Unread]:
+    ) -> tuple[list[Float[np.ndarray, " n"]], Reading, list[Int[np.ndarray, " n"]]]:
         """Reads texts, and returns the loss of each token in nats; NaN if no token precedes it.
 
         `read` continues the states that are returned with the texts' last tokens, which these lack.
         """
-        results, unread = self.reader.look(reading, texts, RequestedResults(losses=True))
+        results, before, rest = self.reader.look(reading, texts, RequestedResults(losses=True))
         nats = [one.get("nats", np.zeros(0, np.float32)) for one in results]
-        return [
-            np.pad(one, (len(text) - len(one), 0), constant_values=np.nan)
-            for one, text in zip(nats, texts, strict=True)
-        ], unread
+        missing = [(len(text) - len(one), 0) for one, text in zip(nats, texts, strict=True)]
+        return [np.pad(one, pad, constant_values=np.nan) for one, pad in zip(nats, missing)], before, rest
 
     def write(self, reading: Reading, num_tokens: int) -> Iterator[tuple[list[list[int]], Reading]]:
         """Generates up to `num_tokens` tokens of each text in chunks; the last may be the end of the document.
@@ -85,13 +87,15 @@ class Generator:
         ends, the chunk ends for all, and later states of this text have no meaning.
         """
         check_prompts(reading)
+        if num_tokens < 0:
+            raise UserError(f"tokens={num_tokens} must be at least 0")
         while num_tokens > 0 and not reading.ended.all():
             is_active = ~reading.ended
             arguments = (reading.token, reading.key, is_active, min(num_tokens, self._chunk))
             carry, key, written, count = self._write_tokens(reading.carry, *arguments)
             written = np.asarray(written)[:, : int(count)]
             num_tokens -= written.shape[1]
-            ended = ~is_active | (written[:, -1] == self._end_of_document)
+            ended = ~is_active | (written[:, -1] == self._end)
             reading = Reading(carry, written[:, -1], key, reading.num_read + written.shape[1], ended)
             yield [tokens.tolist() if live else [] for tokens, live in zip(written, is_active, strict=True)], reading
 
@@ -104,14 +108,13 @@ class Generator:
 def check_prompts(reading: Reading) -> None:
     """Raises a UserError if a text can't be continued."""
     for number, (token, ended) in enumerate(zip(reading.token, reading.ended, strict=True)):
-        prompt, document = (
-            f"{what} {number} of the batch" if len(reading.token) > 1 else f"the {what}"
-            for what in ("prompt", "document")
-        )
+        name = "the {}" if len(reading.token) == 1 else f"{{}} {number} of the batch"
         if token == NO_TOKEN:
-            raise UserError(f"there is nothing to continue: {prompt} is empty")
+            raise UserError(f"there is nothing to continue: {name.format('prompt')} is empty")
         if ended:
-            raise UserError(f"{document} has ended, there is nothing to write: give a prompt to continue with")
+            raise UserError(
+                f"{name.format('document')} has ended, there is nothing to write: give a prompt to continue with"
+            )
 
 
 # Compiled once per model, for any number of generators.
@@ -129,12 +132,13 @@ def _begin(model: Model, params, seeds: UInt32[Array, " b"]):
 @functools.partial(
     jax.jit,
     static_argnums=0,
-    static_argnames=("sampling", "end_of_document", "stop_at_end", "chunk"),
-    donate_argnums=2,
+    static_argnames=("sampling", "end", "chunk"),
+    donate_argnums=3,
 )
 def _write_tokens(
     model: Model,
     params,
+    allowed: Bool[Array, " v"],
     carry,
     token: Int[Array, " b"],
     key: UInt32[Array, "b ..."],
@@ -142,11 +146,10 @@ def _write_tokens(
     count,
     *,
     sampling: SamplingConfig,
-    end_of_document: int | None,
-    stop_at_end: bool,
+    end: int | None,
     chunk: int,
 ):
-    """Generates up to `count` tokens after `token`, until an active lane ends.
+    """Generates up to `count` allowed tokens after `token`, until an active lane ends with the token `end`.
 
     Lanes that have ended before are not left out, because a smaller batch would be compiled again; what they write is
     ignored. Returns carry, keys, tokens [b, chunk], and the number generated.
@@ -155,17 +158,15 @@ def _write_tokens(
 
     def unfinished(loop):
         i, _, token, _, _ = loop
-        if end_of_document is None:
+        if end is None:
             return i < count
-        return (i < count) & ((i == 0) | ~jnp.any(is_active & (token == end_of_document)))
+        return (i < count) & ((i == 0) | ~jnp.any(is_active & (token == end)))
 
     def write_token(loop):
         i, carry, token, key, written = loop
         logits, carry = module.decode_step(token, carry)
-        if end_of_document is not None and not stop_at_end:
-            logits = logits.at[:, end_of_document].set(-jnp.inf)
         keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(key))
-        token = sample_lanes(logits, keys[:, 1], sampling)
+        token = sample_lanes(logits, keys[:, 1], sampling, allowed)
         return i + 1, carry, token, jax.random.key_data(keys[:, 0]), written.at[:, i].set(token)
 
     loop = (0, carry, token, key, jnp.zeros((len(token), chunk), jnp.int32))

@@ -78,7 +78,7 @@ def import_harness() -> Any:
     try:
         import lm_eval  # type: ignore[import-not-found]  # an extra
     except ModuleNotFoundError as error:
-        raise UserError(f"{error}: install the harness with pip install -e '.[harness]'") from None
+        raise UserError(f"{error}: install the harness with pip install 'meliad_like[harness]'") from None
     return lm_eval
 
 

@@ -1,7 +1,8 @@
 """The model class of the lm-evaluation-harness (`lm_eval`), which finds it by the name `meliad_like` after the import.
 
-import lm_eval, meliad_like.harness.model
-lm_eval.simple_evaluate(model="meliad_like", model_args="checkpoint=runs/quickstart", tasks=["task.yaml"])
+    import lm_eval, meliad_like.harness.model
+
+    lm_eval.simple_evaluate(model="meliad_like", model_args="checkpoint=runs/quickstart", tasks=["task.yaml"])
 
 In the harness's own adapters a prompt that is longer than the context is cut, and long documents are cut into windows.
 Here nothing is cut: the model reads them whole, and remembers of them what it can.
@@ -31,7 +32,7 @@ from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.library import LanguageModel, State, load
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.run.text import encode_prompt
+from meliad_like.run.text import encode_text
 
 SAMPLING = ("temperature", "top_k", "top_p")
 MAX_TOKENS = 256
@@ -118,34 +119,52 @@ class HarnessModel(TemplateLM):
         """The token read in place of an empty context. Raises a UserError if there is none."""
         if not self._first_tokens:
             raise UserError(
-                "a task has an empty context, so that the first token of its text has no probability: choose "
-                "--first_tokens to read an end of document before it"
+                "a task has an empty context, or one that is only a part of its text's first token, so that this token "
+                "has no probability: choose --first_tokens to read an end of document before it"
             )
         return self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return encode_prompt(self.lm.vocabulary, string).tolist()
+        return encode_text(self.lm.vocabulary, string).tokens.tolist()
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation in nats, and whether its tokens were the most likely ones.
+
+        It is that of the whole text minus that of the context, as `LanguageModel.score` has them. Tokens that both
+        begin with cancel out, and are not computed; from the first other token on, the whole text must be likely.
+        """
+        questions = []
+        for context, continuation in (request.args for request in requests):
+            whole, alone = self.tok_encode(context + continuation), self.tok_encode(context)
+            if not (num_shared := _num_shared(whole, alone)):
+                whole, alone, num_shared = [self.prefix_token_id, *whole], [self.prefix_token_id, *alone], 1
+            for tokens in (whole, alone):
+                questions.append(Question(len(questions), tuple(tokens), len(tokens) - num_shared))
+        scores = self._answers(questions)
+        results = [(whole - alone, greedy) for (whole, greedy), (alone, _) in zip(scores[::2], scores[1::2])]
+        for request, result in zip(requests, results):
+            self.cache_hook.add_partial("loglikelihood", request.args, result)
+        return results
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation in nats, and whether each of its tokens was the most likely one."""
-        questions = [
-            Question(i, (*context, *continuation), len(continuation))
-            for i, (_, context, continuation) in enumerate(requests)
-        ]
-        results: dict[int, tuple[float, bool]] = {}
+        """`loglikelihood` of tokens, for those who have encoded the texts themselves."""
+        return self._answers([Question(i, (*x[1], *x[2]), len(x[2])) for i, x in enumerate(requests)])
+
+    def _answers(self, questions: list[Question]) -> list[tuple[float, bool]]:
+        """The log-probability of each question's scored tokens, and whether all were the most likely ones."""
+        results: dict[int, tuple[float, bool]] = dict.fromkeys(range(len(questions)), (0.0, True))
         batches: dict[Shape, list[Question]] = {}
-        for question in self._with_states(sorted(questions, key=lambda question: question.tokens)):
+        scored = (question for question in questions if question.num_scored)
+        for question in self._with_states(sorted(scored, key=lambda question: question.tokens)):
             shape = self._shape(question.num_inputs, question.state is None)
             batches.setdefault(shape, []).append(question)
             if len(batches[shape]) == self._batch_size:
                 results.update(self._score(shape, batches.pop(shape)))
         for shape, batch in batches.items():
             results.update(self._score(shape, batch))
-        for i, request in enumerate(requests):
-            self.cache_hook.add_partial("loglikelihood", request[0], results[i])
-        return [results[i] for i in range(len(requests))]
+        return list(results.values())
 
     def _with_states(self, questions: list[Question]) -> Iterator[Question]:
         """Each of the questions, which are sorted and have the same state, with the state that it is scored from.
@@ -161,8 +180,7 @@ class HarnessModel(TemplateLM):
             first, last = members[0], members[-1]
             if len(members) > 1:
                 # All of them begin with what the first and the last of the sorted ones share.
-                n = min(len(first.tokens), len(last.tokens))
-                shared = int(np.cumprod(np.equal(first.tokens[:n], last.tokens[:n])).sum())
+                shared = _num_shared(first.tokens, last.tokens)
                 stop = min(shared // w * w, *(question.num_before(w) for question in members))
                 state = self._read(first, stop)
                 yield from self._with_states([x._replace(num_read=stop, state=state) for x in members])
@@ -199,7 +217,7 @@ class HarnessModel(TemplateLM):
         # Unused lanes repeat the last one, so that a program is compiled for one number of lanes.
         states = [question.state for question in (questions + questions[-1:] * self._batch_size)[: self._batch_size]]
         carry = None if begins else join_lanes([state.reading.carry for state in states if state is not None])
-        losses = _losses(model, self.lm.params, carry, tokens[:, :-1], tokens[:, 1:], start)
+        losses = _losses(model, self.lm.params, carry, tokens, start)
         nats, correct = np.asarray(losses.nats, np.float64), np.asarray(losses.correct)
         for i, question in enumerate(questions):
             scored = np.s_[i, question.num_inputs - question.num_scored : question.num_inputs]
@@ -268,24 +286,22 @@ class HarnessModel(TemplateLM):
         return [postprocess_generated_text(text + end, stops, None) for text, end in zip(texts, rest)]
 
 
+def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second)))
+
+
 def _power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _losses(
-    model: Model,
-    params: Any,
-    carry: Any,
-    inputs: Int[Array, "b n"],
-    targets: Int[Array, "b n"],
-    start: Bool[Array, "b c"],
-) -> TokenLosses:
-    """The losses of the targets. Without a carry, documents begin."""
+def _losses(model: Model, params, carry, tokens: Int[Array, "b n"], start: Bool[Array, "b c"]) -> TokenLosses:
+    """The losses of the tokens after each first one. Without a carry, documents begin."""
     module = model.bind(params)
     if carry is None:
-        carry = module.begin_decoding(module.init_carry(len(inputs)))
+        carry = module.begin_decoding(module.init_carry(len(tokens)))
     # While decoding, windows that overlap read tokens without repetition.
-    (output,), _ = module.read_while_decoding(inputs, carry, start)
-    return token_losses(module, module.finish(output, None), targets, LOSS_SLICE)
+    (output,), _ = module.read_while_decoding(tokens[:, :-1], carry, start)
+    return token_losses(module, module.finish(output, None), tokens[:, 1:], LOSS_SLICE)

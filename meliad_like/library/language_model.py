@@ -1,5 +1,6 @@
 """A trained model with its parameters and its vocabulary."""
 
+import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -7,54 +8,51 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from meliad_like.config import read_changes
 from meliad_like.conversion.pretrained import kind_of, open_pretrained
 from meliad_like.data.vocabulary import StreamingDecoder
 from meliad_like.errors import UserError
 from meliad_like.generation.beam_search import BeamConfig, Beams, beam_search
-from meliad_like.generation.reading import Reading, RequestedResults, join_readings, load_reading, take_reading
+from meliad_like.generation.reading import (
+    Reading,
+    RequestedResults,
+    check_tokens,
+    join_readings,
+    load_reading,
+    take_reading,
+)
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, check_prompts
 from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score, State
 from meliad_like.remote import local_files
 from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint
-from meliad_like.run.text import carry_identity, encode_prompt
+from meliad_like.run.text import EncodedText, carry_identity, encode_text
 
 Text = str | Sequence[int] | np.ndarray
 """A text, or its tokens."""
 
 
 class WritingSettings(TypedDict, total=False):
-    """The settings of `LanguageModel.generate` and `stream`."""
+    """The settings of `LanguageModel.generate` and `stream`: those of `SamplingConfig`, and two of `Generator`."""
 
     temperature: float
-    """The divisor of the logits; 0: always the most likely token. Default: 1."""
     top_k: int
-    """Sample from this number of most likely tokens; 0, the default: from all tokens."""
     top_p: float
-    """Sample from the most likely tokens that together reach this probability. Default: 1."""
     stop_at_end: bool
-    """Whether the end of the document ends the text, which is the default. If not, this token is never sampled, except
-    in vocabularies of whole words, where it ends lines, too."""
     chunk: int
-    """The number of tokens of a piece. Default: 8."""
 
 
 class SearchSettings(TypedDict, total=False):
-    """The settings of `LanguageModel.search`."""
+    """The settings of `LanguageModel.search`: those of `BeamConfig`, and `num_best`."""
 
     width: int
-    """The number of hypotheses that are kept in each step. Default: 4."""
+    length_penalty: float
+    end_tokens: Collection[int] | None
+    """Default: the end of the document."""
+    forbidden_tokens: Collection[int]
     num_best: int | None
     """The number of hypotheses that are returned, `width` by default. There can be fewer."""
-    length_penalty: float
-    """The exponent of the normalisation by length. Default: 0, no normalisation."""
-    end_tokens: Collection[int] | None
-    """A hypothesis ends with the first of these tokens. Default: the end of the document."""
-    forbidden_tokens: Collection[int]
-    """Tokens that no hypothesis contains."""
 
 
 def load(path: str | Path, *, step: int | None = None, gin_params: str | Sequence[str] = ()) -> "LanguageModel":
@@ -92,7 +90,7 @@ class LanguageModel:
 
     def begin(self, seed: int = 0) -> State:
         """The state before the first token of a document. The random seed is for texts that continue it."""
-        return self._state(self._generator().begin(seed))
+        return State(self.opened, self._generator().begin(seed))
 
     def resume(self, path: str | Path) -> State:
         """Reads a state from a file, also on `gs://`. Raises a UserError if it is damaged, or of another model."""
@@ -101,7 +99,7 @@ class LanguageModel:
         carry, key = jax.tree.map(
             lambda new, old: jax.device_put(new, old.sharding), *((x.carry, x.key) for x in (reading, fresh))
         )
-        return self._state(reading._replace(carry=carry, key=key), unfinished=unfinished)
+        return State(self.opened, reading._replace(carry=carry, key=key), unfinished=unfinished)
 
     def read(self, text: Text, state: State | None = None) -> State:
         """The state after a text of any length, which begins a document or follows what `state` has read."""
@@ -109,10 +107,9 @@ class LanguageModel:
 
     def read_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[State]:
         """`read` of several texts; `states`: the state before all of them, or one for each."""
-        tokens, starts = self._tokens(texts), self._states_before(texts, states)
-        reading = self._generator().read(self._joined(starts), tokens)
-        unfinished = [b"" if len(one) else state.unfinished for one, state in zip(tokens, starts)]
-        return [self._state(reading, lane, rest) for lane, rest in enumerate(unfinished)]
+        encoded, start = self._encoded(texts, states)
+        reading = self._generator().read(start, [text.tokens for text in encoded])
+        return [State(self.opened, reading, lane, text.unfinished) for lane, text in enumerate(encoded)]
 
     def score(self, text: Text, state: State | None = None) -> Score:
         """The probability of each token of a text, which begins a document or follows what `state` has read."""
@@ -120,14 +117,14 @@ class LanguageModel:
 
     def score_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[Score]:
         """`score` of several texts; `states`: the state before all of them, or one for each."""
-        tokens, generator = self._tokens(texts), self._generator()
-        nats, unread = generator.score(self._joined(self._states_before(texts, states)), tokens)
+        (encoded, start), generator = self._encoded(texts, states), self._generator()
+        nats, *unread = generator.score(start, [text.tokens for text in encoded])
         finish = functools.cache(lambda: generator.read(*unread))
-        sizes = [len(self.vocabulary.decode_bytes(one.tolist())) for one in tokens]
-        return [
-            Score(one, -nats[lane], size, lambda lane=lane: self._state(finish(), lane))
-            for lane, (one, size) in enumerate(zip(tokens, sizes))
-        ]
+        scores = []
+        for lane, text in enumerate(encoded):
+            read = lambda lane=lane: State(self.opened, finish(), lane, encoded[lane].unfinished)  # noqa: E731
+            scores.append(Score(text.tokens, -nats[lane], text.num_bytes, read))
+        return scores
 
     def forward(self, text: Text, state: State | None = None, *, layers: Sequence[int] = ()) -> Outputs:
         """The logits after each token of a text that begins a document or follows `state`, and hidden states.
@@ -145,10 +142,11 @@ class LanguageModel:
             if not -number - 1 <= layer <= number:
                 raise UserError(f"layers: there is no layer {layer}; the layers are 1 to {number}, and 0 the embedding")
         requested = RequestedResults(logits=True, layers=tuple(sorted({layer % (number + 1) for layer in layers})))
-        tokens, reading = self._tokens(texts), self._joined(self._states_before(texts, states))
+        encoded, reading = self._encoded(texts, states)
+        tokens = [text.tokens for text in encoded]
         # Another token after each text, which is not read: results are those of tokens that another one follows.
         longer = [np.append(one, 0).astype(np.int32) for one in tokens]
-        results, _ = self._generator().reader.look(reading, longer, requested)
+        results, *_ = self._generator().reader.look(reading, longer, requested)
         outputs = []
         for one, arrays in zip(tokens, results, strict=True):
             # Without the results of the token before the text.
@@ -176,15 +174,14 @@ class LanguageModel:
     ) -> list[Continuation]:
         """`generate` from several states or texts, with a seed for each."""
         states = self._starts(starts)
-        texts, written = [""] * len(states), [[] for _ in states]
-        pieces = [Continuation("", [], state, False) for state in states]
+        whole = [Continuation("", [], state, False) for state in states]
         for pieces in self.stream_batch(states, tokens, seeds=seeds, **settings):
-            texts = [text + piece.text for text, piece in zip(texts, pieces)]
-            written = [ids + piece.tokens for ids, piece in zip(written, pieces)]
-        return [
-            Continuation(text + piece.state.unfinished.decode(errors="replace"), ids, piece.state, piece.ended)
-            for text, ids, piece in zip(texts, written, pieces)
-        ]
+            whole = [
+                Continuation(one.text + new.text, one.tokens + new.tokens, new.state, new.ended)
+                for one, new in zip(whole, pieces)
+            ]
+        rests = [one.state.unfinished.decode(errors="replace") for one in whole]
+        return [dataclasses.replace(one, text=one.text + rest) for one, rest in zip(whole, rests)]
 
     def stream(
         self, start: State | Text, tokens: int = 200, *, seed: int | None = None, **settings: Unpack[WritingSettings]
@@ -212,10 +209,10 @@ class LanguageModel:
         generator = self._generator(SamplingConfig(**sampling), stop_at_end, chunk)
         decoders = [StreamingDecoder(self.vocabulary, state.unfinished) for state in states]
         for written, reading in generator.write(self._joined(states, seeds), tokens):
-            texts = ["".join(map(decoder.push, new)) for decoder, new in zip(decoders, written)]
+            texts = [decoder.push(*new) for decoder, new in zip(decoders, written)]
             for lane, new in enumerate(written):
                 if new:
-                    states[lane] = self._state(reading, lane, decoders[lane].unfinished)
+                    states[lane] = State(self.opened, reading, lane, decoders[lane].unfinished)
                     if reading.ended[lane] and not is_alone:
                         # The other texts are continued, in the same memory.
                         states[lane] = states[lane].copy()
@@ -232,17 +229,17 @@ class LanguageModel:
         self, starts: Sequence[State | Text], tokens: int = 200, **settings: Unpack[SearchSettings]
     ) -> list[list[Hypothesis]]:
         """`search` from several states or texts."""
-        changed: dict[str, Any] = {"num_best": None, "end_tokens": None, "forbidden_tokens": (), **settings}
-        num_best, ends = changed.pop("num_best"), changed.pop("end_tokens")
-        ends = (self.vocabulary.end_of_document,) if ends is None else tuple(ends)
-        config = BeamConfig(end_tokens=ends, forbidden_tokens=tuple(changed.pop("forbidden_tokens")), **changed)
+        options: dict[str, Any] = {"end_tokens": None, "num_best": None, **settings}
+        if options["end_tokens"] is None:
+            options["end_tokens"] = (self.vocabulary.end_of_document,)
+        num_best, config = options.pop("num_best"), BeamConfig(**options)
         num_best = config.width if num_best is None else num_best
         if not 1 <= num_best <= config.width:
             raise UserError(f"num_best={num_best} must be at least 1 and at most width={config.width}")
         states = self._starts(starts)
         reading = self._joined(states)
         check_prompts(reading)
-        beams, reading = beam_search(self.model, self.params, reading, tokens, config)
+        beams, reading = beam_search(self.model, self.params, self.vocabulary, reading, tokens, config)
         return [self._hypotheses(text, state, beams, reading, num_best) for text, state in enumerate(states)]
 
     def _hypotheses(self, text: int, start: State, beams: Beams, reading: Reading, num_best: int) -> list[Hypothesis]:
@@ -254,8 +251,8 @@ class LanguageModel:
                 break
             tokens = beams.tokens[text, place, : beams.length[text, place]].tolist()
             decoder = StreamingDecoder(self.vocabulary, start.unfinished)
-            written = "".join(map(decoder.push, tokens))
-            state = self._state(reading, text * width + place, decoder.unfinished)
+            written = decoder.push(*tokens)
+            state = State(self.opened, reading, text * width + place, decoder.unfinished)
             ended, score = bool(beams.ended[text, place]), float(beams.score[text, place])
             hypotheses.append(Hypothesis(written + decoder.finish(), tokens, state, ended, log_probability, score))
         return hypotheses
@@ -265,19 +262,20 @@ class LanguageModel:
         new_states = iter(self.read_batch(texts) if (texts := [x for x in starts if not isinstance(x, State)]) else ())
         return [start if isinstance(start, State) else next(new_states) for start in starts]
 
-    def _states_before(self, texts: Sequence[Text], states: State | Sequence[State] | None) -> list[State]:
-        """The state before each text."""
+    def _encoded(
+        self, texts: Sequence[Text], states: State | Sequence[State] | None
+    ) -> tuple[list[EncodedText], Reading]:
+        """The texts, and a new batch of the states before each of them."""
         if states is None or isinstance(states, State):
-            return [states or self.begin()] * len(texts)
+            states = [states or self.begin()] * len(texts)
         if len(states) != len(texts):
             raise UserError(f"{len(states)} states for {len(texts)} texts: give one for each text, or one for all")
-        return list(states)
-
-    def _tokens(self, texts: Sequence[Text]) -> list[Int[np.ndarray, " n"]]:
-        return [encode_prompt(self.vocabulary, x) if isinstance(x, str) else np.asarray(x, np.int32) for x in texts]
-
-    def _state(self, batch: Reading, lane: int = 0, unfinished: bytes = b"") -> State:
-        return State(self.opened, batch, lane, unfinished)
+        check_tokens([np.asarray([] if isinstance(x, str) else x, int) for x in texts], self.vocabulary.size)
+        encoded = [
+            encode_text(self.vocabulary, text, state.num_tokens > 0, state.unfinished)
+            for text, state in zip(texts, states)
+        ]
+        return encoded, self._joined(states)
 
     def _joined(self, states: Sequence[State], seeds: Sequence[int] | None = None) -> Reading:
         """A new batch of these states, with random states from the seeds if there are any."""
@@ -296,13 +294,11 @@ class LanguageModel:
         return reading._replace(key=jax.device_put(key, reading.key.sharding))
 
     def _generator(self, sampling: SamplingConfig | None = None, stop_at_end: bool = True, chunk: int = 8) -> Generator:
-        end = self.vocabulary.end_of_document
-        ends_lines = bool(self.vocabulary.decode_bytes([end]))
         return Generator(
             self.model,
             self.params,
             segment_length=self.opened.run.data.segment_length,
-            end_of_document=None if ends_lines and not stop_at_end else end,
+            vocabulary=self.vocabulary,
             sampling=sampling or SamplingConfig(),
             stop_at_end=stop_at_end,
             chunk=chunk,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
+from meliad_like.evaluation.scores import ratio
 from meliad_like.generation.reading import NO_TOKEN, Reading, save_reading, take_reading
 from meliad_like.resumable import check_same
 from meliad_like.run.opening import OpenedCheckpoint
@@ -84,9 +85,10 @@ class Score:
     tokens: Int[np.ndarray, " n"]
     log_probabilities: Float[np.ndarray, " n"]
     """The natural logarithm of each token's probability after all tokens before it. The first token of a document,
-    which nothing precedes, has none: NaN."""
+    which nothing precedes, has none: NaN. Together the probabilities of all ids are 1, also of those that are never
+    written."""
     num_bytes: int
-    """The number of bytes of the text in UTF-8."""
+    """The number of bytes of the text in UTF-8; if tokens were given, of what they decode to."""
     _read: Callable[[], State] = dataclasses.field(repr=False)
 
     @functools.cached_property
@@ -101,8 +103,8 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """The bits of all tokens that have a probability, over all bytes, as the evaluation counts them."""
-        return -self.log_probability / math.log(2) / self.num_bytes
+        """The bits of all tokens with a probability, over all bytes, as the evaluation counts them; NaN of none."""
+        return ratio(-self.log_probability / math.log(2), self.num_bytes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -60,7 +60,7 @@ def open_topology(name: str) -> Topology:
         jax.config.update("jax_num_cpu_devices", int(shape))
         return Topology(name, jax.devices("cpu"), "cpu")
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError(f"--topology={name} needs the TPU compiler: install it with pip install -e '.[tpu]'")
+        raise UserError(f"--topology={name} needs the TPU compiler: install it with pip install 'meliad_like[tpu]'")
     # The compiler would otherwise ask this machine for its slice, and only one process at a time could load it.
     slice_of = {"TPU_ACCELERATOR_TYPE": "v4-32", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"}
     os.environ.update({"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", **slice_of, **os.environ})

@@ -62,7 +62,7 @@ def _make_generator(setup: Setup, params: Any) -> Generator:
         setup.model,
         params,
         segment_length=setup.run.data.segment_length,
-        end_of_document=setup.store.vocabulary.end_of_document,
+        vocabulary=setup.store.vocabulary,
         sampling=SamplingConfig(),
     )
 

@@ -1,10 +1,12 @@
 """Texts for a trained model: prompts, beginnings of documents, and what a saved carry must fit."""
 
 import hashlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from meliad_like.config import bound_values
 from meliad_like.data.documents import SPLITS
@@ -30,9 +32,46 @@ def carry_identity(opened: OpenedCheckpoint) -> dict[str, Any]:
     }
 
 
-def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
+class EncodedText(NamedTuple):
+    """A text that is read."""
+
+    tokens: Int[np.ndarray, " n"]
+    num_bytes: int
+    """The number of bytes of the text in UTF-8; if tokens were given, of what they decode to."""
+    unfinished: bytes
+    """The bytes of a character that the text, with what precedes it, does not complete."""
+
+
+def encode_text(
+    vocabulary: Vocabulary, text: str | Sequence[int] | np.ndarray, continues: bool = False, unfinished: bytes = b""
+) -> EncodedText:
+    """Encodes a text that begins a document or continues another one.
+
+    Args:
+      text: the text, or its tokens.
+      unfinished: the bytes of an incomplete character before the text.
+
+    Raises:
+      UserError: the vocabulary has no token for one of the characters, or can't continue a text without a space.
+    """
+    if isinstance(text, str):
+        tokens, size = encode_prompt(vocabulary, text, continues), len(text.encode())
+        if continues and vocabulary.decode_bytes(tokens) == b" " + text.encode():
+            raise UserError(
+                f"the vocabulary puts a space before {text[:20]!r}, so this can't continue another text: give all of "
+                "the text at once, or tokens"
+            )
+    else:
+        tokens = np.asarray(text, np.int32)
+        size = len((vocabulary.decode_bytes if continues else vocabulary.document_bytes)(tokens))
+    decoder = StreamingDecoder(vocabulary, unfinished)
+    decoder.push(*tokens)
+    return EncodedText(tokens, size, decoder.unfinished)
+
+
+def encode_prompt(vocabulary: Vocabulary, prompt: str, continues: bool = False) -> np.ndarray:
     """The tokens of a prompt, int32[n]. Raises a UserError if the vocabulary has no token for one of its characters."""
-    tokens = vocabulary.encode(prompt)
+    tokens = (vocabulary.encode_continuation if continues else vocabulary.encode)(prompt)
     if UNKNOWN in vocabulary.decode(tokens):
         for character in sorted(set(prompt) - {UNKNOWN}):
             if UNKNOWN in vocabulary.decode(vocabulary.encode(character)):
@@ -53,6 +92,6 @@ def read_document(opened: OpenedCheckpoint, store: str | None, name: str, num_to
         if name in split.names:
             index = split.names.index(name)
             tokens = split.tokens(index, 0, min(num_tokens, int(split.lengths[index]) - 1))
-            return "".join(map(StreamingDecoder(opened.vocabulary).push, tokens.tolist()))
+            return opened.vocabulary.document_bytes(tokens).decode(errors="ignore")
     some = ", ".join(splits[0].names[:3])
     raise UserError(f"the token store {documents.folder} has no document {name!r}; it has {some}, ...")

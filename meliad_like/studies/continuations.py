@@ -78,7 +78,7 @@ def _writer(
         opened.model,
         opened.params,
         segment_length=context_tokens,
-        end_of_document=opened.vocabulary.end_of_document,
+        vocabulary=opened.vocabulary,
         sampling=SamplingConfig(temperature=0.0),
         stop_at_end=False,
     )
