@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary, read_text
+from meliad_like.data.vocabulary import DEFAULT_END, VOCABULARIES, FileVocabularyConfig, Vocabulary, read_text
 from meliad_like.errors import UserError
 from meliad_like.resumable import read_object
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
-DEFAULT_END = "<|endoftext|>"
 # llama.cpp's names of the pre-tokenizers, which split text before byte pairs are merged.
 GGUF_PRE_TOKENIZERS = {"gpt-2": (), "smollm": (pre_tokenizers.Digits(individual_digits=True),)}
 CONTROL, USER_DEFINED = 3, 4  # Two of GGUF's types of tokens.

@@ -9,11 +9,10 @@ import numpy as np
 from meliad_like.config import bound_values
 from meliad_like.data.documents import SPLITS
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import StreamingDecoder, Vocabulary
+from meliad_like.data.vocabulary import UNKNOWN, StreamingDecoder, Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.run.opening import OpenedCheckpoint
 
-UNKNOWN = "\u2047"
 SAMPLED = 1000  # Number of values of each parameter that identify a checkpoint.
 
 
@@ -33,9 +32,9 @@ def carry_identity(opened: OpenedCheckpoint) -> dict[str, Any]:
 def encode_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
     """The tokens of a prompt, int32[n]. Raises a UserError if the vocabulary has no token for one of its characters."""
     tokens = vocabulary.encode(prompt)
-    if UNKNOWN in vocabulary.decode(tokens):
+    if not vocabulary.restores(prompt, tokens):
         for character in sorted(set(prompt) - {UNKNOWN}):
-            if UNKNOWN in vocabulary.decode(vocabulary.encode(character)):
+            if vocabulary.lacks(character):
                 place = prompt.index(character)
                 raise UserError(
                     f"the checkpoint's vocabulary has no token for {character!r} (U+{ord(character):04X}), which the "
