@@ -88,7 +88,9 @@ class SentencePieceVocabulary(Vocabulary):
             return None
         pieces = list(enumerate(proto.pieces))
         texts = (kinds.NORMAL, kinds.USER_DEFINED)
-        if any(piece.type == kinds.UNUSED or len(piece.piece) == 1 and piece.type not in texts for _, piece in pieces):
+        if any(
+            piece.type == kinds.UNUSED or (len(piece.piece) == 1 and piece.type not in texts) for _, piece in pieces
+        ):
             return None
         scores = {piece.piece: piece.score for _, piece in pieces if piece.type == kinds.NORMAL}
         # A piece is merged inside of any text as it is alone, because no merge across its ends can come before. So each
