@@ -30,6 +30,8 @@ def test_ids_are_fairseqs(file):
     assert vocabulary.encode(" the rose , \n \n the thorn \n").tolist() == [4, 5, 6, 2, 2, 4, 3]
     assert vocabulary.decode([4, 5, 6, 2, 3, 2]) == "the rose , \n<unk> \n"
     assert not vocabulary.lossless
+    # Control tokens are read as any other word that is not in the dictionary.
+    assert vocabulary.encode("the </s> <pad> <s> <unk>").tolist() == [4, 3, 3, 3, 3]
 
 
 def test_what_is_saved_is_what_was_read(file, tmp_path):

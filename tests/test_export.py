@@ -19,7 +19,9 @@ from meliad_like.models.model import Model
 from meliad_like.run.opening import write_checkpoint
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
-TEXT = "def read(text):\n\t# Über 1,200  tokens, 漢字 \U0001f600\n    return  text <|endoftext|>\n"
+TEXT = (
+    "def read(text):\n\t# Über 1,200  tokens, 漢字 \U0001f600\n    return  text <|endoftext|></s><0x0A><unk>\u2581\r\n"
+)
 
 
 def sentencepiece(model_type):
@@ -29,7 +31,7 @@ def sentencepiece(model_type):
 VOCABULARIES = {
     "bytes": lambda: ByteVocabulary(),
     "bytes and unused ids": lambda: ByteVocabulary(8),
-    "sentencepiece": lambda: sentencepiece("unigram"),
+    "sentencepiece": lambda: sentencepiece("bpe"),
 }
 
 
@@ -76,7 +78,7 @@ def test_we_read_it_back(exported, tmp_path):
     assert again.score(TEXT).bits_per_byte == ours.score(TEXT).bits_per_byte
 
 
-@pytest.mark.parametrize("make", [lambda: sentencepiece("bpe"), lambda: DictionaryVocabulary([("a", 2), ("b", 1)])])
+@pytest.mark.parametrize("make", [lambda: sentencepiece("unigram"), lambda: DictionaryVocabulary([("a", 2), ("b", 1)])])
 def test_what_transformers_cannot_read_is_said(make, tmp_path, capsys):
     vocabulary = make()
     folder = export(vocabulary, tmp_path)

@@ -51,6 +51,18 @@ def test_trained_vocabulary_sees_training_documents_only(texts, tmp_path, capsys
     assert 0 <= shown.index("reading documents for the vocabulary") < shown.index("learning the vocabulary")
 
 
+def test_documents_that_the_vocabulary_changes_are_counted(texts, tmp_path, capsys):
+    (texts / "5.txt").write_text("two  spaces")
+    vocabulary = SentencePieceVocabularyConfig(size=290, keep_whitespace=False)
+    for name in ("9.txt", "11.txt"):
+        (texts / name).write_text("a line")
+    store = prepare(config(texts), vocabulary, tmp_path / "store", 1)
+    assert store.info.changed == 28
+    assert "28 of 30 documents (93.3%) do not come back from their tokens as they were" in capsys.readouterr().err
+    assert prepare(config(texts), BYTES, tmp_path / "bytes", 1).info.changed == 0
+    assert "do not come back" not in capsys.readouterr().err
+
+
 def test_second_run_reuses(texts, tmp_path, capsys, monkeypatch):
     first = prepare(config(texts), BYTES, tmp_path / "store", 1)
     monkeypatch.setattr(preparation, "_write", None)

@@ -5,16 +5,19 @@ import json
 import gguf
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
+from meliad_like.data import tokenizers_vocabulary
 from meliad_like.data.tokenizers_vocabulary import (
     TOKENIZER_NAME,
+    TokenizersVocabulary,
     TokenizersVocabularyConfig,
     _byte_characters,
     read_tokenizer,
 )
-from meliad_like.data.vocabulary import load_vocabulary
+from meliad_like.data.vocabulary import PROBE, load_vocabulary
 from meliad_like.errors import UserError
+from meliad_like.run.text import encode_prompt
 
 TEXTS = ["the other tether", "  a\n\n\tb \x00 漢\U0001f600\r\n", "", "year 1984", "say <|endoftext|> and go on"]
 MERGES = ["t h", "th e", "Ġ the", "e r", "1 9"]
@@ -40,7 +43,7 @@ def write_gguf(folder, path, **metadata):
     if pre := metadata.get("pre", "smollm"):
         writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token == "<|endoftext|>" else 1 for token in tokens])
+    writer.add_token_types([metadata.get("end_type", 3) if token == "<|endoftext|>" else 1 for token in tokens])
     writer.add_token_merges(MERGES)
     writer.add_eos_token_id(5)
     writer.write_header_to_file()
@@ -101,11 +104,12 @@ def test_no_document_is_cut_or_filled(folder, tmp_path):
 
 
 def test_saved_with_a_store_and_loaded(folder, tmp_path):
-    vocabulary = config(folder, size_multiple=8, end_token="Ġthe").make()
+    (folder / "added_tokens.json").write_text('{"<end>": 262}')
+    vocabulary = config(folder, size_multiple=8, end_token="<end>").make()
     (tmp_path / "store").mkdir()
     vocabulary.save(tmp_path / "store")
     loaded = load_vocabulary(tmp_path / "store")
-    assert (loaded.fingerprint, loaded.size, loaded.end_of_document) == (vocabulary.fingerprint, 264, 258)
+    assert (loaded.fingerprint, loaded.size, loaded.end_of_document) == (vocabulary.fingerprint, 264, 262)
     assert loaded.fingerprint != config(folder).make().fingerprint
 
 
@@ -121,6 +125,132 @@ def test_of_a_gguf_file(folder, tmp_path):
     assert [vocabulary.decode([i]) for i in vocabulary.encode("1984")] == ["1", "9", "8", "4"]
 
 
+def changed(folder, change):
+    """The vocabulary of a tokenizer after a change of it, and the tokenizer."""
+    tokenizer = Tokenizer.from_str(read_tokenizer(folder)[0])
+    change(tokenizer)
+    return TokenizersVocabulary(tokenizer.to_str(), "<|endoftext|>"), tokenizer
+
+
+def prefix(tokenizer):
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def lowercase(tokenizer):
+    tokenizer.normalizer = normalizers.Lowercase()
+
+
+def removing(tokenizer):
+    split = pre_tokenizers.CharDelimiterSplit("-")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+
+
+def adding(*tokens, **properties):
+    return lambda tokenizer: tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, **properties) for token in tokens]
+    )
+
+
+CHANGING = {
+    "hi  \n <user>\n\nthere": adding("<user>", lstrip=True),
+    "A": lowercase,
+    "a-b": removing,
+    "鿿é": adding("é"),
+}
+
+
+@pytest.mark.parametrize("text", CHANGING)
+def test_lossless_says_whether_any_text_changes(folder, text):
+    vocabulary, _ = changed(folder, CHANGING[text])
+    assert not vocabulary.lossless
+    assert not vocabulary.restores(text, vocabulary.encode(text))
+    assert vocabulary.restores("the other", vocabulary.encode("the other"))
+
+
+@pytest.mark.parametrize("change", [prefix, adding("<user>", "  ", "ab c"), adding("<user>", single_word=True)])
+def test_lossless_tokenizers(folder, change):
+    vocabulary, _ = changed(folder, change)
+    assert vocabulary.lossless
+    for text in (*TEXTS, PROBE, "abc", "hi  <user>\n\nthere", "ab cd"):
+        assert vocabulary.restores(text, vocabulary.encode(text))
+    # What is read in two parts is what is read at once.
+    assert vocabulary.decode([*vocabulary.encode("ab"), *vocabulary.encode("cd")]) == "abcd"
+
+
+def test_a_text_always_has_the_same_tokens(folder):
+    def drop(tokenizer):
+        tokenizer.model.dropout = 0.5
+
+    vocabulary, tokenizer = changed(folder, drop)
+    assert {tuple(vocabulary.encode("the")) for _ in range(50)} == {(257,)}
+    # Its tokens were other ones, and the fingerprint says so; a file without such settings is as it was.
+    assert vocabulary.for_tokenizers()[0] != tokenizer.to_str()
+    assert changed(folder, lambda _: None)[0].for_tokenizers() == read_tokenizer(folder)
+
+
+@pytest.mark.parametrize("named", [{}, {"unk_token": "<|endoftext|>"}, {"unk_token": "<unk>"}])
+def test_a_prompt_without_tokens_is_refused(folder, named):
+    saved = json.loads(read_tokenizer(folder)[0])
+    del saved["model"]["vocab"]["Ð"]
+    saved["model"]["vocab"]["<unk>"] = 300
+    saved["model"] |= named
+    vocabulary = TokenizersVocabulary(json.dumps(saved), "<|endoftext|>")
+    assert not vocabulary.lossless
+    assert vocabulary.end_of_document not in vocabulary.encode("naïve Привет")
+    with pytest.raises(UserError, match="no token for 'П'"):
+        encode_prompt(vocabulary, "naïve Привет")
+    assert vocabulary.decode(encode_prompt(vocabulary, "naïve ⁇")) == "naïve ⁇"
+
+
+def test_the_end_of_a_document_is_in_no_text(folder, tmp_path):
+    saved = json.loads(read_tokenizer(folder)[0])
+    saved["added_tokens"][0]["special"] = False
+    plain = TokenizersVocabulary(json.dumps(saved), "<|endoftext|>")
+    path = write_gguf(folder, tmp_path / "model.gguf", end_type=4)
+    for vocabulary in (plain, config(path).make()):
+        ids = vocabulary.encode("a<|endoftext|>b")
+        assert vocabulary.end_of_document not in ids
+        assert vocabulary.decode(ids) == "a<|endoftext|>b"
+
+
+def test_all_tokens_of_a_folder(folder):
+    def write(name, **contents):
+        (folder / name).write_text(json.dumps(contents))
+
+    size = config(folder).make().size
+    write("added_tokens.json", **{"<|title|>": size, "<user>": size + 1})
+    write("special_tokens_map.json", additional_special_tokens=["<|title|>"])
+    vocabulary = config(folder).make()
+    assert vocabulary.size == size + 2
+    assert vocabulary.encode("a<user>").tolist() == [64, size + 1]
+    assert vocabulary.decode([size, size + 1]) == "<user>"
+    assert size not in vocabulary.encode("<|title|>")
+    decoder = {str(size): {"content": "<|title|>", "special": True, "lstrip": False}}
+    write("tokenizer_config.json", added_tokens_decoder=decoder, eos_token={"content": "<|title|>"})
+    assert config(folder).make().fingerprint == vocabulary.fingerprint
+    for name, contents, message in (
+        ("tokenizer_config.json", {"pad_token": "<pad>"}, "token '<pad>' has no id"),
+        ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space"),
+        ("added_tokens.json", {"<|title|>": size + 5}, f"'<.title.>' can't have the id {size + 5}"),
+    ):
+        write("tokenizer_config.json")
+        write(name, **contents)
+        with pytest.raises(UserError, match=f"{name}: .*{message}"):
+            config(folder).make()
+
+
+@pytest.mark.parametrize("change", [lambda _: None, adding("the other", "  "), adding("and", rstrip=True), lowercase])
+def test_a_long_text_is_encoded_in_pieces(folder, change, monkeypatch):
+    vocabulary, _ = changed(folder, change)
+    text = "".join(f"the other {i} and\n\n  é\u0301 THE x-{i}{'  ' * (i % 3)}tether, 漢字。\t" for i in range(300))
+    whole = vocabulary.encode(text)
+    lengths, encode = [], vocabulary._encode
+    monkeypatch.setattr(tokenizers_vocabulary, "PIECE", 1000)
+    monkeypatch.setattr(vocabulary, "_encode", lambda text: lengths.append(len(text)) or encode(text))
+    np.testing.assert_array_equal(vocabulary.encode(text), whole)
+    assert max(lengths) < 1100
+
+
 def test_what_is_refused(folder, tmp_path):
     def refused(path, message, **fields):
         with pytest.raises(UserError, match=message):
@@ -128,6 +258,7 @@ def test_what_is_refused(folder, tmp_path):
 
     named = read_tokenizer(folder)[0].replace("<|endoftext|>", "<end>")
     refused(folder, "no token 'stop': set TokenizersVocabularyConfig.end_token", end_token="stop")
+    refused(folder, "texts are encoded to the tokenizer's token 'Ġthe'", end_token="Ġthe")
     refused(tmp_path / "nowhere", "cannot read .*nowhere: No such file")
     refused(write_gguf(folder, tmp_path / "a.gguf", pre="qwen2"), "can't honour its tokenizer 'gpt2' .* 'qwen2'")
     refused(write_gguf(folder, tmp_path / "b.gguf", model="llama"), "can't honour its tokenizer 'llama'")

@@ -221,8 +221,14 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
         return
     text, end = tokenizer
     write_whole(folder / TOKENIZER_NAME, text)
-    # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding.
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding, and read the
+    # text of a control token as this token.
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+    }
     write_json(folder / TOKENIZER_CONFIG_NAME, settings)
     has_token = Tokenizer.from_str(text).id_to_token
     if unused := [i for i in np.flatnonzero(~vocabulary.writable).tolist() if has_token(i) is None]:

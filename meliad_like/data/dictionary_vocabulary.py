@@ -42,11 +42,12 @@ class DictionaryVocabulary(Vocabulary):
         words = [word for word, _ in counts]
         pieces = [b"", b"", b"\n", b"<unk> ", *(word.encode() + b" " for word in words)]
         lines = "".join(f"{word} {count}\n" for word, count in counts)
-        super().__init__(pieces, END_OF_LINE, size_multiple, lines)
+        super().__init__(pieces, END_OF_LINE, size_multiple, lines, lossless=False)
         # Words that only fill the dictionary up occur in no document.
         self.writable[len(SPECIALS) : len(pieces)] = [count > 0 for _, count in counts]
-        # The word <unk> in WikiText's text gets the id of the special token.
-        self._ids = {word: i for i, word in reversed([*enumerate([*SPECIALS, *words])])}
+        # The word <unk> in WikiText's text gets the id of the special token. The others are control tokens, which no
+        # text is encoded to: the word </s> would end a line.
+        self._ids = {word: i for i, word in enumerate(words, len(SPECIALS))} | {SPECIALS[UNKNOWN]: UNKNOWN}
 
     def encode(self, text: str) -> np.ndarray:
         ids = []

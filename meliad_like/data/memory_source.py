@@ -241,10 +241,6 @@ class MemorySymbols(Vocabulary):
     def __init__(self, size_multiple: int = 1):
         super().__init__([symbol.encode() for symbol in SYMBOLS], len(SYMBOLS), size_multiple)
 
-    @property
-    def lossless(self) -> bool:
-        return True  # Other symbols are an error.
-
     def encode(self, text: str) -> np.ndarray:
         """Raises a UserError for a character that is not a symbol."""
         if other := set(text) - set(SYMBOLS):

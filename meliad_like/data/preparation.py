@@ -89,7 +89,7 @@ def prepare(
             with whole_folder(folder) as incomplete:
                 encoder = _make_vocabulary(source, opened, vocabulary, console)
                 encoder.save(incomplete)
-                splits, skipped = _write(incomplete, source, opened, encoder, num_workers, console)
+                splits, skipped, changed = _write(incomplete, source, opened, encoder, num_workers, console)
                 _check_splits(source, opened, splits, len(skipped), for_training)
                 write_info(
                     incomplete,
@@ -103,6 +103,7 @@ def prepare(
                     dtype=token_dtype(encoder.size),
                     splits=splits,
                     skipped=skipped,
+                    changed=changed,
                 )
     store = TokenStore(folder)
     for warning in _warnings(source, opened, store):
@@ -136,16 +137,18 @@ def _with_progress(results: Iterator[Result], source: Source, console: Console, 
 
 def _write(
     folder: Path, config: SourceConfig, source: Source, vocabulary: Vocabulary, num_workers: int, console: Console
-) -> tuple[dict[str, Totals], list[str]]:
-    """Writes all documents in order. Returns each split's totals, and the reasons of what was left out."""
+) -> tuple[dict[str, Totals], list[str], int]:
+    """Writes all documents in order. Returns each split's totals, the reasons of what was left out, and the number of
+    documents that the vocabulary changes."""
     writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
-    skipped, unknown = [], set(config.listed)
+    skipped, unknown, changed = [], set(config.listed), 0
     encoded = encode_all(config, source, folder, num_workers)
     for result in _with_progress(encoded, source, console, "tokenising"):
         if isinstance(result, str):
             skipped.append(result)
         else:
             writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
+            changed += not result.restored
             skipped += result.skipped
             unknown.discard(result.name)
     if unknown:
@@ -153,7 +156,7 @@ def _write(
             f"validation_documents or test_documents names {min(unknown)!r}, which is not a document of the source "
             f"({len(skipped)} were left out)"
         )
-    return {split: writer.close() for split, writer in writers.items()}, skipped
+    return {split: writer.close() for split, writer in writers.items()}, skipped, changed
 
 
 def _check_splits(
@@ -169,11 +172,14 @@ def _check_splits(
 
 
 def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterator[str]:
-    if not store.vocabulary.lossless:
+    if not store.vocabulary.lossless or store.info.changed:
         yield (
-            "this vocabulary does not keep text exactly (whitespace or rare characters): "
-            "bits per byte are not comparable with those of other vocabularies"
+            "this vocabulary does not keep every text exactly: bits per byte are not comparable with those of others"
         )
+    if store.info.changed:
+        total = sum(totals.documents for totals in store.info.splits.values())
+        share = f"{store.info.changed:,} of {total:,} documents ({store.info.changed / total:.1%})"
+        yield f"{share} do not come back from their tokens as they were"
     skipped = store.info.skipped
     yield from (f"left out: {reason}" for reason in skipped[:SHOWN])
     if len(skipped) > SHOWN:
@@ -208,6 +214,8 @@ class Encoded(NamedTuple):
     """int32[tokens], without the end of the document."""
     num_bytes: int
     num_words: int
+    restored: bool
+    """Whether the text comes back from the tokens."""
     skipped: tuple[str, ...]
     """The reasons why files of the document were left out."""
 
@@ -253,7 +261,8 @@ def _encode(config: SourceConfig, vocabulary: Vocabulary, reference: Reference) 
         return document
     text, tokens = document.text, vocabulary.encode(document.text)
     num_bytes = len(text.encode("utf-8"))
-    return Encoded(document.name, document.split, tokens, num_bytes, count_words(text), document.skipped)
+    restored = vocabulary.restores(text, tokens)
+    return Encoded(document.name, document.split, tokens, num_bytes, count_words(text), restored, document.skipped)
 
 
 def _read(reference: Reference, config: SourceConfig) -> Document | str:

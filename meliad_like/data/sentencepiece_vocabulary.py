@@ -2,16 +2,18 @@
 
 import functools
 import io
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import sentencepiece
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore  # made when it is imported
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary
+from meliad_like.data.vocabulary import DEFAULT_END, VOCABULARIES, FileVocabularyConfig, Vocabulary
 from meliad_like.errors import UserError, reading
 from meliad_like.validation import check_positive
 
@@ -69,24 +71,53 @@ class SentencePieceVocabulary(Vocabulary):
             self.prefix = b" "
         self._removes_whitespace = not processor.encode(" ")
         end = processor.eos_id() if processor.eos_id() >= 0 else len(processor)
-        super().__init__(pieces, end, size_multiple, model)
+        # Such a model replaces nothing but spaces, by U+2581, and has a token for each byte of any other character.
+        proto = ModelProto.FromString(model)
+        rules = proto.normalizer_spec
+        changes = rules.precompiled_charsmap or rules.add_dummy_prefix or rules.remove_extra_whitespaces
+        has_bytes = len(self._byte_ids) == 256 and proto.trainer_spec.byte_fallback
+        lossless = has_bytes and rules.escape_whitespaces and not (changes or self.prefix)
+        super().__init__(pieces, end, size_multiple, model, lossless)
 
     def for_tokenizers(self) -> tuple[str, str] | None:
-        """`Vocabulary.for_tokenizers` for unigram models that keep text as it is, which are trained here by default.
+        """`Vocabulary.for_tokenizers` for BPE models that keep text as it is.
 
-        It can't distinguish the character U+2581 from a space, nor text from the control token that it spells.
+        Not for unigram models: SentencePiece adds their scores in single precision and `tokenizers` in double, which
+        prefer different segmentations of nearly equal scores, in long texts more often.
         """
-        trainer = _proto(self._model).trainer_spec
-        if trainer.model_type != trainer.UNIGRAM or not self.lossless:
+        proto, processor = ModelProto.FromString(self._model), self._processor
+        spec, kinds = proto.trainer_spec, ModelProto.SentencePiece
+        if spec.model_type != spec.BPE or not self.lossless:
             return None
-        processor = self._processor
-        pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(len(processor))]
-        tokenizer = Tokenizer(models.Unigram(pieces, processor.unk_id(), byte_fallback=True))
-        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")  # type: ignore[assignment]
-        tokenizer.decoder = decoders.Sequence(  # type: ignore[assignment]
-            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
-        end = processor.id_to_piece(processor.eos_id())
+        pieces = list(enumerate(proto.pieces))
+        texts = (kinds.NORMAL, kinds.USER_DEFINED)
+        if any(
+            piece.type == kinds.UNUSED or (len(piece.piece) == 1 and piece.type not in texts) for _, piece in pieces
+        ):
+            return None
+        scores = {piece.piece: piece.score for _, piece in pieces if piece.type == kinds.NORMAL}
+        # A piece is merged inside of any text as it is alone, because no merge across its ends can come before. So each
+        # piece has one last merge, and those together are all merges. A piece that none gives is in no text.
+        merges = {piece: parts for piece in scores if len(piece) > 1 and (parts := _last_merge(piece, scores))}
+        ordered = sorted(merges, key=lambda piece: -scores[piece])
+        if any(scores[one] == scores[next_one] for one, next_one in itertools.pairwise(ordered)):
+            return None
+        if not {part for parts in merges.values() for part in parts} <= {piece.piece for _, piece in pieces}:
+            return None
+
+        # Spaces are written as spaces, so that a U+2581 of the text is a character without a piece, as in `encode`.
+        def spaced(piece: str) -> str:
+            return piece.replace("\u2581", " ")
+
+        ids = {spaced(piece.piece): i for i, piece in pieces}
+        end = processor.id_to_piece(processor.eos_id()) if self.end_of_document < len(processor) else DEFAULT_END
+        if len(ids) < len(pieces) or ids.get(end, len(ids)) != self.end_of_document:
+            return None
+        pairs = [(spaced(left), spaced(right)) for left, right in map(merges.__getitem__, ordered)]
+        tokenizer = Tokenizer(models.BPE(ids, pairs, byte_fallback=True))
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[assignment]
+        symbols = [spaced(piece.piece) for _, piece in pieces if piece.type == kinds.USER_DEFINED]
+        tokenizer.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
         tokenizer.add_special_tokens([AddedToken(end, special=True)])
         return tokenizer.to_str(), end
 
@@ -107,15 +138,21 @@ class SentencePieceVocabulary(Vocabulary):
     @functools.cached_property
     def _without_prefix(self) -> sentencepiece.SentencePieceProcessor:
         """The model without a space before the text."""
-        model = _proto(self._model)
+        model = ModelProto.FromString(self._model)
         model.normalizer_spec.add_dummy_prefix = False
         return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
 
 
-def _proto(model: bytes) -> Any:
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore  # made when it is imported
-
-    return ModelProto.FromString(model)
+def _last_merge(piece: str, scores: dict[str, float]) -> tuple[str, str] | None:
+    """The parts that BPE merges last when it encodes a piece alone; None if it is left in other pieces."""
+    parts = list(piece)
+    while len(parts) > 2:
+        pairs = [left + right for left, right in itertools.pairwise(parts)]
+        best = max(range(len(pairs)), key=lambda i: scores.get(pairs[i], -np.inf))  # The first one of equal scores.
+        if pairs[best] not in scores:
+            return None
+        parts[best : best + 2] = [pairs[best]]
+    return (parts[0], parts[1])
 
 
 def read_model(path: str | Path) -> bytes:

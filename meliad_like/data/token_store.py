@@ -75,6 +75,8 @@ class StoreInfo:
     splits: dict[str, Totals]
     skipped: list[str]
     """The reasons why documents, or files of documents, were left out."""
+    changed: int | None = None
+    """The number of documents whose text does not come back from their tokens; None: an older store doesn't know."""
 
 
 def files_fingerprint(source: Source) -> str:

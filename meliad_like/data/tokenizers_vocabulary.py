@@ -1,22 +1,48 @@
 """Byte-level BPE vocabularies of pretrained models, in `tokenizers`, read from the file formats of the models."""
 
+import itertools
+import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary, read_text
+from meliad_like.data.vocabulary import (
+    DEFAULT_END,
+    UNKNOWN,
+    VOCABULARIES,
+    FileVocabularyConfig,
+    Vocabulary,
+    read_text,
+)
 from meliad_like.errors import UserError
 from meliad_like.resumable import read_object
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
-DEFAULT_END = "<|endoftext|>"
 # llama.cpp's names of the pre-tokenizers, which split text before byte pairs are merged.
 GGUF_PRE_TOKENIZERS = {"gpt-2": (), "smollm": (pre_tokenizers.Digits(individual_digits=True),)}
 CONTROL, USER_DEFINED = 3, 4  # Two of GGUF's types of tokens.
+PIECE = 2**16
+"""The number of characters that are encoded at once, if the text can be cut there."""
+CONTEXT, MAX_TRIALS = 256, 16
+END_OF_WORD = re.compile(r"[^\W\d_](?=\W)")
+# The ways of splitting text that lose nothing of it, unless they are told to remove what they split at.
+KEEPING_STEPS = ("ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts")
+
+
+def _byte_characters() -> dict[int, str]:
+    """The characters in which byte-level vocabularies write the bytes; printable bytes stand for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    further = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(further)}
+
+
+BYTE_CHARACTERS = {character: byte for byte, character in _byte_characters().items()}
 
 
 @VOCABULARIES.register("tokenizers")
@@ -39,7 +65,11 @@ class TokenizersVocabularyConfig(FileVocabularyConfig):
 
 
 class TokenizersVocabulary(Vocabulary):
-    """A byte-level BPE. Text that looks like a control token is encoded as ordinary text."""
+    """A byte-level BPE. Text that looks like a control token is encoded as ordinary text.
+
+    A text's tokens are those of the text alone, and always the same: what a file says of dropout, truncation, padding,
+    a space before each text and tokens around it is switched off.
+    """
 
     kind, file_name = "tokenizers", TOKENIZER_NAME
 
@@ -50,10 +80,13 @@ class TokenizersVocabulary(Vocabulary):
           end_token: the token that ends documents.
 
         Raises:
-          UserError: the tokenizer is not a byte-level BPE, or has no such token.
+          UserError: the tokenizer is not a byte-level BPE, or has no such token, or texts are encoded to it.
         """
         self.end_token = end_token
         self._tokenizer = tokenizer = _parse(tokenizer_json)
+        text_alone, settings = _of_text_alone(tokenizer_json, end_token)
+        if text_alone != tokenizer_json:
+            self._tokenizer = tokenizer = _parse(text_alone)
         # Control tokens are not recognised in prompts and documents.
         tokenizer.encode_special_tokens = True
         # Truncation and padding may be saved with the tokenizer; documents would be cut.
@@ -62,25 +95,118 @@ class TokenizersVocabulary(Vocabulary):
         if (end := tokenizer.token_to_id(end_token)) is None:
             what = f"has no token {end_token!r}" if end_token else "doesn't say which token ends a text"
             raise UserError(f"the tokenizer {what}: set TokenizersVocabularyConfig.end_token")
-        added = tokenizer.get_added_tokens_decoder()
-        to_byte = {character: byte for byte, character in _byte_characters().items()}
-
-        def piece(token: int) -> bytes:
-            if token in added:
-                return b"" if added[token].special else added[token].content.encode()
-            text = tokenizer.id_to_token(token) or ""
-            # Reserved tokens, which no bytes are merged to, may be written in any characters.
-            return bytes(map(to_byte.__getitem__, text)) if all(map(to_byte.__contains__, text)) else b""
-
-        num_tokens = max(tokenizer.get_vocab().values()) + 1
-        pieces = [piece(token) for token in range(num_tokens)]
-        super().__init__(pieces, end, size_multiple, tokenizer_json, end_token=end_token)
+        ids, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
+        pieces = [b""] * (max(ids.values()) + 1)
+        for token, i in ids.items():
+            pieces[i] = _spelled(token)
+        lossless = _keeps_text(settings) and len(set(ids.values())) == len(ids)
+        merged = settings["model"]["vocab"]
+        if end_token in merged and self._merges_to(pieces[end], end):
+            raise UserError(
+                f"texts are encoded to the tokenizer's token {end_token!r}: set TokenizersVocabularyConfig.end_token "
+                "to one that is in no text"
+            )
+        for i, token in added.items():
+            piece = b"" if token.special else token.content.encode()
+            # A token that is both added and merged from bytes may have two texts.
+            if piece != pieces[i] and token.content in merged and self._merges_to(pieces[i], i):
+                lossless = False
+            if not token.special and (token.lstrip or token.rstrip):
+                lossless = False
+            pieces[i] = piece
+        pieces[end] = b""
+        unknown = ids.get(settings["model"].get("unk_token"))
+        if unknown is not None and not BYTE_CHARACTERS.keys() <= merged.keys():
+            pieces[unknown] = UNKNOWN.encode()
+        super().__init__(pieces, end, size_multiple, text_alone, lossless, end_token=end_token)
 
     def for_tokenizers(self) -> tuple[str, str] | None:
+        settings = json.loads(self._model)
+        if settings.get("truncation") or settings.get("padding"):
+            return json.dumps(settings | {"truncation": None, "padding": None}), self.end_token
         return self._model.decode(), self.end_token
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        # In pieces, because `tokenizers` takes some hundred bytes of memory for each character.
+        pieces, begin, at = [], 0, PIECE
+        while at < len(text):
+            ends = (match.end() for match in itertools.islice(END_OF_WORD.finditer(text, at), MAX_TRIALS))
+            cut = next((end for end in ends if self._is_boundary(text, end)), None)
+            if cut is not None:
+                pieces.append(self._encode(text[begin:cut]))
+                begin = cut
+            at = (cut or at) + PIECE
+        return np.concatenate([*pieces, self._encode(text[begin:])])
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
+
+    def _is_boundary(self, text: str, place: int) -> bool:
+        """Whether a text's tokens are those before a place and those after it. Words are split there, and what is
+        around it has the same tokens in two parts, which no added token, lookahead or normalisation joins."""
+        before, after = text[place - CONTEXT : place], text[place : place + CONTEXT]
+        words = self._tokenizer.pre_tokenizer and self._tokenizer.pre_tokenizer.pre_tokenize_str(before + after)
+        if not any(start == len(before) for _, (start, _) in words or ()):
+            return False
+        parts = np.concatenate([self._encode(before), self._encode(after)])
+        return np.array_equal(parts, self._encode(before + after))
+
+    def _merges_to(self, piece: bytes, token: int) -> bool:
+        """Whether the bytes of a token are encoded to it. A part of a character may be."""
+        try:
+            return token in self._encode(piece.decode())
+        except UnicodeDecodeError:
+            return True
+
+
+def _of_text_alone(tokenizer_json: str, end_token: str) -> tuple[str, dict[str, Any]]:
+    """A tokenizer.json whose tokens are a function of the text, and its contents. Only what determines tokens is
+    changed: without such settings it is the same file, with the same fingerprint."""
+    settings = json.loads(tokenizer_json)
+    before, model = json.dumps(settings), settings["model"]
+    if model.get("dropout"):
+        model["dropout"] = None
+    if model.get("unk_token") == end_token and not BYTE_CHARACTERS.keys() <= model["vocab"].keys():
+        model["unk_token"] = None
+    for step in _steps(settings):
+        if step.get("add_prefix_space"):
+            step["add_prefix_space"] = False
+    for token in settings.get("added_tokens") or ():
+        # Control tokens alone are not looked for in texts.
+        token["special"] = token["special"] or token["content"] == end_token
+    after = json.dumps(settings)
+    return (tokenizer_json if after == before else after), settings
+
+
+def _keeps_text(settings: dict[str, Any]) -> bool:
+    """Whether the words that a tokenizer.json splits a text into are the text, and have tokens for all bytes."""
+    model, steps = settings["model"], _steps(settings)
+    return (
+        BYTE_CHARACTERS.keys() <= model["vocab"].keys()
+        and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+        and not settings.get("normalizer")
+        and [step["type"] for step in steps].count("ByteLevel") == 1
+        and all(step["type"] in KEEPING_STEPS and step.get("behavior") != "Removed" for step in steps)
+    )
+
+
+def _steps(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps in which a tokenizer.json splits text into words."""
+    steps, waiting = [], [settings.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}]
+    while waiting:
+        step = waiting.pop(0)
+        if step["type"] == "Sequence":
+            waiting = step["pretokenizers"] + waiting
+        else:
+            steps.append(step)
+    return steps
+
+
+def _spelled(token: str) -> bytes:
+    """The bytes of a token that is written in `BYTE_CHARACTERS`. Reserved tokens, which no bytes are merged to, may be
+    written in any characters."""
+    is_merged = all(map(BYTE_CHARACTERS.__contains__, token))
+    return bytes(map(BYTE_CHARACTERS.__getitem__, token)) if is_merged else b""
 
 
 def read_tokenizer(path: str | Path) -> tuple[str, str]:
@@ -95,15 +221,21 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
         tokenizer, end = _from_gguf(path)
     elif not path.is_dir():
         tokenizer = read_text(path, "tokenizer")
-    elif (path / TOKENIZER_NAME).exists():
-        tokenizer = read_text(path / TOKENIZER_NAME, "tokenizer")
-        if (path / TOKENIZER_CONFIG_NAME).exists():
-            token = read_object(path / TOKENIZER_CONFIG_NAME).get("eos_token") or ""
-            end = token["content"] if isinstance(token, dict) else token
-    elif (path / "vocab.json").exists():
-        tokenizer = _from_merges(path / "vocab.json", path / "merges.txt")
-    else:
+    elif not any((path / name).exists() for name in (TOKENIZER_NAME, "vocab.json")):
         raise UserError(f"{path} has no tokenizer: neither {TOKENIZER_NAME} nor vocab.json and merges.txt")
+    else:
+        settings = _read_if_there(path / TOKENIZER_CONFIG_NAME)
+        end = _content(settings.get("eos_token"))
+        if (path / TOKENIZER_NAME).exists():
+            tokenizer = read_text(path / TOKENIZER_NAME, "tokenizer")
+        elif settings.get("add_prefix_space"):
+            raise UserError(
+                f"{path / TOKENIZER_CONFIG_NAME}: add_prefix_space puts a space before each text, which this "
+                "vocabulary does not: set it to false"
+            )
+        else:
+            tokenizer = _from_merges(path / "vocab.json", path / "merges.txt", end)
+        tokenizer = _with_added_tokens(tokenizer, path, settings)
     if _parse(tokenizer, str(path)).token_to_id(DEFAULT_END) is not None:
         end = DEFAULT_END
     return tokenizer, end
@@ -111,14 +243,57 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
 
 def byte_tokenizer() -> tuple[str, str]:
     """The contents of a tokenizer.json whose tokens are the bytes, and after them its token that ends documents."""
-    bytes_alone = {character: byte for byte, character in _byte_characters().items()}
-    return _byte_level(bytes_alone, [], [DEFAULT_END], [], (), "bytes"), DEFAULT_END
+    return _byte_level(BYTE_CHARACTERS, [], [DEFAULT_END], [], (), "bytes"), DEFAULT_END
 
 
-def _from_merges(vocabulary: Path, merges: Path) -> str:
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.exists() else {}
+
+
+def _content(token: str | dict[str, Any] | None) -> str:
+    """The text of a token in the files of transformers, which write it alone or with its properties."""
+    return token["content"] if isinstance(token, dict) else token or ""
+
+
+def _with_added_tokens(tokenizer_json: str, folder: Path, settings: dict[str, Any]) -> str:
+    """A tokenizer.json with the tokens that the other files of its folder name.
+
+    Raises:
+      UserError: such a token has no id, or not the next one; the message names the file.
+    """
+    tokens_map = _read_if_there(folder / "special_tokens_map.json")
+    control = {}
+    for name, fields in (("special_tokens_map.json", tokens_map), (TOKENIZER_CONFIG_NAME, settings)):
+        tokens = [value for key, value in fields.items() if key.endswith("_token") and isinstance(value, str | dict)]
+        tokens += fields.get("additional_special_tokens") or []
+        control |= {_content(token): name for token in tokens if _content(token)}
+    numbered = [
+        (int(i), AddedToken(token, normalized=False, special=token in control), "added_tokens.json")
+        for token, i in _read_if_there(folder / "added_tokens.json").items()
+    ]
+    for i, fields in (settings.get("added_tokens_decoder") or {}).items():
+        numbered.append((int(i), AddedToken(**fields), TOKENIZER_CONFIG_NAME))
+    tokenizer = _parse(tokenizer_json, str(folder))
+    added, changed = {token.content for token in tokenizer.get_added_tokens_decoder().values()}, False
+    # The file with the properties of a token comes first.
+    for i, token, name in sorted(numbered, key=lambda item: (item[0], item[2] != TOKENIZER_CONFIG_NAME)):
+        if tokenizer.token_to_id(token.content) is None or not (token.special or token.content in added):
+            (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+            added, changed = added | {token.content}, True
+        if tokenizer.token_to_id(token.content) != i:
+            raise UserError(f"{folder / name}: the token {token.content!r} can't have the id {i} in this vocabulary")
+    for token, name in control.items():
+        if tokenizer.token_to_id(token) is None:
+            raise UserError(f"{folder / name}: the token {token!r} has no id in the folder's vocabulary")
+    return tokenizer.to_str() if changed else tokenizer_json
+
+
+def _from_merges(vocabulary: Path, merges: Path, end: str) -> str:
     lines = read_text(merges, "tokenizer").splitlines()
     pairs = [line for line in lines if line and not line.startswith("#version")]
-    return _byte_level(read_object(vocabulary), pairs, [DEFAULT_END], [], (), str(merges))
+    ids = read_object(vocabulary)
+    special = [DEFAULT_END] if DEFAULT_END in ids or not end else []
+    return _byte_level(ids, pairs, special, [], (), str(merges))
 
 
 def _from_gguf(path: Path) -> tuple[str, str]:
@@ -176,10 +351,3 @@ def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
             "RunConfig.vocabulary = 'sentencepiece'"
         )
     return tokenizer
-
-
-def _byte_characters() -> dict[int, str]:
-    """The characters in which byte-level vocabularies write the bytes; printable bytes stand for themselves."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    further = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(further)}

@@ -28,8 +28,11 @@ VOCABULARIES = Registry(
     "meliad_like.data.memory_source",
 )
 SETTINGS_NAME = "vocabulary.json"
-# Whitespace, composed and rare characters, a placeholder of SentencePiece, a control token, digits.
+DEFAULT_END = "<|endoftext|>"
+UNKNOWN = "\u2047"
+"""The character that stands for what a vocabulary has no token for."""
 PROBE = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n <|endoftext|> 123,456 "
+"""A text of what vocabularies often change: whitespace, composed and rare characters, a control token, digits."""
 
 
 class Vocabulary:
@@ -50,6 +53,7 @@ class Vocabulary:
         end_of_document: int,
         size_multiple: int,
         model: str | bytes = b"",
+        lossless: bool = True,
         **settings: str,
     ):
         """
@@ -57,6 +61,7 @@ class Vocabulary:
           pieces: the bytes of each id.
           end_of_document: may be the id after the last piece.
           model: contents of the file that `save` writes.
+          lossless: whether decoding restores every text, whatever is in it.
           settings: further fields of the config that loads the saved vocabulary.
         """
         self._pieces = pieces
@@ -64,16 +69,13 @@ class Vocabulary:
         self._settings = {"kind": self.kind, "size_multiple": size_multiple, **settings}
         self.end_of_document = end_of_document
         """The id that ends a document. No text is encoded to it, except ends of lines in vocabularies of words."""
+        self.lossless = lossless
+        """Whether decoding restores every text. If not, bits per byte are too low, and depend on the vocabulary."""
         self.size = round_up(max(len(pieces), end_of_document + 1), size_multiple)
         """The number of ids, including unused ones."""
         self.writable = np.array([bool(piece) for piece in pieces] + [False] * (self.size - len(pieces)))
         """Which ids a model may write, bool[size]: those that stand for bytes, and the end of a document."""
         self.writable[end_of_document] = True
-
-    @property
-    def lossless(self) -> bool:
-        """Whether decoding restores every text. If not, bits per byte are too low, and depend on the vocabulary."""
-        return self.decode(self.encode(PROBE)) == PROBE
 
     @property
     def fingerprint(self) -> str:
@@ -89,6 +91,16 @@ class Vocabulary:
         """Encodes a text that continues another one, perhaps inside of a word: without `prefix`."""
         return self.encode(text)
 
+    def restores(self, text: str, ids: np.ndarray) -> bool:
+        """Whether a text comes back from its tokens: documents are checked with it while they are prepared."""
+        return self.decode(ids) == text
+
+    def lacks(self, character: str) -> bool:
+        """Whether the vocabulary has no token for a character: it is lost, or becomes an unknown token."""
+        text = self.decode(self.encode(character))
+        lost = not text and not character.isspace()
+        return text != character and (lost or UNKNOWN in text or "\ufffd" in text)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of these ids; U+FFFD for bytes that are not UTF-8. Raises a UserError if an id is out of range."""
         return self.document_bytes(ids).decode("utf-8", "replace")
@@ -100,11 +112,11 @@ class Vocabulary:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The UTF-8 of these ids, which may begin and end within a character. The end of a document has no bytes, or
         is a newline in a vocabulary of whole words. Raises a UserError if an id is out of range."""
-        ids = np.asarray(list(ids), np.int64)
+        ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.size):
             wrong = ids[(ids < 0) | (ids >= self.size)][0]
             raise UserError(f"token {wrong} is out of range for a vocabulary of {self.size}: it is of another one")
-        return b"".join(self._pieces[token] for token in ids if token < len(self._pieces))
+        return b"".join(map(self._pieces.__getitem__, ids[ids < len(self._pieces)].tolist()))
 
     def for_tokenizers(self) -> tuple[str, str] | None:
         """The same encoding for Hugging Face's `tokenizers`: the contents of a tokenizer.json, and the token that ends

@@ -11,11 +11,10 @@ from jaxtyping import Int
 from meliad_like.config import bound_values
 from meliad_like.data.documents import SPLITS
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import StreamingDecoder, Vocabulary
+from meliad_like.data.vocabulary import UNKNOWN, StreamingDecoder, Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.run.opening import OpenedCheckpoint
 
-UNKNOWN = "\u2047"
 SAMPLED = 1000  # Number of values of each parameter that identify a checkpoint.
 
 
@@ -72,9 +71,9 @@ def encode_text(
 def encode_prompt(vocabulary: Vocabulary, prompt: str, continues: bool = False) -> np.ndarray:
     """The tokens of a prompt, int32[n]. Raises a UserError if the vocabulary has no token for one of its characters."""
     tokens = (vocabulary.encode_continuation if continues else vocabulary.encode)(prompt)
-    if UNKNOWN in vocabulary.decode(tokens):
+    if not vocabulary.restores(prompt, tokens):
         for character in sorted(set(prompt) - {UNKNOWN}):
-            if UNKNOWN in vocabulary.decode(vocabulary.encode(character)):
+            if vocabulary.lacks(character):
                 problem = f"the vocabulary has no token for {character!r} (U+{ord(character):04X})"
                 raise UserError(f"{problem}, which the prompt has at character {prompt.index(character)}: leave it out")
     return tokens
