@@ -85,8 +85,6 @@ class Panel:
     """The measure on the horizontal axis; "": no lines, but one place for each row."""
     lines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By the label of a line the names of the rows on it, with the paper's x, or NaN; a line of one row is a point."""
-    comparable: bool = False
-    """Whether the paper's figures and ours are of the same thing."""
     reference: str = ""
     """A row whose measure is drawn as a horizontal line."""
     front: bool = False
