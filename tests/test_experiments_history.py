@@ -102,7 +102,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
         rounded.make()
     faster = dataclasses.replace(made, gin_params=(*made.gin_params, "Adam.base_rate = 1.0"))
     with pytest.raises(
-        UserError, match="learned_selector_released_code belongs to another config: training.Adam.base_rate is"
+        UserError, match="light_selector belongs to another config: training.Adam.base_rate is"
     ):
         faster.make()
 
