@@ -73,29 +73,22 @@ class Page(HTMLParser):
     def __init__(self, folder):
         super().__init__()
         self.tags, self.attributes, self.scripts, self.text, self.policy = [], [], [], "", ""
-        self._open = None
-        self.source = (folder / "index.html").read_text()
-        self.feed(self.source)
+        self.feed((folder / "index.html").read_text())
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
         if tag in ("script", "style"):
-            self._open = (tag, dict(attrs), [])
+            self.scripts.append([tag, dict(attrs), ""])
         if dict(attrs).get("http-equiv") == "Content-Security-Policy":
             self.policy = dict(attrs)["content"]
 
     def handle_data(self, data):
-        if self._open:
-            self._open[2].append(data)
+        # Of a script or style.
+        if self.cdata_elem:
+            self.scripts[-1][2] += data
         else:
             self.text += data
-
-    def handle_endtag(self, tag):
-        if tag in ("script", "style"):
-            name, attributes, parts = self._open
-            self.scripts.append((name, attributes, "".join(parts)))
-            self._open = None
 
 
 def assert_safe(page):

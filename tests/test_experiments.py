@@ -20,7 +20,7 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import environment, run_processes
-from meliad_like.experiments.report import Results, gather
+from meliad_like.experiments.report import Results, gather, read_result
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
@@ -75,14 +75,14 @@ def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys)
     assert "from step 0 to 3" in capsys.readouterr().out
     assert job(3).finished(*row)
     assert not job(3, split="test").finished(*row)
-    result = job(3).result(*row)
+    result = read_result(tmp_path, *row)
     assert (result["num_steps"], result["seed"], result["window_length"]) == (3, 1, 16)
     assert 6 < result["splits"]["validation"]["bits_per_byte"] < 12
 
     assert not job(5).finished(*row)
     assert job(5).train_and_evaluate(*row) == 0
     assert "from step 3 to 5" in capsys.readouterr().out
-    assert job(5).result(*row)["num_steps"] == 5
+    assert read_result(tmp_path, *row)["num_steps"] == 5
 
     with pytest.raises(UserError, match="DecoderConfig.window_length is 16 there.*; choose another --folder"):
         job(5, "DecoderConfig.window_length = 32").finished(*row)

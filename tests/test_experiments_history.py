@@ -101,9 +101,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="scores/numbers.jsonl belongs to another config: maker is"):
         rounded.make()
     faster = dataclasses.replace(made, gin_params=(*made.gin_params, "Adam.base_rate = 1.0"))
-    with pytest.raises(
-        UserError, match="light_selector belongs to another config: training.Adam.base_rate is"
-    ):
+    with pytest.raises(UserError, match="light_selector belongs to another config: training.Adam.base_rate is"):
         faster.make()
 
     # Rows of other documents replace the evaluated ones without a flag.

@@ -5,7 +5,6 @@ import json
 
 import forked
 import jax
-import numpy as np
 import pytest
 from table_results import table_rows, write_result
 from tiny_run import mesh_of_the_first_devices
@@ -17,7 +16,6 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig, _byte_characters
 from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment, fields_of
-from meliad_like.experiments.pictures import on_front
 from meliad_like.experiments.report import gather, result_file
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.table import Scale, configure
@@ -82,13 +80,6 @@ def test_all_rows_have_as_many_targets():
     assert (tiny.data.segment_length, tiny.data.tokens_per_step, tiny.training.num_steps) == (1500, 1500, 27)
     bound = configure(TABLE.row("recurrent_300_0"), TABLE.scales["tiny"], gin_params=["TrainingConfig.num_steps = 3"])
     assert bound.training.num_steps == 3
-
-
-def test_the_front_of_some_points():
-    points = np.array([[1, 9], [2, 7], [2, 8], [3, 7], [4, 5], [5, 6], [4, 5]], float)
-    # Of equal points neither beats the other.
-    assert on_front(points).tolist() == [True, True, False, False, True, False, True]
-    assert on_front(np.zeros((0, 2))).tolist() == []
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from meliad_like import config
 from meliad_like.config.bindings import shipped_files
 from meliad_like.config.run import stages_of
 from meliad_like.experiments.experiment import Experiment
+from meliad_like.experiments.report import read_result
 from meliad_like.experiments.step_time import in_shares
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.table import Scale, configure
@@ -117,7 +118,7 @@ def trained(tmp_path_factory):
 
 def test_rows_are_evaluated_as_one_stream(trained):
     assert all(trained.finished(row, 0) for row in trained.rows)
-    staged, cached = (trained.result(row, 0)["splits"]["validation"] for row in trained.rows)
+    staged, cached = (read_result(trained.folder, row, 0)["splits"]["validation"] for row in trained.rows)
     # Of both, the same tokens; a byte each.
     assert staged["num_tokens"] == cached["num_tokens"] == staged["num_bytes"] == 300
     assert 6 < cached["bits_per_byte"] < 12

@@ -3,9 +3,7 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
-from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator
@@ -34,13 +32,6 @@ def draw(results: Results, path: Path) -> None:
     picture.savefig(path)
 
 
-def on_front(points: Float[np.ndarray, "points 2"]) -> Bool[np.ndarray, " points"]:
-    """The Pareto front: points for which no other point is as small in both coordinates, and smaller in one of them."""
-    at_most = (points[None] <= points[:, None]).all(axis=-1)
-    smaller = (points[None] < points[:, None]).any(axis=-1)
-    return np.logical_not((at_most & smaller).any(axis=1))
-
-
 def _draw_panel(
     axes: Axes, panel: Panel, results: Results, x: pd.Series | None, y: pd.Series, errors: pd.Series
 ) -> None:
@@ -52,7 +43,6 @@ def _draw_panel(
         axes.set_yticks(range(len(y)), [row.label for row in results.rows])
         axes.set(xlabel=measure, ylim=(len(y) - 0.5, -0.5))
         return
-    points = pd.DataFrame()
     for i, (label, places) in enumerate(panel.lines.items()):
         line = pd.DataFrame({"paper": places}).join(pd.DataFrame({"x": x, "y": y, "error": errors}), how="inner")
         line["x"] = line["paper"] if x is None else line["x"]
@@ -60,14 +50,10 @@ def _draw_panel(
         if not line[["x", "y"]].dropna().empty:
             style = {"fmt": "o-", "color": COLOURS[i % len(COLOURS)], "capsize": 3}
             axes.errorbar(line["x"], line["y"], yerr=line["error"], label=label, **style)
-            points = pd.concat([points, line[["x", "y"]].dropna()])
     if panel.reference in y:
         label = results.table.row(panel.reference).label
         axes.axhline(y[panel.reference], color="grey", linestyle="--", label=label)
-    if panel.front and len(points):
-        front = points[on_front(points.to_numpy(float))].sort_values("x")
-        axes.plot(front["x"], front["y"], "o:", color="#222222", fillstyle="none", markersize=11, label="Pareto front")
-    if panel.logarithmic and len(points):
+    if panel.logarithmic:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
