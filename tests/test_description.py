@@ -8,7 +8,6 @@ from meliad_like import config
 from meliad_like.config.run import stages_of
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.models.model import Model
 from meliad_like.planning.description import describe
 from meliad_like.training.program import make_program
 
@@ -16,14 +15,13 @@ from meliad_like.training.program import make_program
 def test_a_description_has_the_bytes_of_the_state_and_does_not_depend_on_the_mesh():
     run = config.parse([*FILES, "option/adam.gin"])
     found = describe(run, 256)
-    model = Model(run.model, 256)
-    assert found.num_parameters == model.num_parameters == 34_284 + 256 * 32
+    assert found.model.num_parameters == 34_284 + 256 * 32
     state = make_program(run, 256, make_mesh(MeshConfig(), jax.devices()[:1])).abstract_state
     size = {
         name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(getattr(state, name))) for name in state._fields
     }
-    assert found.parts["parameters"] == size["params"] == 4 * found.num_parameters
-    assert found.parts["optimizer state"] == size["optimizer_state"] >= 8 * found.num_parameters
+    assert found.parts["parameters"] == size["params"] == 4 * found.model.num_parameters
+    assert found.parts["optimizer state"] == size["optimizer_state"] >= 8 * found.model.num_parameters
     assert found.parts["carry"] == size["carry"] and found.num_lanes == 4
     assert describe(config.parse([*FILES, "option/adam.gin"], ["MeshConfig.fsdp = 64"]), 256) == found
 
@@ -36,7 +34,7 @@ def test_a_description_adds_up_the_stages():
     flops = [stage.run.model.flops(200).training for stage in stages_of(run)]
     assert found.num_tokens == 286_000 * 73_728
     assert found.total_flops == pytest.approx(73_728 * (140_100 * flops[0] + 145_900 * flops[1]))
-    assert flops[0] < flops[1] == found.training_flops
+    assert flops[0] < flops[1] == found.model.training_flops_per_token
     with pytest.raises(UserError, match=r"cutoffs=\(50, 100\) must be below the vocabulary's size of 99"):
         describe(run, 99)
 

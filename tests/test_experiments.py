@@ -1,6 +1,5 @@
 """The command that makes the paper's tables: runs, their times, and the reports."""
 
-import csv
 import fcntl
 import json
 import os
@@ -14,15 +13,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import tiny_run
+from table_results import table_rows, write_result
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import environment, run_processes
-from meliad_like.experiments.report import Results, gather
+from meliad_like.experiments.report import Results, gather, read_result
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
-from meliad_like.experiments.tables import TABLES
+from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import Scale
 
@@ -37,19 +37,6 @@ SMALL = [
     "ReaderConfig.tokens_per_step = 128",
     "MeshConfig.data = 1",
 ]
-RUN = {
-    "segment_length": 256,
-    "window_length": 32,
-    "num_states": 32,
-    "tokens_per_step": 512,
-    "num_steps": 1800,
-    "parameters": 1000,
-    "parameters_without_embedding": 900,
-    "training_flops_per_token": 2_000_000.0,
-    "vocabulary_size": 257,
-    "device": "CPU with 2 cores",
-    "seconds": 60.0,
-}
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +60,6 @@ def experiment(folder, table="table1", **changes) -> Experiment:
     return Experiment(table=TABLES[table], folder=folder, **settings)
 
 
-def write_result(folder, row: str, seed: int, bits: float, split: str = "test") -> None:
-    figures = {"bits_per_token": bits, "bits_per_byte": bits / 2, "word_perplexity": 40.0, "tokens_per_word": 1.5}
-    figures |= {"num_documents": 2, "num_bytes": 5000, "num_tokens": 2500}
-    (folder / f"{row}-{seed}").mkdir(parents=True)
-    content = RUN | {"seed": seed, "splits": {split: figures}}
-    (folder / f"{row}-{seed}" / "result.json").write_text(json.dumps(content))
-
-
 def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
 
@@ -96,14 +75,14 @@ def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys)
     assert "from step 0 to 3" in capsys.readouterr().out
     assert job(3).finished(*row)
     assert not job(3, split="test").finished(*row)
-    result = job(3).result(*row)
+    result = read_result(tmp_path, *row)
     assert (result["num_steps"], result["seed"], result["window_length"]) == (3, 1, 16)
     assert 6 < result["splits"]["validation"]["bits_per_byte"] < 12
 
     assert not job(5).finished(*row)
     assert job(5).train_and_evaluate(*row) == 0
     assert "from step 3 to 5" in capsys.readouterr().out
-    assert job(5).result(*row)["num_steps"] == 5
+    assert read_result(tmp_path, *row)["num_steps"] == 5
 
     with pytest.raises(UserError, match="DecoderConfig.window_length is 16 there.*; choose another --folder"):
         job(5, "DecoderConfig.window_length = 32").finished(*row)
@@ -242,12 +221,15 @@ def test_times_and_memory_of_rows_are_written_for_the_table(tmp_path, monkeypatc
     assert np.isnan(results.mean("slide_12l", "step_time"))  # its baseline was not timed
 
 
+def write_bits(folder, row: str, *bits: float) -> None:
+    for seed, each in enumerate(bits):
+        write_result(folder, TABLES["table1"].row(row), seed, bits_per_token=each, bits_per_byte=each / 2)
+
+
 def test_a_table_of_partial_results(tmp_path):
-    write_result(tmp_path, "slide_13l", 0, 2.0)
-    write_result(tmp_path, "slide_13l", 1, 3.0)
-    write_result(tmp_path, "fixed_skip", 0, 1.8)
-    write_result(tmp_path, "fixed_skip", 1, 2.6)
-    write_result(tmp_path, "lstm_dual", 1, 2.8)
+    write_bits(tmp_path, "slide_13l", 2.0, 3.0)
+    write_bits(tmp_path, "fixed_skip", 1.8, 2.6)
+    write_result(tmp_path, TABLES["table1"].row("lstm_dual"), 1, bits_per_byte=1.4)
     timing = {"fixed_skip": {"seconds": [1.2, 2.4], "memory_bytes": 3_000_000, "share_of_peak": 0.5, "device": "CPU"}}
     timing["slide_13l"] = timing["fixed_skip"] | {"seconds": [1.0, 2.0]}
     (tmp_path / "step_time.json").write_text(json.dumps({"rows": timing}))
@@ -257,55 +239,45 @@ def test_a_table_of_partial_results(tmp_path):
         "Scale tiny: 1,800 steps of 512 tokens; seeds 0, 1. Evaluated on all of test: 2 documents, 5,000 bytes" in text
     )
     assert "relative to: Slide:13L." in text
-    lines = {
-        line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:] for line in text.splitlines() if "| " in line
-    }
     # A terminal is too narrow for rows and columns without figures, and for facts of the configs.
-    shown = experiment(tmp_path).results().for_terminal().to_rich()
-    header = ["model", "bits per token", "bits per byte", "difference", "step time", "runs"]
-    assert ([column.header for column in shown.columns], shown.row_count) == (header, 3)
-    header = lines["model"]
-    fixed_skip = dict(zip(header, lines["Rec:fixed:skip"]))
+    shown = experiment(tmp_path).results().for_terminal()
+    header = {"model", "bits per token", "bits per byte", "difference", "step time", "runs"}
+    assert set(shown.header) == header and len(shown.rows) == 3
+    rows = table_rows(text)
+    fixed_skip, lstm_dual = rows["Rec:fixed:skip"], rows["Rec:lstm:dual"]
     assert fixed_skip["bits per token"] == "2.2000 ± 0.4000"
     assert fixed_skip["difference"] == "-0.1500 ± 0.0500"
     assert (fixed_skip["step time"], fixed_skip["memory of a step, MB"], fixed_skip["runs"]) == ("1.200", "3.0", "2")
     assert (fixed_skip["paper: PG19 bytes"], fixed_skip["paper: step time"]) == ("0.952", "0.99")
-    lstm_dual = dict(zip(header, lines["Rec:lstm:dual"]))
     assert (lstm_dual["bits per byte"], lstm_dual["difference"], lstm_dual["step time"]) == ("1.4000", "-0.1000", "-")
-    assert dict(zip(header, lines["XL:512"]))["bits per byte"] == "-"
-
-    with (tmp_path / "table1.csv").open() as file:
-        rows = {row["row"]: row for row in csv.DictReader(file)}
-    assert float(rows["fixed_skip"]["bits_per_byte"]) == pytest.approx(1.1)
-    assert float(rows["fixed_skip"]["difference_error"]) == pytest.approx(0.05)
-    assert (rows["xl_512"]["bits_per_byte"], rows["xl_512"]["paper: GitHub"]) == ("", "1.21")
-    assert list(rows) == [row.name for row in TABLES["table1"].rows if not row.extra]
+    assert rows["XL:512"]["bits per byte"] == "-"
+    saved = pd.read_csv(tmp_path / "table1.csv").set_index("row")
+    assert saved.at["fixed_skip", "bits_per_byte"] == pytest.approx(1.1)
+    assert saved.at["fixed_skip", "difference_error"] == pytest.approx(0.05)
+    assert np.isnan(saved.at["xl_512", "bits_per_byte"]) and saved.at["xl_512", "paper: GitHub"] == 1.21
+    assert list(saved.index) == [row.name for row in TABLES["table1"].rows if not row.extra]
 
 
 def test_a_mean_does_not_leave_out_the_run_that_was_not_finite(tmp_path):
-    for seed, bits in enumerate((2.0, 3.0)):
-        write_result(tmp_path, "slide_13l", seed, bits)
-        write_result(tmp_path, "fixed_skip", seed, bits)
-    path = tmp_path / "fixed_skip-1" / "result.json"
-    content = json.loads(path.read_text())
-    content["splits"]["test"]["bits_per_byte"] = None
-    path.write_text(json.dumps(content))
+    write_bits(tmp_path, "slide_13l", 2.0, 3.0)
+    write_bits(tmp_path, "fixed_skip", 2.0)
+    write_result(tmp_path, TABLES["table1"].row("fixed_skip"), 1, bits_per_byte=None)
     results = gather(TABLES["table1"], tmp_path, [0, 1], "test")
     assert results.mean("slide_13l", "bits_per_byte") == 1.25
     for measure in ("bits_per_byte", "difference"):
         assert np.isnan(results.mean("fixed_skip", measure))
-        assert np.isnan(results.error("fixed_skip", measure))
+        assert np.isnan(results.errors.at["fixed_skip", measure])
     draw(results, tmp_path / "drawn.png")
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", [name for name, table in SUBJECTS.items() if table.panels])
 def test_every_table_has_a_picture_of_whatever_is_there(tmp_path, name):
-    table = TABLES[name]
+    table = SUBJECTS[name]
     draw(gather(table, tmp_path, [0], "test"), tmp_path / "empty.png")
-    for row in table.rows[:-1]:
-        if not row.trained_as:
-            write_result(tmp_path, row.name, 0, 2.0)
-    results = gather(table, tmp_path, [0], "test")
+    for i, row in enumerate(table.rows[:-1]):
+        flops = {"flops_by_the_paper": 1e8 + 1e6 * i, "single_tokens_per_second": 900.0}
+        write_result(tmp_path, row, word_perplexity=60.0 - i, **flops)
+    results = gather(table, tmp_path, [0], "test", table.rows)
     draw(results, tmp_path / "full.png")
     assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size
     text = results.to_markdown("tiny")
@@ -313,12 +285,8 @@ def test_every_table_has_a_picture_of_whatever_is_there(tmp_path, name):
 
 
 def test_columns_of_table_5(tmp_path):
-    write_result(tmp_path, "sentencepiece_1k", 0, 2.0)
-    lines = experiment(tmp_path, "table5").report().splitlines()
-    header, row = (
-        next(line for line in lines if line.startswith(start)) for start in ("| model", "| SentencePiece 1k")
-    )
-    cells = dict(zip(header.split(" | "), row.split(" | ")))
+    write_result(tmp_path, TABLES["table5"].row("sentencepiece_1k"))
+    cells = table_rows(experiment(tmp_path, "table5").report())["SentencePiece 1k"]
     assert (cells["token count"], cells["scale factor"], cells["word perplexity"]) == ("2,500", "1.5000", "40.00")
     assert cells["paper: token count"] == "15,865,499"
 

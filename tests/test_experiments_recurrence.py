@@ -5,8 +5,8 @@ import json
 
 import forked
 import jax
-import numpy as np
 import pytest
+from table_results import table_rows, write_result
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
@@ -16,7 +16,6 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig, _byte_characters
 from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment, fields_of
-from meliad_like.experiments.pictures import draw, on_front
 from meliad_like.experiments.report import gather, result_file
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.table import Scale, configure
@@ -69,21 +68,6 @@ def test_what_is_not_recurrent_is_trained_once_for_each_window():
     assert TABLE.row("recurrent_300_30").baseline == "baseline_300_30"
 
 
-@pytest.mark.parametrize(
-    "row, column, value",
-    [
-        ("baseline_300_0", "WikiText-103 validation", 29.00),
-        ("baseline_300_200", "PG-19 test", 121.40),
-        ("recurrent_300_30", "WikiText-103 test", 27.12),
-        ("recurrent_300_5", "PG-19 validation", 150.00),
-        ("recurrent_300_50", "MFLOP a token", 210),
-        ("baseline_300_100", "MFLOP a token", 262),
-    ],
-)
-def test_figures_of_the_paper(row, column, value):
-    assert TABLE.row(row).paper[column] == value
-
-
 def test_all_rows_have_as_many_targets():
     for name in ("tiny", "small"):
         scale = TABLE.scales[name]
@@ -96,13 +80,6 @@ def test_all_rows_have_as_many_targets():
     assert (tiny.data.segment_length, tiny.data.tokens_per_step, tiny.training.num_steps) == (1500, 1500, 27)
     bound = configure(TABLE.row("recurrent_300_0"), TABLE.scales["tiny"], gin_params=["TrainingConfig.num_steps = 3"])
     assert bound.training.num_steps == 3
-
-
-def test_the_front_of_some_points():
-    points = np.array([[1, 9], [2, 7], [2, 8], [3, 7], [4, 5], [5, 6], [4, 5]], float)
-    # Of equal points neither beats the other.
-    assert on_front(points).tolist() == [True, True, False, False, True, False, True]
-    assert on_front(np.zeros((0, 2))).tolist() == []
 
 
 @pytest.fixture(scope="module")
@@ -211,37 +188,15 @@ def test_a_model_that_is_missing_or_too_much_is_one_line(arguments, message):
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 
-def write_result(folder, row, perplexity: float) -> None:
-    _, window, overlap = row.name.split("_")
-    known = {"window_length": int(window), "overlap": int(overlap), "num_steps": 17, "tokens_per_step": 6000}
-    known |= {"parameters": 1000, "device": "CPU", "seconds": 60.0, "seed": 0, "logged_tokens_per_second": 90.0}
-    flops = 1.75e8 * (1 + int(window) / 3000) * int(window) / (int(window) - int(overlap))
-    found = {"word_perplexity": perplexity, "perplexity": perplexity / 4, "bits_per_byte": perplexity / 100}
-    found |= {"flops_by_the_paper": flops, "flops_as_counted": 2 * flops, "tokens_per_second": 100.0}
-    found |= {"num_documents": 2, "num_bytes": 5000, "num_tokens": 1200, "max_tokens": None}
-    (folder / f"{row.run_name}-0").mkdir(exist_ok=True)
-    name = f"{row.name}.json" if row.trained_as else "result.json"
-    (folder / f"{row.run_name}-0" / name).write_text(json.dumps(known | {"splits": {"test": found}}))
-
-
 def test_the_report(tmp_path):
     for name, perplexity in (("baseline_300_0", 60.0), ("baseline_300_30", 58.0), ("recurrent_300_30", 55.0)):
-        write_result(tmp_path, TABLE.row(name), perplexity)
+        figures = {"bits_per_byte": perplexity / 100, "flops_by_the_paper": 2.139e8}
+        write_result(tmp_path, TABLE.row(name), word_perplexity=perplexity, **figures)
     text = Experiment("tiny", (), (), tmp_path, seeds=(0,), table=TABLE).report()
-    assert "Scale tiny: 17 steps of 6,000 tokens; seeds 0. Evaluated on all of test: 2 documents, 5,000 bytes." in text
-    header, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if " | " in line]
-    rows = {line[0]: dict(zip(header, line)) for line in lines}
+    rows = table_rows(text)
     recurrent = rows["recurrence, T 300, overlap 30"]
     assert (recurrent["word perplexity"], recurrent["difference"]) == ("55.00", "-0.0300")
     assert recurrent["MFLOP a token by the paper's count"] == "213.9"
     assert (recurrent["paper: PG-19 validation"], recurrent["paper: MFLOP a token"]) == ("142.35", "194")
     assert rows["no recurrence, T 128, overlap 0"]["word perplexity"] == "-"
     assert "(of runs with the same seed) are relative to: the model without a recurrence at the same window" in text
-
-
-def test_the_picture(tmp_path):
-    draw(gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
-    for i, row in enumerate(TABLE.rows):
-        write_result(tmp_path, row, 60.0 - i)
-    draw(gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
-    assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size

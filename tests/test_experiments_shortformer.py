@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import tiny_run
 from fake_split import FakeSplit
+from table_results import table_rows, write_result
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
 from meliad_like.config.bindings import shipped_files
 from meliad_like.config.run import stages_of
 from meliad_like.experiments.experiment import Experiment
-from meliad_like.experiments.pictures import draw
-from meliad_like.experiments.report import gather
+from meliad_like.experiments.report import read_result
 from meliad_like.experiments.step_time import in_shares
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.table import Scale, configure
@@ -69,26 +69,6 @@ def test_every_file_of_tables_1_to_4_is_in_a_row():
     assert len({row.name for row in TABLE.rows}) == len(TABLE.rows) == 8 + 7 * 8 + 8 + 2 + 3 + 4
 
 
-@pytest.mark.parametrize(
-    "row, column, value",
-    [
-        ("baseline", "perplexity", 18.65),
-        ("baseline", "training, tokens/s", 13_900),
-        ("baseline_1024", "perplexity, token by token", 17.97),
-        ("staged_32_25", "perplexity", 17.94),
-        ("staged_1536_200", "perplexity", 18.84),
-        ("staged_128_100", "step time", 0.74),
-        ("staged_128_50", "perplexity, sliding", 16.89),
-        ("infused_cache_512", "perplexity", 17.85),
-        ("infused_cache_64", "token by token, tokens/s", 51),
-        ("cache_not_infused", "perplexity", 41.59),
-        ("shortformer_128", "test perplexity", 18.15),
-    ],
-)
-def test_figures_of_the_paper(row, column, value):
-    assert TABLE.row(row).paper[column] == value
-
-
 def test_at_every_scale_rows_have_the_same_tokens_and_first_stages_their_share():
     for name, scale in TABLE.scales.items():
         runs = {row.name: configure(row, scale) for row in TABLE.rows if not row.extra}
@@ -138,7 +118,7 @@ def trained(tmp_path_factory):
 
 def test_rows_are_evaluated_as_one_stream(trained):
     assert all(trained.finished(row, 0) for row in trained.rows)
-    staged, cached = (trained.result(row, 0)["splits"]["validation"] for row in trained.rows)
+    staged, cached = (read_result(trained.folder, row, 0)["splits"]["validation"] for row in trained.rows)
     # Of both, the same tokens; a byte each.
     assert staged["num_tokens"] == cached["num_tokens"] == staged["num_bytes"] == 300
     assert 6 < cached["bits_per_byte"] < 12
@@ -196,29 +176,22 @@ def test_a_part_of_the_documents_is_their_beginnings():
     assert part.tokens(1, 0, 3).tolist() == [1000, 1001, 1002]
 
 
-def write_result(folder, row: str, seed: int, perplexity: float, **figures) -> None:
-    known = {"segment_length": 384, "cache_length": 0, "share_of_first_stage": 0.25, "num_steps": 600}
-    known |= {"tokens_per_step": 768, "device": "CPU", "seconds": 9.0, "seed": seed, "training_flops_per_token": 2e6}
-    found = {"perplexity": perplexity, "bits_per_byte": perplexity / 4, "num_documents": 2, "num_bytes": 300}
-    found |= {"num_tokens": 290, "max_tokens": 300, "tokens_per_second": 5000.0, **figures}
-    (folder / f"{row}-{seed}").mkdir()
-    (folder / f"{row}-{seed}" / "result.json").write_text(json.dumps(known | {"splits": {"test": found}}))
-
-
 def test_the_report(tmp_path):
+    def write(name, seed, perplexity, **figures):
+        some = {"num_tokens": 290, "num_bytes": 300, "max_tokens": 300, "bits_per_byte": perplexity / 4}
+        write_result(tmp_path, TABLE.row(name), seed, perplexity=perplexity, **some, **figures)
+
     for seed in (0, 1):
-        write_result(tmp_path, "baseline", seed, 8.0 + seed, sliding_bits_per_byte=1.9)
-        write_result(tmp_path, "staged_128_50", seed, 7.0 + seed)
-    write_result(tmp_path, "staged_512_150", 0, 7.5)
-    write_result(tmp_path, "infused_cache_512", 0, 6.0, single_tokens_per_second=900.0)
+        write("baseline", seed, 8.0 + seed, sliding_bits_per_byte=1.9)
+        write("staged_128_50", seed, 7.0 + seed)
+    write("staged_512_150", 0, 7.5)
+    write("infused_cache_512", 0, 6.0, single_tokens_per_second=900.0)
     timing = {"baseline": {"seconds": [0.2, 0.4], "tokens_per_step": 768, "memory_bytes": 1, "device": "CPU"}}
     timing["staged_128_50"] = timing["baseline"] | {"seconds": [0.15, 0.3]}
     (tmp_path / "step_time.json").write_text(json.dumps({"rows": timing}))
-    made = Experiment("tiny", (), (), tmp_path, seeds=(0, 1), table=TABLE)
-    text = made.report()
+    text = Experiment("tiny", (), (), tmp_path, seeds=(0, 1), table=TABLE).report()
     assert "Evaluated on a part of test: 290 tokens, 300 bytes." in text
-    header, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if " | " in line]
-    rows = {line[0]: dict(zip(header, line)) for line in lines}
+    rows = table_rows(text)
     staged = rows["Staged: L 128 for 50 epochs"]
     assert staged["perplexity"] == "7.5 ± 0.5000"
     assert staged["difference"] == "-0.2500 ± 0.0000"
@@ -227,15 +200,7 @@ def test_the_report(tmp_path):
     assert rows["PIA + cache, L 512"]["token by token, tokens/s"] == "900"
     assert "Baseline, L 512" not in rows
     # The grid has lines and columns of what is there.
-    assert "|  | L 128 | L 512 |\n|---|---:|---:|\n" in text.replace("| --- |", "|---|").replace(" ---: |", "---:|")
+    assert "|  | L 128 | L 512 |\n| --- | ---: | ---: |\n" in text
     assert "| 50 epochs | 7.5 (17.52) | - (18.01) |" in text
     assert "| 150 epochs | - (17.98) | 7.5 (18.15) |" in text
     assert "Table 8: time of training over the baseline's (in brackets the paper's)" in text
-
-
-def test_the_picture(tmp_path):
-    draw(gather(TABLE, tmp_path, [0], "test"), tmp_path / "empty.png")
-    for row in TABLE.rows:
-        write_result(tmp_path, row.name, 0, 7.5, single_tokens_per_second=900.0)
-    draw(gather(TABLE, tmp_path, [0], "test"), tmp_path / "full.png")
-    assert (tmp_path / "full.png").stat().st_size > (tmp_path / "empty.png").stat().st_size

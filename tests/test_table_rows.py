@@ -13,6 +13,7 @@ from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyCon
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.experiments.tables import SUBJECTS, TABLES
+from meliad_like.experiments.tables.ancient_history import TABLE as ANCIENT_HISTORY
 from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import configure
 from meliad_like.mixers.base import MIXERS
@@ -61,6 +62,22 @@ def test_the_scaling_study_alone_has_a_cosine():
     }
     assert {(s.max_rate, s.min_rate) for s in schedules.values() if isinstance(s, CosineSchedule)} == {(0.01, 0.001)}
     assert {SCHEDULES.name_of(s) for s in schedules.values()} == {"cosine", "inverse_square_root"}
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "column", "value"),
+    [
+        ("shortformer", "baseline", "training, tokens/s", 13_900),
+        ("shortformer", "staged_128_50", "perplexity, sliding", 16.89),
+        ("shortformer", "shortformer_128", "test perplexity", 18.15),
+        ("recurrence", "baseline_300_200", "PG-19 test", 121.40),
+        ("recurrence", "recurrent_300_50", "MFLOP a token", 210),
+        ("ancient_history", "baseline", "WikiText-2, GPT2 small", 26.45),
+        ("ancient_history", "learned_selector_released_code", "S2ORC, GPT2 small", 18.42),
+    ],
+)
+def test_figures_of_the_papers(table, row, column, value):
+    assert (SUBJECTS | {"ancient_history": ANCIENT_HISTORY})[table].row(row).paper[column] == value
 
 
 @pytest.mark.parametrize("window", [128, 256, 512])

@@ -85,14 +85,18 @@ def summary_table(totals: pd.DataFrame) -> Table:
     return Table.of(totals, formats=formats)
 
 
-def to_markdown(maps: Mapping[str, pd.DataFrame], totals: pd.DataFrame) -> str:
-    """The map of each model and task, then the summaries."""
-    tables = [
+def tables(maps: Mapping[str, pd.DataFrame]) -> list[Table]:
+    """The map of each model and task."""
+    return [
         accuracy_table(f"{label}: {task}, chance {group.chance.iloc[0]:.3f}", group)
         for label, cells in maps.items()
         for task, group in cells.groupby("task", sort=False)
     ]
-    return "\n".join(table.to_markdown() for table in [*tables, summary_table(totals)])
+
+
+def to_markdown(maps: Mapping[str, pd.DataFrame], totals: pd.DataFrame) -> str:
+    """The map of each model and task, then the summaries."""
+    return "\n".join(table.to_markdown() for table in [*tables(maps), summary_table(totals)])
 
 
 def accuracy_table(title: str, cells: pd.DataFrame) -> Table:

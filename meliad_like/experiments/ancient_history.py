@@ -9,7 +9,6 @@ Each command resumes its own work, and finds at once that it is finished.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 from meliad_like.config import bound_by, read_changes, with_changes
 from meliad_like.data.readers import label
@@ -42,6 +40,13 @@ FIGURES = {
 }
 """Figures of `history.evaluation.figures`, which have intervals, and their headers."""
 COSTS = {"model_flops": "model, MFLOP a token", "selection_flops": "selection, MFLOP a token"}
+SELECTOR_FIGURES = {
+    "correlation": "correlation",
+    "chosen_gain": "gain of its best span, nats",
+    "random_gain": "of a random one",
+    "oracle_gain": "of the best one",
+}
+"""Figures of a selector's validation, and their headers: predictions against gains, and the gains of spans alone."""
 EXPLANATION = (
     "Perplexity is by token; in brackets are {level:.0%} intervals over documents, by bootstrap; changes are against "
     "the original on the same documents. Operations are counted (`layers/flops.py`) per predicted token: the model "
@@ -139,65 +144,51 @@ def _notes(evaluation: Mapping[str, Any], scale: str) -> str:
 
 
 def _table(frame: pd.DataFrame, labels: Sequence[str]) -> TextTable:
-    columns: dict[str, Sequence[str]] = {"model": labels}
+    columns: dict[str, Any] = {"model": labels}
     for figure, head in FIGURES.items():
         if figure in frame:
             # The original is what all others are compared with.
             shown = (frame["row"] != BASELINE) | figure.startswith("perplexity")
-            columns[head] = np.where(shown, with_intervals(frame, figure), "").tolist()
-    for name, head in COSTS.items():
-        columns[head] = [f"{flops / 1e6:,.4g}" for flops in frame[name]]
-    columns["selection / model"] = [f"{share:.3g}" for share in frame["selection_flops"] / frame["model_flops"]]
-    for name in frame.columns[frame.columns.str.startswith("paper: ")]:
-        columns[name] = ["" if math.isnan(x) else f"{x:.2f}" for x in frame[name]]
-    return TextTable("", tuple(columns), list(zip(*columns.values(), strict=True)))
+            columns[head] = np.where(shown, with_intervals(frame, figure), "")
+    columns |= {head: frame[name] / 1e6 for name, head in COSTS.items()}
+    columns["selection / model"] = frame["selection_flops"] / frame["model_flops"]
+    formats = dict.fromkeys(COSTS.values(), ",.4g") | {"selection / model": ".3g"}
+    papers = frame.filter(like="paper: ")
+    table = pd.concat([pd.DataFrame(columns), papers], axis=1)
+    return TextTable.of(table, formats=formats | dict.fromkeys(papers, ".2f"))
 
 
 def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:
-    """How the training of each selector went."""
+    """How the training of each selector went: Markdown, or nothing if there was none."""
     lines = []
     for row in rows:
         path = folder / row.name / "metrics.jsonl"
-        if not path.exists():
-            continue
-        metrics: Any = pd.read_json(path, lines=True)
-        saved = json.loads((folder / row.name / "selector.json").read_text())
-        validation = metrics[metrics["kind"] == label("validation", saved["leaks_the_future"])]
-        best = validation.loc[validation["loss"].idxmin()]
-        possible = best["oracle_gain"] - best["random_gain"]
-        # Where there are at most as many candidates as places, all are chosen.
-        share = f": {(best['chosen_gain'] - best['random_gain']) / possible:.0%} of the way" if possible > 1e-9 else ""
-        lines.append(
-            f"- {label(row.label, saved['leaks_the_future'])}: {saved['trained_on']['num_pairs']:,} pairs of "
-            f"{saved['trained_on']['num_documents']:,} documents, the best of {metrics['step'].iloc[-1]:,} steps is "
-            f"{best['step']:,}. On documents held out its predictions correlate with the gains by "
-            f"{best['correlation']:.2f}; a span that it would choose is worth {best['chosen_gain']:+.2f} nats alone, "
-            f"a random one {best['random_gain']:+.2f}, the best ones {best['oracle_gain']:+.2f}{share}."
-        )
-    return ["## Training of the selectors", "\n".join(lines)] if lines else []
+        if path.exists():
+            saved = json.loads((folder / row.name / "selector.json").read_text())
+            metrics: Any = pd.read_json(path, lines=True)
+            validation = metrics[metrics["kind"] == label("validation", saved["leaks_the_future"])]
+            best = validation.loc[validation["loss"].idxmin()]
+            line = {"selector": label(row.label, saved["leaks_the_future"])}
+            line |= {name: saved["trained_on"][f"num_{name}"] for name in ("pairs", "documents")}
+            line |= {"steps": metrics["step"].iloc[-1], "best step": best["step"]}
+            lines.append(line | {head: best[name] for name, head in SELECTOR_FIGURES.items()})
+    formats = dict.fromkeys(("pairs", "documents", "steps", "best step"), ",") | {"correlation": ".2f"}
+    formats |= dict.fromkeys(list(SELECTOR_FIGURES.values())[1:], "+.2f")
+    title = "## Training of the selectors, at the best step, on documents held out"
+    return [TextTable.of(pd.DataFrame(lines), title, formats).to_markdown().rstrip()] if lines else []
 
 
 def _draw(frame: pd.DataFrame, path: Path) -> None:
-    """The change of the perplexity with its interval, by row, and by the cost of model and selection together."""
-    picture = Figure(figsize=(11, 0.42 * len(frame) + 1.6), dpi=120, layout="constrained")
-    by_row, by_cost = picture.subplots(1, 2, width_ratios=(3, 2))
-    rows: Any = frame[frame["row"] != BASELINE]
-    for place, row in enumerate(rows.itertuples()):
-        # Without an interval the error is NaN, and nothing is drawn.
-        error = [[100 * (row.change - row.change_low)], [100 * (row.change_high - row.change)]]
-        style = {"fmt": "s" if row.leaks_the_future else "o", "color": COLOURS[place % len(COLOURS)], "capsize": 3}
-        by_row.errorbar([100 * row.change], [place], xerr=error, **style)
-        cost = (row.model_flops + row.selection_flops) / 1e6
-        by_cost.errorbar([cost], [100 * row.change], yerr=error, **style)
-    by_row.set_yticks(range(len(rows)), rows["label"])
-    by_row.invert_yaxis()
-    by_row.axvline(0, color="grey", linestyle="--")
-    by_cost.axhline(0, color="grey", linestyle="--")
-    by_row.set_xlabel("change of the perplexity, percent (squares leak the future)")
-    by_cost.set(xlabel="model and selection, MFLOP a token", ylabel="change, percent", xscale="log")
-    for axes in (by_row, by_cost):
-        axes.grid(alpha=0.25)
-    by_cost.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    by_cost.xaxis.set_major_formatter("{x:,.0f}")
-    by_cost.minorticks_off()
+    """The change of the perplexity with its interval, by row."""
+    rows = frame[frame["row"] != BASELINE]
+    picture = Figure(figsize=(9, 0.42 * len(rows) + 1.6), dpi=120, layout="constrained")
+    axes = picture.subplots()
+    # Without an interval the error is NaN, and nothing is drawn.
+    ends = 100 * np.abs([rows["change"] - rows["change_low"], rows["change_high"] - rows["change"]])
+    axes.errorbar(100 * rows["change"], range(len(rows)), xerr=ends, fmt="o", color=COLOURS[0], capsize=3)
+    axes.set_yticks(range(len(rows)), rows["label"])
+    axes.invert_yaxis()
+    axes.axvline(0, color="grey", linestyle="--")
+    axes.set_xlabel("change of the perplexity, percent")
+    axes.grid(alpha=0.25)
     picture.savefig(path)

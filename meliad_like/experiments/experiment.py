@@ -1,6 +1,5 @@
 """A table at a scale, on some documents, in a folder: trained, timed and reported."""
 
-import json
 import math
 import os
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh
 
 from meliad_like import config
@@ -29,7 +29,15 @@ from meliad_like.experiments.evaluations import by_document, by_protocol, facts
 from meliad_like.experiments.maps import draw_maps, gather_maps, maps_to_markdown
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.processes import run_processes
-from meliad_like.experiments.report import Results, gather, read_timing, result_file, scores_file, timing_file
+from meliad_like.experiments.report import (
+    Results,
+    gather,
+    read_result,
+    read_timing,
+    result_file,
+    scores_file,
+    timing_file,
+)
 from meliad_like.experiments.step_time import TimedStep, in_shares, time_in_turn
 from meliad_like.experiments.tables import Row, Scale, Settings, Table, configure
 from meliad_like.mesh import make_mesh
@@ -40,6 +48,7 @@ from meliad_like.run.opening import VOCABULARY_FOLDER, checkpoints_folder, open_
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.run.training import train
 from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
+from meliad_like.training.metrics import read_rows
 
 LOG_NAME = "log.txt"
 HOW_TO_GET_ONE = (
@@ -139,14 +148,9 @@ class Experiment(Settings):
         print(f"{number - len(flags)} of {number} runs are finished; {jobs} side by side", flush=True)
         return {name: (self.command(*of_run), self.folder / name / LOG_NAME) for name, of_run in flags.items()}
 
-    def result(self, row: Row, seed: int) -> dict[str, Any]:
-        """The figures that `train_and_evaluate` has written so far."""
-        path = result_file(self.folder, row, seed)
-        return json.loads(path.read_text()) if path.exists() else {"splits": {}}
-
     def finished(self, row: Row, seed: int) -> bool:
         """Whether a row is trained and evaluated on the split; UserError if the folder holds another run."""
-        run, result = self.trained_run(row, seed), self.result(row, seed)
+        run, result = self.trained_run(row, seed), read_result(self.folder, row, seed)
         config.check_workdir(run, result_file(self.folder, row, seed).parent, "--folder")
         done = result["splits"].get(self.split, {"max_tokens": math.nan})
         return done.get("max_tokens") == self._max_tokens and result["num_steps"] >= run.training.num_steps
@@ -170,7 +174,7 @@ class Experiment(Settings):
                 return status
             figures = self._evaluate(row, seed, store, mesh)
             finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-            earlier, evaluated = self.result(row, seed), self.run(row, seed)
+            earlier, evaluated = read_result(self.folder, row, seed), self.run(row, seed)
             splits = earlier["splits"] if earlier.get("num_steps") == run.training.num_steps else {}
             result = facts(evaluated, vocabulary_size(evaluated)) | {
                 "seed": seed,
@@ -276,9 +280,9 @@ def fields_of(folder: Path) -> dict[str, Any]:
 
 def _logged_speed(folder: Path) -> float:
     """Tokens per second of a training step: the median of the logged ones."""
-    lines = map(json.loads, (folder / METRICS_NAME).read_text().splitlines())
     kinds = [label("train", leaks) for leaks in (False, True)]
-    return float(np.median([line["tokens_per_second"] for line in lines if line["kind"] in kinds]))
+    rows = read_rows(epath.Path(folder / METRICS_NAME))
+    return float(np.median([row["tokens_per_second"] for row in rows if row["kind"] in kinds]))
 
 
 def device_name() -> str:

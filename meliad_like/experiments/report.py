@@ -1,6 +1,5 @@
 """What the runs of a table left in their folders: means over the seeds, as Markdown, CSV and for the terminal."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import pandas as pd
 
 from meliad_like.experiments.step_time import relative_time
 from meliad_like.experiments.tables import Grid, Row, Table, read_csv
+from meliad_like.resumable import read_json
 from meliad_like.tables import Table as TextTable
 from meliad_like.tables import number, with_error
 
@@ -39,14 +39,10 @@ class Results(NamedTuple):
     def mean(self, row: str, measure: str) -> float:
         return float(self.means.at[row, measure])
 
-    def error(self, row: str, measure: str) -> float:
-        return float(self.errors.at[row, measure])
-
     @property
     def measures(self) -> list[str]:
         """The columns of figures, in the order of COLUMNS."""
-        tables = COLUMNS["tables"].fillna("").str.split()
-        return [str(name) for name, names in tables.items() if self.table.name in names]
+        return [str(name) for name, names in COLUMNS["tables"].items() if self.table.name in str(names).split()]
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -63,11 +59,9 @@ class Results(NamedTuple):
 
     def for_terminal(self) -> TextTable:
         """The rows that have figures, and of these the losses and times: few enough columns for a terminal."""
-        frame = self.frame
-        frame = frame[(frame["runs"] > 0) | frame.get("step_time", pd.Series(math.nan, frame.index)).notna()]
         few = [name for name in self.measures if COLUMNS["with_error"][name] or name == "step_time"]
-        measures = [name for name in few if frame[name].notna().any()]
-        return _text(frame, measures, [])._replace(title=self.table.title)
+        frame = self.frame[lambda rows: (rows["runs"] > 0) | rows[few].notna().any(axis=1)]
+        return _text(frame, [name for name in few if frame[name].notna().any()], [])._replace(title=self.table.title)
 
     def to_markdown(self, scale: str) -> str:
         """All figures, with what the runs have in common above them."""
@@ -86,16 +80,15 @@ class Results(NamedTuple):
         """Documents, steps, seeds and machines: what all the runs that are there have in common."""
         runs, lines = self.runs, []
         if not runs.empty:
-            one, seeds = runs.iloc[0], sorted(set(runs.index.get_level_values("seed")))
-            whole = pd.isna(one["max_tokens"])
+            one, whole = runs.iloc[0], pd.isna(runs["max_tokens"].iloc[0])
             documents = f"{one['num_documents']:,} documents" if whole else f"{one['num_tokens']:,} tokens"
             size = f", {one['num_bytes']:,} bytes" if one["num_bytes"] else ""
+            seeds = sorted(runs.index.unique("seed"))
             lines += [
                 f"Scale {scale}: {_span(runs['num_steps'])} steps of {_span(runs['tokens_per_step'])} tokens; "
                 f"seeds {', '.join(map(str, seeds))}. Evaluated on {'all' if whole else 'a part'} of {one['split']}: "
                 f"{documents}{size}.",
-                f"Trained on {', '.join(sorted(set(runs['device'])))}; a run took {runs['seconds'].min():,.0f} to "
-                f"{runs['seconds'].max():,.0f} s.",
+                f"Trained on {', '.join(sorted(runs['device'].unique()))}; a run took {_span(runs['seconds'])} s.",
             ]
             lengths = [
                 f"{steps:,} steps of {tokens:,} tokens: {', '.join(group.index.unique('row'))}"
@@ -117,15 +110,17 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, request
     figures = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
     figures = {place: figures for place, figures in figures.items() if figures}
     runs = pd.DataFrame(list(figures.values()), index=pd.MultiIndex.from_tuples(figures, names=["row", "seed"]))
+    if not runs.empty:
+        values = runs[table.compared].astype(float)
+        baselines = [(table.row(name).baseline, seed) for name, seed in figures]
+        difference = values - values.reindex(baselines).to_numpy()
+        runs["difference"] = difference.where([place != baseline for place, baseline in zip(figures, baselines)])
     by_row = runs.select_dtypes("number").groupby(level="row")
     # A figure that was not finite in one of the runs is NaN there, and so is its mean.
     # Of pandas a type checker sees a union of all that a method may return.
     means: Any
     errors: Any
     means, errors = by_row.mean(skipna=False), by_row.sem(skipna=False)
-    if not runs.empty:
-        difference = _differences(runs[table.compared].astype(float), table).groupby(level="row")
-        means["difference"], errors["difference"] = difference.mean(skipna=False), difference.sem(skipna=False)
     timing = read_timing(folder)
     means = means.combine_first(pd.DataFrame({row.name: _timed(timing, row, table) for row in table.rows}).T)
     names = [row.name for row in table.rows]
@@ -139,16 +134,6 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, request
     return Results(table, rows, runs, means, errors, devices)
 
 
-def _differences(values: pd.Series, table: Table) -> pd.Series:
-    """The values of runs minus those of their baselines, for each row and seed for which there are both."""
-    baselines = {row.name: row.baseline for row in table.rows}
-    names, seeds = (values.index.get_level_values(level) for level in ("row", "seed"))
-    compared = pd.MultiIndex.from_arrays([names.map(baselines), seeds])
-    known = compared.isin(values.index) & (compared != values.index)
-    rows: Any = values[known]
-    return rows - values.reindex(compared[known]).to_numpy()
-
-
 def timing_file(folder: Path) -> Path:
     """The file of the measured step times."""
     return folder / "step_time.json"
@@ -156,7 +141,8 @@ def timing_file(folder: Path) -> Path:
 
 def read_timing(folder: Path) -> dict[str, Any]:
     """The contents of `timing_file` by row; empty if nothing was timed."""
-    return _read(timing_file(folder)).get("rows", {})
+    path = timing_file(folder)
+    return read_json(path)["rows"] if path.exists() else {}
 
 
 def result_file(folder: Path, row: Row, seed: int) -> Path:
@@ -169,9 +155,15 @@ def scores_file(folder: Path, row: Row, seed: int, split: str) -> Path:
     return folder / f"{row.run_name}-{seed}" / (f"{split}_{row.name}.json" if row.trained_as else f"{split}.json")
 
 
+def read_result(folder: Path, row: Row, seed: int) -> dict[str, Any]:
+    """The contents of `result_file`; without one, no `splits`."""
+    path = result_file(folder, row, seed)
+    return read_json(path) if path.exists() else {"splits": {}}
+
+
 def _figures(folder: Path, row: Row, seed: int, split: str) -> dict[str, Any]:
-    result = _read(result_file(folder, row, seed))
-    if split not in result.get("splits", {}):
+    result = read_result(folder, row, seed)
+    if split not in result["splits"]:
         return {}
     known = {key: value for key, value in result.items() if key not in ("splits", "seed")}
     return known | {"split": split, "max_tokens": None} | result["splits"][split]
@@ -188,10 +180,6 @@ def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> Mapping[str, fl
     return numbers | {"training_tokens_per_second": speed, "milliseconds": 1e3 * seconds, "step_time": relative}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 def _text(frame: pd.DataFrame, measures: Sequence[str], papers: Sequence[str]) -> TextTable:
     columns = {"model": frame["model"]}
     for measure in measures:
@@ -199,9 +187,8 @@ def _text(frame: pd.DataFrame, measures: Sequence[str], papers: Sequence[str]) -
         pairs, form = zip(frame[measure], errors, strict=True), COLUMNS["form"][measure]
         columns[COLUMNS["header"][measure]] = [with_error(*pair, form) for pair in pairs]
     columns["runs"] = frame["runs"]
-    for name in papers:
-        columns[f"paper: {name}"] = ["" if math.isnan(x) else f"{x:,.10g}" for x in frame[f"paper: {name}"]]
-    return TextTable.of(pd.DataFrame(columns))
+    columns |= {f"paper: {name}": frame[f"paper: {name}"] for name in papers}
+    return TextTable.of(pd.DataFrame(columns), formats={f"paper: {name}": ",.10g" for name in papers})
 
 
 def _baselines(results: Results) -> str:
@@ -233,6 +220,6 @@ def _grid(grid: Grid, results: Results) -> str:
     return TextTable.of(cells, f"{grid.title} (in brackets the paper's)").to_markdown().rstrip()
 
 
-def _span(values: Iterable[int]) -> str:
-    values = sorted(set(values))
-    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
+def _span(values: pd.Series) -> str:
+    low, high = values.min(), values.max()
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"

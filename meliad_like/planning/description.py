@@ -1,12 +1,13 @@
 """A run before anything is compiled or trained: its parameters, its memory between steps, and the cost of a token."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from meliad_like.config import RunConfig
 from meliad_like.config.run import stages_of
 from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.models.model import Model
 from meliad_like.planning.programs import state_parts
 from meliad_like.planning.topology import GIB
 from meliad_like.tables import Table
@@ -20,29 +21,27 @@ EXAMPLES = {"TPU v4": "TPU v4", "TPU v6e": "TPU v6e", "H100": "NVIDIA H100 80GB 
 class Description(NamedTuple):
     """What a run needs, over all devices together."""
 
-    num_parameters: int
+    model: Model
+    """The model of the last stage."""
     parts: dict[str, int]
     """Bytes between steps by kind (`planning.programs.PARTS`), in the stage that needs the most."""
     num_lanes: int
     """The number of lanes in that stage."""
-    forward_flops: float
-    training_flops: float
-    """Operations of a token in the last stage (`layers/flops.py`): forward, and forward and backward."""
     num_steps: int
     num_tokens: int
     """Tokens of all steps, padding included."""
     total_flops: float
-    """Operations of all steps of all stages."""
+    """Operations of all steps of all stages (`layers/flops.py`)."""
 
     def table(self) -> Table:
         """The figures, one for each row."""
-        rows = [("parameters", f"{self.num_parameters:,}")]
+        rows = [("parameters", f"{self.model.num_parameters:,}")]
         rows += [(f"{name}, all devices together", _size(num_bytes)) for name, num_bytes in self.parts.items()]
         rows += [
             ("carry of one document", _size(self.parts["carry"] / self.num_lanes)),
             ("a checkpoint", _size(sum(self.parts.values()) - self.parts["batch"])),
-            ("a token's operations, reading", f"{self.forward_flops:.4g}"),
-            ("a token's operations, training", f"{self.training_flops:.4g}"),
+            ("a token's operations, reading", f"{self.model.forward_flops_per_token:.4g}"),
+            ("a token's operations, training", f"{self.model.training_flops_per_token:.4g}"),
             ("steps", f"{self.num_steps:,}"),
             ("tokens of all steps", f"{self.num_tokens:,}"),
             ("operations of all steps", f"{self.total_flops:.4g}"),
@@ -65,9 +64,7 @@ def describe(run: RunConfig, vocabulary_size: int) -> Description:
     )
     tokens = [(stage.last_step - stage.first_step) * stage.run.data.tokens_per_step for stage in stages]
     total = sum(n * program.model.training_flops_per_token for n, program in zip(tokens, programs, strict=True))
-    model: Any = programs[-1].model
-    flops = model.forward_flops_per_token, model.training_flops_per_token
-    return Description(model.num_parameters, parts, lanes, *flops, run.training.num_steps, sum(tokens), total)
+    return Description(programs[-1].model, parts, lanes, run.training.num_steps, sum(tokens), total)
 
 
 def _size(num_bytes: float) -> str:

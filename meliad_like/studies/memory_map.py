@@ -8,7 +8,7 @@ from meliad_like.config import with_changes
 from meliad_like.data.memory_source import MemoryTasksSource
 from meliad_like.errors import UserError
 from meliad_like.evaluation.interventions import cleared
-from meliad_like.evaluation.memory_map import accuracies, by_model, summary, summary_table, to_markdown
+from meliad_like.evaluation.memory_map import accuracies, by_model, summary, summary_table, tables, to_markdown
 from meliad_like.evaluation.report import with_progress
 from meliad_like.models.model import Model
 from meliad_like.studies.page import write_page
@@ -44,7 +44,7 @@ def run(request: StudyRequest) -> None:
         title=f"{subject.label}: what is remembered, by number and distance",
         selection=selection,
         details=[details],
-        maps=list(cells.groupby(["model", "task"], sort=False)),
+        tables=tables(maps),
         totals=summary_table(totals),
     )
 

@@ -60,7 +60,7 @@ for (const kind of ["pointerover", "click"]) {
   text?.addEventListener(kind, ({ target }) => { if (target.dataset.about) about.textContent = target.dataset.about; });
 }
 for (const figure of document.querySelectorAll("figure[data-tokens]")) {
-  figure.querySelector(":scope > svg").addEventListener("click", ({ clientX, currentTarget }) => {
+  figure.querySelector("img").addEventListener("click", ({ clientX, currentTarget }) => {
     const { left, width } = currentTarget.getBoundingClientRect();
     const share = Math.min(1, Math.max(0, ((clientX - left) / width - CHART_LEFT) / CHART_WIDTH));
     const index = figure.closest("[data-part]").dataset.part;

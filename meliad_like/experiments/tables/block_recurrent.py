@@ -31,7 +31,7 @@ MIXERS = tuple(
 
 
 def _table1() -> Table:
-    panels = (Panel("bits_per_byte", "PG19 bytes"), Panel("step_time", "step time", comparable=True))
+    panels = (Panel("bits_per_byte", "PG19 bytes"), Panel("step_time", "step time"))
     return Table(
         "table1", "Table 1: recurrence and its baselines", (*read_rows("table1"), *MIXERS), panels, scales=SCALES
     )

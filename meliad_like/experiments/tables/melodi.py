@@ -20,7 +20,7 @@ def _table() -> Table:
     }
     panels = (
         Panel("perplexity", "PG19 T5 perplexity", "memory_numbers", lines),
-        Panel("perplexity", "PG19 T5 perplexity", "training_flops_per_token", lines, front=True),
+        Panel("perplexity", "PG19 T5 perplexity", "training_flops_per_token", lines),
     )
     return Table("melodi", "MELODI and memories of the same size", rows, panels, scales=SCALES)
 

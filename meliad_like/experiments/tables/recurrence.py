@@ -26,7 +26,7 @@ def _table() -> Table:
         f"{label}, overlap {n}": line(rows, rf"{kind}_\d+_{n}", column) for label, kind in kinds for n in (0, 30, 50)
     }
     by_window = {f"{label}, T {n}": line(rows, rf"{kind}_{n}_\d+", column) for label, kind in kinds for n in (128, 300)}
-    by_flops = functools.partial(Panel, "word_perplexity", x="flops_by_the_paper", front=True, logarithmic=False)
+    by_flops = functools.partial(Panel, "word_perplexity", x="flops_by_the_paper", logarithmic=False)
     label = "MFLOP a token by the paper's count"
     panels = (
         # Figures 4 and 5, which the paper has as pictures alone, and table 2 as a picture.

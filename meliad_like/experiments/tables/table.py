@@ -85,12 +85,8 @@ class Panel:
     """The measure on the horizontal axis; "": no lines, but one place for each row."""
     lines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By the label of a line the names of the rows on it, with the paper's x, or NaN; a line of one row is a point."""
-    comparable: bool = False
-    """Whether the paper's figures and ours are of the same thing."""
     reference: str = ""
     """A row whose measure is drawn as a horizontal line."""
-    front: bool = False
-    """Whether to mark the Pareto front: rows that no other row beats in both x and the measure (less is better)."""
     logarithmic: bool = True
     """Whether x has a logarithmic axis."""
     x_label: str = ""
