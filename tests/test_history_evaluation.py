@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from typing import ClassVar
 
 import jax
 import numpy as np
@@ -11,7 +10,6 @@ import pandas as pd
 import pytest
 from fake_split import FakeSplit
 
-from meliad_like.history import evaluation as evaluation_module
 from meliad_like.history import evaluation as report
 from meliad_like.history.config import HistoryConfig
 from meliad_like.history.evaluation import BASELINE, SUMS, Evaluation, evaluate
@@ -174,28 +172,6 @@ def test_costs(evaluation):
     assert costs[BASELINE]["model_flops"] == 34 * (20 * layer + 4 * 2 * 8 * 40) / 124
     assert costs["random"]["model_flops"] == costs[BASELINE]["model_flops"]
     assert costs["random"]["selection_flops"] == 0 < costs["score_oracle"]["selection_flops"]
-    assert costs["score_oracle"]["selection_seconds"] > 0
-
-
-def test_compilation_is_no_cost_of_a_selection(monkeypatch):
-    class Compiling(Ranking):
-        now: ClassVar[float] = 0.0
-        compile_seconds: ClassVar[float] = 0.0
-
-        def perf_counter(self):
-            return self.now
-
-        def scores(self, document, stride, ends):
-            compiling = 7.0 if stride.number == 5 else 0.0
-            Compiling.compile_seconds += compiling
-            Compiling.now += 1 + compiling
-            return super().scores(document, stride, ends)
-
-    selection = Compiling("recent", CONFIG)
-    monkeypatch.setattr(evaluation_module, "time", selection)
-    readings = read_strides(no_losses, DOCUMENTS, [selection], LAYOUT)
-    seconds = [reading.costs["recent"][1] for reading in readings if reading.chosen]
-    assert selection.compile_seconds == 14 and len(seconds) > 10 and set(seconds) == {1.0}
 
 
 def of_nats(*nats_by_selection, tokens=(100, 200, 300)):
@@ -203,7 +179,7 @@ def of_nats(*nats_by_selection, tokens=(100, 200, 300)):
     frames = {
         name: pd.DataFrame(
             [
-                (count, where, nats, nats / 2, 30.0, 2.0, 0.3, 1.0)
+                (count, where, nats, nats / 2, 30.0, 2.0)
                 for count, where, nats in zip(tokens, (50, 0, 100), nats_by_document)
             ],
             columns=SUMS,

@@ -95,16 +95,6 @@ def test_a_light_selector_reads_each_span_and_each_context_once(folders):
     assert joint.flops > 30 * light.flops > 0
 
 
-def test_compilation_is_counted_separately(folders):
-    scorer = LearnedSelector(open_selector(folders / "joint"))
-    assert scorer.compile_seconds == 0
-    all_scores(scorer)
-    compiling = scorer.compile_seconds
-    assert compiling > 0
-    all_scores(scorer)
-    assert scorer.compile_seconds == compiling
-
-
 def test_another_document_begins_anew(folders):
     scorer = LearnedSelector(open_selector(folders / "light"))
     first = all_scores(scorer)

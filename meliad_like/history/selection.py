@@ -38,11 +38,6 @@ class SpanScorer:
         """Operations of the model in all calls so far."""
         return 0.0
 
-    @property
-    def compile_seconds(self) -> float:
-        """Time of compilation in all calls so far, which does not count as time spent on ranking."""
-        return 0.0
-
     def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
         """Scores, float32 and finite, of the candidates of a stride that end at `ends` (ascending); higher is better.
 

@@ -25,7 +25,6 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.config import SELECTORS, HistoryConfig, HistorySettings, Part
-from meliad_like.history.gains import TimedFunction
 from meliad_like.history.selection import SpanScorer
 from meliad_like.history.selectors.inputs import SelectorInputs, Texts, encode_batch, make_inputs
 from meliad_like.history.selectors.model import Params, Selector
@@ -124,19 +123,12 @@ class LearnedSelector(SpanScorer):
         """Tokens of each part that the encoder has read so far."""
         self._document = -1
         self._spans: dict[bytes, np.ndarray] = {}
-        parts = self._selector.config.parts
-        self._project = {part: TimedFunction(functools.partial(_project, self._selector, part)) for part in parts}
-        self._score = TimedFunction(self._selector.score)
 
     @property
     def flops(self) -> float:
         # Those of the head are negligible.
         per_token, widths = self._selector.encoder_flops_per_token, self._inputs.widths
         return sum(count * per_token(widths[part]) for part, count in self.encoded_tokens.items())
-
-    @property
-    def compile_seconds(self) -> float:
-        return sum(program.compile_seconds for program in (self._score, *self._project.values()))
 
     def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
         if stride.document != self._document:
@@ -147,7 +139,7 @@ class LearnedSelector(SpanScorer):
             texts = self._inputs.texts(part, document, stride, ends)
             rows = self._known(texts) if part == "span" else self._encoded(part, texts)
             projected[part] = jnp.asarray(rows if part == "context" else np.pad(rows, ((0, padding), (0, 0))))
-        return self._score(self._params, projected)[: len(ends)]
+        return np.asarray(_score(self._selector, self._params, projected))[: len(ends)]
 
     def _known(self, spans: Texts) -> Float[np.ndarray, "m w"]:
         """The projected vectors of spans; only spans whose tokens are new are read."""
@@ -162,11 +154,16 @@ class LearnedSelector(SpanScorer):
         self.encoded_tokens[part] += int(texts.length.sum())
         starts, most = range(0, len(texts.length), self._batch_size), self._batch_size
         batches = [Texts(*(column[start : start + most] for column in texts)) for start in starts]
-        return np.concatenate([encode_batch(self._project[part], self._params, batch, most) for batch in batches])
+        project = functools.partial(_project, self._selector, part)
+        return np.concatenate([encode_batch(project, self._params, batch, most) for batch in batches])
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _project(selector: Selector, part: Part, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
     return selector.project(params, part, selector.encode(params["encoder"], tokens, length))
+
+
+_score = jax.jit(Selector.score, static_argnums=0)
 
 
 def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store: TokenStore) -> list[LearnedSelector]:
