@@ -191,7 +191,7 @@ def test_a_part_of_the_documents_is_read_as_all_of_them_are(place):
             lambda sequences: (np.zeros(sequence.num_targets) for sequence in sequences),
             opened.documents, [Ranking("random", opened.layout.config)], opened.layout, index,
         )  # fmt: skip
-        of_document = [reading.chosen["random"].tolist() for reading in readings if reading.chosen]
+        of_document = [reading.spans["random"].tolist() for reading in readings if reading.spans]
         chosen.append(of_document)
     assert len(chosen[0]) > 5 and chosen[0] == chosen[1] == chosen[2]
 

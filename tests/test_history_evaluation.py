@@ -107,7 +107,7 @@ def test_selections_fill_the_same_windows(windows):
 def test_the_most_recent_spans_are_among_all_candidates():
     config = dataclasses.replace(CONFIG, max_candidates=3)
     readings = read_strides(no_losses, DOCUMENTS, [Ranking("recent", CONFIG)], Layout(config, SEPARATOR))
-    chosen = {reading.stride: reading.chosen["recent"].tolist() for reading in readings if reading.chosen}
+    chosen = {reading.stride: reading.spans["recent"].tolist() for reading in readings if reading.spans}
     assert len(chosen) > 10
     for stride, ends in chosen.items():
         last = (stride.candidates_end - 1) // 2 * 2
@@ -151,7 +151,7 @@ def test_only_windows_that_select_differ(windows, evaluation):
         np.testing.assert_allclose(different, where, atol=1e-6)
         assert different[2] == 0 and abs(different[0]) > 1e-3
     for reading in read_strides(windows, DOCUMENTS, [Ranking("random", CONFIG)], LAYOUT):
-        assert bool(reading.chosen) == bool(reading.scores) == reading.stride.selects
+        assert bool(reading.spans) == bool(reading.scores) == reading.stride.selects
 
 
 def test_the_released_codes_first_token(windows, evaluation):

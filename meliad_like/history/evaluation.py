@@ -48,7 +48,7 @@ class StrideReading(NamedTuple):
     nats: dict[str, Float[np.ndarray, " targets"]]
     """Losses of the targets with each selection, and those of the plain window as BASELINE. A document's first token
     has none."""
-    chosen: dict[str, Ends]
+    spans: dict[str, Ends]
     """The selected spans, in the order of the window."""
     scores: dict[str, Scores]
     """Scores of these spans."""
@@ -78,10 +78,10 @@ def read_strides(
             waiting.append(reading)
             for selection in selections if stride.selects else ():
                 name, flops_before = selection.name, selection.flops
-                spans = choose(selection, documents.names[index], tokens, stride, layout.config)
-                reading.chosen[name], reading.scores[name] = spans
+                ends, scores = choose(selection, documents.names[index], tokens, stride, layout.config)
+                reading.spans[name], reading.scores[name] = ends, scores
                 reading.flops[name] = selection.flops - flops_before
-            for ends in (np.zeros(0, np.int64), *reading.chosen.values()):
+            for ends in (np.zeros(0, np.int64), *reading.spans.values()):
                 yield layout.window(tokens, stride, ends)
 
     losses = windows(to_read())
@@ -89,7 +89,7 @@ def read_strides(
         reading = waiting.popleft()
         # A window without spans is the same for all selections.
         reading.nats.update(dict.fromkeys((BASELINE, *(selection.name for selection in selections)), plain))
-        reading.nats.update((name, next(losses)) for name in reading.chosen)
+        reading.nats.update((name, next(losses)) for name in reading.spans)
         yield reading
 
 
