@@ -174,6 +174,8 @@ def _read_info(folder: Path) -> StoreInfo:
     try:
         return rebuild(StoreInfo, read_json(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"there is no store of scores or selections at {folder}") from None
+        raise UserError(
+            f"there is no store of scores or selections at {folder}: meliad_like history score and select make them"
+        ) from None
     except UserError as error:
         raise UserError(f"{path} is damaged, or of another version: {error}: make it again") from None
