@@ -12,7 +12,7 @@ from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, train
 
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.selectors.scorer import LearnedSelector, open_selector, open_selectors
+from meliad_like.history.selectors.scorer import open_selector, open_selectors
 from meliad_like.history.spans import candidates, select, strides
 
 LENGTH = 90
@@ -42,6 +42,7 @@ def all_scores(scorer, document=DOCUMENT):
 @pytest.mark.parametrize("kind", ["joint", "light"])
 def test_scores_are_those_of_the_head_on_the_texts(folders, kind):
     opened = open_selector(folders / kind)
+    opened.batch_size = 8
     selector, params, inputs = opened.selector, opened.params, opened.inputs
     stride = selecting()[2]
     ends = candidates(stride, HISTORY)
@@ -51,14 +52,12 @@ def test_scores_are_those_of_the_head_on_the_texts(folders, kind):
         vectors[part] = selector.encode(params["encoder"], jnp.asarray(texts.tokens), jnp.asarray(texts.length))
     expected = selector.score_vectors(params, vectors)
     assert len(ends) > 8
-    np.testing.assert_allclose(
-        LearnedSelector(opened, batch_size=8).scores(DOCUMENT, stride, ends), expected, rtol=1e-4
-    )
+    np.testing.assert_allclose(opened.scores(DOCUMENT, stride, ends), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind, sees", [("joint", False), ("light", False), ("leaking", True)])
 def test_only_the_released_code_s_context_sees_the_future(folders, kind, sees):
-    scorer = LearnedSelector(open_selector(folders / kind))
+    scorer = open_selector(folders / kind)
     assert scorer.leaks_the_future is sees
     names = {"joint": "learned_selector", "light": "light_selector", "leaking": "light_selector_released_code"}
     assert scorer.name == names[kind]
@@ -79,34 +78,23 @@ def test_only_the_released_code_s_context_sees_the_future(folders, kind, sees):
 
 
 def test_a_light_selector_reads_each_span_and_each_context_once(folders):
-    opened = open_selector(folders / "light")
     letters = np.random.default_rng(5).integers(33, 120, 400).astype(np.int32)
     read = []
     for length in (104, 264):
-        all_scores(light := LearnedSelector(opened), letters[:length])
+        all_scores(light := open_selector(folders / "light"), letters[:length])
         ends = candidates(selecting(length)[-1], HISTORY)
         assert light.encoded_tokens.total() == len(ends) * HISTORY.span_length + len(selecting(length)) * 8
         read.append(light.encoded_tokens.total() / length)
     # Two spans of four tokens a stride of eight targets overlap by half, and a context of eight: three for each token.
     assert read[0] < read[1] < 3
-    all_scores(joint := LearnedSelector(open_selector(folders / "joint")), letters[:264])
+    all_scores(joint := open_selector(folders / "joint"), letters[:264])
     assert joint.encoded_tokens.total() == sum(len(candidates(stride, HISTORY)) for stride in selecting(264)) * 12
     assert joint.encoded_tokens.total() > 30 * light.encoded_tokens.total()
     assert joint.flops > 30 * light.flops > 0
 
 
-def test_compilation_is_counted_separately(folders):
-    scorer = LearnedSelector(open_selector(folders / "joint"))
-    assert scorer.compile_seconds == 0
-    all_scores(scorer)
-    compiling = scorer.compile_seconds
-    assert compiling > 0
-    all_scores(scorer)
-    assert scorer.compile_seconds == compiling
-
-
 def test_another_document_begins_anew(folders):
-    scorer = LearnedSelector(open_selector(folders / "light"))
+    scorer = open_selector(folders / "light")
     first = all_scores(scorer)
     read, stride = scorer.encoded_tokens.total(), selecting()[0]
     again = scorer.scores(DOCUMENT, stride, candidates(stride, HISTORY))
@@ -172,7 +160,7 @@ def test_a_selector_of_another_version_is_named(folders):
 
 def test_the_folder_alone_is_enough(folders, tmp_path):
     (folders / "joint").rename(tmp_path / "moved")
-    scores = all_scores(LearnedSelector(open_selector(tmp_path / "moved")))
+    scores = all_scores(open_selector(tmp_path / "moved"))
     (tmp_path / "moved").rename(folders / "joint")
     assert all(np.isfinite(row).all() and row.std() > 0 for row in scores)
     assert jax.tree.leaves(open_selector(folders / "joint").params["encoder"])

@@ -49,53 +49,46 @@ def score(request: HistoryRequest, folder: Path) -> None:
     """Makes a store of scores, or resumes it, and prints a summary."""
     opened = request.open()
     config, tokens = opened.layout.config, whole_documents(opened.documents)
-    fields = {"what": "scores", "config": config, "maker": opened.fingerprint}
-    store = StrideStore(folder, StoreInfo.of(opened.documents, opened.store, request.split, **fields))
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
         return opened.gains()(Candidates(tokens(s.document), s, candidates(s, config)) for s in strides)
 
+    store = _store(opened, folder, "scores", opened.fingerprint)
     with_progress("scores", lambda progress: store.fill(make, progress))
     Console().print(summary(store).to_rich())
     print(f"wrote {folder}")
 
 
+def _store(opened: Opened, folder: Path, what: str, maker: str, leaks: bool = False) -> StrideStore:
+    fields = {"what": what, "config": opened.layout.config, "maker": maker, "leaks_the_future": leaks}
+    return StrideStore(folder, StoreInfo.of(opened.documents, opened.store, opened.request.split, **fields))
+
+
 def summary(store: StrideStore) -> Table:
-    """Statistics of the scores."""
-    rows = store.rows()
-    scores, best = rows["score"].astype(np.float64), rows.groupby(["document", "stride"])["score"].max()
-    figures = {
-        "documents": f"{len(store.info.documents):,}",
-        "strides": f"{len(best):,}",
-        "scores": f"{len(scores):,}",
-        "mean": f"{scores.mean():.3f}",
-        "standard deviation": f"{scores.std(ddof=0):.3f}",
-        "minimum": f"{scores.min():.2f}",
-        "maximum": f"{scores.max():.2f}",
-        "above 0": f"{(scores > 0).mean():.1%}",
-        "strides with one above 0": f"{(best > 0).mean():.1%}",
-        "mean of the strides' best": f"{best.mean():.2f}",
-    }
-    return Table(f"gains in nats, against the {store.info.config.baseline} baseline", ("", ""), list(figures.items()))
+    """Statistics of the scores, and of the best score of each stride."""
+    rows = store.rows().astype({"score": np.float64})
+    columns: dict[str, Any] = {"scores": rows["score"], "best": rows.groupby(["document", "stride"])["score"].max()}
+    figures = pd.DataFrame({name: column.describe() for name, column in columns.items()})
+    figures.loc["share above 0"] = [(column > 0).mean() for column in columns.values()]
+    title = f"gains in nats against the {store.info.config.baseline} baseline: of all spans, and of each stride's best"
+    return Table.of(figures.rename_axis("").reset_index(), title, dict.fromkeys(columns, ",.4g"))
 
 
 def select(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
     """Makes a store of the spans that one selection chooses, for training with it."""
     opened = request.open()
     (scorer,) = scorers(opened, names, selectors)
-    config, leaks = opened.layout.config, scorer.leaks_the_future
-    fields = {"what": "selections", "config": config, "maker": f"{scorer.name} {scorer.fingerprint}"}
-    info = StoreInfo.of(opened.documents, opened.store, request.split, leaks_the_future=leaks, **fields)
-    store, tokens = StrideStore(folder, info), whole_documents(opened.documents)
+    store = _store(opened, folder, "selections", f"{scorer.name} {scorer.fingerprint}", scorer.leaks_the_future)
+    info, tokens = store.info, whole_documents(opened.documents)
 
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
         for stride in strides:
             # Random choices depend on the place in the split, also where a subset of it is read.
             placed = stride._replace(document=info.indices[stride.document])
-            yield choose(scorer, info.documents[stride.document], tokens(stride.document), placed, config)[0]
+            yield choose(scorer, info.documents[stride.document], tokens(stride.document), placed, info.config)[0]
 
     with_progress("selections", lambda progress: store.fill(make, progress))
-    print(f"wrote {folder}: the selections of {label(scorer.name, leaks)}")
+    print(f"wrote {folder}: the selections of {label(scorer.name, scorer.leaks_the_future)}")
 
 
 def evaluate(
@@ -161,36 +154,29 @@ def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int]
             continue
         layout = dataclasses.replace(opened.layout, config=config)
         selections = [*(Ranking(name, config) for name in CONTROLS), opened.gains(layout)]
-        title = f"history_length={history}, span_length={span}"
-        evaluation = _evaluate(opened, selections, layout, folder / f"history{history}_span{span}", title)
+        title = f"history{history}_span{span}"
+        figures: Any = report.figures(_evaluate(opened, selections, layout, folder / title, title))
         columns = ["perplexity", "perplexity_low", "perplexity_high", "leaks_the_future"]
-        figures: dict[Any, Any] = report.figures(evaluation)[columns].to_dict("index")
-        rows[-1].update(figures)
-        values = (f"{label(name, each['leaks_the_future'])} {each['perplexity']:.4f}" for name, each in figures.items())
-        print(f"{title}: {', '.join(values)}")
+        rows[-1].update(figures[columns].to_dict("index"))
     if all("why_not" in row for row in rows):
         raise UserError(f"none of these lengths fits: {rows[0]['why_not']}")
-    _write(folder / "search", search_tables(rows, opened.layout.config), rows)
+    _write(folder / "search", [search_table(rows, opened.layout.config)], rows)
 
 
-def search_tables(rows: Sequence[dict], config: HistoryConfig) -> list[Table]:
-    """The perplexity by both lengths: of the score oracle, with its best pair marked, and of the controls."""
-    fitting = [row for row in rows if "why_not" not in row]
-    best, tables = min(fitting, key=lambda row: row[report.ORACLE]["perplexity"]), []
-    for name in (report.ORACLE, *CONTROLS):
-        marked = best if name == report.ORACLE else None
-        cells = [
-            f"{row[name]['perplexity']:.4f}{' *' if row is marked else ''}" if name in row else "-" for row in rows
-        ]
-        frame = pd.DataFrame(rows)[["history_length", "span_length"]].assign(cell=cells)
-        grid = frame.pivot_table("cell", "history_length", "span_length", aggfunc="first").add_prefix("span_length = ")
-        title = (
-            f"perplexity per token, {label(name, best[name]['leaks_the_future'])}; baseline "
-            f"{fitting[0][BASELINE]['perplexity']:.4f}, window {config.window_length}, stride {config.stride}; "
-            f"{'*: the best, ' if marked else ''}-: does not fit{report.among(config.max_candidates)}"
-        )
-        tables.append(Table.of(grid.rename("history_length = {}".format).reset_index(names=""), title))
-    return tables
+def search_table(rows: Sequence[dict], config: HistoryConfig) -> Table:
+    """The perplexity of each selection at each pair of lengths."""
+    best = min((row for row in rows if "why_not" not in row), key=lambda row: row[report.ORACLE]["perplexity"])
+    columns = {
+        label(name, best[name]["leaks_the_future"]): [row.get(name, {}).get("perplexity") for row in rows]
+        for name in (BASELINE, *CONTROLS, report.ORACLE)
+    }
+    lengths = [f"{row['history_length']} / {row['span_length']}{' *' if row is best else ''}" for row in rows]
+    title = (
+        f"perplexity per token, window {config.window_length}, stride {config.stride}; *: the score oracle's best, "
+        f"-: does not fit{report.among(config.max_candidates)}"
+    )
+    frame = pd.DataFrame({"history_length / span_length": lengths, **columns})
+    return Table.of(frame, title, dict.fromkeys(columns, ".4f"))
 
 
 def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:

@@ -6,7 +6,6 @@ The context is that of the document alone. The plain window and every selection 
 
 import dataclasses
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -28,7 +27,7 @@ from meliad_like.tables import Table, number
 
 BASELINE = "baseline"
 """Name of the window without spans."""
-VERSION = 4
+VERSION = 5
 """Version of the numbers: evaluations of different versions are not comparable, and none resumes another."""
 SUMS = (
     "num_tokens",  # that count
@@ -37,8 +36,6 @@ SUMS = (
     "nats_where_selected",
     "model_flops",  # of the model that predicts
     "selection_flops",
-    "model_seconds",  # without compilation
-    "selection_seconds",
 )
 """The sums over the strides of a document, for each selection."""
 COSTS = SUMS[4:]
@@ -51,12 +48,12 @@ class StrideReading(NamedTuple):
     nats: dict[str, Float[np.ndarray, " targets"]]
     """Losses of the targets with each selection, and those of the plain window as BASELINE. A document's first token
     has none."""
-    chosen: dict[str, Ends]
+    spans: dict[str, Ends]
     """The selected spans, in the order of the window."""
     scores: dict[str, Scores]
     """Scores of these spans."""
-    costs: dict[str, tuple[float, float]]
-    """Operations and seconds, without compilation, of the selection."""
+    flops: dict[str, float]
+    """Operations of the selection."""
 
 
 def read_strides(
@@ -80,13 +77,11 @@ def read_strides(
             reading = StrideReading(stride, {}, {}, {}, {})
             waiting.append(reading)
             for selection in selections if stride.selects else ():
-                name, began = selection.name, time.perf_counter()
-                flops, compiling = selection.flops, selection.compile_seconds
-                spans = choose(selection, documents.names[index], tokens, stride, layout.config)
-                seconds = time.perf_counter() - began - (selection.compile_seconds - compiling)
-                reading.chosen[name], reading.scores[name] = spans
-                reading.costs[name] = selection.flops - flops, seconds
-            for ends in (np.zeros(0, np.int64), *reading.chosen.values()):
+                name, flops_before = selection.name, selection.flops
+                ends, scores = choose(selection, documents.names[index], tokens, stride, layout.config)
+                reading.spans[name], reading.scores[name] = ends, scores
+                reading.flops[name] = selection.flops - flops_before
+            for ends in (np.zeros(0, np.int64), *reading.spans.values()):
                 yield layout.window(tokens, stride, ends)
 
     losses = windows(to_read())
@@ -94,7 +89,7 @@ def read_strides(
         reading = waiting.popleft()
         # A window without spans is the same for all selections.
         reading.nats.update(dict.fromkeys((BASELINE, *(selection.name for selection in selections)), plain))
-        reading.nats.update((name, next(losses)) for name in reading.chosen)
+        reading.nats.update((name, next(losses)) for name in reading.spans)
         yield reading
 
 
@@ -134,15 +129,10 @@ def evaluate(
     names, ends = [BASELINE, *(selection.name for selection in selections)], np.cumsum(documents.lengths)
     by_document = {row["document"]: row["sums"] for row in (journal.rows if journal else ())}
     for index in sorted(set(range(len(ends))) - set(by_document)):
-        sums, num_strides = np.zeros((len(names), len(SUMS))), 0
-        seconds_before, windows_before = windows.program.seconds, windows.num_windows
+        sums = np.zeros((len(names), len(SUMS)))
         for reading in read_strides(windows, documents, selections, layout, index):
-            sums += [_of_stride(reading, name, layout.config) for name in names]
-            num_strides += 1
+            sums += [_of_stride(reading, name, layout.config, windows.flops_per_window) for name in names]
             on_progress(int(ends[index] - documents.lengths[index]) + reading.stride.end, int(ends[-1]))
-        seconds = (windows.program.seconds - seconds_before) / max(windows.num_windows - windows_before, 1)
-        sums[:, SUMS.index("model_seconds")] = num_strides * seconds
-        sums[:, SUMS.index("model_flops")] = num_strides * windows.flops_per_window
         by_document[index] = pd.DataFrame(sums, names, SUMS).to_dict("index")
         if journal:
             journal.write({"document": index, "sums": by_document[index]})
@@ -152,16 +142,15 @@ def evaluate(
     return Evaluation(layout.config, pd.DataFrame(sizes), pd.concat(frames).swaplevel(), {BASELINE: False} | leaks)
 
 
-def _of_stride(reading: StrideReading, name: str, config: HistoryConfig) -> tuple[float, ...]:
-    """What a stride adds to `SUMS` of a selection; the costs of the model are not known yet."""
+def _of_stride(reading: StrideReading, name: str, config: HistoryConfig, model_flops: float) -> tuple[float, ...]:
+    """What a stride adds to `SUMS` of a selection."""
     losses, selects = reading.nats[name], reading.stride.selects
     count, nats = len(losses), float(losses.sum(dtype=np.float64))
-    flops, seconds = reading.costs.get(name, (0.0, 0.0))
     where = (count * selects, nats * selects)
     if config.first_token == "released_code" and reading.stride.number == 0 and count:
         # The released code counts the first token with the mean loss of the first window's targets.
         count, nats = count + 1, nats + nats / count
-    return count, where[0], nats, where[1], 0, flops, 0, seconds
+    return count, where[0], nats, where[1], model_flops, reading.flops.get(name, 0.0)
 
 
 NUM_RESAMPLES = 10_000
@@ -261,7 +250,7 @@ def tables(evaluation: Evaluation) -> list[Table]:
         table(f"{compared} {where:,} of the tokens{among(evaluation.config.max_candidates)}", COMPARISONS),
         Table(
             "cost per token: of the model that predicts it, and of the selection",
-            ("", "model, FLOPs", "selection, FLOPs", "model, s", "selection, s"),
+            ("", "model, FLOPs", "selection, FLOPs"),
             list(zip(labels, *([f"{cost:.3g}" for cost in rows[name]] for name in COSTS))),
         ),
     ]

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,29 +16,6 @@ from meliad_like.history.spans import Ends, Layout, Scores, Stride, Tokens, Wind
 from meliad_like.layers.losses import token_losses
 from meliad_like.mesh import lane_sharding, lane_shards, replicated
 from meliad_like.models.model import Model
-
-
-class TimedFunction:
-    """A function of parameters and arrays, compiled once for each shape; measures the time of both."""
-
-    def __init__(self, function: Callable[..., jax.Array], **options: Any):
-        """`options`: of `jax.jit`."""
-        self.compile_seconds = 0.0
-        self.seconds = 0.0
-        """Time of all calls without compilation."""
-        self._function = jax.jit(function, **options)
-        self._compiled: dict[tuple, jax.stages.Compiled] = {}
-
-    def __call__(self, params: Any, *arrays: Any) -> np.ndarray:
-        shapes = tuple(array.shape for array in jax.tree.leaves(arrays))
-        if shapes not in self._compiled:
-            began = time.perf_counter()
-            self._compiled[shapes] = self._function.lower(params, *arrays).compile()
-            self.compile_seconds += time.perf_counter() - began
-        began = time.perf_counter()
-        result = jax.device_get(self._compiled[shapes](params, *arrays))
-        self.seconds += time.perf_counter() - began
-        return result
 
 
 class TargetLosses:
@@ -76,7 +52,7 @@ class TargetLosses:
         self._lanes = lane_sharding(mesh, rows * shards)
         self._params, self._mesh = params, mesh
         losses = functools.partial(_losses, reading, max_targets, max(loss_slice // rows, 1))
-        self.program = TimedFunction(losses, out_shardings=replicated(mesh))
+        self._program = jax.jit(losses, out_shardings=replicated(mesh))
         self.num_windows = 0
         """Windows read so far."""
         # The operations of a token without its logits are those with a vocabulary of size 0.
@@ -94,7 +70,7 @@ class TargetLosses:
                 lengths[row] = len(window.tokens)
                 tokens[row, : lengths[row]] = window.tokens
             with jax.set_mesh(self._mesh):
-                nats = self.program(self._params, *jax.device_put((tokens, lengths), self._lanes))
+                nats = np.asarray(self._program(self._params, *jax.device_put((tokens, lengths), self._lanes)))
             self.num_windows += len(batch)
             for row, window in enumerate(batch):
                 yield nats[row, nats.shape[1] - window.num_targets :]
@@ -145,10 +121,6 @@ class SpanGains(SpanScorer):
     @property
     def flops(self) -> float:
         return self._losses.num_windows * self._losses.flops_per_window
-
-    @property
-    def compile_seconds(self) -> float:
-        return self._losses.program.compile_seconds
 
     def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
         (gains,) = self([Candidates(document, stride, ends)])

@@ -83,15 +83,15 @@ def read_histories(opened: Opened, scorer: SpanScorer, on_progress: Callable[[in
         plain, selected = (
             np.concatenate([[0.0], *(reading.nats[each] for reading in readings)]) * BITS for each in (BASELINE, name)
         )
-        selecting = [reading for reading in readings if reading.chosen]
+        selecting = [reading for reading in readings if reading.spans]
         strides = pd.DataFrame([reading.stride for reading in selecting], columns=Stride._fields)
         for column, bits in {"plain": plain, "gain": plain - selected}.items():
             sums = np.append(0.0, np.cumsum(bits))
             strides[column] = sums[strides["end"]] - sums[strides["first"]] if len(strides) else 0.0
         columns = {
-            "end": [reading.chosen[name] for reading in selecting],
+            "end": [reading.spans[name] for reading in selecting],
             "predicted": [reading.scores[name] for reading in selecting],
-            "gain": list(span_gains(Candidates(tokens, reading.stride, reading.chosen[name]) for reading in selecting)),
+            "gain": list(span_gains(Candidates(tokens, reading.stride, reading.spans[name]) for reading in selecting)),
         }
         spans = pd.DataFrame({"number": strides["number"], **columns}).explode(list(columns), ignore_index=True)
         spans = spans.astype({"end": int, "predicted": float, "gain": float})

@@ -13,11 +13,10 @@ import numpy as np
 from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.readers import ScheduledReader
 from meliad_like.data.token_store import TokenStore
-from meliad_like.errors import UserError
 from meliad_like.history.config import AncientHistoryReaderConfig
 from meliad_like.history.selection import Ranking, choose
 from meliad_like.history.spans import Ends, Layout, Stride, Tokens, Window, num_strides, stride_of, whole_documents
-from meliad_like.history.stride_store import INFO_NAME, StoreInfo, StrideStore
+from meliad_like.history.stride_store import StoreInfo, StrideStore
 from meliad_like.resumable import check_same
 
 Selection = Callable[[str, Tokens, Stride], Ends]
@@ -86,11 +85,6 @@ def make_selection(reader: AncientHistoryReaderConfig, store: TokenStore, split:
         scorer = Ranking(reader.selection, config)
         return lambda name, document, stride: choose(scorer, name, document, stride, config)[0], False
     folder = Path(reader.selections).expanduser() / split
-    if not (folder / INFO_NAME).exists():
-        raise UserError(
-            f"there are no selections at {folder}: make them with python -m meliad_like.history select "
-            f"--split={split} --output={folder}"
-        )
     saved = StrideStore(folder)
     saved.check_complete()
     fields = {"what": "selections", "config": config, "maker": saved.info.maker}

@@ -38,11 +38,6 @@ class SpanScorer:
         """Operations of the model in all calls so far."""
         return 0.0
 
-    @property
-    def compile_seconds(self) -> float:
-        """Time of compilation in all calls so far, which does not count as time spent on ranking."""
-        return 0.0
-
     def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
         """Scores, float32 and finite, of the candidates of a stride that end at `ends` (ascending); higher is better.
 
@@ -104,7 +99,7 @@ its split; the position in the document; the tokens shared with the necessary pr
 
 
 def overlap(document: Tokens, ends: Ends, text: Int[np.ndarray, " n"], config: HistoryConfig) -> Real[np.ndarray, " m"]:
-    """How much each span has in common with a text, as `HistoryConfig.overlap` measures it.
+    """The number of tokens that each span has in common with a text, with repetitions.
 
     A token that a separator replaces is not part of the span.
     """
@@ -117,10 +112,4 @@ def overlap(document: Tokens, ends: Ends, text: Int[np.ndarray, " n"], config: H
     row, column = np.nonzero(types[nearest] == spans)
     in_span = np.zeros((len(ends), len(types)), np.int64)
     np.add.at(in_span, (row, nearest[row, column]), 1)
-    if config.overlap == "multiset":
-        return np.minimum(in_span, counts).sum(axis=1)
-    common = (in_span > 0).sum(axis=1)
-    if config.overlap == "set":
-        return common
-    different = 1 + (np.diff(np.sort(spans, axis=1), axis=1) != 0).sum(axis=1)
-    return common / (different + len(types) - common)
+    return np.minimum(in_span, counts).sum(axis=1)

@@ -29,7 +29,7 @@ from meliad_like.resumable import Journal, read_json, read_json_lines, write_jso
 
 INFO_NAME = "store.json"
 DATA_NAME = "numbers.jsonl"
-WITHOUT_EFFECT = ("order", "deduplicate", "first_selection", "selector_context", "overlap", "first_token")
+WITHOUT_EFFECT = ("first_selection", "selector_context", "first_token")
 """Fields of HistoryConfig on which scores don't depend."""
 
 
@@ -174,6 +174,8 @@ def _read_info(folder: Path) -> StoreInfo:
     try:
         return rebuild(StoreInfo, read_json(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"there is no store of scores or selections at {folder}") from None
+        raise UserError(
+            f"there is no store of scores or selections at {folder}: meliad_like history score and select make them"
+        ) from None
     except UserError as error:
         raise UserError(f"{path} is damaged, or of another version: {error}: make it again") from None

@@ -6,7 +6,7 @@ Places are lines of a frame (`StrideStore.rows`): `document`, number of the `str
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,7 +229,7 @@ def encode_places(
     folder.mkdir(parents=True, exist_ok=True)
     different = {part: places.drop_duplicates(PLACE_OF[part]) for part in selector.config.parts}
     total, done = sum(map(len, different.values())), 0
-    encode, vectors = jax.jit(selector.encode), {}
+    encode, vectors = partial(_encode, selector), {}
     for part, rows in different.items():
         path, progress = folder / f"{part}.npy", folder / f"{part}.done"
         begun = int(progress.read_text()) if progress.exists() else 0
@@ -246,6 +246,9 @@ def encode_places(
         vectors[part] = np.load(path, mmap_mode="r"), index
     on_progress(done, total)
     return vectors
+
+
+_encode = jax.jit(Selector.encode, static_argnums=0)
 
 
 def encode_batch(encode: Callable[..., jax.Array], params: Params, texts: Texts, most: int) -> Float[np.ndarray, "m e"]:

@@ -63,6 +63,9 @@ def predict(selector: Selector, params: Params, inputs: Inputs, dropout_key=None
     return selector.score_vectors(params, inputs)
 
 
+_predict = jax.jit(predict, static_argnums=0)
+
+
 def squared_error(selector: Selector) -> Objective:
     """The mean squared error of a batch, in nats squared."""
 
@@ -98,7 +101,6 @@ class SelectorTraining:
         self.leaks = self.inputs.leaks_the_future
         self.metadata = selector_metadata(self.selector, self.inputs, self.vocabulary) | {"trained_on": self.trained_on}
         self._gathered: list[StepMetrics] = []
-        self._predict = jax.jit(partial(predict, self.selector))
 
     def run(self) -> int:
         """Trains until `num_steps`, resuming from the folder's newest checkpoint.
@@ -233,7 +235,8 @@ class SelectorTraining:
             for start in range(0, len(pairs), size):
                 # The last batch is filled up with the first pairs, so that one program serves all batches.
                 rows = np.arange(start, start + size) % len(pairs)
-                predicted.append(np.asarray(self._predict(state.params, jax.device_put(feed(rows), lanes))))
+                inputs = jax.device_put(feed(rows), lanes)
+                predicted.append(np.asarray(_predict(self.selector, state.params, inputs)))
         values = np.concatenate(predicted)[: len(pairs)].astype(np.float64)
         figures = agreement(values, pairs, self.inputs.layout.config.num_spans)
         kind = label("validation", self.leaks)
