@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
-from meliad_like.errors import MissingStoreError, UserError, bucket_errors, is_full_disk, out_of_memory
+from meliad_like.errors import StoreError, UserError, bucket_errors, is_full_disk, out_of_memory
 
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig
@@ -116,8 +116,8 @@ class Command:
                 raise UserError(f"the first argument must be {' or '.join(self._subjects)}, {problem}")
             self._refuse_unused(words[0] if self._subjects else "")
             return main(*words)
-        except MissingStoreError as error:
-            return _fail(MissingStoreError(error.folder, self.gin_flags))
+        except StoreError as error:
+            return _fail(StoreError(error.folder, error.problem, self.gin_flags))
         except UserError as error:
             return _fail(error)
         except OSError as error:

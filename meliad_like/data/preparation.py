@@ -1,11 +1,17 @@
 """Turns a source of documents into a token store; documents are read and encoded in parallel, and written in order."""
 
 import collections
+import contextlib
 import functools
+import io
+import itertools
 import multiprocessing
 import os
+import pickle
+import signal
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -17,12 +23,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meliad_like.data.documents import (
     SOURCES,
     SPLITS,
+    BadDocumentError,
     Document,
     EmptyDocumentError,
     NotUTF8Error,
     Reference,
     Source,
     SourceConfig,
+    fill_splits,
     open_source,
     source_fingerprint,
 )
@@ -47,6 +55,9 @@ from meliad_like.tables import Table
 
 Result = TypeVar("Result")
 SHOWN = 10  # The number of reasons for left-out documents that are printed.
+PIECE_DOCUMENTS, PIECE_BYTES = 256, 2**20
+"""The largest number of documents that a worker process gets at once, and of bytes that it gets or returns, up to the
+last document."""
 
 
 def prepare(
@@ -87,6 +98,7 @@ def prepare(
             console.print(f"reusing the token store {folder}")
         else:
             with whole_folder(folder) as incomplete:
+                opened = fill_splits(source, opened)
                 encoder = _make_vocabulary(source, opened, vocabulary, console)
                 encoder.save(incomplete)
                 splits, skipped = _write(incomplete, source, opened, encoder, num_workers, console)
@@ -96,6 +108,7 @@ def prepare(
                     fingerprint=fingerprint([FORMAT_VERSION, contents, encoder.fingerprint]),
                     source=contents,
                     source_settings=source.settings_fingerprint,
+                    settings={"source": source.settings, "vocabulary": vocabulary.settings},
                     folder=absolute_folder(source),
                     files=files_fingerprint(opened),
                     vocabulary=encoder.fingerprint,
@@ -117,14 +130,29 @@ def _make_vocabulary(
     if not vocabulary.trained:
         return vocabulary.make()
 
-    def texts() -> Iterator[str]:
-        documents = (_read(reference, config) for reference in source.references())
-        for document in _with_progress(documents, source, console, "reading documents for the vocabulary"):
-            if not isinstance(document, str) and document.split == "train":
-                yield document.text
-        console.print("learning the vocabulary")
+    problems, failures = Problems(), []
 
-    return vocabulary.make(texts())
+    def texts() -> Iterator[str]:
+        try:
+            documents = (_read(reference, config) for reference in source.references())
+            for document in _with_progress(documents, source, console, "reading documents for the vocabulary"):
+                if isinstance(document, LeftOut):
+                    problems.add(document)
+                elif document.split == "train":
+                    yield document.text
+            problems.check(console)
+            console.print("learning the vocabulary")
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    try:
+        return vocabulary.make(texts())
+    except UserError:
+        # Libraries replace errors in their input by others, also Ctrl-C, even in a caller of `texts`, which it closes.
+        if failures:
+            raise KeyboardInterrupt if isinstance(failures[0], GeneratorExit) else failures[0] from None
+        raise
 
 
 def _with_progress(results: Iterator[Result], source: Source, console: Console, what: str) -> Iterator[Result]:
@@ -137,17 +165,22 @@ def _with_progress(results: Iterator[Result], source: Source, console: Console, 
 def _write(
     folder: Path, config: SourceConfig, source: Source, vocabulary: Vocabulary, num_workers: int, console: Console
 ) -> tuple[dict[str, Totals], list[str]]:
-    """Writes all documents in order. Returns each split's totals, and the reasons of what was left out."""
+    """Writes all documents in order. Returns each split's totals, and the reasons of what was left out.
+
+    Raises a UserError that lists what is wrong, after all documents were read, if a bad one may not be left out.
+    """
     writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
-    skipped, unknown = [], set(config.listed)
-    encoded = encode_all(config, source, folder, num_workers)
-    for result in _with_progress(encoded, source, console, "tokenising"):
-        if isinstance(result, str):
-            skipped.append(result)
-        else:
-            writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
-            skipped += result.skipped
-            unknown.discard(result.name)
+    problems, skipped, unknown = Problems(), [], set(config.listed)
+    with contextlib.closing(encode_all(config, source, folder, num_workers)) as encoded:
+        for result in _with_progress(encoded, source, console, "tokenising"):
+            if isinstance(result, LeftOut):
+                problems.add(result)
+                skipped += [result.reason] if result.allowed else []
+            else:
+                writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
+                skipped += result.skipped
+                unknown.discard(result.name)
+    problems.check(console)
     if unknown:
         raise UserError(
             f"validation_documents or test_documents names {min(unknown)!r}, which is not a document of the source "
@@ -199,13 +232,51 @@ def _table(store: TokenStore) -> Table:
     return Table(f"{store.folder.name}, vocabulary of {store.vocabulary.size}", header, rows)
 
 
+class LeftOut(NamedTuple):
+    """A bad document."""
+
+    kind: str
+    """`BadDocumentError.kind`."""
+    reason: str
+    allowed: bool
+    """Whether the config's policies leave it out; otherwise there will be no store."""
+
+
+class Problems:
+    """Bad documents that may not be left out: their number by kind, and the first reasons."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, list[str]] = {}
+        self._numbers = collections.Counter()
+
+    def add(self, document: LeftOut) -> None:
+        """Counts the document, unless it may be left out."""
+        if not document.allowed:
+            self._numbers[document.kind] += 1
+            if self._numbers[document.kind] <= SHOWN:
+                self._reasons.setdefault(document.kind, []).append(document.reason)
+
+    def check(self, console: Console) -> None:
+        """Prints the first reasons and raises a UserError with the numbers, if there were bad documents."""
+        if self._numbers.total() == 1:
+            raise UserError(next(iter(self._reasons.values()))[0])
+        for kind, reasons in self._reasons.items():
+            for reason in reasons:
+                console.print(reason, style="yellow")
+            if self._numbers[kind] > SHOWN:
+                console.print(f"... and {self._numbers[kind] - SHOWN} more that {kind}", style="yellow")
+        if self._numbers:
+            kinds = (f"{number} {kind} ({self._reasons[kind][0]})" for kind, number in self._numbers.items())
+            raise UserError(f"documents can't be used: {'; '.join(kinds)}")
+
+
 class Encoded(NamedTuple):
     """A document's tokens and sizes, as a worker process returns them."""
 
     name: str
     split: str
     tokens: np.ndarray
-    """int32[tokens], without the end of the document."""
+    """[tokens], without the end of the document, in the type that the store has."""
     num_bytes: int
     num_words: int
     skipped: tuple[str, ...]
@@ -214,7 +285,7 @@ class Encoded(NamedTuple):
 
 def encode_all(
     config: SourceConfig, source: Source, vocabulary_folder: Path, num_workers: int
-) -> Iterator[Encoded | str]:
+) -> Iterator[Encoded | LeftOut]:
     """Encodes all documents. Yields each in the order of the source, or the reason why it is left out.
 
     Each of `num_workers` processes loads the vocabulary. 0: one per core; 1: this process does the work.
@@ -225,42 +296,95 @@ def encode_all(
         yield from map(partial(_encode, config, load_vocabulary(vocabulary_folder)), source.references())
         return
     # Not forked: jax and grain start threads, and a forked child would inherit locks that they hold.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, context) as pool:
-        encode, waiting = partial(_encode_in_worker, config, vocabulary_folder), collections.deque()
+    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_silently)
+    encode, references = partial(_encode_in_worker, config, vocabulary_folder), iter(source.references())
+    waiting: collections.deque[tuple[bytes, int, Future]] = collections.deque()
+    num_documents = num_bytes = 0
+
+    def submit(piece: bytes, begin: int) -> tuple[bytes, int, Future]:
+        # A process that starts here inherits the blocked signal.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for reference in source.references():
-                waiting.append(pool.submit(encode, reference))
-                # So that few documents are in memory.
-                if len(waiting) == 4 * num_workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            return piece, begin, pool.submit(encode, piece, begin)
         finally:
-            pool.shutdown(cancel_futures=True)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    try:
+        while True:
+            # So that few documents are in memory. Large ones are sent one by one, so that every process has some.
+            most = PIECE_BYTES // (num_bytes // num_documents + 1) if num_documents else 1
+            while len(waiting) < 4 * num_workers and (piece := _piece(references, most)):
+                waiting.append(submit(piece, 0))
+            if not waiting:
+                return
+            piece, begin, future = waiting.popleft()
+            results, is_complete = future.result()
+            if not is_complete:
+                waiting.appendleft(submit(piece, begin + len(results)))
+            num_documents += len(results)
+            num_bytes += sum(result.num_bytes for result in results if isinstance(result, Encoded))
+            yield from results
+    except BrokenProcessPool:
+        raise UserError(
+            "a process that tokenises was killed, probably because memory is full: use fewer of them (--workers)"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _encode_in_worker(config: SourceConfig, vocabulary_folder: Path, reference: Reference) -> Encoded | str:
-    return _encode(config, _vocabulary_of_worker(vocabulary_folder), reference)
+def _end_silently() -> None:
+    """Lets Ctrl-C end a worker process without a traceback; until it has started, the signal is blocked."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _piece(references: Iterator[Reference], most: int) -> bytes:
+    """The next references, at most about `most`, pickled one after the other; empty if there are no more."""
+    piece = io.BytesIO()
+    pickler = pickle.Pickler(piece)
+    for reference in itertools.islice(references, min(max(most, 1), PIECE_DOCUMENTS)):
+        pickler.dump(reference)
+        if piece.tell() > PIECE_BYTES:
+            break
+    return piece.getvalue()
+
+
+def _encode_in_worker(
+    config: SourceConfig, vocabulary_folder: Path, piece: bytes, begin: int
+) -> tuple[list[Encoded | LeftOut], bool]:
+    """The documents of a piece from `begin` on, and whether they are all; a large result ends early."""
+    vocabulary, results, num_bytes = _vocabulary_of_worker(vocabulary_folder), [], 0
+    for reference in itertools.islice(_unpickled(piece), begin, None):
+        if num_bytes > PIECE_BYTES:
+            return results, False
+        results.append(_encode(config, vocabulary, reference))
+        num_bytes += results[-1].tokens.nbytes if isinstance(results[-1], Encoded) else 0
+    return results, True
+
+
+def _unpickled(piece: bytes) -> Iterator[Reference]:
+    file = io.BytesIO(piece)
+    unpickler = pickle.Unpickler(file)
+    while file.tell() < len(piece):
+        yield unpickler.load()
 
 
 _vocabulary_of_worker = functools.cache(load_vocabulary)
 
 
-def _encode(config: SourceConfig, vocabulary: Vocabulary, reference: Reference) -> Encoded | str:
+def _encode(config: SourceConfig, vocabulary: Vocabulary, reference: Reference) -> Encoded | LeftOut:
     document = _read(reference, config)
-    if isinstance(document, str):
+    if isinstance(document, LeftOut):
         return document
-    text, tokens = document.text, vocabulary.encode(document.text)
+    text, tokens = document.text, vocabulary.encode(document.text).astype(token_dtype(vocabulary.size))
     num_bytes = len(text.encode("utf-8"))
     return Encoded(document.name, document.split, tokens, num_bytes, count_words(text), document.skipped)
 
 
-def _read(reference: Reference, config: SourceConfig) -> Document | str:
-    """The document, or the reason why the config's policies leave it out."""
+def _read(reference: Reference, config: SourceConfig) -> Document | LeftOut:
+    """The document, or why it is bad."""
     try:
         return reference()
-    except (NotUTF8Error, EmptyDocumentError) as error:
-        if (config.undecodable if isinstance(error, NotUTF8Error) else config.empty) == "stop":
-            raise
-        return str(error)
+    except BadDocumentError as error:
+        policies = {NotUTF8Error: config.undecodable, EmptyDocumentError: config.empty}
+        return LeftOut(error.kind, str(error), policies.get(type(error)) == "skip")
