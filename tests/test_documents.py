@@ -174,7 +174,7 @@ def test_splits_by_names_at_any_depth(tmp_path, kind, words):
 
 
 def test_words_inside_of_words_titles_and_repositories_are_not_splits(tmp_path):
-    names = ("contest/latest", "The Test of Time", "a training", "valid8or", "devtest/a")
+    names = ("contest/latest", "The Test of Time", "a training", "validity", "devtest/a")
     assert len(documents(kind="text", folder=write(tmp_path / "text", **dict.fromkeys(names[:4], "x")))) == 4
     assert not {"validation", "test"} & set(splits_of_path("devtest/contest.jsonl"))
     write(tmp_path / "code", a__tests__test="x", b__dev__eval="y")
@@ -220,8 +220,10 @@ def test_links(tmp_path):
     (docs / "test").symlink_to(docs / "train")
     with pytest.raises(UserError, match="test and .*train are one folder, by a link: remove the link"):
         documents(kind="text", folder=str(docs))
-    (docs / "train" / "again").symlink_to(docs / "validation")
-    assert len(documents(kind="repositories", folder=str(docs), suffixes=(".txt",))) == 2
+    write(tmp_path, code__r__sub__a="3")
+    (tmp_path / "code" / "r" / "again").symlink_to(tmp_path / "code" / "r" / "sub")
+    (found,) = documents(kind="repositories", folder=str(tmp_path / "code"), suffixes=(".txt",)).values()
+    assert found == "# file: r/sub/a.txt\n3\n"
 
 
 def test_a_link_to_nothing(tmp_path):

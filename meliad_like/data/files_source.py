@@ -123,6 +123,7 @@ def _open(
     if splits and (splits_of is splits_of_repository or set(firsts.values()) <= set(SPLITS)):
         bases = firsts
     references, contents = [], []
+    skip_undecodable = skip_undecodable or config.undecodable == "skip"
     for base in sorted(set(bases.values()), key=lambda base: (SPLITS.index(base) if base in SPLITS else -1, base)):
         below = [file.removeprefix(f"{base}/") for file in files if bases[file] == base]
         for name, members in group(below):
@@ -189,7 +190,7 @@ def list_files(
             return False
         if (first := read.setdefault(real, folder)) == folder:
             return True
-        if folder.is_relative_to(first):
+        if not inner_links or folder.is_relative_to(first):
             return False
         raise UserError(
             f"{first} and {folder} are one folder, by a link: remove the link, or leave it out with exclude"

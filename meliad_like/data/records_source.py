@@ -161,7 +161,7 @@ class ParquetSource(RecordFilesSourceConfig):
         try:
             for rows in file.iter_batches(ROWS_AT_ONCE, columns=fields):
                 yield from _with_bytes(rows).to_pylist()
-        except ArrowException as error:
+        except (OSError, ArrowException) as error:
             raise BadDocumentError(f"cannot be read as parquet: {error}") from None
 
 
@@ -184,7 +184,7 @@ def _parquet_file(path: Path) -> Any:
 
     try:
         return parquet.ParquetFile(path)
-    except ArrowException as error:
+    except (OSError, ArrowException) as error:
         raise BadDocumentError(f"cannot be read as parquet: {error}") from None
 
 
