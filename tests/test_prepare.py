@@ -1,5 +1,8 @@
 import dataclasses
+import multiprocessing
+import os
 import shlex
+import signal
 
 import forked
 import numpy as np
@@ -109,7 +112,7 @@ def test_all_bad_documents_are_read_and_counted(texts, tmp_path, capsys, vocabul
         (texts / f"{i}.txt").write_bytes(b"\xff")
     (texts / "20.txt").write_text("")
     (texts / "link.txt").symlink_to(texts / "nowhere")
-    message = r"12 are not UTF-8 .*0.txt is not.*undecodable = 'skip'.; 1 are empty .*SourceConfig.empty = 'skip'.; 1 can't be"
+    message = "12 are not UTF-8 .*0.txt is not.*undecodable = 'skip'.; 1 are empty .*empty = 'skip'.; 1 can't be"
     with pytest.raises(UserError, match=message):
         prepare(TextSource(folder=str(texts)), vocabulary, tmp_path / "store", 1)
     shown = capsys.readouterr().err
@@ -224,7 +227,11 @@ def test_few_documents_wait_in_memory(texts, tmp_path):
     results = encode_all(config(texts), dataclasses.replace(source, references=references), tmp_path, 2)
     next(results)
     assert len(started) == 8
-    results.close()
+    # Ctrl-C is a signal to all processes, of which the first one alone ends the work.
+    for process in multiprocessing.active_children():
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+    assert len(list(results)) == 29
 
 
 def test_command_line(tmp_path):

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -296,13 +297,14 @@ def encode_all(
         yield from map(partial(_encode, config, load_vocabulary(vocabulary_folder)), source.references())
         return
     # Not forked: jax and grain start threads, and a forked child would inherit locks that they hold.
-    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_silently)
+    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
     encode, references = partial(_encode_in_worker, config, vocabulary_folder), iter(source.references())
     waiting: collections.deque[tuple[bytes, int, Future]] = collections.deque()
     num_documents = num_bytes = 0
 
     def submit(piece: bytes, begin: int) -> tuple[bytes, int, Future]:
-        # A process that starts here inherits the blocked signal.
+        # A process that starts here inherits the blocked signal: on Ctrl-C it completes its piece without a traceback.
+        # If it died while it sent a result, this process would wait for the rest.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return piece, begin, pool.submit(encode, piece, begin)
@@ -332,10 +334,16 @@ def encode_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _end_silently() -> None:
-    """Lets Ctrl-C end a worker process without a traceback; until it has started, the signal is blocked."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+def _end_with_parent() -> None:
+    """Ends this worker process when its parent has ended in any way, for instance by a second Ctrl-C."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _piece(references: Iterator[Reference], most: int) -> bytes:
