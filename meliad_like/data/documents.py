@@ -1,7 +1,8 @@
 """Documents and their sources, which have a file for each kind (`*_source.py`)."""
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -234,8 +235,10 @@ def fill_splits(config: SourceConfig, source: Source) -> Source:
     """
     shares = {"train": 1.0, "validation": config.validation_share, "test": config.test_share}
     members: dict[str, list[tuple[float, str]]] = {split: [] for split, share in shares.items() if share}
-    for name, split in _names_and_splits(source) if source.by_share else ():
-        members[split].append((_fraction(name), name))
+    for reference in source.references() if source.by_share else ():
+        with contextlib.suppress(BadDocumentError):
+            document = reference()
+            members[document.split].append((_fraction(document.name), document.name))
         if all(members.values()):
             return source
     moves = {}
@@ -248,15 +251,6 @@ def fill_splits(config: SourceConfig, source: Source) -> Source:
     if not moves:
         return source
     return replace(source, references=lambda: (partial(_move, reference, moves) for reference in source.references()))
-
-
-def _names_and_splits(source: Source) -> Iterator[tuple[str, str]]:
-    for reference in source.references():
-        try:
-            document = reference()
-        except BadDocumentError:
-            continue
-        yield document.name, document.split
 
 
 def _move(reference: Reference, moves: dict[str, str]) -> Document:

@@ -10,12 +10,12 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -131,17 +131,17 @@ def _make_vocabulary(
     if not vocabulary.trained:
         return vocabulary.make()
 
-    problems, failures = Problems(), []
+    bad, failures = [], []
 
     def texts() -> Iterator[str]:
         try:
             documents = (_read(reference, config) for reference in source.references())
             for document in _with_progress(documents, source, console, "reading documents for the vocabulary"):
-                if isinstance(document, LeftOut):
-                    problems.add(document)
-                elif document.split == "train":
+                if isinstance(document, Document) and document.split == "train":
                     yield document.text
-            problems.check(console)
+                elif isinstance(document, LeftOut) and not document.allowed:
+                    bad.append(document)
+            _check_documents(bad, console)
             console.print("learning the vocabulary")
         except BaseException as error:
             failures.append(error)
@@ -171,17 +171,18 @@ def _write(
     Raises a UserError that lists what is wrong, after all documents were read, if a bad one may not be left out.
     """
     writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
-    problems, skipped, unknown = Problems(), [], set(config.listed)
+    bad, skipped, unknown = [], [], set(config.listed)
     with contextlib.closing(encode_all(config, source, folder, num_workers)) as encoded:
         for result in _with_progress(encoded, source, console, "tokenising"):
-            if isinstance(result, LeftOut):
-                problems.add(result)
-                skipped += [result.reason] if result.allowed else []
+            if isinstance(result, LeftOut) and result.allowed:
+                skipped.append(result.reason)
+            elif isinstance(result, LeftOut):
+                bad.append(result)
             else:
                 writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
                 skipped += result.skipped
                 unknown.discard(result.name)
-    problems.check(console)
+    _check_documents(bad, console)
     if unknown:
         raise UserError(
             f"validation_documents or test_documents names {min(unknown)!r}, which is not a document of the source "
@@ -198,7 +199,8 @@ def _check_splits(
         raise UserError(
             f"the {SOURCES.name_of(config)} source has no documents for training: {counts} ({num_skipped} were left "
             f"out); {source.passed_over or 'no files were passed over'}; SourceConfig.validation_documents and "
-            "test_documents name the documents of these splits"
+            "test_documents name the documents of these splits, and FolderSourceConfig.splits_by_name = False ignores "
+            "names of files and folders"
         )
 
 
@@ -217,10 +219,9 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
     for split in ("validation", "test"):
         if not store.totals(split).documents:
             share = getattr(config, f"{split}_share")
-            yield (
-                f"no document is for {split}: raise SourceConfig.{split}_share ({share} of the documents, at random), "
-                f"or name some in SourceConfig.{split}_documents"
-            )
+            raise_it = f"raise SourceConfig.{split}_share ({share} of the documents, at random), or "
+            advice = raise_it if source.by_share else ""
+            yield f"no document is for {split}: {advice}name some in SourceConfig.{split}_documents"
 
 
 def _table(store: TokenStore) -> Table:
@@ -243,32 +244,21 @@ class LeftOut(NamedTuple):
     """Whether the config's policies leave it out; otherwise there will be no store."""
 
 
-class Problems:
-    """Bad documents that may not be left out: their number by kind, and the first reasons."""
-
-    def __init__(self) -> None:
-        self._reasons: dict[str, list[str]] = {}
-        self._numbers = collections.Counter()
-
-    def add(self, document: LeftOut) -> None:
-        """Counts the document, unless it may be left out."""
-        if not document.allowed:
-            self._numbers[document.kind] += 1
-            if self._numbers[document.kind] <= SHOWN:
-                self._reasons.setdefault(document.kind, []).append(document.reason)
-
-    def check(self, console: Console) -> None:
-        """Prints the first reasons and raises a UserError with the numbers, if there were bad documents."""
-        if self._numbers.total() == 1:
-            raise UserError(next(iter(self._reasons.values()))[0])
-        for kind, reasons in self._reasons.items():
-            for reason in reasons:
-                console.print(reason, style="yellow")
-            if self._numbers[kind] > SHOWN:
-                console.print(f"... and {self._numbers[kind] - SHOWN} more that {kind}", style="yellow")
-        if self._numbers:
-            kinds = (f"{number} {kind} ({self._reasons[kind][0]})" for kind, number in self._numbers.items())
-            raise UserError(f"documents can't be used: {'; '.join(kinds)}")
+def _check_documents(bad: Sequence[LeftOut], console: Console) -> None:
+    """Prints the first reasons of each kind and raises a UserError with the numbers, if there are bad documents."""
+    kinds = {
+        kind: [document.reason for document in bad if document.kind == kind]
+        for kind in dict.fromkeys(each.kind for each in bad)
+    }
+    if len(bad) == 1:
+        raise UserError(bad[0].reason)
+    for kind, reasons in kinds.items():
+        console.print("\n".join(reasons[:SHOWN]), style="yellow")
+        if len(reasons) > SHOWN:
+            console.print(f"... and {len(reasons) - SHOWN} more that {kind}", style="yellow")
+    if bad:
+        numbers = "; ".join(f"{len(reasons)} {kind} ({reasons[0]})" for kind, reasons in kinds.items())
+        raise UserError(f"documents can't be used: {numbers}")
 
 
 class Encoded(NamedTuple):
@@ -336,14 +326,8 @@ def encode_all(
 
 def _end_with_parent() -> None:
     """Ends this worker process when its parent has ended in any way, for instance by a second Ctrl-C."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _piece(references: Iterator[Reference], most: int) -> bytes:
