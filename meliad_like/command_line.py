@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
-from meliad_like.errors import MissingStoreError, UserError, bucket_errors, is_full_disk, out_of_memory
+from meliad_like.errors import StoreError, UserError, bucket_errors, is_full_disk, out_of_memory
 from meliad_like.remote import one_line
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ class Command:
     def _message(self, error: Exception) -> object:
         """What to print of an error; None: it is a defect, whose traceback is needed."""
         match error:
-            case MissingStoreError():
-                return MissingStoreError(error.folder, self.gin_flags)
+            case StoreError():
+                return StoreError(error.folder, error.problem, self.gin_flags)
             case UserError():
                 return error
             case OSError() if is_full_disk(error):

@@ -18,14 +18,20 @@ class UserError(ValueError):
     """
 
 
-class MissingStoreError(UserError):
+class StoreError(UserError):
+    """A token store that has to be made; the message ends with the command that makes it."""
+
+    def __init__(self, folder: str, problem: str, flags: str = ""):
+        """`flags`: the flags of the command that describe the store's documents and vocabulary."""
+        self.folder, self.problem = folder, problem
+        super().__init__(f"{problem} with python -m meliad_like.prepare{flags} --store={shlex.quote(folder)}")
+
+
+class MissingStoreError(StoreError):
     """There is no token store in a folder."""
 
-    def __init__(self, folder: str, flags: str = ""):
-        """`flags`: the flags of the command that describe the store's documents and vocabulary."""
-        self.folder = folder
-        command = f"python -m meliad_like.prepare{flags} --store={shlex.quote(folder)}"
-        super().__init__(f"there is no token store at {folder}: make it with {command}")
+    def __init__(self, folder: str):
+        super().__init__(folder, f"there is no token store at {folder}: make it")
 
 
 DAMAGED_NPZ = (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError)

@@ -31,14 +31,19 @@ def check_same(
       saved, current: the saved and the current settings, nested dictionaries of values that JSON can represent.
       may_differ: dotted names of fields that don't change the results.
     """
+    if differing := describe_differences(saved, current, may_differ):
+        raise UserError(f"{place} belongs to another config: {differing}; {way_out}")
+
+
+def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any], may_differ: Collection[str] = ()) -> str:
+    """The first differences between two nested dictionaries, as text: the names with both values."""
     # Converted to JSON and back, so that a tuple equals the list as which it was saved.
     earlier, later = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, current))
     names = (name for name in {**later, **earlier} if name not in may_differ)
     pairs = ((name, earlier.get(name, ABSENT), later.get(name, ABSENT)) for name in names)
     differing = [f"{name} is {old!r} there, {new!r} here" for name, old, new in pairs if old != new]
-    if differing:
-        more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
-        raise UserError(f"{place} belongs to another config: {'; '.join(differing[:MAX_NAMED])}{more}; {way_out}")
+    more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
+    return "; ".join(differing[:MAX_NAMED]) + more
 
 
 def _flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

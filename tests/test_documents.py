@@ -1,12 +1,24 @@
 import gzip
 import json
+from functools import partial
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 from backports import zstd
 
-from meliad_like.data.documents import SOURCES, open_source, source_fingerprint
+from meliad_like.data.documents import (
+    SOURCES,
+    SPLITS,
+    Document,
+    NotUTF8Error,
+    Source,
+    fill_splits,
+    open_source,
+    source_fingerprint,
+)
 from meliad_like.data.files_source import RepositoriesSource, TextSource
+from meliad_like.data.named_splits import splits_of_path
 from meliad_like.errors import UserError
 
 
@@ -122,13 +134,125 @@ def test_json_lines(tmp_path, ending):
 
 
 def test_json_lines_beside_those_named_after_splits(tmp_path):
-    """Of val.jsonl most documents would be for training."""
-    for name in ("train", "val"):
+    """Of heldout.jsonl most documents would be for training."""
+    for name in ("train", "heldout"):
         (tmp_path / f"{name}.jsonl").write_bytes(jsonl("a"))
-    with pytest.raises(UserError, match=r"named after splits .* but val.jsonl is not: move or rename it"):
+    with pytest.raises(UserError, match=r"named after splits .* but heldout.jsonl is not: move or rename it"):
         documents(kind="jsonl", folder=str(tmp_path))
-    listed = documents(kind="jsonl", folder=str(tmp_path), validation_documents=("val.jsonl:1",))
-    assert listed == {("train", "train.jsonl:1"): "a", ("validation", "val.jsonl:1"): "a"}
+    listed = documents(kind="jsonl", folder=str(tmp_path), validation_documents=("heldout.jsonl:1",))
+    assert listed == {("train", "train.jsonl:1"): "a", ("validation", "heldout.jsonl:1"): "a"}
+
+
+LAYOUTS = {
+    "text": (
+        "books/{}/0.txt", "{}/books/0.txt", "a/b/{}/c/0.txt", "{}.txt", "ptb.{}.txt", "{}_00.txt", "split={}/0.txt",
+        "{} 1.txt", "{} set/0.txt",
+    ),
+    "jsonl": ("{}.jsonl", "wiki/{}.jsonl", "en/{}/0.jsonl", "c4-{}.00000-of-01024.jsonl", "squad_{}.jsonl"),
+    "parquet": ("data/{}-00000-of-00001.parquet", "split={}/lang=en/0.parquet", "en/{}-0.parquet"),
+    "repositories": ("{}/repository/test/test.py",),
+}  # fmt: skip
+WORDS = [("train", "validation", "test"), ("Train", "Dev", "TEST"), ("training", "val", "testing"), ("train", "eval")]
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("words", WORDS, ids="-".join)
+def test_splits_by_names_at_any_depth(tmp_path, kind, words):
+    for number, layout in enumerate(LAYOUTS[kind]):
+        for split, word in zip(SPLITS, words, strict=False):
+            path = tmp_path / str(number) / layout.format(word)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if kind == "parquet":
+                parquet(path, text=[split])
+            else:
+                path.write_bytes(jsonl(split) if kind == "jsonl" else split.encode())
+        found = documents(kind=kind, folder=str(tmp_path / str(number)))
+        assert [split for split, _ in found] == [text.split("\n")[-2:][0] for text in found.values()], layout
+        assert len(found) == len(words), layout
+        by_hash = documents(kind=kind, folder=str(tmp_path / str(number)), splits_by_name=False, validation_share=0.0)
+        assert {split for split, _ in by_hash} <= {"train", "test"}, layout
+
+
+def test_words_inside_of_words_titles_and_repositories_are_not_splits(tmp_path):
+    names = ("contest/latest", "The Test of Time", "a training", "validity", "devtest/a")
+    assert len(documents(kind="text", folder=write(tmp_path / "text", **dict.fromkeys(names[:4], "x")))) == 4
+    assert not {"validation", "test"} & set(splits_of_path("devtest/contest.jsonl"))
+    write(tmp_path / "code", a__tests__test="x", b__dev__eval="y")
+    assert len(documents(kind="repositories", folder=str(tmp_path / "code"), suffixes=(".txt",), test_share=0.0)) == 2
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        (("wiki/test.txt", "a.txt"), "such as wiki/test.txt.*, but a.txt is not: .*FolderSourceConfig.splits_by_name"),
+        (("dev/0.txt", "devtest/0.txt"), "such as dev/0.txt.*, but devtest/0.txt is not"),
+        (("train/test.txt",), "train/test.txt is named after several splits .test, train.: .*folder = '.*/train'"),
+    ],
+)
+def test_names_of_only_some_files_are_refused(tmp_path, files, message):
+    write(tmp_path, **{name.removesuffix(".txt"): "x" for name in files})
+    with pytest.raises(UserError, match=message):
+        documents(kind="text", folder=str(tmp_path))
+
+
+def test_shares_are_held_out_where_only_train_is_named(tmp_path):
+    folder = write(tmp_path, **{f"train__{i}": "x" for i in range(200)})
+    found = documents(kind="text", folder=folder, test_share=0.2)
+    assert {split for split, _ in found} == set(SPLITS) and ("train", "0") in found
+
+
+def test_names_stay_unique(tmp_path):
+    """In folders that are not all named train, validation or test, and where only the suffix differs."""
+    write(tmp_path, dev__a="1", validation__a="2", train__wiki__a="3", wiki__train__a="4")
+    assert len(documents(kind="text", folder=str(tmp_path))) == 4
+    for name in ("b.md", "b.txt"):
+        (tmp_path / "train" / name).write_text("x")
+    found = documents(kind="text", folder=str(tmp_path / "train"), suffixes=(".md", ".txt"), splits_by_name=False)
+    assert sorted(name for _, name in found) == ["b.md", "b.txt", "wiki/a"]
+
+
+def test_links(tmp_path):
+    write(tmp_path, docs__train__a="1", elsewhere__b="2")
+    docs = tmp_path / "docs"
+    (docs / "validation").symlink_to(tmp_path / "elsewhere")
+    (docs / "train" / "loop").symlink_to(docs)
+    assert documents(kind="text", folder=str(docs)) == {("train", "a"): "1", ("validation", "b"): "2"}
+    (docs / "test").symlink_to(docs / "train")
+    with pytest.raises(UserError, match="test and .*train are one folder, by a link: remove the link"):
+        documents(kind="text", folder=str(docs))
+    write(tmp_path, code__r__sub__a="3")
+    (tmp_path / "code" / "r" / "again").symlink_to(tmp_path / "code" / "r" / "sub")
+    (found,) = documents(kind="repositories", folder=str(tmp_path / "code"), suffixes=(".txt",)).values()
+    assert found == "# file: r/sub/a.txt\n3\n"
+
+
+def test_a_link_to_nothing(tmp_path):
+    write(tmp_path, a="1")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere.txt")
+    with pytest.raises(UserError, match="b.txt, a link can't be read: No such file or directory; remove it"):
+        documents(kind="text", folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [3, 8, 35, 200])
+def test_every_split_with_a_share_gets_a_document(number):
+    """Deterministic, and only from a split that has several; more documents change little."""
+    config, names = TextSource(), [f"d{i}" for i in range(number)]
+
+    def assigned(names, config):
+        references = [partial(Document, name, config.split_of(name, None), "x") for name in names]
+        source = fill_splits(config, Source(references.copy, len(names), (), by_share=True))
+        return {document.name: document.split for document in (reference() for reference in source.references())}
+
+    splits = assigned(names, config)
+    assert set(splits.values()) == set(SPLITS)
+    assert splits == assigned(names[::-1], config)
+    changed = [name for name in names if splits[name] != config.split_of(name, None)]
+    assert len(changed) == len(set(SPLITS) - {config.split_of(name, None) for name in names})
+    more = assigned([*names, "another"], config)
+    assert sum(more[name] != splits[name] for name in names) <= 1
+    without_test = TextSource(test_share=0.0)
+    assert "test" not in assigned(names, without_test).values()
+    assert assigned(["d0"], config) == {"d0": config.split_of("d0", None)}
 
 
 def parquet(path, **columns):
@@ -156,6 +280,36 @@ def test_parquet_with_mistakes(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     with pytest.raises(UserError, match="a.parquet cannot be read as parquet"):
         documents(kind="parquet", folder=str(tmp_path))
+
+
+def parquet_that_is_not_utf8(path):
+    offsets = np.array([0, 5, 10], "<i4").tobytes()
+    texts = pyarrow.StringArray.from_buffers(2, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"helloa\xffbcd"))
+    parquet(path, text=texts, name=texts, kind=texts.dictionary_encode())
+
+
+def test_parquet_that_is_not_utf8(tmp_path):
+    parquet_that_is_not_utf8(tmp_path / "a.parquet")
+    for settings in {}, {"name_field": "name"}, {"text_field": "kind"}:
+        first, second = open_source(make("parquet", folder=str(tmp_path), **settings)).references()
+        assert first().text == "hello"
+        with pytest.raises(NotUTF8Error, match="a.parquet:2: the field .* is not UTF-8 .byte 0xff at offset 1"):
+            second()
+
+
+def test_parquet_with_a_damaged_page(tmp_path):
+    """The files after it are read all the same."""
+    texts = [f"{i} " * 300 for i in range(300)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=100)
+    raw = bytearray((tmp_path / "a.parquet").read_bytes())
+    raw[len(raw) // 2 - 100 : len(raw) // 2 + 100] = bytes(200)
+    (tmp_path / "a.parquet").write_bytes(raw)
+    parquet(tmp_path / "b.parquet", text=["fine"])
+    *references, damaged, fine = open_source(make("parquet", folder=str(tmp_path))).references()
+    assert [reference().text for reference in references] == texts[: len(references)]
+    with pytest.raises(UserError, match=f"a.parquet cannot be read as parquet: .*after record {len(references)}."):
+        damaged()
+    assert fine().text == "fine" and len(references) >= 100
 
 
 @pytest.mark.parametrize("compress, ending", [(gzip.compress, "gz"), (zstd.compress, "zst")])

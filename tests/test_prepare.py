@@ -1,13 +1,18 @@
 import dataclasses
+import multiprocessing
+import os
 import shlex
+import signal
 
 import forked
+import numpy as np
 import pytest
 
 from meliad_like.data import preparation, token_store
 from meliad_like.data.documents import open_source
 from meliad_like.data.files_source import TextSource
 from meliad_like.data.preparation import encode_all, prepare
+from meliad_like.data.records_source import JsonLinesSource
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
@@ -82,7 +87,11 @@ def test_other_documents_in_the_same_folder(texts, tmp_path):
 
 def test_other_vocabulary_in_the_same_folder(texts, tmp_path):
     prepare(config(texts), BYTES, tmp_path / "store", 1)
-    with pytest.raises(UserError, match="was made by other vocabulary settings than this run's: .*, or prepare an"):
+    message = (
+        "was made by other vocabulary settings than this run's: vocabulary.size_multiple is 1 there, 8 here; "
+        ".*, or prepare an.* delete this one and make it again with python -m meliad_like.prepare --store=.*store"
+    )
+    with pytest.raises(UserError, match=message):
         prepare(config(texts), BytesVocabularyConfig(size_multiple=8), tmp_path / "store", 1)
 
 
@@ -107,6 +116,71 @@ def test_bad_document_stops_or_is_skipped(texts, tmp_path, capsys, data, message
     store = prepare(config(texts, **{skip: "skip"}), BYTES, tmp_path / "store", num_workers)
     assert "5" not in store.split("train").names
     assert "left out:" in capsys.readouterr().err and len(store.info.skipped) == 1
+
+
+@pytest.mark.parametrize("vocabulary", [BYTES, SentencePieceVocabularyConfig(size=290)])
+def test_all_bad_documents_are_read_and_counted(texts, tmp_path, capsys, vocabulary):
+    for i in range(12):
+        (texts / f"{i}.txt").write_bytes(b"\xff")
+    (texts / "20.txt").write_text("")
+    (texts / "link.txt").symlink_to(texts / "nowhere")
+    message = "12 are not UTF-8 .*0.txt is not.*undecodable = 'skip'.; 1 are empty .*empty = 'skip'.; 1 can't be"
+    with pytest.raises(UserError, match=message):
+        prepare(TextSource(folder=str(texts)), vocabulary, tmp_path / "store", 1)
+    shown = capsys.readouterr().err
+    assert shown.count("is not UTF-8 (byte 0xff at offset 0)") == 10 and "... and 2 more that are not UTF-8" in shown
+
+
+def test_all_bad_records_are_read_and_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{}\n[]\n{"text": 1}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(
+        UserError, match=r"3 are not records .*a.jsonl:2.*; 1 can't be read .*b.jsonl.gz.*; 1 are not UTF"
+    ):
+        prepare(JsonLinesSource(folder=str(tmp_path)), BYTES, tmp_path / "store", 1)
+
+
+def test_ctrl_c_while_documents_are_read_for_the_vocabulary(texts, tmp_path, monkeypatch):
+    """SentencePiece makes an error of its own of it."""
+
+    def read(reference, config):
+        if reference().name == "12":
+            raise KeyboardInterrupt
+        return reference()
+
+    monkeypatch.setattr(preparation, "_read", read)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(texts), SentencePieceVocabularyConfig(size=290), tmp_path / "store", 1)
+    assert not list(tmp_path.glob("store*"))
+
+
+def test_thirty_documents_have_some_for_each_split(texts, tmp_path):
+    source = TextSource(folder=str(texts), validation_share=1e-6, test_share=1e-6)
+    store = prepare(source, SentencePieceVocabularyConfig(size=290), tmp_path / "store", 1)
+    assert [store.totals(split).documents for split in ("train", "validation", "test")] == [28, 1, 1]
+
+
+def test_pieces_of_documents_are_as_large_as_they_should_be(texts, monkeypatch, tmp_path):
+    """Small documents together, at most so many bytes at once, and none is lost where a result is cut off."""
+    source, vocabulary = open_source(config(texts)), tmp_path / "vocabulary"
+    vocabulary.mkdir()
+    ByteVocabulary().save(vocabulary)
+    references = list(source.references())
+    piece = preparation._piece(iter(references), 1000)
+    names, begin = [], 0
+    monkeypatch.setattr(preparation, "PIECE_BYTES", 2000)
+    while True:
+        results, is_complete = preparation._encode_in_worker(config(texts), vocabulary, piece, begin)
+        assert all(result[2].dtype == np.uint16 for result in results)
+        names += [result[0] for result in results]
+        begin += len(results)
+        if is_complete:
+            break
+    assert names == [reference().name for reference in references] and len(results) < 15
+    monkeypatch.setattr(preparation, "PIECE_BYTES", 100)
+    assert len(list(preparation._unpickled(preparation._piece(iter(references), 1000)))) == 1
+    assert preparation._piece(iter([]), 1000) == b""
 
 
 def test_nothing_left(tmp_path):
@@ -165,7 +239,11 @@ def test_few_documents_wait_in_memory(texts, tmp_path):
     results = encode_all(config(texts), dataclasses.replace(source, references=references), tmp_path, 2)
     next(results)
     assert len(started) == 8
-    results.close()
+    # Ctrl-C is a signal to all processes, of which the first one alone ends the work.
+    for process in multiprocessing.active_children():
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+    assert len(list(results)) == 29
 
 
 def test_command_line(tmp_path):

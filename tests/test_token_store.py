@@ -130,6 +130,12 @@ def test_settings_of_another_store(store, source, part):
         store.check_settings(**settings)
 
 
+def test_a_store_of_another_share_names_the_field_and_both_values(store, source):
+    other = dataclasses.replace(source, validation_share=0.2)
+    with pytest.raises(UserError, match="settings than this run's: source.validation_share is 0.05 there, 0.2 here; "):
+        store.check_settings(other, BytesVocabularyConfig())
+
+
 def test_documents_of_another_folder(store, source, tmp_path):
     def check(folder):
         store.check_settings(dataclasses.replace(source, folder=str(folder)), BytesVocabularyConfig())

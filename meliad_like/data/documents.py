@@ -1,10 +1,12 @@
 """Documents and their sources, which have a file for each kind (`*_source.py`)."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, changed_settings, fingerprint, resumable
@@ -46,7 +48,8 @@ class Document:
 
 
 Reference = Callable[[], Document]
-"""Reads a document. It is small enough to be sent to a worker process. It raises a UserError if the document is bad."""
+"""Reads a document. It is small enough to be sent to a worker process. It raises a BadDocumentError if the document is
+bad."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,40 @@ class Source:
     """None where counting means reading everything."""
     files: tuple[tuple[str, Path], ...]
     """Pairs (name, file): the files that determine the documents, with names that are the same in every folder."""
+    by_share: bool = False
+    """Whether the shares of validation and test assign the documents, not lists or names of files."""
     passed_over: str = ""
     """Which files of the folder are not read, and why."""
 
 
-class NotUTF8Error(UserError):
+class BadDocumentError(UserError):
+    """A document, or a file of documents, that can't be used."""
+
+    kind = "can't be read"
+    """What several of them have in common, as a predicate."""
+
+
+class NotUTF8Error(BadDocumentError):
     """A document that cannot be decoded, or (from JSON escapes) not be encoded, as UTF-8."""
 
+    kind = "are not UTF-8"
 
-class EmptyDocumentError(UserError):
+
+class EmptyDocumentError(BadDocumentError):
     """A document without a single character that is not whitespace."""
+
+    kind = "are empty"
+
+
+class RecordError(BadDocumentError):
+    """A record without the text or the name that it should have."""
+
+    kind = "are not records with the fields"
+
+
+def raise_bad_document(message: str) -> NoReturn:
+    """As a `Reference`, a document that can't be read, among others that can."""
+    raise BadDocumentError(message)
 
 
 def decode(raw: bytes, name: str) -> str:
@@ -91,8 +118,8 @@ class SourceConfig:
     test_documents: tuple[str, ...] = ()
     """Names of the documents for the test split."""
     validation_share: float = 0.05
-    """Share of the documents for validation, chosen by a hash of their names, unless lists or folders or files named
-    `train`, `validation` or `test` assign them."""
+    """Share of the documents for validation, chosen by a hash of their names, unless lists or names of folders and
+    files assign them. A split with a share has at least one document, if there are enough."""
     test_share: float = 0.05
     """Share of the documents for the test split, chosen in the same way."""
     empty: Policy = "stop"
@@ -100,6 +127,7 @@ class SourceConfig:
 
     folder: ClassVar[str] = ""
     undecodable: ClassVar[str] = "stop"
+    splits_by_name: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -121,7 +149,8 @@ class SourceConfig:
 
         1. Lists of names, if there are any: all documents that they do not name are for training.
         2. `found_in`: the split that the document's folder or file is named after.
-        3. A hash of the document's name, so that a document stays in its split when the collection grows.
+        3. A hash of the document's name, so that a document stays in its split when the collection grows; `fill_splits`
+           then takes a document for a split that is still empty.
         """
         if self.listed:
             if name in self.test_documents:
@@ -129,13 +158,17 @@ class SourceConfig:
             return "validation" if name in self.validation_documents else "train"
         if found_in is not None:
             return found_in
-        # The first 64 bits of SHA-256, as a fraction: [0, test) [test, test + validation) [the rest: train).
-        # A name from JSON may contain half a surrogate pair.
-        digest = hashlib.sha256(name.encode(errors="surrogatepass")).digest()
-        fraction = int.from_bytes(digest[:8], "big") / 2**64
+        # [0, test) [test, test + validation) [the rest: train).
+        fraction = _fraction(name)
         if fraction < self.test_share:
             return "test"
         return "validation" if fraction < self.test_share + self.validation_share else "train"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The kind and all fields but the folder, which may differ between machines."""
+        values = {"kind": SOURCES.name_of(self)} | asdict(self)
+        return {name: value for name, value in values.items() if name != "folder"}
 
     @property
     def settings_fingerprint(self) -> str:
@@ -154,6 +187,8 @@ class FolderSourceConfig(SourceConfig):
 
     folder: str = resumable("")  # type: ignore[misc]  # the class variable is for sources without one
     """The folder to read. It may change when a run resumes, because the token store says whether it is the same one."""
+    splits_by_name: bool = True  # type: ignore[misc]
+    """Whether folders and files that are named after splits (`meliad_like/data/named_splits.py`) assign documents."""
     undecodable: Policy = "stop"  # type: ignore[misc]
     """What to do with a document that is not UTF-8: `stop` or `skip`. In a repository only the file is left out."""
 
@@ -183,6 +218,48 @@ def source_fingerprint(config: SourceConfig, source: Source) -> str:
     """SHA-256 of the settings and of every document's name and contents, so that it changes if a store would."""
     contents = []
     for name, path in source.files:
-        with path.open("rb") as file:
-            contents.append((name, hashlib.file_digest(file, "sha256").hexdigest()))
+        try:
+            with path.open("rb") as file:
+                contents.append((name, hashlib.file_digest(file, "sha256").hexdigest()))
+        except OSError:  # It will be listed among the bad documents.
+            contents.append((name, "unreadable"))
     return fingerprint([config.settings_fingerprint, *contents])
+
+
+def fill_splits(config: SourceConfig, source: Source) -> Source:
+    """The source with a document for each split that has a share and is empty, as happens in small collections.
+
+    The document is the one of the largest split whose hash is nearest to the shares that are held out. So it keeps its
+    split when documents are added, until one has a nearer hash or the share itself holds one. Documents are read only
+    until each split has one.
+    """
+    shares = {"train": 1.0, "validation": config.validation_share, "test": config.test_share}
+    members: dict[str, list[tuple[float, str]]] = {split: [] for split, share in shares.items() if share}
+    for reference in source.references() if source.by_share else ():
+        with contextlib.suppress(BadDocumentError):
+            document = reference()
+            members[document.split].append((_fraction(document.name), document.name))
+        if all(members.values()):
+            return source
+    moves = {}
+    for split, documents in members.items():
+        largest = max(members.values(), key=len)
+        if not documents and len(largest) > 1:
+            documents.append(min(largest))
+            largest.remove(documents[0])
+            moves[documents[0][1]] = split
+    if not moves:
+        return source
+    return replace(source, references=lambda: (partial(_move, reference, moves) for reference in source.references()))
+
+
+def _move(reference: Reference, moves: dict[str, str]) -> Document:
+    document = reference()
+    return replace(document, split=moves.get(document.name, document.split))
+
+
+def _fraction(name: str) -> float:
+    """The first 64 bits of a name's SHA-256, as a fraction of 1."""
+    # A name from JSON may contain half a surrogate pair.
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64

@@ -12,6 +12,7 @@ from pathlib import Path
 from meliad_like.data.documents import (
     SOURCES,
     SPLITS,
+    BadDocumentError,
     Document,
     FolderSourceConfig,
     NotUTF8Error,
@@ -19,6 +20,7 @@ from meliad_like.data.documents import (
     SourceConfig,
     decode,
 )
+from meliad_like.data.named_splits import are_held_out, named_splits, splits_of_repository, splits_of_text
 from meliad_like.errors import UserError
 
 SOURCE_SUFFIXES = (
@@ -48,10 +50,10 @@ class FilesSourceConfig(SourceConfig):
 @dataclass(frozen=True)
 class TextSource(FolderSourceConfig, FilesSourceConfig):
     """A folder of text files (`.txt`), one document per file; its name is its path without the suffix, below the folder
-    (or the split's folder)."""
+    (or, where all are in folders `train`, `validation` and `test` of it, below these)."""
 
     def open(self) -> Source:
-        return _open(self, self.existing_folder(), (".txt",), _each_file, headers=False)
+        return _open(self, self.existing_folder(), (".txt",), _each_file, splits_of=splits_of_text, headers=False)
 
 
 @SOURCES.register("repositories")
@@ -86,7 +88,10 @@ Groups = Iterable[tuple[str, list[str]]]
 
 
 def _each_file(files: Sequence[str]) -> Groups:
-    return [(os.path.splitext(file)[0], [file]) for file in files]
+    names = [os.path.splitext(file)[0] for file in files]
+    numbers = collections.Counter(names)
+    # a.txt and a.md keep their suffixes.
+    return [(name if numbers[name] == 1 else file, [file]) for name, file in zip(names, files, strict=True)]
 
 
 def _by_folder(files: Sequence[str], single_files: bool = False) -> Groups:
@@ -105,21 +110,31 @@ def _open(
     suffixes: Sequence[str],
     group: Callable[[Sequence[str]], Groups],
     *,
+    splits_of: Callable[[str], set[str]] = splits_of_repository,
     exclude: Sequence[str] = (),
     headers: bool = True,
     skip_undecodable: bool = False,
 ) -> Source:
-    files, passed_over = list_files(root, config.suffixes or suffixes, (*exclude, *config.exclude))
-    found_in = named_splits(config, root, files, _split_of_folder)
+    files, passed_over = list_files(root, config.suffixes or suffixes, (*exclude, *config.exclude), not headers)
+    splits = named_splits(config, root, files, splits_of)
+    by_share = not are_held_out(splits.values())
+    bases = dict.fromkeys(files, "")
+    firsts = {file: file.partition("/")[0] for file in splits}
+    if splits and (splits_of is splits_of_repository or set(firsts.values()) <= set(SPLITS)):
+        bases = firsts
     references, contents = [], []
     skip_undecodable = skip_undecodable or config.undecodable == "skip"
-    for folder in (None, *SPLITS):
-        base = root / (folder or "")
-        for name, members in group([file.removeprefix(f"{folder}/") for file in files if found_in[file] == folder]):
-            split = config.split_of(name, folder)
-            references.append(partial(read_files, name, split, base, tuple(members), headers, skip_undecodable))
-            contents += [(f"{split}/{name}/{file}", base / file) for file in members]
-    return Source(references.copy, len(references), tuple(contents), passed_over)
+    for base in sorted(set(bases.values()), key=lambda base: (SPLITS.index(base) if base in SPLITS else -1, base)):
+        below = [file.removeprefix(f"{base}/") for file in files if bases[file] == base]
+        for name, members in group(below):
+            if base and base not in SPLITS:
+                name = f"{base}/{name}"
+            member = f"{base}/{members[0]}" if base else members[0]
+            split = config.split_of(name, None if by_share else splits[member])
+            references.append(partial(read_files, name, split, root / base, tuple(members), headers, skip_undecodable))
+            contents += [(f"{split}/{name}/{file}", root / base / file) for file in members]
+    by_share = by_share and not config.listed
+    return Source(references.copy, len(references), tuple(contents), by_share, passed_over)
 
 
 def read_files(
@@ -136,6 +151,11 @@ def read_files(
     for file in files:
         try:
             text = decode((root / file).read_bytes(), str(root / file))
+        except OSError as error:
+            link = ", a link" if (root / file).is_symlink() else ""
+            raise BadDocumentError(
+                f"{root / file}{link} can't be read: {error.strerror or error}; remove it, or leave it out with exclude"
+            ) from None
         except NotUTF8Error as error:
             if headers and skip_undecodable:
                 skipped.append(str(error))
@@ -148,18 +168,37 @@ def read_files(
     return Document(name, split, "".join(parts), tuple(skipped))
 
 
-def list_files(root: Path, suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], str]:
+def list_files(
+    root: Path, suffixes: Sequence[str], exclude: Sequence[str], inner_links: bool = True
+) -> tuple[list[str], str]:
     """Sorted paths (with `/`) below `root` of the files with one of the suffixes; and which others were passed over.
 
-    Hidden files and folders are left out, and those whose own name matches one of the patterns in `exclude`.
+    Hidden files and folders are left out, and those whose own name matches one of the patterns in `exclude`. Links are
+    followed, except to a folder that the link is in.
+
+    Args:
+      inner_links: whether a link to another folder below `root` is an error, because its documents could be in two
+        splits; otherwise it is left out.
     """
 
     def is_included(name: str) -> bool:
         return not name.startswith(".") and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
 
-    paths, passed_over = [], collections.Counter()
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if is_included(name)]
+    def is_new(folder: Path) -> bool:
+        real = folder.resolve()
+        if not inner_links and folder.is_symlink() and real.is_relative_to(root.resolve()):
+            return False
+        if (first := read.setdefault(real, folder)) == folder:
+            return True
+        if not inner_links or folder.is_relative_to(first):
+            return False
+        raise UserError(
+            f"{first} and {folder} are one folder, by a link: remove the link, or leave it out with exclude"
+        )
+
+    paths, passed_over, read = [], collections.Counter(), {root.resolve(): root}
+    for folder, folders, files in os.walk(root, followlinks=True):
+        folders[:] = [name for name in sorted(folders) if is_included(name) and is_new(Path(folder, name))]
         below = Path(folder).relative_to(root)
         for name in filter(is_included, files):
             if name.endswith(tuple(suffixes)):
@@ -171,29 +210,3 @@ def list_files(root: Path, suffixes: Sequence[str], exclude: Sequence[str]) -> t
         f"{passed_over.total()} files were passed over ({most}{', ...' if len(passed_over) > 3 else ''}): "
         f"suffixes = ({', '.join(map(repr, suffixes))},) are read"
     )
-
-
-def _split_of_folder(file: str) -> str | None:
-    first, slash, _ = file.partition("/")
-    return first if slash and first in SPLITS else None
-
-
-def named_splits(
-    config: SourceConfig, root: Path, files: Sequence[str], split_of: Callable[[str], str | None]
-) -> dict[str, str | None]:
-    """The split that each file is named after; None if its documents are assigned in another way.
-
-    Raises:
-      UserError: only some files are named after splits, and documents of the others would be assigned to all splits.
-    """
-    if config.listed:
-        return dict.fromkeys(files)
-    splits = {file: split_of(file) for file in files}
-    unnamed = [file for file, split in splits.items() if split is None]
-    if unnamed and len(unnamed) < len(files):
-        raise UserError(
-            f"{root} has files or folders named after splits ({', '.join(SPLITS)}), but {unnamed[0]} is not: move or "
-            f"rename it, leave it out with {type(config).__name__}.exclude, or name documents in "
-            "SourceConfig.test_documents instead"
-        )
-    return splits

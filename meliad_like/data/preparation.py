@@ -1,14 +1,21 @@
 """Turns a source of documents into a token store; documents are read and encoded in parallel, and written in order."""
 
 import collections
+import contextlib
 import functools
+import io
+import itertools
 import multiprocessing
 import os
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+import pickle
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -17,12 +24,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meliad_like.data.documents import (
     SOURCES,
     SPLITS,
+    BadDocumentError,
     Document,
     EmptyDocumentError,
     NotUTF8Error,
     Reference,
     Source,
     SourceConfig,
+    fill_splits,
     open_source,
     source_fingerprint,
 )
@@ -47,6 +56,9 @@ from meliad_like.tables import Table
 
 Result = TypeVar("Result")
 SHOWN = 10  # The number of reasons for left-out documents that are printed.
+PIECE_DOCUMENTS, PIECE_BYTES = 256, 2**20
+"""The largest number of documents that a worker process gets at once, and of bytes that it gets or returns, up to the
+last document."""
 
 
 def prepare(
@@ -87,6 +99,7 @@ def prepare(
             console.print(f"reusing the token store {folder}")
         else:
             with whole_folder(folder) as incomplete:
+                opened = fill_splits(source, opened)
                 encoder = _make_vocabulary(source, opened, vocabulary, console)
                 encoder.save(incomplete)
                 splits, skipped, changed = _write(incomplete, source, opened, encoder, num_workers, console)
@@ -96,6 +109,7 @@ def prepare(
                     fingerprint=fingerprint([FORMAT_VERSION, contents, encoder.fingerprint]),
                     source=contents,
                     source_settings=source.settings_fingerprint,
+                    settings={"source": source.settings, "vocabulary": vocabulary.settings},
                     folder=absolute_folder(source),
                     files=files_fingerprint(opened),
                     vocabulary=encoder.fingerprint,
@@ -118,14 +132,29 @@ def _make_vocabulary(
     if not vocabulary.trained:
         return vocabulary.make()
 
-    def texts() -> Iterator[str]:
-        documents = (_read(reference, config) for reference in source.references())
-        for document in _with_progress(documents, source, console, "reading documents for the vocabulary"):
-            if not isinstance(document, str) and document.split == "train":
-                yield document.text
-        console.print("learning the vocabulary")
+    bad, failures = [], []
 
-    return vocabulary.make(texts())
+    def texts() -> Iterator[str]:
+        try:
+            documents = (_read(reference, config) for reference in source.references())
+            for document in _with_progress(documents, source, console, "reading documents for the vocabulary"):
+                if isinstance(document, Document) and document.split == "train":
+                    yield document.text
+                elif isinstance(document, LeftOut) and not document.allowed:
+                    bad.append(document)
+            _check_documents(bad, console)
+            console.print("learning the vocabulary")
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    try:
+        return vocabulary.make(texts())
+    except UserError:
+        # Libraries replace errors in their input by others, also Ctrl-C, even in a caller of `texts`, which it closes.
+        if failures:
+            raise KeyboardInterrupt if isinstance(failures[0], GeneratorExit) else failures[0] from None
+        raise
 
 
 def _with_progress(results: Iterator[Result], source: Source, console: Console, what: str) -> Iterator[Result]:
@@ -139,18 +168,24 @@ def _write(
     folder: Path, config: SourceConfig, source: Source, vocabulary: Vocabulary, num_workers: int, console: Console
 ) -> tuple[dict[str, Totals], list[str], int]:
     """Writes all documents in order. Returns each split's totals, the reasons of what was left out, and the number of
-    documents that the vocabulary changes."""
+    documents that the vocabulary changes.
+
+    Raises a UserError that lists what is wrong, after all documents were read, if a bad one may not be left out.
+    """
     writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
-    skipped, unknown, changed = [], set(config.listed), 0
-    encoded = encode_all(config, source, folder, num_workers)
-    for result in _with_progress(encoded, source, console, "tokenising"):
-        if isinstance(result, str):
-            skipped.append(result)
-        else:
-            writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
-            changed += not result.restored
-            skipped += result.skipped
-            unknown.discard(result.name)
+    bad, skipped, unknown, changed = [], [], set(config.listed), 0
+    with contextlib.closing(encode_all(config, source, folder, num_workers)) as encoded:
+        for result in _with_progress(encoded, source, console, "tokenising"):
+            if isinstance(result, LeftOut) and result.allowed:
+                skipped.append(result.reason)
+            elif isinstance(result, LeftOut):
+                bad.append(result)
+            else:
+                writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
+                changed += not result.restored
+                skipped += result.skipped
+                unknown.discard(result.name)
+    _check_documents(bad, console)
     if unknown:
         raise UserError(
             f"validation_documents or test_documents names {min(unknown)!r}, which is not a document of the source "
@@ -167,7 +202,8 @@ def _check_splits(
         raise UserError(
             f"the {SOURCES.name_of(config)} source has no documents for training: {counts} ({num_skipped} were left "
             f"out); {source.passed_over or 'no files were passed over'}; SourceConfig.validation_documents and "
-            "test_documents name the documents of these splits"
+            "test_documents name the documents of these splits, and FolderSourceConfig.splits_by_name = False ignores "
+            "names of files and folders"
         )
 
 
@@ -189,10 +225,9 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
     for split in ("validation", "test"):
         if not store.totals(split).documents:
             share = getattr(config, f"{split}_share")
-            yield (
-                f"no document is for {split}: raise SourceConfig.{split}_share ({share} of the documents, at random), "
-                f"or name some in SourceConfig.{split}_documents"
-            )
+            raise_it = f"raise SourceConfig.{split}_share ({share} of the documents, at random), or "
+            advice = raise_it if source.by_share else ""
+            yield f"no document is for {split}: {advice}name some in SourceConfig.{split}_documents"
 
 
 def _table(store: TokenStore) -> Table:
@@ -205,13 +240,40 @@ def _table(store: TokenStore) -> Table:
     return Table(f"{store.folder.name}, vocabulary of {store.vocabulary.size}", header, rows)
 
 
+class LeftOut(NamedTuple):
+    """A bad document."""
+
+    kind: str
+    """`BadDocumentError.kind`."""
+    reason: str
+    allowed: bool
+    """Whether the config's policies leave it out; otherwise there will be no store."""
+
+
+def _check_documents(bad: Sequence[LeftOut], console: Console) -> None:
+    """Prints the first reasons of each kind and raises a UserError with the numbers, if there are bad documents."""
+    kinds = {
+        kind: [document.reason for document in bad if document.kind == kind]
+        for kind in dict.fromkeys(each.kind for each in bad)
+    }
+    if len(bad) == 1:
+        raise UserError(bad[0].reason)
+    for kind, reasons in kinds.items():
+        console.print("\n".join(reasons[:SHOWN]), style="yellow")
+        if len(reasons) > SHOWN:
+            console.print(f"... and {len(reasons) - SHOWN} more that {kind}", style="yellow")
+    if bad:
+        numbers = "; ".join(f"{len(reasons)} {kind} ({reasons[0]})" for kind, reasons in kinds.items())
+        raise UserError(f"documents can't be used: {numbers}")
+
+
 class Encoded(NamedTuple):
     """A document's tokens and sizes, as a worker process returns them."""
 
     name: str
     split: str
     tokens: np.ndarray
-    """int32[tokens], without the end of the document."""
+    """[tokens], without the end of the document, in the type that the store has."""
     num_bytes: int
     num_words: int
     restored: bool
@@ -222,7 +284,7 @@ class Encoded(NamedTuple):
 
 def encode_all(
     config: SourceConfig, source: Source, vocabulary_folder: Path, num_workers: int
-) -> Iterator[Encoded | str]:
+) -> Iterator[Encoded | LeftOut]:
     """Encodes all documents. Yields each in the order of the source, or the reason why it is left out.
 
     Each of `num_workers` processes loads the vocabulary. 0: one per core; 1: this process does the work.
@@ -233,43 +295,97 @@ def encode_all(
         yield from map(partial(_encode, config, load_vocabulary(vocabulary_folder)), source.references())
         return
     # Not forked: jax and grain start threads, and a forked child would inherit locks that they hold.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, context) as pool:
-        encode, waiting = partial(_encode_in_worker, config, vocabulary_folder), collections.deque()
+    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
+    encode, references = partial(_encode_in_worker, config, vocabulary_folder), iter(source.references())
+    waiting: collections.deque[tuple[bytes, int, Future]] = collections.deque()
+    num_documents = num_bytes = 0
+
+    def submit(piece: bytes, begin: int) -> tuple[bytes, int, Future]:
+        # A process that starts here inherits the blocked signal: on Ctrl-C it completes its piece without a traceback.
+        # If it died while it sent a result, this process would wait for the rest.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for reference in source.references():
-                waiting.append(pool.submit(encode, reference))
-                # So that few documents are in memory.
-                if len(waiting) == 4 * num_workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            return piece, begin, pool.submit(encode, piece, begin)
         finally:
-            pool.shutdown(cancel_futures=True)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    try:
+        while True:
+            # So that few documents are in memory. Large ones are sent one by one, so that every process has some.
+            most = PIECE_BYTES // (num_bytes // num_documents + 1) if num_documents else 1
+            while len(waiting) < 4 * num_workers and (piece := _piece(references, most)):
+                waiting.append(submit(piece, 0))
+            if not waiting:
+                return
+            piece, begin, future = waiting.popleft()
+            results, is_complete = future.result()
+            if not is_complete:
+                waiting.appendleft(submit(piece, begin + len(results)))
+            num_documents += len(results)
+            num_bytes += sum(result.num_bytes for result in results if isinstance(result, Encoded))
+            yield from results
+    except BrokenProcessPool:
+        raise UserError(
+            "a process that tokenises was killed, probably because memory is full: use fewer of them (--workers)"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _encode_in_worker(config: SourceConfig, vocabulary_folder: Path, reference: Reference) -> Encoded | str:
-    return _encode(config, _vocabulary_of_worker(vocabulary_folder), reference)
+def _end_with_parent() -> None:
+    """Ends this worker process when its parent has ended in any way, for instance by a second Ctrl-C."""
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _piece(references: Iterator[Reference], most: int) -> bytes:
+    """The next references, at most about `most`, pickled one after the other; empty if there are no more."""
+    piece = io.BytesIO()
+    pickler = pickle.Pickler(piece)
+    for reference in itertools.islice(references, min(max(most, 1), PIECE_DOCUMENTS)):
+        pickler.dump(reference)
+        if piece.tell() > PIECE_BYTES:
+            break
+    return piece.getvalue()
+
+
+def _encode_in_worker(
+    config: SourceConfig, vocabulary_folder: Path, piece: bytes, begin: int
+) -> tuple[list[Encoded | LeftOut], bool]:
+    """The documents of a piece from `begin` on, and whether they are all; a large result ends early."""
+    vocabulary, results, num_bytes = _vocabulary_of_worker(vocabulary_folder), [], 0
+    for reference in itertools.islice(_unpickled(piece), begin, None):
+        if num_bytes > PIECE_BYTES:
+            return results, False
+        results.append(_encode(config, vocabulary, reference))
+        num_bytes += results[-1].tokens.nbytes if isinstance(results[-1], Encoded) else 0
+    return results, True
+
+
+def _unpickled(piece: bytes) -> Iterator[Reference]:
+    file = io.BytesIO(piece)
+    unpickler = pickle.Unpickler(file)
+    while file.tell() < len(piece):
+        yield unpickler.load()
 
 
 _vocabulary_of_worker = functools.cache(load_vocabulary)
 
 
-def _encode(config: SourceConfig, vocabulary: Vocabulary, reference: Reference) -> Encoded | str:
+def _encode(config: SourceConfig, vocabulary: Vocabulary, reference: Reference) -> Encoded | LeftOut:
     document = _read(reference, config)
-    if isinstance(document, str):
+    if isinstance(document, LeftOut):
         return document
-    text, tokens = document.text, vocabulary.encode(document.text)
+    text, tokens = document.text, vocabulary.encode(document.text).astype(token_dtype(vocabulary.size))
     num_bytes = len(text.encode("utf-8"))
     restored = vocabulary.restores(text, tokens)
     return Encoded(document.name, document.split, tokens, num_bytes, count_words(text), restored, document.skipped)
 
 
-def _read(reference: Reference, config: SourceConfig) -> Document | str:
-    """The document, or the reason why the config's policies leave it out."""
+def _read(reference: Reference, config: SourceConfig) -> Document | LeftOut:
+    """The document, or why it is bad."""
     try:
         return reference()
-    except (NotUTF8Error, EmptyDocumentError) as error:
-        if (config.undecodable if isinstance(error, NotUTF8Error) else config.empty) == "stop":
-            raise
-        return str(error)
+    except BadDocumentError as error:
+        policies = {NotUTF8Error: config.undecodable, EmptyDocumentError: config.empty}
+        return LeftOut(error.kind, str(error), policies.get(type(error)) == "skip")

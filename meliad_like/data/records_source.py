@@ -3,6 +3,7 @@ Datasets."""
 
 import functools
 import gzip
+import itertools
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from meliad_like.data.documents import SOURCES, SPLITS, Document, FolderSourceConfig, Reference, Source, decode
-from meliad_like.data.files_source import list_files, named_splits
+from meliad_like.data.documents import (
+    SOURCES,
+    SPLITS,
+    BadDocumentError,
+    Document,
+    FolderSourceConfig,
+    RecordError,
+    Reference,
+    Source,
+    decode,
+    raise_bad_document,
+)
+from meliad_like.data.files_source import list_files
+from meliad_like.data.named_splits import are_held_out, named_splits, splits_of_path
 from meliad_like.errors import UserError
 from meliad_like.resumable import parse_json
 
@@ -41,13 +54,13 @@ class RecordsSourceConfig(FolderSourceConfig):
 
         def value(field: str) -> Any:
             if field not in record:
-                raise UserError(f"{place} has no field {field!r}; it has {', '.join(map(repr, record))}")
+                raise RecordError(f"{place} has no field {field!r}; it has {', '.join(map(repr, record))}")
             saved = record[field]
             return decode(saved, f"{place}: the field {field!r}") if isinstance(saved, bytes) else saved
 
         text, name = value(self.text_field), str(value(self.name_field)) if self.name_field else place
         if not isinstance(text, str):
-            raise UserError(f"{place}: the field {self.text_field!r} is not text but {type(text).__name__}")
+            raise RecordError(f"{place}: the field {self.text_field!r} is not text but {type(text).__name__}")
         return Document(name, self.split_of(name, found_in), text)
 
 
@@ -68,19 +81,24 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
         else:
             root = self.existing_folder()
             files, passed_over = list_files(root, self.suffixes, self.exclude)
-        found_in = named_splits(self, root, files, _split_of_file)
+        splits = named_splits(self, root, files, splits_of_path)
+        by_share = not are_held_out(splits.values())
         contents = tuple((file, root / file) for file in files)
         num_documents = self.count([path for _, path in contents]) if files else 0
-        return Source(partial(self._references, contents, found_in), num_documents, contents, passed_over)
+        references = partial(self._references, contents, {} if by_share else splits)
+        return Source(references, num_documents, contents, by_share and not self.listed, passed_over)
 
-    def _references(
-        self, files: tuple[tuple[str, Path], ...], found_in: Mapping[str, str | None]
-    ) -> Iterator[Reference]:
+    def _references(self, files: tuple[tuple[str, Path], ...], splits: Mapping[str, str]) -> Iterator[Reference]:
         for file, path in files:
-            for number, record in enumerate(self.records(path), 1):
-                if record:
-                    # The record itself: a compressed file cannot be read from the middle.
-                    yield partial(self.read, record, f"{file}:{number}", found_in[file])
+            number = 0
+            try:
+                for number, record in enumerate(self.records(path), 1):
+                    if record:
+                        # The record itself: a compressed file cannot be read from the middle.
+                        yield partial(self.read, record, f"{file}:{number}", splits.get(file))
+            except (OSError, BadDocumentError) as error:
+                reason = f"can't be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+                yield partial(raise_bad_document, f"{path} {' '.join(reason.split())} (after record {number})")
 
     def count(self, files: Sequence[Path]) -> int | None:
         """The number of documents; None if counting them means reading everything."""
@@ -106,9 +124,13 @@ class JsonLinesSource(RecordFilesSourceConfig):
         return (b"" if line.isspace() else line for line in read_lines(path))
 
     def read(self, record: bytes, place: str, found_in: str | None) -> Document:
-        parsed = parse_json(decode(record, place), place)
+        text = decode(record, place)
+        try:
+            parsed = parse_json(text, place)
+        except UserError as error:
+            raise RecordError(str(error)) from None
         if not isinstance(parsed, dict):
-            raise UserError(f"{place} is not a JSON object but {type(parsed).__name__}")
+            raise RecordError(f"{place} is not a JSON object but {type(parsed).__name__}")
         return self.document(parsed, place, found_in)
 
 
@@ -120,32 +142,50 @@ class ParquetSource(RecordFilesSourceConfig):
 
     suffixes = (".parquet",)
 
-    def count(self, files: Sequence[Path]) -> int:
-        return sum(_parquet_file(path).metadata.num_rows for path in files)
+    def count(self, files: Sequence[Path]) -> int | None:
+        try:
+            return sum(_parquet_file(path).metadata.num_rows for path in files)
+        except (OSError, BadDocumentError):  # The file will be listed among the bad documents.
+            return None
 
     def records(self, path: Path) -> Iterator[dict[str, Any]]:
+        from pyarrow import ArrowException
+
         file = _parquet_file(path)
+        names = file.schema_arrow.names
         fields = [name for name in (self.text_field, self.name_field) if name]
-        # Where a field is missing, the error of the first row lists all that there are.
-        columns = fields if set(fields) <= set(file.schema_arrow.names) else None
-        for rows in file.iter_batches(ROWS_AT_ONCE, columns=columns):
-            yield from rows.to_pylist()
+        if not set(fields) <= set(names):
+            # The error of each row lists the fields that there are.
+            yield from itertools.repeat(dict.fromkeys(names), file.metadata.num_rows)
+            return
+        try:
+            for rows in file.iter_batches(ROWS_AT_ONCE, columns=fields):
+                yield from _with_bytes(rows).to_pylist()
+        except (OSError, ArrowException) as error:
+            raise BadDocumentError(f"cannot be read as parquet: {error}") from None
+
+
+def _with_bytes(rows: Any) -> Any:
+    """Rows of a parquet file with bytes instead of strings: a file may hold strings that are not UTF-8."""
+    import pyarrow as pa
+
+    columns = []
+    for column in rows.columns:
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+        columns.append(column.cast(pa.large_binary()) if is_text else column)
+    return pa.RecordBatch.from_arrays(columns, rows.schema.names)
 
 
 def _parquet_file(path: Path) -> Any:
-    """The opened file. Raises a UserError if it is not a parquet file."""
+    """The opened file. Raises a BadDocumentError if it is not a parquet file."""
     from pyarrow import ArrowException, parquet
 
     try:
         return parquet.ParquetFile(path)
-    except ArrowException as error:
-        raise UserError(f"{path} cannot be read as parquet: {error}") from None
-
-
-def _split_of_file(file: str) -> str | None:
-    """train.jsonl, train-00001.jsonl.gz and train/1.jsonl.zst are of train."""
-    first = file.split("/")[0].split(".")[0].split("-")[0]
-    return first if first in SPLITS else None
+    except (OSError, ArrowException) as error:
+        raise BadDocumentError(f"cannot be read as parquet: {error}") from None
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -155,7 +195,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         with open_file(path, "rb") as file:
             yield from file
     except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
-        raise UserError(f"{path} cannot be decompressed: {error}") from None
+        raise BadDocumentError(f"cannot be decompressed: {error}") from None
 
 
 @SOURCES.register("tfds")
@@ -183,7 +223,9 @@ class TfdsSource(RecordsSourceConfig):
         sizes = {split: info.splits[split].num_examples for split in SPLITS if split in info.splits}
         # The info names the version, the splits, and every file's number of examples; a version's files never change.
         contents = ((info.full_name, root / INFO_NAME),)
-        return Source(partial(self._references, str(root), sizes), sum(sizes.values()), contents)
+        held_out = self.splits_by_name and are_held_out(sizes)
+        by_share = not held_out and not self.listed
+        return Source(partial(self._references, str(root), sizes, held_out), sum(sizes.values()), contents, by_share)
 
     def _version_folder(self) -> Path:
         root = self.existing_folder()
@@ -202,8 +244,7 @@ class TfdsSource(RecordsSourceConfig):
             )
         return versions[0]
 
-    def _references(self, root: str, sizes: dict[str, int]) -> Iterator[Reference]:
-        held_out = any(split in sizes for split in ("validation", "test"))
+    def _references(self, root: str, sizes: dict[str, int], held_out: bool) -> Iterator[Reference]:
         for split, size in sizes.items():
             for index in range(size):
                 yield partial(self.read, root, split, index, split if held_out else None)

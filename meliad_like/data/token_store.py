@@ -15,7 +15,7 @@ import hashlib
 import os
 import sys
 from array import array
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from etils import epath
 from meliad_like.data.documents import Source, SourceConfig, open_source, source_fingerprint
 from meliad_like.data.split import Documents, Names
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
-from meliad_like.errors import MissingStoreError, UserError, refusals
+from meliad_like.errors import MissingStoreError, StoreError, UserError, refusals
 from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path, copy_folder, is_remote, one_line, size_of
-from meliad_like.resumable import locked, read_json, whole_folder, write_json
+from meliad_like.resumable import describe_differences, locked, read_json, whole_folder, write_json
 
 FORMAT_VERSION = 4
 STORE_NAME = "store.json"
@@ -77,11 +77,13 @@ class StoreInfo:
     """The reasons why documents, or files of documents, were left out."""
     changed: int | None = None
     """The number of documents whose text does not come back from their tokens; None: an older store doesn't know."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The settings of the source and of the vocabulary, which messages compare; older stores have none."""
 
 
 def files_fingerprint(source: Source) -> str:
     """Fingerprint of the names, sizes and times of the files of a source."""
-    return fingerprint([(name, *_size_and_time(path)) for name, path in source.files])
+    return fingerprint([(name, *(_size_and_time(path) if path.exists() else ())) for name, path in source.files])
 
 
 def absolute_folder(source: SourceConfig) -> str:
@@ -206,9 +208,13 @@ class TokenStore:
         """Raises a UserError if the store was made with other settings, or from other documents."""
         for name, config in ("source", source), ("vocabulary", vocabulary):
             if getattr(self.info, f"{name}_settings") != config.settings_fingerprint:
-                raise UserError(
-                    f"the token store {self.folder} was made by other {name} settings than this run's: correct the "
-                    "settings, or prepare another store, named by ReaderConfig.store"
+                saved, current = self.info.settings.get(name), {name: config.settings}
+                differing = describe_differences({name: saved}, current) if saved else "this store does not say which"
+                raise StoreError(
+                    str(self.folder),
+                    f"the token store {self.folder} was made by other {name} settings than this run's: "
+                    f"{differing}; correct the settings, or prepare another store, named by ReaderConfig.store, or "
+                    "delete this one and make it again",
                 )
         self.check_documents(source)
 

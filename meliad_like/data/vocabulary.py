@@ -7,7 +7,7 @@ import codecs
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -172,6 +172,12 @@ class VocabularyConfig:
     def trained(self) -> bool:
         """Whether the vocabulary has to be learned from documents."""
         return False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The kind and all fields; instead of a model file, the fingerprint of the vocabulary in it."""
+        values = {"kind": VOCABULARIES.name_of(self)} | asdict(self)
+        return values | ({"model_file": self.make().fingerprint} if values.get("model_file") else {})
 
     @property
     def settings_fingerprint(self) -> str:
