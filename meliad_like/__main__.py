@@ -5,7 +5,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from meliad_like.command_line import HELP
+from meliad_like import __version__
+from meliad_like.command_line import HELP, closed_pipes
 
 COMMANDS = (
     *("prepare", "train", "evaluate", "generate", "plot", "convert", "configs", "describe", "smoke", "plan"),
@@ -27,8 +28,9 @@ def usage() -> str:
 
 def main() -> None:
     name, *words = sys.argv[1:] or HELP[:1]
-    if name in HELP:
-        print(usage())
+    if name in HELP or name == "--version":
+        with closed_pipes():
+            print(usage() if name in HELP else __version__)
         return
     if name not in COMMANDS:
         (nearest,) = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0)

@@ -9,7 +9,8 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
@@ -90,7 +91,8 @@ class Command:
 
     def run(self, main: Callable[..., int | None]) -> None:
         """Parses the flags and exits with what `main` returns; a UserError is one line on stderr and exit status 2."""
-        app.run(functools.partial(self._report, main), flags_parser=self._parse)
+        with closed_pipes():
+            app.run(functools.partial(self._report, main), flags_parser=self._parse)
 
     def help(self) -> str:
         """The text of `--help`: the documentation, and all flags that have an effect."""
@@ -163,6 +165,20 @@ class Command:
         if self.flags["verbosity"].using_default_value:
             flags.FLAGS.verbosity = logging.WARNING
         return words
+
+
+@contextmanager
+def closed_pipes() -> Iterator[None]:
+    """Ends the program without a traceback when the reader of its output ends before it, as `head` does."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would fail again when it flushes what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def _flag_help(flag: flags.Flag, subjects: Sequence[str]) -> list[str]:

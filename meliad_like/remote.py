@@ -74,8 +74,27 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             # Otherwise the rename could reach the disk before the content, and a power cut would leave an empty file.
             os.fsync(file.fileno())
         part.replace(path)
+        flush(part.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+def flush(path: str | os.PathLike[str]) -> None:
+    """Waits until a file, or the entries of a folder, are on the disk, where a power cut can't change them."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def flush_all(folder: str | os.PathLike[str]) -> None:
+    """Waits until all files and folders below a folder on a disk, the folder, and its place in its parent are there."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            flush(os.path.join(place, name))
+        flush(place)
+    flush(Path(folder).parent)
 
 
 def check_output(path: epath.PathLike, flag: str) -> None:

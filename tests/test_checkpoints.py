@@ -3,6 +3,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import textwrap
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from absl import logging as absl_logging
 from checkpoint_states import State, abstract, assert_same_bits, make_state, save_all
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_run import read_metadata
 
@@ -123,6 +125,65 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capl
         checkpoints.save(2, state, {"step": "again"})
     assert read_metadata(tmp_path) == {"step": "again"}
     assert (tmp_path / "damaged-2").is_dir()
+
+
+def test_a_checkpoint_under_another_number_is_damaged(tmp_path, caplog):
+    save_all(tmp_path, [9])
+    shutil.copytree(tmp_path / "9", tmp_path / "12")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(abstract(make_state()))[1] == {"step": 9}
+        assert checkpoints.steps() == [9]
+    assert f"{tmp_path}/12 is damaged (it is the checkpoint of step 9)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["params", "metadata", "manifest.json", "_CHECKPOINT_METADATA"])
+def test_a_checkpoint_that_cannot_be_read_is_damaged(tmp_path, caplog, monkeypatch, name):
+    """A bad sector of the disk."""
+    save_all(tmp_path, [1, 2])
+    bad, read, read_bytes = str(tmp_path / "2" / name), type(epath.Path(tmp_path)).open, Path.read_bytes
+
+    def fail(path):
+        if str(path).startswith(bad):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(type(epath.Path(tmp_path)), "open", lambda path, *mode: (fail(path), read(path, *mode))[1])
+    monkeypatch.setattr(type(epath.Path(tmp_path)), "read_bytes", lambda path: (fail(path), read_bytes(Path(path)))[1])
+    with Checkpoints(tmp_path) as checkpoints:
+        step = 2 if name == "_CHECKPOINT_METADATA" else 1
+        assert checkpoints.restore(abstract(make_state()))[1] == {"step": step}
+    assert step == 2 or "can't be read: Input/output error" in caplog.text
+
+
+def test_all_is_flushed_before_the_rename_and_the_rename_before_a_deletion(tmp_path, monkeypatch):
+    """So that a power cut leaves whole checkpoints, also where only one is kept."""
+    events, fsync, rename, rmtree = [], os.fsync, os.rename, shutil.rmtree
+
+    def noted(kind, act):
+        def call(path, *more, **others):
+            if kind != "flush" or not os.get_inheritable(path):
+                where = os.readlink(f"/proc/self/fd/{path}") if kind == "flush" else os.fspath(path)
+                events.append((kind, os.path.relpath(where, tmp_path)))
+            return act(path, *more, **others)
+
+        return call
+
+    save_all(tmp_path, [1], keep_last=1)
+    for module, name, kind, act in (
+        (os, "fsync", "flush", fsync),
+        (os, "rename", "rename", rename),
+        (os, "replace", "rename", os.replace),
+        (shutil, "rmtree", "delete", rmtree),
+    ):
+        monkeypatch.setattr(module, name, noted(kind, act))
+    save_all(tmp_path, [2], keep_last=1)
+    [at] = [i for i, (kind, path) in enumerate(events) if kind == "rename" and path.startswith("2.")]
+    temporary = events[at][1]
+    before = {path.removeprefix(temporary) for kind, path in events[:at] if kind == "flush"}
+    files = {f"/{path.relative_to(tmp_path / '2')}" for path in (tmp_path / "2").rglob("*")}
+    assert files - before <= {"/commit_success.txt"} and {"", "."} <= before
+    [deleted] = [i for i, event in enumerate(events) if event == ("delete", "1")]
+    after = [path for kind, path in events[at:deleted] if kind == "flush"]
+    assert {".", "2", "2/commit_success.txt"} <= set(after)
 
 
 def test_no_checkpoint_left(tmp_path):

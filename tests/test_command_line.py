@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import forked
@@ -135,6 +136,21 @@ thread.start()
 thread.join()
 sys.exit(repr(failed[0]) if failed else 0)
 """
+
+
+def test_a_reader_that_ends_early_and_the_version():
+    program = """
+        import os, sys
+        from meliad_like.command_line import closed_pipes
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 1)
+        with closed_pipes():
+            print("a line")
+    """
+    ended = forked.run("-c", textwrap.dedent(program))
+    assert (ended.returncode, ended.stderr) == (141, "")
+    assert re.fullmatch(r"\d+\.\d+.*\n", forked.run("-m", "meliad_like", "--version").stdout)
 
 
 def test_the_guides_training_in_python_runs_in_a_thread(tmp_path):

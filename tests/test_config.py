@@ -231,6 +231,10 @@ def test_a_working_folder_refuses_another_config(tmp_path):
     with pytest.raises(UserError) as caught:
         config.save(config.parse(["size/tiny.gin", "option/no_dropout.gin"]), tmp_path)
     assert "DecoderConfig.dropout_rate is 0.05 there, 0.0 here; choose another --workdir" in str(caught.value)
+    config.save(config.parse(["size/tiny.gin"]), with_step(tmp_path))
+    begins = f"choose another --workdir; --load_dir={tmp_path} begins with the parameters of this one"
+    with pytest.raises(UserError, match=re.escape(begins)):
+        config.save(config.parse(["size/tiny.gin"], ["Adafactor.base_rate = 0.5"]), tmp_path)
 
 
 @pytest.mark.parametrize(

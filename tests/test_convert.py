@@ -13,13 +13,23 @@ import pytest
 from decoders import recurrent
 
 from meliad_like.config import RunConfig
-from meliad_like.conversion.meliad import convert_from_meliad, convert_to_meliad, from_meliad, read_meliad, to_meliad
+from meliad_like.conversion.meliad import (
+    _LAYER,
+    _NEW_LAYER,
+    _NEW_TOP,
+    _TOP,
+    convert_from_meliad,
+    convert_to_meliad,
+    from_meliad,
+    read_meliad,
+    to_meliad,
+)
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.mixers.positions import Infused, Rotary
+from meliad_like.mixers.positions import Alibi, Infused, NoPosition, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
@@ -82,9 +92,10 @@ NEWER = {
 }
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", NEWER)
-def test_files_of_the_newer_stack_there_and_back(name, tmp_path):
-    config = dataclasses.replace(CONFIG, **NEWER[name], feedforward_bias=True, num_layers=3)
+def test_files_of_the_newer_stack_there_and_back(name, bias, tmp_path):
+    config = dataclasses.replace(CONFIG, **NEWER[name], feedforward_bias=bias, num_layers=3)
     params = Model(config, V).init(jax.random.key(0))
     np.savez(tmp_path / "theirs.npz", **to_meliad(params, config))
     convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
@@ -101,7 +112,6 @@ def test_files_of_the_newer_stack_there_and_back(name, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"feedforward_bias": False}, "need DecoderConfig.feedforward_bias=True"),
         ({"layer_kinds": ()}, "RepeatedInput.layers="),
         (
             {"mixers": (SlidingWindow(),), "layer_kinds": (Melodi(layers=(1,)),)},
@@ -113,6 +123,34 @@ def test_files_of_the_newer_stack_there_and_back(name, tmp_path):
 def test_what_the_newer_stack_lacks(changes, message, tmp_path):
     config = dataclasses.replace(CONFIG, **{**NEWER["dense"], "feedforward_bias": True} | changes)
     with pytest.raises(UserError, match=message):
+        convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
+
+
+def test_the_newer_stack_without_biases_is_read(tmp_path):
+    """Its names decide, not the biases."""
+    config = config_of("slide")
+    within = {value: _NEW_LAYER[name] for name, value in _LAYER.items() if name in _NEW_LAYER}
+    top = {value: _NEW_TOP[name] for name, value in _TOP.items()}
+    theirs = {}
+    for name, array in reference_arrays(config).items():
+        layer, _, rest = name.partition("/")
+        theirs[top[name] if name in top else f"layer_stack/{layer}/{within[rest]}"] = array
+    ours = from_meliad(theirs, Model(config, V).abstract_params, config)
+    jax.tree.map(np.testing.assert_array_equal, ours, from_meliad(reference_arrays(config), ours, config))
+
+
+def test_a_learned_slope_keeps_its_shape(tmp_path):
+    config = dataclasses.replace(config_of("slide"), position=Alibi(learned_slope=True))
+    theirs = reference_arrays(config)
+    assert theirs["transformer0/relative_positions/_wrapped_module/scale"].shape == ()
+    back = to_meliad(from_meliad(theirs, Model(config, V).abstract_params, config), config)
+    jax.tree.map(np.testing.assert_array_equal, back, theirs)
+    assert {name: array.shape for name, array in back.items()} == {name: each.shape for name, each in theirs.items()}
+
+
+def test_absolute_positions_that_have_no_parameters_are_not_lost_silently(tmp_path):
+    config = dataclasses.replace(config_of("slide"), position=NoPosition())
+    with pytest.raises(UserError, match="absolute positions"):
         convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
 
 

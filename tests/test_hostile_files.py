@@ -1,7 +1,10 @@
 """Truncated, overwritten or malicious files: a one-line error, and no code from the file is executed."""
 
+import errno
 import gzip
+import io
 import json
+import os
 import pickle
 import shutil
 import textwrap
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 from backports import zstd
 from checkpoint_states import abstract, assert_same_bits, make_state, save_all
+from etils import epath
 from fuzzing import FEW
 from hypothesis import assume, example, given, settings
 
@@ -26,8 +30,9 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.generation.reading import load_reading
+from meliad_like.training import metrics
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.metrics import MetricsWriter
+from meliad_like.training.metrics import MetricsWriter, read_rows
 
 few = settings(FEW, max_examples=60)
 
@@ -182,10 +187,42 @@ def test_a_saved_config(tmp_path_factory, damage):
 
 
 @pytest.mark.parametrize("line", ["x", "[]", '{"kind": "train"}', '{"step": "3", "kind": "train"}', "\x00"])
-def test_a_line_of_the_metrics(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kind": "train"}\n' + line + "\n")
-    with pytest.raises(UserError, match=rf"{tmp_path}/metrics.jsonl:2 is (damaged|not JSON): "):
-        MetricsWriter(tmp_path, 2, 3)
+def test_a_line_of_the_metrics(tmp_path, line, capsys):
+    """It ends a plot, and no training."""
+    path, good = tmp_path / "metrics.jsonl", '{"step": 1, "kind": "train"}\n'
+    path.write_text(good + line + "\n" + good)
+    with pytest.raises(UserError, match=rf"{path} is damaged: line 2 is (damaged|not JSON): "):
+        read_rows(path)
+    with MetricsWriter(tmp_path, 2, 3):
+        pass
+    assert path.read_text() == good + good
+    assert f"warning: {path} is damaged (line 2 is" in (said := capsys.readouterr().out)
+    assert said.endswith("2 of 2 rows until step 2 are kept\n")
+
+
+def test_metrics_that_are_cut_missing_or_unreadable(tmp_path, capsys, monkeypatch):
+    path, good = tmp_path / "metrics.jsonl", '{"step": 1, "kind": "train"}\n'
+    (tmp_path / "tracked_as").write_bytes(b"\xff")
+    for content in (good, good + '{"step": 2, "ki', ""):
+        path.write_text(content)
+        with MetricsWriter(tmp_path, 2, 3, expected_rows=2) as writer:
+            assert writer.num_rows == (1 if content else 0)
+        assert f"{writer.num_rows} of 2 rows until step 2 are kept" in capsys.readouterr().out
+    path.unlink()
+    with MetricsWriter(tmp_path, 2, 3, expected_rows=2) as writer:
+        assert writer._identity()
+    assert "tracked_as is damaged" in (said := capsys.readouterr().out) and "rows are missing" in said
+
+    class Unreadable(io.BytesIO):
+        def read(self, size=-1):
+            if content := super().read(len(good)):
+                return content
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path.write_text(good + good)
+    with monkeypatch.context() as bad:
+        bad.setattr(type(epath.Path(path)), "open", lambda self, mode: Unreadable(good.encode()))
+        assert [line.decode() for line, _ in metrics._readable_rows(epath.Path(path))[0]] == [good]
 
 
 def test_a_full_disk_is_one_line_wherever_it_is_met():

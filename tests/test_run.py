@@ -11,7 +11,7 @@ from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.experiments.evaluations import by_document
-from meliad_like.run.hooks import average_by_token
+from meliad_like.run.hooks import Unlogged
 from meliad_like.run.opening import open_checkpoint
 from meliad_like.studies import readings
 from meliad_like.training.step import StepMetrics
@@ -57,7 +57,13 @@ def test_a_subset_of_a_subset_knows_the_places_in_the_split(place):
 def test_steps_of_padding_alone_have_no_average():
     """The last steps of a stage may have no target in any lane."""
     zeros = dict.fromkeys(StepMetrics._fields, np.float32(0))
-    padding, step = StepMetrics(**zeros), StepMetrics(**zeros | {"num_tokens": np.int32(3), "loss": np.float32(2)})
-    assert average_by_token([padding, step], "loss") == 2
-    assert np.isnan(average_by_token([padding, padding], "loss"))
-    assert np.isnan(average_by_token([], "loss"))
+    padding, step = (
+        StepMetrics(**zeros),
+        StepMetrics(**zeros | {"num_tokens": np.int32(3), "finite": True, "loss": np.float32(2)}),
+    )
+    unlogged = Unlogged()
+    unlogged.add(padding)
+    unlogged.add(step)
+    assert unlogged.take() == (2, 0, 3)
+    unlogged.add(padding)
+    assert np.isnan(unlogged.take()[0])

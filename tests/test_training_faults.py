@@ -102,6 +102,45 @@ def test_parameters_that_are_not_finite_end_the_run(bindings, tmp_path, monkeypa
     assert not saved_steps(tmp_path)
 
 
+def test_a_run_that_skips_every_step_ends(bindings, tmp_path, monkeypatch):
+    """Here with a limit of two, and as the run has only two steps."""
+
+    def make(*arguments):
+        step = make_train_step(*arguments)
+        return lambda state, batch: step(state._replace(carry=jax.tree.map(spoil, state.carry)), batch)
+
+    def spoil(x):
+        return jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x + 16
+
+    monkeypatch.setattr("meliad_like.training.program.make_train_step", make)
+    for binding in ("TrainingConfig.max_consecutive_skips = 2", "TrainingConfig.num_steps = 2"):
+        message = r"^2 steps in a row were skipped, the last one step \d: .*--load_dir=.* --workdir=NEW, or raise "
+        with pytest.raises(UserError, match=message):
+            train(parse(bindings, binding, files=("option/skip_nonfinite.gin",)), tmp_path / binding[15:20])
+
+
+def test_a_run_without_checkpoints_in_between_saves_its_last_step(bindings, tmp_path):
+    never = ("TrainingConfig.checkpoint_every = 0", "TrainingConfig.num_steps = 2")
+    assert train(parse(bindings, *never), tmp_path) == 0
+    assert saved_steps(tmp_path) == [2]
+
+
+def test_a_stop_between_two_logs_changes_no_row(bindings, tmp_path, monkeypatch):
+    """Nor does a run that stops at a step that is not finite and then skips it."""
+    timing = ("tokens_per_second", "model_flops_per_second", "share_of_peak", "data_wait_seconds", "memory_bytes")
+
+    def rows(workdir):
+        return [{name: row[name] for name in row if name not in timing} for row in read_metrics(workdir)]
+
+    changes = ("TrainingConfig.log_every = 5", "TrainingConfig.num_steps = 6", "TrainingConfig.checkpoint_every = 0")
+    assert train(parse(bindings, *changes), tmp_path / "a") == 0
+    for stop in (3, 6):
+        with monkeypatch.context() as patch:
+            patch.setattr("meliad_like.training.processes.Preemption.reached", lambda _, step, stop=stop: step == stop)
+            assert train(parse(bindings, *changes), tmp_path / "b") == 75
+    assert rows(tmp_path / "a") == rows(tmp_path / "b") and len(rows(tmp_path / "a")) == 2
+
+
 def test_a_skipped_step_is_no_part_of_the_averages(bindings, poisoned_step, tmp_path):
     run = parse(bindings, "TrainingConfig.log_every = 6", files=("option/skip_nonfinite.gin",))
     assert train(run, tmp_path) == 0

@@ -40,6 +40,8 @@ class TrainingConfig:
     nonfinite: Literal["stop", "skip"] = resumable("stop", lambda old, new: old.training.nonfinite == "stop")
     """After a loss or gradient that is not finite: stop with a saved state, or skip the step and count it. A run that
     has stopped may resume with `skip`; one that may have skipped steps can't resume with `stop`."""
+    max_consecutive_skips: int = resumable(10)
+    """A run ends with an error when it has skipped this number of steps one after the other, or all its steps."""
     log_every: int = resumable(10)
     """The number of steps between two logs of the metrics."""
     evaluate_every: int = resumable(0)
@@ -53,7 +55,7 @@ class TrainingConfig:
     """Whether the parameters with the fewest bits per token in these evaluations are kept, in the run's folder `best`,
     which is a checkpoint folder of its own."""
     checkpoint_every: int = resumable(1000)
-    """The number of steps between two checkpoints; the last step has one as well."""
+    """The number of steps between two checkpoints; the last step has one as well, also with 0."""
     checkpoints_kept: int = resumable(3)
     """Number of newest checkpoints that are kept."""
     checkpoint_keep_every: int = resumable(0)
@@ -70,7 +72,8 @@ class TrainingConfig:
         if self.sample_every and not self.sample_tokens:
             raise UserError(f"sample_every={self.sample_every} needs sample_tokens of at least 1")
         check_seeds(self, ("seed",))
-        check_positive(self, ("num_steps", "gradient_accumulation", "loss_slice", "log_every", "checkpoints_kept"))
+        counts = ("num_steps", "gradient_accumulation", "loss_slice", "max_consecutive_skips")
+        check_positive(self, (*counts, "log_every", "checkpoints_kept"))
         periods = ("evaluate_every", "checkpoint_every", "checkpoint_keep_every", "sample_every")
         check_not_negative(self, (*periods, "sample_tokens"))
 

@@ -73,7 +73,10 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path, flag: str = "--work
     fixed = {name for name, field, _ in bound_fields(saved) if not may_change(field, saved, run)}
     changed = {name: values for name, values in differences(saved, run).items() if name in fixed}
     old, new = ({name: values[i] for name, values in changed.items()} for i in (0, 1))
-    check_same(path.parent, old, new, way_out=f"choose another {flag}")
+    way_out = f"choose another {flag}"
+    if flag == "--workdir" and saved.model == run.model:
+        way_out += f"; --load_dir={path.parent} begins with the parameters of this one"
+    check_same(path.parent, old, new, way_out=way_out)
 
 
 def save(run: RunConfig, workdir: str | epath.Path) -> None:

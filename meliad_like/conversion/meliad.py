@@ -19,7 +19,7 @@ from meliad_like.config import RunConfig
 from meliad_like.conversion.parameters import Place, Places, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.mixers.positions import Infused, Rotary
+from meliad_like.mixers.positions import Infused, NoPosition, Rotary
 from meliad_like.models.base import MODELS
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import RepeatedInput
@@ -32,6 +32,7 @@ from meliad_like.training.checkpoints import named_arrays
 # The places of the parameters in checkpoints of different versions of flax; the first match counts.
 ROOTS = ("", "params/", "target/", "target/params/", "optimizer/target/", "optimizer/target/params/")
 EMBEDDING = "embed/embedding"
+NEWER_PREFIX = "layer_stack/"
 SLIDE = DecoderConfig()
 
 _FEEDFORWARD = {
@@ -131,10 +132,10 @@ def _melodi(config: DecoderConfig) -> Melodi | None:
     return next((kind for kind in config.layer_kinds if isinstance(kind, Melodi)), None)
 
 
-def _stack(config: DecoderConfig) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """The names of the reference's stack outside of layers and within a layer, and the prefixes of its layers."""
+def _stack(config: DecoderConfig, newer: bool) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """The names of one of the reference's stacks outside of layers and within one, and the prefixes of its layers."""
     layers = range(config.total_layers)
-    if not config.feedforward_bias:
+    if not newer:
         return _TOP, _LAYER, [f"transformer{i}" for i in layers]
     if _melodi(config) is not None:
         return _NEW_TOP, _NEW_LAYER, [f"layer_stack/melodi_layers_{i}/melodi_layer" for i in layers]
@@ -146,8 +147,13 @@ def _stack(config: DecoderConfig) -> tuple[dict[str, str], dict[str, str], list[
     return _NEW_TOP, _NEW_LAYER, prefixes
 
 
-def _places(config: DecoderConfig) -> Places:
-    top, within, prefixes = _stack(config)
+def _newer(config: DecoderConfig) -> bool:
+    """Whether only the newer stack has such a model."""
+    return config.feedforward_bias or _melodi(config) is not None or bool(config.layers_with(DenseMemory))
+
+
+def _places(config: DecoderConfig, newer: bool) -> Places:
+    top, within, prefixes = _stack(config, newer)
 
     def place(path: str) -> Place:
         if not (match := re.fullmatch(r"layers/(\d+)/(.+)", path)):
@@ -163,7 +169,7 @@ def _places(config: DecoderConfig) -> Places:
 
 def _idle(config: DecoderConfig) -> str | None:
     """The prefix of the parameters with which the reference's last layer mixes summaries that nothing reads."""
-    return None if _melodi(config) is None else f"{_stack(config)[2][-1]}/{_SUMMARY_MIX}/"
+    return None if _melodi(config) is None else f"{_stack(config, newer=True)[2][-1]}/{_SUMMARY_MIX}/"
 
 
 def from_meliad(
@@ -178,7 +184,8 @@ def from_meliad(
     """
     idle = _idle(config)
     used = [name for name in theirs if idle is None or not name.startswith(idle)]
-    return fill_parameters(template, used, _places(config), theirs.__getitem__, "the checkpoint")
+    newer = _newer(config) or any(name.startswith(NEWER_PREFIX) for name in theirs)
+    return fill_parameters(template, used, _places(config, newer), theirs.__getitem__, "the checkpoint")
 
 
 def to_meliad(params: dict[str, Any], config: DecoderConfig = SLIDE) -> dict[str, np.ndarray]:
@@ -186,7 +193,7 @@ def to_meliad(params: dict[str, Any], config: DecoderConfig = SLIDE) -> dict[str
 
     Its idle parameters are zeros, and ones for the scales of norms.
     """
-    theirs, idle = to_tensors(_places(config), params), _idle(config)
+    theirs, idle = to_tensors(_places(config, _newer(config)), params), _idle(config)
     melodi = _melodi(config)
     if idle is not None and melodi is not None:
         u, d = melodi.num_summaries, config.model_width
@@ -240,6 +247,11 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
 def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) -> None:
     """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning."""
     model = _checked(run, "--gin_file")
+    if isinstance(model.position, NoPosition):
+        raise UserError(
+            "--gin_file: a checkpoint without relative positions doesn't say whether its model adds absolute positions "
+            "to the embeddings, which have no parameters; models without any positions can't be told from those"
+        )
     theirs = read_meliad(path)
     vocabulary = vocabulary_of(run, len(theirs[EMBEDDING]), path)
     params = from_meliad(theirs, Model(model, vocabulary.size).abstract_params, model)
@@ -268,10 +280,6 @@ def _checked(run: RunConfig, origin: str) -> DecoderConfig:
         (
             isinstance(position, Rotary) and position.unit != "pi",
             "the reference's rotary positions have Rotary.unit='pi'",
-        ),
-        (
-            not model.feedforward_bias and (melodi or dense),
-            "the reference's MELODI and dense memory need DecoderConfig.feedforward_bias=True",
         ),
         (melodi and len(model.kinds) < model.total_layers, "in the reference all layers have MELODI"),
         (

@@ -70,8 +70,9 @@ def fill_parameters(
         name, transposed, part = places(path)
         if name not in names:
             raise UserError(f"{owner} has no tensor {name}: it is not the model that its config describes")
-        array, size = read(name), leaf.shape[-1]
+        array = read(name)
         if part is not None:
+            size = leaf.shape[-1]
             if array.shape[-1] != 3 * size:
                 raise UserError(f"{owner}: {name} has shape {array.shape}, its last axis should be {3 * size}")
             array = array[..., part * size : (part + 1) * size]
@@ -79,7 +80,7 @@ def fill_parameters(
         if array.shape != leaf.shape:
             raise UserError(f"{owner}: {name} has shape {array.shape}, its config asks for {leaf.shape}")
         # Copies are made in the background; wait, so that this array is freed before the next is read.
-        return jax.block_until_ready(jnp.asarray(np.ascontiguousarray(array, np.float32)))
+        return jax.block_until_ready(jnp.asarray(np.asarray(array, np.float32, order="C")))
 
     # The largest array comes first, while most memory is free.
     largest_first = sorted(leaves, key=lambda path: -leaves[path].size)
@@ -95,7 +96,7 @@ def to_tensors(places: Places, params: Any) -> dict[str, np.ndarray]:
     arrays: dict[str, Any] = {}
     for path, leaf in named_arrays(params).items():
         name, transposed, part = places(path)
-        value = np.ascontiguousarray(leaf.T if transposed else leaf)
+        value = np.asarray(leaf.T if transposed else leaf, order="C")
         if part is None:
             arrays[name] = value
         else:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,12 +104,15 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
     tensors = to_tensors(PLACES[pretrained.config.architecture], decoder)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
     safetensors.numpy.save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
+    # safetensors makes files that only their owner can read, whatever the umask.
+    shutil.copymode(folder / CONFIG_NAME, folder / TENSORS_NAME)
     if "recurrence" in pretrained.params:
         windows = {name: getattr(pretrained.config, name) for name in WINDOW_FIELDS}
         fields = windows | dataclasses.asdict(pretrained.config.summary)
         metadata = {RECURRENCE_KEY: json.dumps(fields)}
         recurrence = to_tensors(Place, pretrained.params["recurrence"])
         safetensors.numpy.save_file(recurrence, folder / RECURRENCE_NAME, metadata=metadata)
+        shutil.copymode(folder / CONFIG_NAME, folder / RECURRENCE_NAME)
 
 
 def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[PretrainedConfig, dict[str, Any]]:

@@ -74,7 +74,8 @@ def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: st
     axes.set_ylim(shown.min() - margin, shown.max() + margin)
     axes.set(xlabel="step", ylabel=label)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    # Outside of the axes, where it covers no curve.
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output)

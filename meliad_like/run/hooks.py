@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -109,6 +110,33 @@ def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState
     return write
 
 
+@dataclass
+class Unlogged:
+    """What a run knows of its steps since the last log; checkpoints carry it to the next row of a resumed run."""
+
+    loss: float = 0.0
+    """The sum over the targets of finite steps; skipped steps don't count in the averages."""
+    accuracy: float = 0.0
+    num_tokens: int = 0
+    consecutive_skips: int = 0
+    """The number of steps, up to the last one, that were not finite; a log leaves it as it is."""
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Adds a step."""
+        self.consecutive_skips = 0 if metrics.finite else self.consecutive_skips + 1
+        if metrics.finite:
+            num_tokens = int(metrics.num_tokens)
+            self.loss += float(metrics.loss) * num_tokens
+            self.accuracy += float(metrics.accuracy) * num_tokens
+            self.num_tokens += num_tokens
+
+    def take(self) -> tuple[float, float, int]:
+        """The averages of loss and accuracy over the targets, NaN without targets; their number. A new sum begins."""
+        loss, accuracy, num_tokens = self.loss, self.accuracy, self.num_tokens
+        self.loss, self.accuracy, self.num_tokens = 0.0, 0.0, 0
+        return (loss / num_tokens, accuracy / num_tokens, num_tokens) if num_tokens else (math.nan, math.nan, 0)
+
+
 class Reporter:
     """Collects the metrics of steps between two logs, writes their averages, and stops at a step that is not finite."""
 
@@ -119,8 +147,9 @@ class Reporter:
         batches: BatchIterator,
         save: Callable[[int, TrainState], None],
         workdir: object,
+        unlogged: Unlogged,
     ):
-        """`save` saves the state before a step that is not finite; messages name the `workdir`."""
+        """`save` saves the state before a step that is not finite, and `unlogged`; messages name the `workdir`."""
         run = setup.run
         self._setup, self._writer, self._batches, self._save, self._workdir = setup, writer, batches, save, workdir
         self._leaks = setup.reader.leaks_the_future
@@ -131,35 +160,51 @@ class Reporter:
         # Of a mixture: readings of as many targets as all stores have.
         self._epochs_per_step = targets_per_step / sum(num_targets(run.data, each) for each in totals)
         self._peak = peak_flops(run.model.activation_dtype)
-        self._gathered: list[StepMetrics] = []
+        self._unlogged, self._num_steps = unlogged, 0
         self._seconds_out = self._waited = 0.0
         self._began = time.perf_counter()
 
     def report(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
         """Adds the metrics of a step. Every `log_every` steps, and after the stage's last step, writes the averages.
 
-        Raises a UserError if the step is not finite and the policy is to stop, after saving the state before it; and
-        whatever the policy, if the parameters after the step are not finite, of which nothing is saved.
+        Raises a UserError if the step is not finite and the policy is to stop, after saving the state before it; if
+        too many steps in a row were skipped; and whatever the policy, if the parameters after the step are not finite,
+        of which nothing is saved.
         """
         metrics = jax.device_get(metrics)
         if not np.isfinite(metrics.parameter_norm):
             problem = f"the parameters after step {step} are not finite, although loss and gradient were"
             raise UserError(f"{problem}: begin another run with a smaller learning rate: --workdir=NEW")
-        self._gathered.append(metrics)
         training = self._setup.run.training
+        stops = not metrics.finite and training.nonfinite == "stop"
+        if stops:
+            # Before a row is written with the steps that the resumed run has to log.
+            self._save_before(state)
+        self._unlogged.add(metrics)
+        self._num_steps += 1
         if step % training.log_every == 0 or step == self._setup.stage.last_step:
-            self._write(step)
-        if not metrics.finite and training.nonfinite == "stop":
-            self._stop(step, metrics, state)
+            self._write(step, metrics)
+        if stops:
+            raise UserError(
+                f"step {step} is not finite: {self._culprit(step, metrics)}; the state after step {int(state.step)} is "
+                "saved: resume with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another run "
+                f"from there with a smaller learning rate: --load_dir={self._workdir} --workdir=NEW"
+            )
+        skips = self._unlogged.consecutive_skips
+        if skips >= min(training.max_consecutive_skips, training.num_steps):
+            raise UserError(
+                f"{skips} steps in a row were skipped, the last one step {step}: {self._culprit(step, metrics)}; begin "
+                f"another run with a smaller learning rate: --load_dir={self._workdir} --workdir=NEW, or raise "
+                "TrainingConfig.max_consecutive_skips"
+            )
 
-    def _write(self, step: int) -> None:
-        now, last = time.perf_counter(), self._gathered[-1]
+    def _write(self, step: int, last: StepMetrics) -> None:
+        now = time.perf_counter()
         seconds = max(now - self._began - self._seconds_out, 1e-9)
-        # Skipped steps don't count in the averages.
-        finite_steps = [m for m in self._gathered if m.finite]
-        loss, accuracy = (average_by_token(finite_steps, name) for name in ("loss", "accuracy"))
-        bits, bits_per_byte = loss / math.log(2), loss / math.log(2) / self._bytes_per_token
-        tokens_per_second = self._setup.run.data.tokens_per_step * len(self._gathered) / seconds
+        loss, accuracy, num_tokens = self._unlogged.take()
+        bits = loss / math.log(2)
+        bits_per_byte = bits / self._bytes_per_token
+        tokens_per_second = self._setup.run.data.tokens_per_step * self._num_steps / seconds
         flops = self._setup.model.training_flops_per_token * tokens_per_second
         self._writer.write(
             step,
@@ -171,7 +216,7 @@ class Reporter:
                 **{name: float(getattr(last, name)) for name in ("gradient_norm", "update_norm", "parameter_norm")},
                 # The optimizer does not count skipped steps.
                 "learning_rate": float(self._learning_rate(step - 1 - int(last.num_skipped))),
-                "num_tokens": sum(int(m.num_tokens) for m in finite_steps),
+                "num_tokens": num_tokens,
                 "num_skipped": int(last.num_skipped),
                 "tokens_per_second": tokens_per_second,
                 "model_flops_per_second": flops,
@@ -185,21 +230,17 @@ class Reporter:
         skipped = f"  {last.num_skipped} skipped" if last.num_skipped else ""
         leaks = "  leaks the future" if self._leaks else ""
         self._writer.show(step, f"{_bits(bits, bits_per_byte)}  {speed}  {epochs}", skipped + leaks)
-        self._gathered, self._seconds_out, self._waited = [], 0.0, self._batches.seconds_waited
+        self._num_steps, self._seconds_out, self._waited = 0, 0.0, self._batches.seconds_waited
         self._began = now
 
-    def _stop(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
+    def _save_before(self, state: TrainState) -> None:
+        """Saves the state before a step that was not finite, which a halted step has left unchanged."""
         setup, good_step = self._setup, int(state.step)
         if setup.stage.index and good_step == setup.stage.first_step:
             # A checkpoint of that step is the stage before's, with as many lanes as that has; their memory is not read.
             previous = stages_of(setup.whole_run)[setup.stage.index - 1]
             state = set_up(setup.whole_run, previous, setup.mesh).begin_stage(state)
         self._save(good_step, state)
-        raise UserError(
-            f"step {step} is not finite: {self._culprit(step, metrics)}; the state after step {good_step} is saved: "
-            "resume with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another run from there "
-            f"with a smaller learning rate: --load_dir={self._workdir} --workdir=NEW"
-        )
 
     def _culprit(self, step: int, metrics: StepMetrics) -> str:
         """Describes what was not finite in a step, with the documents of the first lane whose loss was not."""
@@ -237,10 +278,3 @@ def bytes_per_target(reader: ReaderConfig, totals: Sequence[Totals]) -> float:
     """
     ratios = (each.bytes / num_targets(reader, each) for each in totals)
     return sum(share * ratio for share, ratio in zip(reader.shares, ratios, strict=True)) or math.nan
-
-
-def average_by_token(steps: Sequence[StepMetrics], name: str) -> float:
-    """The average of a metric over the targets of some steps; NaN where these have no targets, as in padding."""
-    num_tokens = sum(int(m.num_tokens) for m in steps)
-    weighted = sum(float(getattr(m, name)) * int(m.num_tokens) for m in steps)
-    return weighted / num_tokens if num_tokens else math.nan

@@ -17,8 +17,8 @@ from meliad_like.data.vocabulary import Vocabulary, load_vocabulary, saved_vocab
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
-from meliad_like.remote import any_path, local_files, written_locally
-from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.remote import any_path, flush_all, local_files, written_locally
+from meliad_like.training.checkpoints import MANIFEST, Checkpoints
 
 VOCABULARY_FOLDER = "vocabulary"
 
@@ -54,6 +54,7 @@ def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
     """Saves the vocabulary in a checkpoint folder, which is made if needed."""
     with written_locally(epath.Path(folder) / VOCABULARY_FOLDER) as target:
         vocabulary.save(target)
+        flush_all(target)
 
 
 def write_checkpoint(
@@ -122,6 +123,10 @@ def open_checkpoint(
 def checkpoints_folder(folder: epath.PathLike) -> epath.Path:
     """The folder of a run's checkpoints; `folder` is that folder or the run's working folder."""
     folder = any_path(folder)
+    if folder.name.isdecimal() and (folder / MANIFEST).exists():
+        raise UserError(
+            f"{folder} is the checkpoint of one step: name the folder {folder.parent}, and --step={folder.name}"
+        )
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 

@@ -1,5 +1,6 @@
 """Training: from a config and a working folder to a trained model."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from meliad_like.data.loading import load_batches
 from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding
 from meliad_like.remote import any_path
-from meliad_like.run.hooks import Reporter, check_hooks, evaluation_hook, sampling_hook
+from meliad_like.run.hooks import Reporter, Unlogged, check_hooks, evaluation_hook, sampling_hook
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.run.setup import Setup, metadata, set_up, starting_state
 from meliad_like.training.checkpoints import Checkpoints
@@ -58,7 +59,8 @@ def train(
     multihost_utils.sync_global_devices("the working folder is this run's")
     keep = {"keep_last": run.training.checkpoints_kept, "keep_every": run.training.checkpoint_keep_every}
     with Ownership(folder) as ownership, Checkpoints(folder / "checkpoints", **keep) as checkpoints:
-        start_step = checkpoints.read_metadata()["step"] if checkpoints.steps() else 0
+        saved = checkpoints.read_metadata() if checkpoints.steps() else {}
+        start_step, logged = saved.get("step", 0), saved.get("logged", {})
         if start_step >= num_steps:
             another = f"--load_dir={folder} starts another run with its parameters"
             more = another if run.schedule.reads_num_steps else "raise num_steps"
@@ -71,13 +73,23 @@ def train(
         # A stage's last checkpoint holds what that stage remembered.
         first = next(i for i, setup in enumerate(setups) if start_step <= setup.stage.last_step)
         state = starting_state(setups[first], checkpoints, load_dir)
-        tracking = {"trackers": run.trackers, "settings": configuration.bound_values(run)}
+        tracking = {
+            "trackers": run.trackers,
+            "settings": configuration.bound_values(run),
+            "expected_rows": logged.get("rows", 0),
+        }
         with open_session(folder, checkpoints, start_step, num_steps, profile_steps, **tracking) as session:
-            return _train_stages(setups[first:], state, session, ownership, load_dir)
+            unlogged = Unlogged(**logged.get("unlogged", {}))
+            return _train_stages(setups[first:], state, session, ownership, load_dir, unlogged)
 
 
 def _train_stages(
-    setups: Sequence[Setup], state: TrainState, session: Session, ownership: Ownership, load_dir: str | None
+    setups: Sequence[Setup],
+    state: TrainState,
+    session: Session,
+    ownership: Ownership,
+    load_dir: str | None,
+    unlogged: Unlogged,
 ) -> int:
     """Trains from the first of these stages to the last; returns the exit status."""
     run, start_step, say = setups[0].whole_run, int(state.step), session.writer.say
@@ -97,7 +109,7 @@ def _train_stages(
             lanes = f"{setup.reader.num_lanes} lanes of {setup.run.data.segment_length} tokens"
             say(f"step {setup.stage.first_step:,}: {lanes} from here on")
         if int(state.step) < setup.stage.last_step:
-            state, stopped = _train_stage(setup, state, session, ownership)
+            state, stopped = _train_stage(setup, state, session, ownership, unlogged)
             if stopped:
                 return EXIT_STATUS
     session.checkpoints.wait()
@@ -105,7 +117,9 @@ def _train_stages(
     return 0
 
 
-def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: Ownership) -> tuple[TrainState, bool]:
+def _train_stage(
+    setup: Setup, state: TrainState, session: Session, ownership: Ownership, unlogged: Unlogged
+) -> tuple[TrainState, bool]:
     """Trains until the stage's last step; returns the state, and whether SIGTERM or Ctrl-C came before."""
     run, stage, step = setup.run, setup.stage, int(state.step)
     folder, checkpoints, writer = epath.Path(session.folder), session.checkpoints, session.writer
@@ -117,7 +131,8 @@ def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: O
                 store.check_unchanged()
             ownership.check()
             writer.upload()
-            checkpoints.save(step, state, metadata(setup, step))
+            logged = {"rows": writer.num_rows, "unlogged": dataclasses.asdict(unlogged)}
+            checkpoints.save(step, state, metadata(setup, step) | {"logged": logged})
 
     train_step = setup.program.compile_step()
     with load_batches(
@@ -128,7 +143,7 @@ def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: O
         batches_ahead=run.data.batches_ahead,
         device_batches_ahead=run.data.device_batches_ahead,
     ) as batches:
-        reporter = Reporter(setup, writer, batches, save, folder)
+        reporter = Reporter(setup, writer, batches, save, folder, unlogged)
         return run_steps(
             session,
             train_step,
@@ -142,7 +157,8 @@ def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: O
             hooks=[
                 Hook(run.training.evaluate_every, evaluation_hook(setup, writer, folder / "best")),
                 Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
-                Hook(run.training.checkpoint_every, save),
+                # The last step has a checkpoint in any case.
+                Hook(run.training.checkpoint_every or run.training.num_steps, save),
             ],
             outside_of_training=reporter.outside_of_training,
             save=save,

@@ -1,7 +1,8 @@
 """Checkpoints: asynchronous, atomic, checked for damage, and restored onto any mesh bit for bit.
 
 orbax writes a checkpoint into a temporary folder, which it renames when the checkpoint is complete. Before the rename
-process 0 adds a manifest of checksums, so that damage of a file is noticed and an older checkpoint is used. Arrays are
+process 0 adds a manifest of checksums, so that damage of a file is noticed and an older checkpoint is used, and flushes
+all files; older checkpoints are deleted when the rename is on the disk, too. Arrays are
 stored under the names of their paths (`optimizer_state/0/v_row/embedding`), not under the classes of the tree, and
 the parameters separately, so that evaluation reads only them.
 """
@@ -24,12 +25,21 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from meliad_like.errors import UserError, is_full_disk, refusals
-from meliad_like.remote import any_path, is_remote, one_line
+from meliad_like.remote import any_path, flush_all, is_remote, one_line
 from meliad_like.resumable import check_same, read_json
 from meliad_like.training.processes import agreed
 
 COMMIT_SUCCESS_FILE = "commit_success.txt"  # The name of orbax's marker of a complete checkpoint on gs://.
 FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
+METADATA = "metadata/metadata"
+
+
+class _FlushedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A temporary folder on a disk, whose rename is on the disk before orbax deletes older checkpoints."""
+
+    async def finalize(self) -> None:
+        await super().finalize()
+        flush_all(self.get_final())
 
 
 class Checkpoints:
@@ -66,6 +76,7 @@ class Checkpoints:
             create=not read_only,
             # Deletes unfinished checkpoints of a killed run. On gs:// it would delete every folder that is not one.
             cleanup_tmp_directories=not read_only and not is_remote(folder),
+            temporary_path_class=None if is_remote(folder) else _FlushedPath,
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_manifest),
         )
         if is_remote(folder) and not read_only:
@@ -95,7 +106,9 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(params),
                     rest=ocp.args.StandardSave(rest),
-                    metadata=ocp.args.JsonSave({"metadata": dict(metadata), "arrays": _shapes(arrays)}),
+                    metadata=ocp.args.JsonSave(
+                        {"step": step, "metadata": dict(metadata), "arrays": _shapes(arrays)},
+                    ),
                 ),
                 # The training loop decides when to save.
                 force=True,
@@ -191,7 +204,7 @@ class Checkpoints:
         return record.levelno < standard_logging.ERROR or f"{os.sep}orbax{os.sep}" not in record.pathname
 
     def _read_json(self, step: int) -> dict[str, Any]:
-        return self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
+        return read_json(self.folder / str(step) / METADATA)
 
     def _usable(self, step: int | None) -> int:
         """The given step, after a check for damage, or the newest step that is not damaged."""
@@ -229,6 +242,8 @@ class Checkpoints:
             step = str(self._step_being_written)
             (folder,) = (path for path in self.folder.iterdir() if path.name.split(".")[0] == step)
             write_manifest(folder)
+            if not is_remote(folder):
+                flush_all(folder)
 
     @contextmanager
     def _refusals_reported(self) -> Iterator[None]:
@@ -304,17 +319,27 @@ def write_manifest(folder: epath.Path) -> None:
 
 
 def find_damage(folder: epath.Path) -> str | None:
-    """Describes the first damaged file under `folder`; None: all files are unchanged."""
+    """Describes the first damaged file under a checkpoint's folder; None: all files are unchanged.
+
+    A file of a disk that can't be read is damaged. A bucket that can't be read raises its error.
+    """
     name = MANIFEST
     try:
         for name, digest in read_json(folder / MANIFEST).items():
             if _digest(folder / name) != digest:
                 return f"the content of {name} has changed"
+        name = METADATA
+        # Checkpoints of before have no step.
+        step = read_json(folder / METADATA).get("step", folder.name)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return f"{name} is missing"
+    except OSError as error:
+        if is_remote(folder):
+            raise
+        return f"{name} can't be read: {error.strerror}"
     except (ValueError, AttributeError):
         return f"{MANIFEST} is damaged"
-    return None
+    return None if str(step) == folder.name else f"it is the checkpoint of step {step}"
 
 
 def _files(folder: epath.Path) -> Iterator[epath.Path]:

@@ -1,9 +1,11 @@
 """What a run shows of its metrics: `metrics.jsonl`, its trackers, such as TensorBoard, and the progress line."""
 
 import functools
+import io
 import json
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -13,13 +15,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import jax
+from absl import logging
 from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from meliad_like.errors import UserError, refusals
 from meliad_like.remote import copy_folder, is_remote, one_line, size_of, write_whole
-from meliad_like.resumable import check_fields, read_json_lines
+from meliad_like.resumable import check_fields, parse_json
 from meliad_like.trackers import TensorBoard, TrackedRun, TrackerConfig
 
 FILE_NAME = "metrics.jsonl"
@@ -37,27 +40,38 @@ class MetricsWriter:
         num_steps: int,
         trackers: Sequence[TrackerConfig] = (TensorBoard(),),
         settings: Mapping[str, Any] | None = None,
+        expected_rows: int = 0,
     ):
         """Rows of steps after `start_step`, from an earlier attempt, are dropped: these steps are repeated.
 
         Args:
           trackers: what else receives the metrics.
           settings: the run's config for the trackers, by the names with which gin binds it.
+          expected_rows: the number of rows that the file had; where it is damaged or has fewer, a line says so, and the
+            readable rows stay.
         """
         self._active = jax.process_index() == 0
+        self.num_rows = 0
+        """The number of rows in the file, in process 0."""
         if not self._active:
             return
         self._start_step, self._num_steps, self._began, self._line = start_step, num_steps, time.perf_counter(), ""
         self._workdir, self._closing, self._uploaded = epath.Path(workdir), ExitStack(), time.monotonic()
         # Object stores can't append to a file: for them, files are written locally and copied from time to time.
         self._remote = is_remote(workdir)
+        self._stream: Any = None
         local = Path(self._closing.enter_context(TemporaryDirectory()) if self._remote else workdir)
         self._local = epath.Path(local)
         path = self._workdir / FILE_NAME
-        rows = zip(read_json_lines(path)[0], read_rows(path))
-        earlier = "".join(line for line, row in rows if row["step"] <= start_step)
-        if self._remote or len(earlier.encode()) < size_of(path):
-            write_whole(local / FILE_NAME, earlier)
+        self.console = Console()
+        rows, problem = _readable_rows(path)
+        earlier = [line for line, row in rows if row["step"] <= start_step]
+        self.num_rows = len(earlier)
+        if problem or len(earlier) < expected_rows:
+            more = f"{self.num_rows} of {max(expected_rows, self.num_rows)} rows until step {start_step} are kept"
+            self.say(f"warning: {path} is damaged ({problem or 'rows are missing'}): {more}")
+        if self._remote or problem or sum(map(len, earlier)) < size_of(path):
+            write_whole(local / FILE_NAME, b"".join(earlier))
         self._file = (local / FILE_NAME).open("a")
         name = os.path.basename(os.path.abspath(workdir))
         run = TrackedRun(local, name, functools.cache(self._identity), start_step, settings or {})
@@ -65,7 +79,6 @@ class MetricsWriter:
         for config in trackers:
             self._trackers.append(tracker := config.open(run))
             self._open_trackers.callback(lambda tracker=tracker: tracker.close(self._failed))
-        self.console = Console()
         self._progress = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console, transient=True
         )
@@ -83,6 +96,7 @@ class MetricsWriter:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._file.write(json.dumps({"step": step, "kind": kind, **dict.fromkeys(metrics), **finite}) + "\n")
         self._file.flush()
+        self.num_rows += 1
         for tracker in self._trackers:
             tracker.write(step, {f"{kind}/{name}": value for name, value in finite.items()})
         if time.monotonic() - self._uploaded > UPLOAD_SECONDS:
@@ -92,7 +106,12 @@ class MetricsWriter:
     def _identity(self) -> str:
         """A random name, or that of the attempt which this one resumes."""
         known = self._workdir / IDENTITY_NAME
-        identity = known.read_text() if self._start_step and known.exists() else uuid.uuid4().hex[:12]
+        try:
+            identity = known.read_text() if self._start_step and known.exists() else ""
+        except (OSError, UnicodeDecodeError) as error:
+            self.say(f"warning: {known} is damaged ({error}): the trackers get a new entry")
+            identity = ""
+        identity = identity or uuid.uuid4().hex[:12]
         (self._local / IDENTITY_NAME).write_text(identity)
         return identity
 
@@ -127,8 +146,11 @@ class MetricsWriter:
         if not self._active:
             return
         seconds = (time.perf_counter() - self._began) * (self._num_steps - step) / max(step - self._start_step, 1)
-        self._line = f"step {step}/{self._num_steps}  {figures}  {_duration(seconds)} left{warnings}"
+        done, left = f"step {step}/{self._num_steps}", f"{_duration(seconds)} left"
+        self._line = f"{done}  {figures}  {left}{warnings}"
         if self.console.is_terminal:
+            # A narrow terminal cuts the end off.
+            self._line = f"{done}  {left}  {figures}{warnings}"
             self._progress.update(self._task, completed=step, description=self._line)
         else:
             print(self._line, flush=True)
@@ -141,6 +163,8 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         if self._active and self.console.is_terminal:
             self._progress.start()
+            # The progress bar prints what is written to sys.stderr above itself; absl has the stream of before.
+            self._stream = logging.get_absl_handler().python_handler.setStream(sys.stderr)
         return self
 
     def __exit__(self, kind, *_) -> None:
@@ -152,6 +176,8 @@ class MetricsWriter:
             self._open_trackers.close()
             self._trackers.clear()
             self._progress.stop()
+            if self._stream is not None:
+                logging.get_absl_handler().python_handler.setStream(self._stream)
             if self.console.is_terminal and self._line:
                 self.say(self._line)
             # After another error, a failure here must not hide it.
@@ -160,10 +186,30 @@ class MetricsWriter:
 
 def read_rows(path: epath.Path) -> list[dict[str, Any]]:
     """The rows of a metrics file, one for each complete line. A line that is not a row is an error with its number."""
-    rows = read_json_lines(path)[1]
-    for number, row in enumerate(rows, 1):
-        check_fields(row, {"step": int, "kind": str}, f"{path}:{number}")
-    return rows
+    rows, problem = _readable_rows(path)
+    if problem:
+        raise UserError(f"{path} is damaged: {problem}")
+    return [row for _, row in rows]
+
+
+def _readable_rows(path: epath.Path) -> tuple[list[tuple[bytes, dict[str, Any]]], str | None]:
+    """The complete lines of a metrics file that are rows, with these, and the first problem with the others."""
+    text, problem, rows = b"", None, []
+    try:
+        with path.open("rb") if path.exists() else io.BytesIO() as file:
+            while chunk := file.read(1 << 16):
+                text += chunk
+    except OSError as error:
+        problem = f"cannot read it: {error.strerror}"
+    # A killed process has not completed the last line.
+    for number, line in enumerate(text.split(b"\n")[:-1], 1):
+        try:
+            row = parse_json(line, f"line {number}")
+            check_fields(row, {"step": int, "kind": str}, f"line {number}")
+            rows.append((line + b"\n", row))
+        except UserError as error:
+            problem = problem or str(error)
+    return rows, problem
 
 
 def _duration(seconds: float) -> str:

@@ -119,7 +119,7 @@ class Ownership:
     def _take(self) -> None:
         self._workdir.mkdir(parents=True, exist_ok=True)
         if not is_remote(self._workdir):
-            owner = self._path.read_text() if self._path.exists() else "it has just begun"
+            owner = self._owner() or "it has just begun"
             busy = f"another training is writing to {self._workdir}: {owner}; end that one, or choose another --workdir"
             try:
                 self._locked.enter_context(locked(Path(self._path), busy))
@@ -130,10 +130,14 @@ class Ownership:
                     raise
         self._path.write_text(self._name)
 
+    def _owner(self) -> str:
+        # A damaged name must not keep a run from starting.
+        return self._path.read_bytes().decode(errors="replace") if self._path.exists() else ""
+
     def _compare(self) -> None:
         if self._is_locked:
             return
-        owner = self._path.read_text() if self._path.exists() else f"{LOCK_NAME} has been deleted"
+        owner = self._owner() or f"{LOCK_NAME} has been deleted"
         if owner != self._name:
             raise UserError(
                 f"another training has taken {self._workdir}: {owner}; this one ends, and saves nothing more"
