@@ -100,7 +100,7 @@ class StagesConfig:
         for name, lengths in vars(self).items():
             if lengths and len(lengths) != len(self.num_steps):
                 steps = f"StagesConfig.num_steps={self.num_steps}"
-                raise UserError(f"StagesConfig.{name}={lengths} must have a number for each stage of {steps}")
+                raise UserError(f"StagesConfig.{name}={lengths} and {steps} must have a number for each stage")
         if any(steps < 1 for steps in self.num_steps):
             raise UserError(f"StagesConfig.num_steps={self.num_steps} must all be at least 1")
 
