@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import sentencepiece
 from families import BYTES, CONFIGS, language_model
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary
-from meliad_like.data.tokenizers_vocabulary import TokenizersVocabulary, byte_tokenizer
+from meliad_like.data.tokenizers_vocabulary import TokenizersVocabulary
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.run.text import encode_text
@@ -33,13 +33,6 @@ def like_llama_2(**options) -> SentencePieceVocabulary:
 EXACT = {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
 
 
-def with_prefix() -> TokenizersVocabulary:
-    """The bytes, after a space before every text."""
-    tokenizer = Tokenizer.from_str(byte_tokenizer()[0])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # type: ignore[assignment]
-    return TokenizersVocabulary(tokenizer.to_str(), byte_tokenizer()[1])
-
-
 @pytest.fixture(scope="module")
 def lm():
     return language_model(CONFIGS["slide"])
@@ -51,7 +44,6 @@ def lm():
         (like_llama_2(**EXACT), "hello world"),
         (like_llama_2(), "hello  world"),
         (DictionaryVocabulary([("the", 3), ("cat", 2)]), "the cat\nthe dog"),
-        (with_prefix(), "hello"),
         (BYTES, "5\u20ac"),
     ],
 )
@@ -72,11 +64,6 @@ def test_a_text_continues_inside_of_a_word(text, options):
     encoded = encode_text(vocabulary, text, continues=True)
     assert vocabulary.decode_bytes(encoded.tokens.tolist()) == text.encode()
     assert encoded.num_bytes == len(text.encode())
-
-
-def test_a_vocabulary_that_can_only_begin_texts_is_refused():
-    with pytest.raises(UserError, match="puts a space before 'ld', so this can't continue another text"):
-        encode_text(with_prefix(), "ld", continues=True)
 
 
 def test_states_know_the_bytes_of_unfinished_characters(lm):

@@ -51,15 +51,10 @@ def encode_text(
       unfinished: the bytes of an incomplete character before the text.
 
     Raises:
-      UserError: the vocabulary has no token for one of the characters, or can't continue a text without a space.
+      UserError: the vocabulary has no token for one of the characters.
     """
     if isinstance(text, str):
         tokens, size = encode_prompt(vocabulary, text, continues), len(text.encode())
-        if continues and vocabulary.decode_bytes(tokens) == b" " + text.encode():
-            raise UserError(
-                f"the vocabulary puts a space before {text[:20]!r}, so this can't continue another text: give all of "
-                "the text at once, or tokens"
-            )
     else:
         tokens = np.asarray(text, np.int32)
         size = len((vocabulary.decode_bytes if continues else vocabulary.document_bytes)(tokens))
