@@ -246,10 +246,9 @@ class LeftOut(NamedTuple):
 
 def _check_documents(bad: Sequence[LeftOut], console: Console) -> None:
     """Prints the first reasons of each kind and raises a UserError with the numbers, if there are bad documents."""
-    kinds = {
-        kind: [document.reason for document in bad if document.kind == kind]
-        for kind in dict.fromkeys(each.kind for each in bad)
-    }
+    kinds: dict[str, list[str]] = {}
+    for document in bad:
+        kinds.setdefault(document.kind, []).append(document.reason)
     if len(bad) == 1:
         raise UserError(bad[0].reason)
     for kind, reasons in kinds.items():
