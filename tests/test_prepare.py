@@ -172,7 +172,7 @@ def test_pieces_of_documents_are_as_large_as_they_should_be(texts, monkeypatch, 
     monkeypatch.setattr(preparation, "PIECE_BYTES", 2000)
     while True:
         results, is_complete = preparation._encode_in_worker(config(texts), vocabulary, piece, begin)
-        assert all(result[2].dtype == np.uint16 for result in results)
+        assert all(np.asarray(result[2]).dtype == np.uint16 for result in results)
         names += [result[0] for result in results]
         begin += len(results)
         if is_complete:

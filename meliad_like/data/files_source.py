@@ -118,23 +118,21 @@ def _open(
     files, passed_over = list_files(root, config.suffixes or suffixes, (*exclude, *config.exclude), not headers)
     splits = named_splits(config, root, files, splits_of)
     by_share = not are_held_out(splits.values())
-    bases = dict.fromkeys(files, "")
-    firsts = {file: file.partition("/")[0] for file in splits}
-    if splits and (splits_of is splits_of_repository or set(firsts.values()) <= set(SPLITS)):
-        bases = firsts
+    # Where all files are in folders of splits, names begin below these; in "val/a" and "dev/a" they have to be kept.
+    firsts = {file.partition("/")[0] for file in splits}
+    in_folders = bool(splits) and (splits_of is splits_of_repository or firsts <= set(SPLITS))
     references, contents = [], []
     skip_undecodable = skip_undecodable or config.undecodable == "skip"
-    for base in sorted(set(bases.values()), key=lambda base: (SPLITS.index(base) if base in SPLITS else -1, base)):
-        below = [file.removeprefix(f"{base}/") for file in files if bases[file] == base]
+    for folder in sorted(firsts, key=[*SPLITS, *sorted(firsts)].index) if in_folders else [""]:
+        base = root / folder
+        below = [file.removeprefix(f"{folder}/") for file in files if file.startswith(f"{folder}/" if folder else "")]
         for name, members in group(below):
-            if base and base not in SPLITS:
-                name = f"{base}/{name}"
-            member = f"{base}/{members[0]}" if base else members[0]
-            split = config.split_of(name, None if by_share else splits[member])
-            references.append(partial(read_files, name, split, root / base, tuple(members), headers, skip_undecodable))
-            contents += [(f"{split}/{name}/{file}", root / base / file) for file in members]
-    by_share = by_share and not config.listed
-    return Source(references.copy, len(references), tuple(contents), by_share, passed_over)
+            if folder and folder not in SPLITS:
+                name = f"{folder}/{name}"
+            split = config.split_of(name, None if by_share else splits[f"{folder}/{members[0]}".lstrip("/")])
+            references.append(partial(read_files, name, split, base, tuple(members), headers, skip_undecodable))
+            contents += [(f"{split}/{name}/{file}", base / file) for file in members]
+    return Source(references.copy, len(references), tuple(contents), by_share and not config.listed, passed_over)
 
 
 def read_files(

@@ -52,7 +52,6 @@ from meliad_like.errors import UserError
 from meliad_like.registry import fingerprint
 from meliad_like.remote import is_remote
 from meliad_like.resumable import check_same, locked, whole_folder
-from meliad_like.tables import Table
 
 Result = TypeVar("Result")
 SHOWN = 10  # The number of reasons for left-out documents that are printed.
@@ -122,7 +121,7 @@ def prepare(
     store = TokenStore(folder)
     for warning in _warnings(source, opened, store):
         console.print(warning, style="yellow")
-    console.print(_table(store).to_rich(), soft_wrap=False)
+    _print_table(store, console)
     return store
 
 
@@ -230,14 +229,18 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
             yield f"no document is for {split}: {advice}name some in SourceConfig.{split}_documents"
 
 
-def _table(store: TokenStore) -> Table:
+def _print_table(store: TokenStore, console: Console) -> None:
+    # Imported here, because this imports pandas, and worker processes import this module.
+    from meliad_like.tables import Table
+
     rows = []
     for name, totals in store.info.splits.items():
         longest = int(store.split(name).lengths.max()) if totals.documents else 0
         counts = (totals.documents, totals.tokens, totals.bytes, totals.words, longest)
         rows.append((name, *(f"{count:,}" for count in counts)))
     header = ("split", "documents", "tokens", "bytes", "words", "longest (tokens)")
-    return Table(f"{store.folder.name}, vocabulary of {store.vocabulary.size}", header, rows)
+    table = Table(f"{store.folder.name}, vocabulary of {store.vocabulary.size}", header, rows)
+    console.print(table.to_rich(), soft_wrap=False)
 
 
 class LeftOut(NamedTuple):
@@ -252,10 +255,9 @@ class LeftOut(NamedTuple):
 
 def _check_documents(bad: Sequence[LeftOut], console: Console) -> None:
     """Prints the first reasons of each kind and raises a UserError with the numbers, if there are bad documents."""
-    kinds = {
-        kind: [document.reason for document in bad if document.kind == kind]
-        for kind in dict.fromkeys(each.kind for each in bad)
-    }
+    kinds: dict[str, list[str]] = {}
+    for document in bad:
+        kinds.setdefault(document.kind, []).append(document.reason)
     if len(bad) == 1:
         raise UserError(bad[0].reason)
     for kind, reasons in kinds.items():
