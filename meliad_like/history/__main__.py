@@ -63,10 +63,8 @@ def main(command: str) -> int | None:
     if command == "train_selector" and not SCORES.value:
         raise UserError("train_selector needs scores to learn from: give the folder that score made, --scores=DIR")
     arguments = {
-        "evaluate": selections,
-        "select": selections,
+        **dict.fromkeys(SELECTING, selections),
         "search": (_numbers(HISTORY_LENGTHS), _numbers(SPAN_LENGTHS)),
-        "page": selections,
         "train_selector": (SCORES.value,),
     }
     # Importing jax takes seconds: a mistyped flag is reported before.
