@@ -241,6 +241,3 @@ def test_the_command_line(place, tmp_path):
     assert saved["config"]["baseline"] == "contiguous"
     # The released code counts the first token too.
     assert saved["documents"][0]["num_tokens"] == 20
-    refused = run("select", model, f"--output={tmp_path}", "--history_lengths=3")
-    assert refused.returncode == 2
-    assert "--history_lengths has no effect on select: it is for search" in refused.stderr

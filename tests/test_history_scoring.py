@@ -44,13 +44,18 @@ def mesh():
     return make_mesh(MeshConfig(data=1), jax.devices()[:1])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def log_probabilities(model, params, tokens):
+    module = model.bind(params)
+    hidden, _ = module(tokens[None], module.init_carry(1), jnp.ones((1, 1), bool))
+    return jax.nn.log_softmax(module.logits(hidden)[0], axis=-1)
+
+
 def losses_of(model, params, tokens):
     """The loss of each token after the first, from the model as in training, on the whole sequence at once."""
     model = Model(dataclasses.replace(model.config, window_length=len(tokens), overlap=0), model.vocabulary_size)
-    module = model.bind(params)
-    hidden, _ = module(jnp.asarray(tokens)[None], module.init_carry(1), jnp.ones((1, 1), bool))
-    log_probabilities = jax.nn.log_softmax(module.logits(hidden)[0], axis=-1)
-    return -np.asarray(log_probabilities, np.float64)[np.arange(len(tokens) - 1), tokens[1:]]
+    of_all = np.asarray(log_probabilities(model, params, np.asarray(tokens)), np.float64)
+    return -of_all[np.arange(len(tokens) - 1), tokens[1:]]
 
 
 def expected_gain(params, stride, end, baseline):

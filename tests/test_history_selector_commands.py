@@ -5,7 +5,6 @@ import json
 import forked
 import jax
 import numpy as np
-import pandas as pd
 import pytest
 from history_runs import BINDINGS, make_place
 from study_runs import Page, assert_safe
@@ -14,7 +13,6 @@ from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
 from meliad_like.history.opening import HistoryRequest
-from meliad_like.history.page import find_spans
 from meliad_like.history.stride_store import StrideStore
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
@@ -83,7 +81,7 @@ def test_it_is_evaluated_beside_the_others(place, tmp_path):
 def page(place, tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     request = asked(place, split="test", documents=("one", "three"))
-    commands.page(request, folder, [], [str(place / "light")], 5)
+    commands.page(request, folder, [], [str(place / "light")])
     return folder
 
 
@@ -94,7 +92,6 @@ def test_the_page_is_safe_and_whole(page):
         "Ancient history selected by light_selector_released_code (leaks the future)",
         "This selection leaks the future",
         "<b>&<b>&",
-        "The words with the highest impact",
         "goblins",
         "Gain by stride",
     ):
@@ -115,7 +112,7 @@ def test_the_page_s_numbers_are_the_evaluation_s(place, page, tmp_path):
 
 
 def test_true_gains_are_those_of_the_scores(place, tmp_path):
-    commands.page(asked(place), tmp_path, ["score_oracle"], [], 5)
+    commands.page(asked(place), tmp_path, ["score_oracle"])
     scores = StrideStore(place / "scores")
     numbers = {(s.document, s.number): of_stride for s, of_stride in zip(scores.strides, scores.numbers, strict=True)}
     compared = 0
@@ -130,22 +127,6 @@ def test_true_gains_are_those_of_the_scores(place, tmp_path):
                 assert stride["predicted"] == pytest.approx(best.tolist(), abs=1e-4)
                 compared += 1
     assert compared > 10
-
-
-def test_the_terms_of_a_page(page):
-    documents = summary(page)["documents"]
-    assert any(document["terms"] for document in documents)
-    for document in documents:
-        terms = document["terms"]
-        assert [term["gain"] for term in terms] == sorted((term["gain"] for term in terms), reverse=True)
-        for term in terms:
-            assert term["text"] == term["text"].lower() and len(term["text"]) >= 3
-            assert 1 <= term["num_windows"] <= len(document["strides"])
-
-
-def test_spans_that_are_selected_often():
-    spans = find_spans(pd.DataFrame({"end": [8, 12, 12, 4], "gain": [1.0, -1.0, 2.0, 3.0]}))
-    assert spans[["end", "num_windows", "mean_gain"]].to_numpy().tolist() == [[12, 2, 0.5], [4, 1, 3.0], [8, 1, 1.0]]
 
 
 def summary(folder):

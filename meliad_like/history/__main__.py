@@ -24,7 +24,6 @@ SELECTING = ("evaluate", "select", "page")
 READING = ("score", "search", *SELECTING)
 USED_BY = {
     "scores": ("train_selector",),
-    "num_terms": ("page",),
     **dict.fromkeys(("history_lengths", "span_lengths"), ("search",)),
     **dict.fromkeys(("selection", "selector"), SELECTING),
     **dict.fromkeys(("split", "document", "document_tokens", "max_tokens", "batch_size"), READING),
@@ -53,7 +52,6 @@ SELECTOR = COMMAND.multi_string(
     "selector", [], "Folder that train_selector made, in addition to or instead of --selection. Repeatable."
 )
 SCORES = COMMAND.string("scores", None, "Folder that score made.")
-NUM_TERMS = COMMAND.integer("num_terms", 20, "Number of words with the highest impact.", lower_bound=1)
 HISTORY_LENGTHS = COMMAND.list("history_lengths", ["128", "256", "512", "768"], "The values of history_length.")
 SPAN_LENGTHS = COMMAND.list("span_lengths", ["8", "16", "32", "64", "128"], "The values of span_length.")
 
@@ -65,10 +63,8 @@ def main(command: str) -> int | None:
     if command == "train_selector" and not SCORES.value:
         raise UserError("train_selector needs scores to learn from: give the folder that score made, --scores=DIR")
     arguments = {
-        "evaluate": selections,
-        "select": selections,
+        **dict.fromkeys(SELECTING, selections),
         "search": (_numbers(HISTORY_LENGTHS), _numbers(SPAN_LENGTHS)),
-        "page": (*selections, NUM_TERMS.value),
         "train_selector": (SCORES.value,),
     }
     # Importing jax takes seconds: a mistyped flag is reported before.

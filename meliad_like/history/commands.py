@@ -230,9 +230,9 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
     ).run()
 
 
-def page(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str], num_terms: int) -> None:
-    """Writes the page of some documents, with this number of words that have the highest impact."""
+def page(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
+    """Writes the page of some documents."""
     opened = request.open()
     (scorer,) = scorers(opened, names, selectors)
-    write_history_page(folder, opened, scorer, num_terms)
+    write_history_page(folder, opened, scorer)
     print(f"wrote {folder / 'index.html'}")

@@ -24,9 +24,7 @@ class HistoryConfig:
     history_length: int = size(512, "length")
     """Tokens of a window that selected spans may fill, a multiple of span_length."""
     span_length: int = size(64, "length")
-    """Tokens of a span, separator included."""
-    span_stride: int | None = None
-    """Distance in tokens between the beginnings of successive candidates; None: half a span."""
+    """Tokens of a span, separator included. Candidates begin at every half of it."""
     stride: int = size(256, "length")
     """Targets of a window. Spans are selected once for all of them."""
     separator: str = "\n\n"
@@ -53,7 +51,7 @@ class HistoryConfig:
         check_choices(self)
         check_positive(self, ("window_length", "history_length", "span_length", "stride"))
         check_not_negative(self, ("seed",))
-        optional = ("span_stride", "first_selection", "max_candidates")
+        optional = ("first_selection", "max_candidates")
         check_positive(self, [name for name in optional if getattr(self, name) is not None])
         if self.history_length % self.span_length:
             raise UserError(

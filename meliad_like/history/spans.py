@@ -104,7 +104,7 @@ def is_scored(stride: Stride, config: HistoryConfig) -> bool:
 
 def _candidate_range(stride: Stride, config: HistoryConfig) -> range:
     """The ends of the candidates of a stride, without the limit of max_candidates."""
-    return range(config.span_length, stride.candidates_end, config.span_stride or max(config.span_length // 2, 1))
+    return range(config.span_length, stride.candidates_end, max(config.span_length // 2, 1))
 
 
 def candidates(stride: Stride, config: HistoryConfig, *, all_of_them: bool = False) -> Ends:
