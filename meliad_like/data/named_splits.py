@@ -10,7 +10,7 @@ be dealt to any split. Where the only split that is named is `train`, shares are
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from meliad_like.data.documents import SourceConfig
@@ -42,7 +42,9 @@ def _splits_in(words: Iterable[str]) -> set[str]:
     return {WORDS[word] for word in (word.strip().lower() for word in words) if word in WORDS}
 
 
-def named_splits(config: SourceConfig, root: Path, files: Sequence[str], splits_of) -> dict[str, str]:
+def named_splits(
+    config: SourceConfig, root: Path, files: Sequence[str], splits_of: Callable[[str], set[str]]
+) -> dict[str, str]:
     """The split that each file is named after; empty if names don't assign documents.
 
     Raises:

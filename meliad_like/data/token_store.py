@@ -31,7 +31,7 @@ from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path, copy_folder, is_remote, one_line, size_of
 from meliad_like.resumable import describe_differences, locked, read_json, whole_folder, write_json
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 STORE_NAME = "store.json"
 TOKENS_NAME, DOCUMENTS_NAME, NAMES_NAME = "tokens.bin", "documents.npy", "names.txt"
 
