@@ -127,7 +127,8 @@ def test_the_exported_tokens_are_ours(settings):
         **keeping | settings,
     )
     vocabulary = SentencePieceVocabulary(model.getvalue())
-    text, end = vocabulary.for_tokenizers()
+    assert (tokenizer := vocabulary.for_tokenizers()) is not None
+    text, end = tokenizer
     exported = Tokenizer.from_str(text)
     exported.encode_special_tokens = True
     assert exported.token_to_id(end) == vocabulary.end_of_document
