@@ -195,10 +195,10 @@ def test_names_of_only_some_files_are_refused(tmp_path, files, message):
         documents(kind="text", folder=str(tmp_path))
 
 
-def test_shares_are_held_out_where_only_train_is_named(tmp_path):
-    folder = write(tmp_path, **{f"train__{i}": "x" for i in range(200)})
-    found = documents(kind="text", folder=folder, test_share=0.2)
-    assert {split for split, _ in found} == set(SPLITS) and ("train", "0") in found
+def test_shares_are_held_out_where_only_train_is_named_further_down(tmp_path):
+    folder = write(tmp_path, **{f"wiki__train__{i}": "x" for i in range(200)})
+    assert {split for split, _ in documents(kind="text", folder=folder, test_share=0.2)} == set(SPLITS)
+    assert {split for split, _ in documents(kind="text", folder=f"{folder}/wiki", test_share=0.2)} == {"train"}
 
 
 def test_names_stay_unique(tmp_path):

@@ -109,7 +109,7 @@ def test_missing_store(tmp_path):
 def test_other_format_version(store):
     path = store.folder / "store.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 0}))
-    with pytest.raises(UserError, match="has format version 0, this program reads 4"):
+    with pytest.raises(UserError, match="has format version 0, this program reads 5"):
         TokenStore(store.folder)
 
 

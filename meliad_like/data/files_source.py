@@ -20,7 +20,7 @@ from meliad_like.data.documents import (
     SourceConfig,
     decode,
 )
-from meliad_like.data.named_splits import are_held_out, named_splits, splits_of_repository, splits_of_text
+from meliad_like.data.named_splits import named_splits, names_assign, splits_of_repository, splits_of_text
 from meliad_like.errors import UserError
 
 SOURCE_SUFFIXES = (
@@ -117,7 +117,7 @@ def _open(
 ) -> Source:
     files, passed_over = list_files(root, config.suffixes or suffixes, (*exclude, *config.exclude), not headers)
     splits = named_splits(config, root, files, splits_of)
-    by_share = not are_held_out(splits.values())
+    by_share = not names_assign(splits)
     # Where all files are in folders of splits, names begin below these; in "val/a" and "dev/a" they have to be kept.
     firsts = {file.partition("/")[0] for file in splits}
     in_folders = bool(splits) and (splits_of is splits_of_repository or firsts <= set(SPLITS))

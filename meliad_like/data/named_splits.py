@@ -6,11 +6,12 @@ between characters that are not letters: `latest` and `contest` are no tests. Sp
 name of a text file, which is often a title.
 
 All files are named after splits, or none is: otherwise a file that is held out under another name (`heldout.txt`) would
-be dealt to any split. Where the only split that is named is `train`, shares are held out of it.
+be dealt to any split. Where the only split that is named is `train`, all documents are for training if every path
+begins with it; otherwise (`data/train-00000-of-00001.parquet`) shares are held out.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from meliad_like.data.documents import SourceConfig
@@ -73,6 +74,8 @@ def named_splits(
     return {file: split for file, (split,) in named.items()}
 
 
-def are_held_out(splits: Iterable[str]) -> bool:
-    """Whether names hold any documents out; otherwise shares do."""
-    return not {"validation", "test"}.isdisjoint(splits)
+def names_assign(splits: Mapping[str, str]) -> bool:
+    """Whether the names of these files assign documents; otherwise shares do."""
+    return not set(splits.values()) <= {"train"} or (
+        bool(splits) and all(re.match(r"train\b", file) for file in splits)
+    )

@@ -25,7 +25,7 @@ from meliad_like.data.documents import (
     raise_bad_document,
 )
 from meliad_like.data.files_source import list_files
-from meliad_like.data.named_splits import are_held_out, named_splits, splits_of_path
+from meliad_like.data.named_splits import named_splits, names_assign, splits_of_path
 from meliad_like.errors import UserError
 from meliad_like.resumable import parse_json
 
@@ -82,7 +82,7 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
             root = self.existing_folder()
             files, passed_over = list_files(root, self.suffixes, self.exclude)
         splits = named_splits(self, root, files, splits_of_path)
-        by_share = not are_held_out(splits.values())
+        by_share = not names_assign(splits)
         contents = tuple((file, root / file) for file in files)
         num_documents = self.count([path for _, path in contents]) if files else 0
         references = partial(self._references, contents, {} if by_share else splits)
@@ -223,7 +223,7 @@ class TfdsSource(RecordsSourceConfig):
         sizes = {split: info.splits[split].num_examples for split in SPLITS if split in info.splits}
         # The info names the version, the splits, and every file's number of examples; a version's files never change.
         contents = ((info.full_name, root / INFO_NAME),)
-        held_out = self.splits_by_name and are_held_out(sizes)
+        held_out = self.splits_by_name and not {"validation", "test"}.isdisjoint(sizes)
         by_share = not held_out and not self.listed
         return Source(partial(self._references, str(root), sizes, held_out), sum(sizes.values()), contents, by_share)
 
