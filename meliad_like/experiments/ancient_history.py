@@ -42,7 +42,7 @@ FIGURES = {
 COSTS = {"model_flops": "model, MFLOP a token", "selection_flops": "selection, MFLOP a token"}
 SELECTOR_FIGURES = {
     "correlation": "correlation",
-    "chosen_gain": "gain of its best span, nats",
+    "chosen_gain": "gain of a selected span, nats",
     "random_gain": "of a random one",
     "oracle_gain": "of the best one",
 }
