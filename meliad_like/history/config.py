@@ -24,7 +24,7 @@ class HistoryConfig:
     history_length: int = size(512, "length")
     """Tokens of a window that selected spans may fill, a multiple of span_length."""
     span_length: int = size(64, "length")
-    """Tokens of a span, separator included. Candidates begin at every half of it."""
+    """Tokens of a span, separator included. Candidates begin half a span apart."""
     stride: int = size(256, "length")
     """Targets of a window. Spans are selected once for all of them."""
     separator: str = "\n\n"
