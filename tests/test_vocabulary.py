@@ -127,7 +127,8 @@ def test_the_exported_tokens_are_ours(settings):
         **keeping | settings,
     )
     vocabulary = SentencePieceVocabulary(model.getvalue())
-    assert (tokenizer := vocabulary.for_tokenizers()) is not None
+    tokenizer = vocabulary.for_tokenizers()
+    assert tokenizer is not None
     text, end = tokenizer
     exported = Tokenizer.from_str(text)
     exported.encode_special_tokens = True
