@@ -64,8 +64,8 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     made, scale = experiment(place)
     monkeypatch.setattr(HistoryExperiment, "scale", scale)
     # Of the two that read pairs of texts, the one that leaks.
-    rows = [row for row in ROWS if row.name != "learned_selector"]
-    monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: rows)
+    all_but_one = [row for row in ROWS if row.name != "learned_selector"]
+    monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: all_but_one)
     assert made.make() == 0
     text = made.report()
     rows, selectors = map(table_rows, text.split("## Training"))
