@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import venv
 import zipfile
 from pathlib import Path
@@ -185,7 +186,7 @@ def test_the_library_needs_only_the_wheel(built, tmp_path):
     opened = language_model(CONFIGS["lstm:dual"]).opened
     write_checkpoint(folder / "runs/quickstart/checkpoints", opened.params, opened.run, opened.vocabulary)
     (folder / "book.txt").write_text("A book. " * 20)
-    lines = "\n".join(library.__doc__.split("\n\n")[1:3])
+    lines = textwrap.dedent("\n".join(library.__doc__.split("\n\n")[1:3]))
     code = f"{lines}\nprint(meliad_like.__file__, book.num_tokens)"
     without_checkout = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     python = [environment / "bin" / "python", "-c", code]

@@ -23,8 +23,8 @@ from meliad_like.evaluation import interventions
 from meliad_like.layers.windows import toeplitz
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.positions import Rotary
+from meliad_like.mixers.rg_lru import RGLRU
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import RepeatedInput
@@ -163,11 +163,11 @@ WAYS = {
         Melodi(layers=(1, 2), num_summaries=2, short_length=2),
         ExternalMemory(layers=(0,), num_slots=2 * W, num_neighbors=2),
     ),
-    "around the delta rule": (Melodi(layers=(0, 2), num_summaries=2, short_length=2), GatedDeltaRule(layers=(1,))),
+    "around a recurrence": (Melodi(layers=(0, 2), num_summaries=2, short_length=2), RGLRU(layers=(1,))),
 }
 
 
-CHOSEN = "around the delta rule"
+CHOSEN = "around a recurrence"
 
 
 @pytest.mark.parametrize(

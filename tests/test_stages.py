@@ -194,8 +194,8 @@ def test_a_shortformer_in_stages(bindings, tmp_path, monkeypatch):
     assert train(run, tmp_path / "stopped") == 0
     last = [read_state(run, tmp_path / folder, 6) for folder in ("straight", "stopped")]
     assert_same_bits(*last)
-    assert last[0].carry.layers[0].shape == (16, 32, 16)
-    assert read_state(run, tmp_path / "straight", 3).carry.layers[0].shape == (32, 16, 16)
+    assert last[0].carry.layers[0].cache.shape == (16, 32, 16)
+    assert read_state(run, tmp_path / "straight", 3).carry.layers[0].cache.shape == (32, 16, 16)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(last[0].params))
 
 
