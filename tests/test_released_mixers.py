@@ -3,7 +3,6 @@ and the naive recurrences of flash-linear-attention."""
 
 import functools
 import json
-import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from einops import rearrange
 from flax import nnx
+from released_arrays import arrays, assert_as_exact, error
 
 from meliad_like.layers.linear_recurrence import Rule, read_chunks
 from meliad_like.mixers.base import MIXERS, At
@@ -21,8 +21,6 @@ from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
 from meliad_like.mixers.mamba2 import Mamba2, Mamba2Carry
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import DecoderLayer
-
-GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 def of_qwen(a):
@@ -114,11 +112,6 @@ LAYERS = {
 of_each_layer = pytest.mark.parametrize("name", LAYERS)
 
 
-@functools.cache
-def arrays(name):
-    return dict(np.load(GOLDEN / f"{name}.npz"))
-
-
 def params_of(name, prefix="param/", suffix=""):
     """The parameters of our layer, or their gradients, from the released code's."""
     a = {
@@ -173,16 +166,6 @@ def decode(name, params, x, carry):
     return jnp.moveaxis(y, 0, 1), carry
 
 
-def error(ours, theirs):
-    return np.abs(np.asarray(ours, np.float64) - theirs).max() / np.abs(theirs).max()
-
-
-def assert_as_exact(ours, name, of):
-    """Within four times the float32 error of the released code, whose arrays in float64 are the reference."""
-    exact = arrays(name)[f"{of}_64"]
-    assert error(ours, exact) <= 4 * max(error(arrays(name)[of], exact), 1e-7), of
-
-
 def carry_of(name, of):
     """The released state is [b, h, k, p] in delta rules, and its convolution has a fourth column that is never read."""
     state, conv = arrays(name)[f"state{of}"], arrays(name)[f"conv{of}"]
@@ -194,7 +177,7 @@ def carry_of(name, of):
 
 def check_carry(carry, name, of):
     state = carry.matrix if isinstance(carry, Mamba2Carry) else np.swapaxes(carry.matrix, 2, 3)
-    assert_as_exact(state, name, f"state{of}")
+    assert_as_exact(state, arrays(name), f"state{of}")
     exact = arrays(name)[f"conv{of}_64"][..., 1:]
     assert error(np.swapaxes(carry.recent, 1, 2), exact) < 1e-6
 
@@ -207,13 +190,13 @@ def no_start(x):
 def test_outputs_are_those_of_the_released_code(name):
     a, params = arrays(name), params_of(name)
     y, carry = read(name, params, a["x"], no_start(a["x"]))
-    assert_as_exact(y, name, "y")
+    assert_as_exact(y, arrays(name), "y")
     check_carry(carry, name, "")
     for y, carry in (
         read(name, params, a["x"], no_start(a["x"]), carry_of(name, "0")),
         decode(name, params, a["x"], carry_of(name, "0")),
     ):
-        assert_as_exact(y, name, "y_from0")
+        assert_as_exact(y, arrays(name), "y_from0")
         check_carry(carry, name, "_from0")
 
 
@@ -225,7 +208,7 @@ def test_continued_outputs_are_those_of_the_released_code(name):
     _, begun = read(name, params, x, no_start(x))
     check_carry(begun, name, "_split")
     for y, carry in (read(name, params, rest, no_start(rest), begun), decode(name, params, rest, begun)):
-        assert_as_exact(y, name, "y_continued")
+        assert_as_exact(y, arrays(name), "y_continued")
         check_carry(carry, name, "_continued")
 
 
@@ -233,7 +216,7 @@ def test_continued_outputs_are_those_of_the_released_code(name):
 def test_outputs_with_documents_are_those_of_the_released_code(name):
     a = arrays(name)
     y, carry = read(name, params_of(name), a["x"], a["document_starts"])
-    assert_as_exact(y, name, "y_documents")
+    assert_as_exact(y, arrays(name), "y_documents")
     check_carry(carry, name, "_documents")
 
 
@@ -251,7 +234,7 @@ def test_gradients_are_those_of_the_released_code(name, prefix):
         return jnp.sum(read(name, params, x, start)[0] * a["cotangent"])
 
     of_params, of_x = differentiate(params_of(name), a["x"])
-    assert_as_exact(of_x, name, f"{prefix}x")
+    assert_as_exact(of_x, arrays(name), f"{prefix}x")
     theirs, exact = params_of(name, prefix), params_of(name, prefix, "_64")
     for path, ours in of_params.items():
         assert error(ours, exact[path]) <= 4 * max(error(theirs[path], exact[path]), 1e-6), path
@@ -265,8 +248,8 @@ def test_constant_decays_are_those_of_the_released_code(name):
     rule = Rule(query * query.shape[-1] ** -0.5, key, value, decay, None)
     state = np.swapaxes(a["input/initial_state"], 2, 3)
     matrix, y = jax.jit(read_chunks, static_argnums=3)(rule, state, np.zeros((len(query), 4), bool), 8)
-    assert_as_exact(np.moveaxis(y, 1, 2), name, "output")
-    assert_as_exact(np.swapaxes(matrix, 2, 3), name, "final_state")
+    assert_as_exact(np.moveaxis(y, 1, 2), arrays(name), "output")
+    assert_as_exact(np.swapaxes(matrix, 2, 3), arrays(name), "final_state")
 
 
 # The errors of the released code in bfloat16: of outputs, and of the gradient of x.

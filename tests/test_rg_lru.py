@@ -2,13 +2,13 @@
 
 import functools
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from released_arrays import arrays, assert_as_exact, error
 
 from meliad_like.errors import UserError
 from meliad_like.mixers.base import At
@@ -16,7 +16,6 @@ from meliad_like.mixers.rg_lru import RGLRU, RGLRUCarry
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import DecoderLayer
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
 NAMES = {
     ("mixers", "rg_lru", "gate", "kernel"): "linear_y.weight",
     ("mixers", "rg_lru", "gate", "bias"): "linear_y.bias",
@@ -33,11 +32,6 @@ NAMES = {
     ("output", "bias"): "linear_out.bias",
 }
 """The names of the layer's parameters in the released code, whose matrices are [out, in]."""
-
-
-@functools.cache
-def arrays(name):
-    return dict(np.load(GOLDEN / f"{name}.npz"))
 
 
 both = pytest.mark.parametrize("name", ["rglru_block", "rglru_block_documents"])
@@ -88,16 +82,6 @@ def decode(params, x, carry):
 
     carry, y = jax.lax.scan(step, carry, jnp.moveaxis(x, 1, 0))
     return jnp.moveaxis(y, 0, 1), carry
-
-
-def error(ours, theirs):
-    return np.abs(np.asarray(ours, np.float64) - theirs).max() / np.abs(theirs).max()
-
-
-def assert_as_exact(ours, arrays, name):
-    """Within four times the float32 error of the released code, whose arrays in float64 are the reference."""
-    exact = arrays[f"{name}_64"]
-    assert error(ours, exact) <= 4 * max(error(arrays[name], exact), 1e-7), name
 
 
 def carry_of(arrays, name, position):
