@@ -162,7 +162,7 @@ def test_thirty_documents_have_some_for_each_split(texts, tmp_path):
 
 
 def test_pieces_of_documents_are_as_large_as_they_should_be(texts, monkeypatch, tmp_path):
-    """Small documents together, at most so many bytes at once, and none is lost where a result is cut off."""
+    """Small documents are sent together, up to a number of bytes. No document is lost where a result ends early."""
     source, vocabulary = open_source(config(texts)), tmp_path / "vocabulary"
     vocabulary.mkdir()
     ByteVocabulary().save(vocabulary)

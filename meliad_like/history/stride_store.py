@@ -175,7 +175,7 @@ def _read_info(folder: Path) -> StoreInfo:
         return rebuild(StoreInfo, read_json(path))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"there is no store of scores or selections at {folder}: meliad_like history score and select make them"
+            f"there is no store of scores or selections at {folder}: make one with meliad_like history score or select"
         ) from None
     except UserError as error:
         raise UserError(f"{path} is damaged, or of another version: {error}: make it again") from None
